@@ -1,0 +1,61 @@
+# make demo | test | lint | bench | clean. The environment is made on first use (make setup).
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+# TORCH_BACKEND=cpu asks for the small torch; unset: torch as PyPI gives it (several GB).
+TORCH_BACKEND ?=
+export VIRTUAL_ENV := $(abspath $(VENV))
+# uv is used where it is; else it is fetched into the environment.
+UV = $(shell command -v uv 2>/dev/null || echo $(abspath $(VENV))/bin/uv)
+ARGS ?=
+
+NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+
+.PHONY: help setup demo test lint types bench proto constraints cpp-test clean
+
+help:
+	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
+	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make lint | bench | proto | clean"
+
+$(VENV)/bin/python:
+	@command -v $(PYTHON) >/dev/null || { echo "windrow needs Python 3.11+: install it, or set PYTHON=..."; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "windrow needs Python 3.11+, $(PYTHON) is older: set PYTHON=..."; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dependencies: $(VENV)/bin/python pyproject.toml constraints.txt
+	@command -v uv >/dev/null || test -x $(VENV)/bin/uv || $(PY) -m pip install --quiet uv
+	@echo "Installing Python packages (torch is several GB the first time; TORCH_BACKEND=cpu asks for the small one) ..."
+	$(UV) pip install --python $(PY) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) -c constraints.txt -r pyproject.toml --extra dev
+	@touch $@
+
+$(VENV)/.native: $(VENV)/.dependencies $(NATIVE) pyproject.toml
+	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "windrow needs a C++20 compiler: install g++ (Debian: apt-get install g++) or clang++"; exit 2; }
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) pip install --python $(PY) --no-deps --no-build-isolation -e .
+	@touch $@
+
+setup: $(VENV)/.native
+
+demo: setup
+	$(VENV)/bin/windrow demo $(ARGS)
+
+test: setup
+	$(PY) -m pytest $(ARGS)
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: setup
+	$(PY) -m benchmarks $(ARGS)
+
+proto: setup
+	$(PY) tools/generate_proto.py
+
+constraints:
+	$(UV) pip compile pyproject.toml --extra dev --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+
+clean:
+	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .mypy_cache

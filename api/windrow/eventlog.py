@@ -1,0 +1,130 @@
+"""What every run leaves behind: one JSON line per decode step and per tasklet.
+
+The figures of a summary are computed from these lines and from nothing else, so that anyone can
+compute them again. Times are nanoseconds of CLOCK_MONOTONIC, one clock for all processes.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """One decode step of one engine.
+
+    A step that follows another without an idle moment starts where that one ended, so that nothing
+    that delays a token (admission, a decision, a copy) escapes the figures.
+    """
+
+    kind: ClassVar[str] = "step"
+    step: int
+    start_ns: int
+    end_ns: int
+    batch: int  # requests that got a token
+    context_tokens: int  # sum over the batch, before the step
+    admitted: int  # requests that joined before this step
+    prefill_tokens: int  # computed in this step; 0 for prompts that arrive with their KV
+    waiting: int
+    decode_units: int
+    finetune_units: int  # granted during the step; 0: paused or no worker
+    predicted_us: int  # by the policy, for what it chose; 0: no prediction
+    hook_us: float  # what view, decision and grant cost inside the step
+    chunks_kv: int
+    chunks_lent: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskletEvent:
+    """One tasklet of one worker."""
+
+    kind: ClassVar[str] = "tasklet"
+    job_uid: str
+    epoch: int
+    step: int
+    phase: str  # "fwd", "loss", "bwd", "opt"
+    layer: int
+    tokens: (
+        int  # real tokens of the micro-batch; counted as harvested with "opt", see `tokens_done`
+    )
+    tokens_done: int  # real tokens of finished optimizer steps since the job began
+    start_ns: int
+    end_ns: int
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEvent:
+    """One finished request, as the engine saw it."""
+
+    kind: ClassVar[str] = "request"
+    id: str
+    arrived_ns: int
+    first_token_ns: int
+    end_ns: int
+    prompt_tokens: int
+    completion_tokens: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarkEvent:
+    """Something that happened: a pause, a lend, a worker that came or went, a phase of a run."""
+
+    kind: ClassVar[str] = "mark"
+    at_ns: int
+    what: str  # "pause", "resume", "worker-attached", "worker-gone", "measure-begin", ...
+    detail: str
+
+
+Event = StepEvent | TaskletEvent | RequestEvent | MarkEvent
+_BY_KIND: dict[str, type[Event]] = {
+    cls.kind: cls for cls in (StepEvent, TaskletEvent, RequestEvent, MarkEvent)
+}
+
+
+class EventLog:
+    """Collects events in memory and writes them in one go; `append` never touches the disk.
+
+    Safe for one appending thread and one that flushes. Lines are complete: a reader sees whole
+    events only, up to the last flush.
+    """
+
+    def __init__(self, path: Path, *, source: str) -> None:
+        self._path, self._source = path, source
+        self._pending: list[Event] = []
+        self._write_lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, event: Event) -> None:
+        """Keep one event; costs a list append."""
+        self._pending.append(event)
+
+    def flush(self) -> None:
+        """Write what has been kept so far."""
+        with self._write_lock:
+            pending, self._pending = self._pending, []
+            if not pending:
+                return
+            lines = [
+                json.dumps({"kind": e.kind, "source": self._source, **asdict(e)}) for e in pending
+            ]
+            with self._path.open("a", encoding="utf-8") as out:
+                out.write("\n".join(lines) + "\n")
+
+
+def read_events(folder: Path) -> Iterator[tuple[str, Event]]:
+    """Yield (source, event) of each `*.events.jsonl` below `folder`, but for a torn last line."""
+    for path in sorted(folder.rglob("*.events.jsonl")):
+        with path.open(encoding="utf-8") as lines:
+            for line in lines:
+                if not line.endswith("\n"):
+                    break
+                fields: dict[str, Any] = json.loads(line)
+                cls = _BY_KIND[fields.pop("kind")]
+                yield fields.pop("source"), cls(**fields)

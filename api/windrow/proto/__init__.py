@@ -1,0 +1,1 @@
+"""Generated gRPC stubs of `proto/windrow/v1` (`make proto`)."""

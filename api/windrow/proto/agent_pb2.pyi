@@ -1,0 +1,195 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class EngineReport(_message.Message):
+    __slots__ = ("hello", "stats", "profile")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    hello: EngineHello
+    stats: EngineStats
+    profile: EngineProfile
+    def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ...) -> None: ...
+
+class EngineHello(_message.Message):
+    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    FINETUNE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    ARENA_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    slot: int
+    pid: int
+    engine: str
+    engine_version: str
+    model: str
+    model_fingerprint: str
+    device: str
+    driver: str
+    compute_units: int
+    finetune_levels: _containers.RepeatedScalarFieldContainer[int]
+    chunk_bytes: int
+    chunks: int
+    tensor_parallel: int
+    endpoint: str
+    arena_socket: str
+    weights_manifest: str
+    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ...) -> None: ...
+
+class EngineStats(_message.Message):
+    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed")
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    FINETUNE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DECISION_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECISION_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    steps: int
+    steps_over_objective: int
+    tpot_p50_seconds: float
+    tpot_p99_seconds: float
+    batch: int
+    context_tokens: int
+    waiting: int
+    decode_units: int
+    finetune_units: int
+    busy_seconds: float
+    breaker: str
+    predicted_tokens_per_second: float
+    decision_p50_seconds: float
+    decision_p99_seconds: float
+    requests_completed: int
+    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ...) -> None: ...
+
+class EngineProfile(_message.Message):
+    __slots__ = ("key", "profile_json")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    profile_json: str
+    def __init__(self, key: _Optional[str] = ..., profile_json: _Optional[str] = ...) -> None: ...
+
+class EngineCommand(_message.Message):
+    __slots__ = ("policy",)
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    policy: EnginePolicy
+    def __init__(self, policy: _Optional[_Union[EnginePolicy, _Mapping]] = ...) -> None: ...
+
+class EnginePolicy(_message.Message):
+    __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PERCENTILE_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_COMPUTE_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    mode: str
+    objective_seconds: float
+    percentile: float
+    scope: str
+    max_compute_percent: int
+    max_memory_percent: int
+    name: str
+    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+
+class WorkerReport(_message.Message):
+    __slots__ = ("hello", "progress", "event")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    progress: WorkerProgress
+    event: WorkerEvent
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., progress: _Optional[_Union[WorkerProgress, _Mapping]] = ..., event: _Optional[_Union[WorkerEvent, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("protocol_version", "pid", "job_uid", "epoch")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    pid: int
+    job_uid: str
+    epoch: int
+    def __init__(self, protocol_version: _Optional[int] = ..., pid: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class WorkerProgress(_message.Message):
+    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
+    HELD_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    total_steps: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    checkpoint_step: int
+    checkpoint_path: str
+    held_chunks: int
+    busy_seconds: float
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ...) -> None: ...
+
+class WorkerEvent(_message.Message):
+    __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    USER_ERROR_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_PATH_FIELD_NUMBER: _ClassVar[int]
+    BASE_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    TUNED_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    reason: str
+    detail: str
+    user_error: bool
+    adapter_path: str
+    base_eval_loss: float
+    tuned_eval_loss: float
+    def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ...) -> None: ...
+
+class WorkerCommand(_message.Message):
+    __slots__ = ("action", "reason")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    action: str
+    reason: str
+    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...

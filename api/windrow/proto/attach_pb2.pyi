@@ -1,0 +1,296 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SidecarMessage(_message.Message):
+    __slots__ = ("hello", "heartbeat", "job_event", "profile")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    JOB_EVENT_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
+    hello: SidecarHello
+    heartbeat: SlotHeartbeat
+    job_event: JobEvent
+    profile: ProfileReport
+    def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ...) -> None: ...
+
+class OperatorMessage(_message.Message):
+    __slots__ = ("hello", "policy", "assign", "command")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    ASSIGN_FIELD_NUMBER: _ClassVar[int]
+    COMMAND_FIELD_NUMBER: _ClassVar[int]
+    hello: OperatorHello
+    policy: PolicyConfig
+    assign: Assign
+    command: JobCommand
+    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ...) -> None: ...
+
+class SidecarHello(_message.Message):
+    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WINDROW_VERSION_FIELD_NUMBER: _ClassVar[int]
+    POD_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    POD_NAME_FIELD_NUMBER: _ClassVar[int]
+    POD_UID_FIELD_NUMBER: _ClassVar[int]
+    NODE_NAME_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    windrow_version: str
+    pod_namespace: str
+    pod_name: str
+    pod_uid: str
+    node_name: str
+    slots: _containers.RepeatedCompositeFieldContainer[SlotFacts]
+    running: _containers.RepeatedCompositeFieldContainer[RunningJob]
+    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ...) -> None: ...
+
+class SlotFacts(_message.Message):
+    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DRIVER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    FINETUNE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    engine: str
+    engine_version: str
+    device: str
+    driver: str
+    model: str
+    model_fingerprint: str
+    compute_units: int
+    finetune_levels: _containers.RepeatedScalarFieldContainer[int]
+    arena_bytes: int
+    chunk_bytes: int
+    chunks: int
+    tensor_parallel: int
+    endpoint: str
+    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ...) -> None: ...
+
+class OperatorHello(_message.Message):
+    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    OPERATOR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    operator_version: str
+    heartbeat_seconds: float
+    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+
+class PolicyConfig(_message.Message):
+    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PERCENTILE_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_COMPUTE_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    policy: str
+    mode: str
+    objective_seconds: float
+    percentile: float
+    scope: str
+    max_compute_percent: int
+    max_memory_percent: int
+    generation: int
+    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class Assign(_message.Message):
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    JOB_NAME_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    job_namespace: str
+    job_name: str
+    job_uid: str
+    epoch: int
+    spec_json: str
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ...) -> None: ...
+
+class JobCommand(_message.Message):
+    __slots__ = ("job_uid", "epoch", "action", "reason")
+    class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ACTION_UNSPECIFIED: _ClassVar[JobCommand.Action]
+        PAUSE: _ClassVar[JobCommand.Action]
+        RESUME: _ClassVar[JobCommand.Action]
+        CHECKPOINT: _ClassVar[JobCommand.Action]
+        STOP: _ClassVar[JobCommand.Action]
+        ABORT: _ClassVar[JobCommand.Action]
+    ACTION_UNSPECIFIED: JobCommand.Action
+    PAUSE: JobCommand.Action
+    RESUME: JobCommand.Action
+    CHECKPOINT: JobCommand.Action
+    STOP: JobCommand.Action
+    ABORT: JobCommand.Action
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    job_uid: str
+    epoch: int
+    action: JobCommand.Action
+    reason: str
+    def __init__(self, job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., action: _Optional[_Union[JobCommand.Action, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class RunningJob(_message.Message):
+    __slots__ = ("slot", "job_uid", "epoch", "progress")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    job_uid: str
+    epoch: int
+    progress: Progress
+    def __init__(self, slot: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ETA_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    total_steps: int
+    loss: float
+    tokens_per_second: float
+    tokens: int
+    eta_seconds: float
+    checkpoint_step: int
+    checkpoint_path: str
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ...) -> None: ...
+
+class SlotHeartbeat(_message.Message):
+    __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_STATE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    FINETUNE_UNITS_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_KV_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_LENT_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_RESERVED_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FREE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_UTILIZATION_DECODE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_UTILIZATION_FIELD_NUMBER: _ClassVar[int]
+    BREAKER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    engine_state: str
+    steps: int
+    steps_over_objective: int
+    tpot_p50_seconds: float
+    tpot_p99_seconds: float
+    batch: int
+    context_tokens: int
+    waiting: int
+    decode_units: int
+    finetune_units: int
+    chunks_kv: int
+    chunks_lent: int
+    chunks_reserved: int
+    chunks_free: int
+    predicted_tokens_per_second: float
+    compute_utilization: float
+    compute_utilization_decode: float
+    memory_utilization: float
+    breaker: str
+    job: RunningJob
+    chunks_draining: int
+    def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ...) -> None: ...
+
+class JobEvent(_message.Message):
+    __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[JobEvent.Kind]
+        STARTED: _ClassVar[JobEvent.Kind]
+        PAUSED: _ClassVar[JobEvent.Kind]
+        RESUMED: _ClassVar[JobEvent.Kind]
+        CHECKPOINTED: _ClassVar[JobEvent.Kind]
+        STOPPED: _ClassVar[JobEvent.Kind]
+        SUCCEEDED: _ClassVar[JobEvent.Kind]
+        FAILED: _ClassVar[JobEvent.Kind]
+        REJECTED: _ClassVar[JobEvent.Kind]
+        EVALUATED: _ClassVar[JobEvent.Kind]
+    KIND_UNSPECIFIED: JobEvent.Kind
+    STARTED: JobEvent.Kind
+    PAUSED: JobEvent.Kind
+    RESUMED: JobEvent.Kind
+    CHECKPOINTED: JobEvent.Kind
+    STOPPED: JobEvent.Kind
+    SUCCEEDED: JobEvent.Kind
+    FAILED: JobEvent.Kind
+    REJECTED: JobEvent.Kind
+    EVALUATED: JobEvent.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    USER_ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_PATH_FIELD_NUMBER: _ClassVar[int]
+    BASE_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    TUNED_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
+    AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    kind: JobEvent.Kind
+    job_uid: str
+    epoch: int
+    reason: str
+    detail: str
+    user_error: bool
+    progress: Progress
+    adapter_path: str
+    base_eval_loss: float
+    tuned_eval_loss: float
+    at_unix_seconds: float
+    def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileReport(_message.Message):
+    __slots__ = ("slot", "key", "profile_json")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    key: str
+    profile_json: str
+    def __init__(self, slot: _Optional[int] = ..., key: _Optional[str] = ..., profile_json: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,52 @@
+"""Where the parts of a decode pod meet: files below the run directory, and the environment.
+
+In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts into both containers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+DEFAULT_RUN_DIR = Path("/run/windrow")
+
+# Set by the webhook on the injected sidecar (S) and the decode container (D).
+ENV_RUN_DIR = "WINDROW_RUN_DIR"  # S D
+ENV_OPERATOR_ADDRESS = "WINDROW_OPERATOR_ADDRESS"  # S: host:port of the Attach service
+ENV_OPERATOR_CA = (
+    "WINDROW_OPERATOR_CA"  # S: PEM of the authority that signed the operator's certificate
+)
+ENV_POD_NAMESPACE = "WINDROW_POD_NAMESPACE"  # S, downward API
+ENV_POD_NAME = "WINDROW_POD_NAME"  # S D, downward API
+ENV_POD_UID = "WINDROW_POD_UID"  # S, downward API
+ENV_NODE_NAME = "WINDROW_NODE_NAME"  # S, downward API
+ENV_TOKEN_FILE = "WINDROW_TOKEN_FILE"  # S: projected service-account token, audience `windrow`
+ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
+ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
+
+TOKEN_AUDIENCE = "windrow"
+PROTOCOL_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The files of one decode pod."""
+
+    root: Path
+
+    @property
+    def agent_socket(self) -> Path:
+        """gRPC: plugin and worker to agent (`proto/windrow/v1/agent.proto`)."""
+        return self.root / "agent.sock"
+
+    def arena_socket(self, slot: int = 0) -> Path:
+        """Hands out the descriptors of arena, page and weights; served by the decode process."""
+        return self.root / f"arena-{slot}.sock"
+
+    def weights_manifest(self, slot: int = 0) -> Path:
+        """JSON that says where in the exported weights each parameter lies."""
+        return self.root / f"weights-{slot}.json"
+
+    def job_dir(self, job_uid: str) -> Path:
+        """Scratch of one job: its spec as the worker reads it, logs."""
+        return self.root / "jobs" / job_uid

@@ -1,0 +1,3 @@
+#include <nanobind/nanobind.h>
+
+NB_MODULE(_core, module) { module.doc() = "Windrow's native core."; }

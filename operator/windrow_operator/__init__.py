@@ -1,0 +1,1 @@
+"""Which job goes on which GPU, and what we tell the user."""

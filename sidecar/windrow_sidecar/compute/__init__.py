@@ -1,0 +1,1 @@
+"""Partitions of the device: CPU sets on the host, SMs on a GPU."""

@@ -1,0 +1,1 @@
+"""Decode engines and the one seam through which they meet Windrow."""

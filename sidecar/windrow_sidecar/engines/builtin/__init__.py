@@ -1,0 +1,1 @@
+"""Our small decode engine: Llama-family models on the host driver."""

@@ -1,0 +1,1 @@
+"""LoRA finetuning as a stream of tasklets."""

@@ -1,0 +1,1 @@
+"""Python face of the arena: KV chunks, lending and handing over."""

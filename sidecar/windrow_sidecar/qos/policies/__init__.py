@@ -1,0 +1,1 @@
+"""The policies: each a pure function from what is seen to what is granted."""

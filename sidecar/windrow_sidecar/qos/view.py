@@ -1,0 +1,97 @@
+"""What decode shows, what the worker offers, what is granted: the words of the shared page.
+
+`csrc/include/windrow/page.h` holds the same fields in the same order; a test keeps them equal.
+Times are nanoseconds of CLOCK_MONOTONIC. Compute units are cores on the host, SMs on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+LEVELS_MAX = 8
+
+
+class Action(IntEnum):
+    """What a grant tells the worker."""
+
+    PAUSE = 0
+    GO = 1
+    FUSE = 2  # tokens join decode's own pass; engines that can, say so
+
+
+class Phase(IntEnum):
+    """Phase of a tasklet."""
+
+    NONE = 0
+    FORWARD = 1
+    LOSS = 2
+    BACKWARD = 3
+    OPTIMIZER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Decode's state at the start of a step. Written by the decode process only."""
+
+    step: int = 0
+    start_ns: int = 0  # of this step
+    last_end_ns: int = 0  # end of the step before
+    last_step_us: int = 0  # its latency, as StepEvent counts it
+    batch: int = 0  # 0: idle
+    context_tokens: int = 0
+    waiting: int = 0
+    admitted_tokens: int = 0  # context tokens that joined for this step
+    kv_chunks: int = 0
+    free_chunks: int = 0
+    reserved_chunks: int = 0
+    lent_chunks: int = 0
+    objective_us: int = 0  # 0: no policy
+    slo_debt_us: int = 0  # perRequest: the least slack of a running request; below 0: in debt
+    steps_over_objective: int = 0
+    heartbeat_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the worker would do next. Written by the worker only."""
+
+    job_epoch: int = 0  # 0: no job
+    step: int = 0
+    tasklet_id: int = 0  # next to run; grows by one with each
+    phase: int = Phase.NONE
+    layer_begin: int = 0
+    layer_end: int = 0
+    tokens: int = 0
+    micro_batch: int = 0
+    estimates_us: tuple[int, ...] = (0,) * LEVELS_MAX  # by index of the level; 0: unknown
+    memory_delta_bytes: int = 0  # of the next tasklet
+    resident_layers: int = 0
+    starving: int = 0  # 1: the next tasklet cannot run (data, memory, weights)
+    in_flight_us: int = 0  # estimated time of what runs now; 0: quiet
+    pause_epoch_seen: int = 0
+    wanted_chunks: int = 0  # in all, with those held
+    held_chunks: int = 0
+    tokens_done: int = 0
+    heartbeat_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a policy answers. The guard may narrow it; the hook writes it to the page: the grant."""
+
+    action: int = Action.PAUSE
+    finetune_units: int = 0
+    decode_units: int = 0  # what decode takes for itself (0: all)
+    n_tasklets: int = 0  # at most so many until the next grant; 0: no such bound
+    budget_us: int = 0  # at most so long until the next grant; 0: no such bound
+    window_tokens: int = 0  # 0: no windows
+    micro_batch: int = 0  # 0: the worker's choice
+    resident_layers: int = 0  # 0: all
+    fuse_tokens: int = 0
+    pause_epoch: int = 0  # grows whenever a grant is revoked; set by the hook
+    hold_admission_until_ns: int = 0  # for the engine
+    predicted_us: int = 0  # step latency under this decision
+    chunks: int = 0  # how many the worker may hold; fewer than it has: give back
+    in_flight_bound_us: int = 0
+    heartbeat_ns: int = 0
