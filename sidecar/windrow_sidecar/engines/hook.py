@@ -1,0 +1,142 @@
+"""What a decode engine asks before each step: the seam between serving and harvesting.
+
+The built-in engine and the SGLang plugin call the same hook, on the thread of the decode loop. A
+hook decides; the engine acts (it sets its own partition, holds admission back). What a hook raises
+never reaches decode: `FailClosed` switches it off and gives everything back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from windrow_sidecar.qos.view import Decision
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What the engine knows at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC."""
+
+    step: int
+    start_ns: int  # as StepEvent counts it: the end of the step before, when one was running
+    batch: int  # requests that will get a token; 0: only prefill, or requests that find no room
+    context_tokens: int  # sum over those, before the step
+    waiting: (
+        int  # requests that have arrived and are not running; above 0 with batch 0: KV is short
+    )
+    admitted_tokens: int  # context tokens that joined for this step
+    slo_debt_us: int  # least slack of a running request against its own objective; 0: not known
+    prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
+
+
+class StepHook(Protocol):
+    """Called by one thread, in this order: before_step, after_step; idle instead when none runs.
+
+    Each call is part of a step's latency: no waiting, no lock, no system call that may sleep.
+    """
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        """Decide for the step that starts now. The engine obeys `decode_units` and admission."""
+        ...
+
+    def after_step(self, end_ns: int, latency_us: int) -> None:
+        """Take note of how long it took. Its own cost counts for the next step."""
+        ...
+
+    def idle(self, now_ns: int) -> Decision:
+        """Decide for an engine that runs nothing: when it runs dry, then every 50 ms at most."""
+        ...
+
+    def close(self) -> None:
+        """The engine ends: revoke what is granted. Nothing is called afterwards."""
+        ...
+
+
+class NullHook:
+    """Serves alone: every unit to decode."""
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        """Take all units."""
+        return _ALL_TO_DECODE
+
+    def after_step(self, end_ns: int, latency_us: int) -> None:
+        """Keep nothing."""
+
+    def idle(self, now_ns: int) -> Decision:
+        """Take all units."""
+        return _ALL_TO_DECODE
+
+    def close(self) -> None:
+        """Hold nothing."""
+
+
+_ALL_TO_DECODE = Decision()
+
+
+class FailClosed:
+    """A hook that cannot harm decode: its first exception switches it off for good.
+
+    It is then told to close (which revokes what it granted; what that raises is logged too), and
+    `on_failure` hears of it, once. Decode goes on with all units.
+    """
+
+    def __init__(
+        self, inner: StepHook, *, on_failure: Callable[[str], None] = lambda reason: None
+    ) -> None:
+        self._inner, self._on_failure = inner, on_failure
+        self.failed = False
+
+    # Whatever a hook raises is our failure and not serving's, hence the blind excepts: they are the
+    # one place where everything is caught, and they log and change the state.
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        """Ask the inner hook."""
+        try:
+            return _decision(self._inner.before_step(facts))
+        except Exception as error:  # noqa: BLE001
+            return self._switch_off("before_step", error)
+
+    def after_step(self, end_ns: int, latency_us: int) -> None:
+        """Tell the inner hook."""
+        try:
+            self._inner.after_step(end_ns, latency_us)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("after_step", error)
+
+    def idle(self, now_ns: int) -> Decision:
+        """Ask the inner hook."""
+        try:
+            return _decision(self._inner.idle(now_ns))
+        except Exception as error:  # noqa: BLE001
+            return self._switch_off("idle", error)
+
+    def close(self) -> None:
+        """Close the inner hook."""
+        try:
+            self._inner.close()
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("close", error)
+
+    def _switch_off(self, method: str, error: Exception) -> Decision:
+        _log.error(
+            "harvesting is switched off: %s of the step hook raised", method, exc_info=error
+        )
+        self.failed = True
+        broken, self._inner = self._inner, NullHook()
+        self._on_failure(f"{method}: {error!r}")
+        if method != "close":
+            try:
+                broken.close()
+            except Exception:
+                _log.exception("the step hook could not be closed either")
+        return _ALL_TO_DECODE
+
+
+def _decision(answer: object) -> Decision:
+    if not isinstance(answer, Decision):
+        raise TypeError(f"a step hook answers with a Decision, not {answer!r}")
+    return answer

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
+from windrow_sidecar.qos.view import Decision
+
+FACTS = StepFacts(
+    step=1, start_ns=0, batch=2, context_tokens=300, waiting=0, admitted_tokens=0, slo_debt_us=0
+)
+
+
+class Granting:
+    """Grants one unit, and raises in the method named `broken`."""
+
+    def __init__(self, broken: str = "") -> None:
+        self.broken = broken
+        self.calls: list[str] = []
+
+    def _enter(self, method: str) -> None:
+        self.calls.append(method)
+        if method == self.broken:
+            raise ZeroDivisionError(method)
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        self._enter("before_step")
+        return Decision(decode_units=1, finetune_units=1)
+
+    def after_step(self, end_ns: int, latency_us: int) -> None:
+        self._enter("after_step")
+
+    def idle(self, now_ns: int) -> Decision:
+        self._enter("idle")
+        return Decision(finetune_units=2)
+
+    def close(self) -> None:
+        self._enter("close")
+
+
+def test_a_sound_hook_is_passed_through():
+    hook = FailClosed(Granting())
+    assert hook.before_step(FACTS).decode_units == 1
+    assert hook.idle(0).finetune_units == 2
+    assert not hook.failed
+
+
+@pytest.mark.parametrize("method", ["before_step", "after_step", "idle"])
+def test_a_hook_that_raises_is_closed_and_decode_gets_every_unit_from_then_on(method, caplog):
+    inner, heard = Granting(broken=method), []
+    hook = FailClosed(inner, on_failure=heard.append)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            last = hook.before_step(FACTS)
+            hook.after_step(10, 10)
+            hook.idle(20)
+    assert hook.failed
+    assert inner.calls.count(method) == 1
+    assert inner.calls[-1] == "close"
+    assert last == Decision()
+    assert len(heard) == 1
+    assert method in heard[0]
+    assert len(caplog.records) == 1
+
+
+def test_a_hook_that_cannot_even_close_is_left_behind(caplog):
+    class Hopeless(Granting):
+        def close(self) -> None:
+            raise OSError("gone")
+
+    hook = FailClosed(Hopeless(broken="before_step"))
+    assert hook.before_step(FACTS) == Decision()
+    assert "could not be closed" in caplog.text
+
+
+def test_a_hook_that_answers_nonsense_is_switched_off():
+    class Nonsense(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            return None  # type: ignore[return-value]
+
+    hook = FailClosed(Nonsense())
+    assert hook.before_step(FACTS) == Decision()
+    assert hook.failed
