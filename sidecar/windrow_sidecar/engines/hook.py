@@ -122,9 +122,7 @@ class FailClosed:
             self._switch_off("close", error)
 
     def _switch_off(self, method: str, error: Exception) -> Decision:
-        _log.error(
-            "harvesting is switched off: %s of the step hook raised", method, exc_info=error
-        )
+        _log.error("harvesting is switched off: %s of the step hook raised", method, exc_info=error)
         self.failed = True
         broken, self._inner = self._inner, NullHook()
         self._on_failure(f"{method}: {error!r}")
