@@ -1,0 +1,305 @@
+"""Which conditions and reasons exist, and how a condition changes.
+
+The table `LIFECYCLE` is the one place that says what can become of a FinetuneJob, and
+docs/conditions.md is made from it. `SLOT` and `POLICY` say the same for the other two kinds that
+have conditions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+Condition = dict[str, Any]
+Status = Literal["True", "False", "Unknown"]
+
+
+class ConditionType(StrEnum):
+    """Types of conditions."""
+
+    ACCEPTED = "Accepted"
+    PLACED = "Placed"
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+    ATTACHED = "Attached"
+    READY = "Ready"
+    SELECTS_PODS = "SelectsPods"
+
+
+class Reason(StrEnum):
+    """Reasons of conditions and events; a worker's `JobEvent.reason` is one of them as well."""
+
+    # Accepted
+    VALID = "Valid"
+    INVALID_SPEC = "InvalidSpec"
+    DESTINATION_IN_USE = "DestinationInUse"
+    # Placed
+    PLACED = "Placed"
+    NO_SLOT = "NoSlot"
+    BACK_OFF = "BackOff"
+    SLOT_LOST = "SlotLost"
+    REJECTED = "Rejected"
+    POLICY_CHANGED = "PolicyChanged"
+    FINISHED = "Finished"
+    # Running
+    STARTED = "Started"
+    RESUMED = "Resumed"
+    PAUSED = "Paused"
+    STARTING = "Starting"
+    STOPPING = "Stopping"
+    STOPPED = "Stopped"
+    NOT_PLACED = "NotPlaced"
+    # Suspended
+    SUSPENDED = "Suspended"
+    NOT_SUSPENDED = "NotSuspended"
+    # Succeeded
+    COMPLETED = "Completed"
+    # Failed, by whoever wrote the job
+    DATASET_UNREADABLE = "DatasetUnreadable"
+    DATASET_INVALID = "DatasetInvalid"
+    DATASET_EMPTY = "DatasetEmpty"
+    MODEL_NOT_FOUND = "ModelNotFound"
+    MODEL_UNSUPPORTED = "ModelUnsupported"
+    MODEL_TOO_LARGE = "ModelTooLarge"
+    OUTPUT_NOT_WRITABLE = "OutputNotWritable"
+    # Failed, or failed once and tried again
+    WORKER_DIED = "WorkerDied"
+    WORKER_ERROR = "WorkerError"
+    OUT_OF_MEMORY = "OutOfMemory"
+    LOSS_NOT_FINITE = "LossNotFinite"
+    CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
+    FENCED = "Fenced"
+    STALE_EPOCH = "StaleEpoch"
+    BUSY = "Busy"
+    BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # Slots and policies
+    CONNECTED = "Connected"
+    DISCONNECTED = "Disconnected"
+    SERVING = "Serving"
+    ENGINE_NOT_SERVING = "EngineNotServing"
+    BREAKER_OPEN = "BreakerOpen"
+    TENSOR_PARALLEL = "TensorParallel"
+    NO_POLICY = "NoPolicy"
+    POLICY_OFF = "PolicyOff"
+    PODS_SELECTED = "PodsSelected"
+    NO_PODS = "NoPods"
+    QUOTA_USED = "QuotaUsed"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: a condition of this type and status for this reason means `meaning`."""
+
+    type: ConditionType
+    status: Status
+    reason: Reason
+    meaning: str
+
+
+T = ConditionType
+R = Reason
+
+LIFECYCLE: Final = (
+    Row(T.ACCEPTED, "True", R.VALID, "The spec is valid and the destination is the job's own."),
+    Row(
+        T.ACCEPTED, "False", R.INVALID_SPEC, "A field is wrong; the message names it and a remedy."
+    ),
+    Row(
+        T.ACCEPTED,
+        "False",
+        R.DESTINATION_IN_USE,
+        "An older job writes to the same `spec.output.destination`.",
+    ),
+    Row(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
+    Row(T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."),
+    Row(T.PLACED, "False", R.BACK_OFF, "A worker failed; the next attempt waits until `retryAt`."),
+    Row(T.PLACED, "False", R.SLOT_LOST, "Pod or sidecar is gone; resumes from the checkpoint."),
+    Row(T.PLACED, "False", R.REJECTED, "The slot refused the assignment; another is looked for."),
+    Row(T.PLACED, "False", R.POLICY_CHANGED, "The slot's policy no longer admits the job."),
+    Row(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
+    Row(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),
+    Row(T.RUNNING, "True", R.STARTED, "The worker has loaded the job."),
+    Row(T.RUNNING, "True", R.RESUMED, "The worker has loaded the job from a checkpoint."),
+    Row(T.RUNNING, "True", R.PAUSED, "Decode has all compute for now; the worker waits."),
+    Row(T.RUNNING, "False", R.STARTING, "The slot is assigned, the worker is loading."),
+    Row(T.RUNNING, "True", R.STOPPING, "The worker was asked to write a checkpoint and to stop."),
+    Row(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
+    Row(T.RUNNING, "False", R.FINISHED, "The job has ended."),
+    Row(T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."),
+    Row(T.SUSPENDED, "False", R.NOT_SUSPENDED, "`spec.suspend` is false."),
+    Row(T.SUCCEEDED, "True", R.COMPLETED, "All steps are done, the adapter is written."),
+    Row(
+        T.FAILED, "True", R.BACKOFF_LIMIT_EXCEEDED, "Workers failed `backoffLimit` times and once."
+    ),
+    Row(T.FAILED, "True", R.DEADLINE_EXCEEDED, "`activeDeadlineSeconds` have passed."),
+    Row(T.FAILED, "True", R.DATASET_UNREADABLE, "The file of rows cannot be opened."),
+    Row(T.FAILED, "True", R.DATASET_INVALID, "A row is wrong; the message names file and line."),
+    Row(T.FAILED, "True", R.DATASET_EMPTY, "There is no row to train on."),
+    Row(T.FAILED, "True", R.MODEL_NOT_FOUND, "There is no model of that name or path."),
+    Row(T.FAILED, "True", R.MODEL_UNSUPPORTED, "The model's architecture cannot be trained here."),
+    Row(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
+    Row(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
+    Row(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
+)
+
+SLOT: Final = (
+    Row(T.ATTACHED, "True", R.CONNECTED, "The sidecar is connected."),
+    Row(T.ATTACHED, "False", R.DISCONNECTED, "The sidecar's stream has ended; it dials again."),
+    Row(T.READY, "True", R.SERVING, "The slot can take a job."),
+    Row(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),
+    Row(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
+    Row(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
+    Row(T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."),
+    Row(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
+    Row(T.READY, "False", R.POLICY_OFF, "Mode, hours or daily seconds forbid harvesting now."),
+)
+
+POLICY: Final = (
+    Row(T.ACCEPTED, "True", R.VALID, "The spec is valid."),
+    Row(
+        T.ACCEPTED, "False", R.INVALID_SPEC, "A field is wrong; the message names it and a remedy."
+    ),
+    Row(T.SELECTS_PODS, "True", R.PODS_SELECTED, "At least one decode pod is selected."),
+    Row(T.SELECTS_PODS, "False", R.NO_PODS, "No decode pod of the namespace is selected."),
+)
+
+# What a worker may report as FAILED; with `user_error` no retry helps. Others may appear: a reason
+# that is not in the table is shown as it came.
+RETRIED: Final = (
+    R.WORKER_DIED,
+    R.WORKER_ERROR,
+    R.OUT_OF_MEMORY,
+    R.LOSS_NOT_FINITE,
+    R.CHECKPOINT_UNREADABLE,
+    R.FENCED,
+)
+
+STATES: Final = (
+    "Pending",
+    "Invalid",
+    "Placed",
+    "Running",
+    "Stopping",
+    "Suspended",
+    "Succeeded",
+    "Failed",
+)
+
+_REASON_PATTERN: Final = re.compile(r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
+
+
+def timestamp(moment: datetime) -> str:
+    """Return an aware `moment` as Kubernetes writes times: UTC, whole seconds, `Z`."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def set_condition(
+    conditions: Iterable[Mapping[str, Any]],
+    type_: str,
+    status: Status,
+    reason: str,
+    message: str,
+    generation: int | None,
+    now: datetime,
+) -> list[Condition]:
+    """Return `conditions` with the one of `type_` set; the others keep their order.
+
+    `lastTransitionTime` changes only when the status does, as Kubernetes' conventions want it.
+    """
+    entry: Condition = {
+        "type": str(type_),
+        "status": status,
+        "reason": str(reason) if _REASON_PATTERN.match(reason) else str(Reason.WORKER_ERROR),
+        "message": message,
+        "lastTransitionTime": timestamp(now),
+    }
+    if generation is not None:
+        entry["observedGeneration"] = generation
+    result, found = [], False
+    for old in conditions:
+        if old["type"] != type_:
+            result.append(dict(old))
+            continue
+        found = True
+        if old["status"] == status:
+            entry["lastTransitionTime"] = old["lastTransitionTime"]
+        result.append(entry)
+    return result if found else [*result, entry]
+
+
+def get_condition(conditions: Iterable[Mapping[str, Any]] | None, type_: str) -> Condition | None:
+    """Return the condition of `type_`, or None."""
+    return next((dict(c) for c in conditions or () if c["type"] == type_), None)
+
+
+def is_true(conditions: Iterable[Mapping[str, Any]] | None, type_: str) -> bool:
+    """Return whether the condition of `type_` is there and True."""
+    condition = get_condition(conditions, type_)
+    return condition is not None and condition["status"] == "True"
+
+
+def is_finished(conditions: Iterable[Mapping[str, Any]] | None) -> bool:
+    """Return whether a job with these conditions has ended, well or not."""
+    held = list(conditions or ())
+    return is_true(held, T.SUCCEEDED) or is_true(held, T.FAILED)
+
+
+def state_of(conditions: Iterable[Mapping[str, Any]] | None) -> str:
+    """Return a job's conditions as one of `STATES`: the word that `kubectl get` prints."""
+    held = list(conditions or ())
+    for type_, word in ((T.SUCCEEDED, "Succeeded"), (T.FAILED, "Failed")):
+        if is_true(held, type_):
+            return word
+    accepted = get_condition(held, T.ACCEPTED)
+    if accepted is not None and accepted["status"] == "False":
+        return "Invalid"
+    running = get_condition(held, T.RUNNING)
+    if running is not None and running["status"] == "True":
+        return "Stopping" if running["reason"] == R.STOPPING else "Running"
+    if is_true(held, T.SUSPENDED):
+        return "Suspended"
+    return "Placed" if is_true(held, T.PLACED) else "Pending"
+
+
+def conditions_markdown() -> str:
+    """Return docs/conditions.md."""
+    parts = [
+        "# Conditions",
+        "",
+        "Made from `api/windrow/conditions.py` by `tools/generate_crds.py`: change it there.",
+        "",
+        "Every condition has `type`, `status`, `reason`, `message`, `observedGeneration` and",
+        "`lastTransitionTime` (when the status last changed). A job passes through Accepted,",
+        "Placed and Running to Succeeded or Failed; Suspended says that it was asked to wait.",
+        "",
+        *_table("FinetuneJob", LIFECYCLE),
+        "A worker that fails for one of these reasons is tried again until `backoffLimit`: "
+        + ", ".join(f"`{reason}`" for reason in RETRIED)
+        + ".",
+        "",
+        "`kubectl get ftj` prints the conditions as one word: "
+        + ", ".join(f"`{state}`" for state in STATES)
+        + ".",
+        "",
+        *_table("HarvestSlot", SLOT),
+        *_table("HarvestPolicy", POLICY),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(title: str, rows: Sequence[Row]) -> list[str]:
+    return [
+        f"## {title}",
+        "",
+        "| type | status | reason | meaning |",
+        "|---|---|---|---|",
+        *(f"| {row.type} | {row.status} | {row.reason} | {row.meaning} |" for row in rows),
+        "",
+    ]

@@ -1,0 +1,88 @@
+"""What users may write and read: the four kinds of windrow.dev/v1alpha1.
+
+`crds/*.yaml` is made from these models by `tools/generate_crds.py`; a test holds both equal.
+"""
+
+from windrow.crd.common import (
+    ANNOTATION_INJECT,
+    ANNOTATION_INJECTED_BY,
+    ANNOTATION_POLICY,
+    API_VERSION,
+    CATEGORY,
+    FINALIZER,
+    FINETUNE_JOB,
+    GROUP,
+    HARVEST_POLICY,
+    HARVEST_SLOT,
+    KINDS,
+    LABEL_DECODE,
+    LATENCY_PROFILE,
+    SIDECAR_CONTAINER,
+    VERSION,
+    Condition,
+    Kind,
+    LabelSelector,
+    SelectorRequirement,
+)
+from windrow.crd.finetunejob import (
+    AdapterSpec,
+    CheckpointSpec,
+    DatasetSpec,
+    FinetuneJobSpec,
+    FinetuneJobStatus,
+    LoraSpec,
+    ModelSpec,
+    OutputSpec,
+    TrainingSpec,
+)
+from windrow.crd.harvestpolicy import HarvestHours, HarvestPolicySpec, HarvestPolicyStatus
+from windrow.crd.harvestslot import HarvestSlotSpec, HarvestSlotStatus
+from windrow.crd.latencyprofile import CoRunModel, LatencyProfileSpec, ProfileSample, SoloModel
+from windrow.crd.parse import parse_job_spec, parse_policy_spec, parse_profile_spec
+from windrow.crd.values import format_duration, parse_duration, parse_quantity
+
+__all__ = [
+    "ANNOTATION_INJECT",
+    "ANNOTATION_INJECTED_BY",
+    "ANNOTATION_POLICY",
+    "API_VERSION",
+    "CATEGORY",
+    "FINALIZER",
+    "FINETUNE_JOB",
+    "GROUP",
+    "HARVEST_POLICY",
+    "HARVEST_SLOT",
+    "KINDS",
+    "LABEL_DECODE",
+    "LATENCY_PROFILE",
+    "SIDECAR_CONTAINER",
+    "VERSION",
+    "AdapterSpec",
+    "CheckpointSpec",
+    "CoRunModel",
+    "Condition",
+    "DatasetSpec",
+    "FinetuneJobSpec",
+    "FinetuneJobStatus",
+    "HarvestHours",
+    "HarvestPolicySpec",
+    "HarvestPolicyStatus",
+    "HarvestSlotSpec",
+    "HarvestSlotStatus",
+    "Kind",
+    "LabelSelector",
+    "LatencyProfileSpec",
+    "LoraSpec",
+    "ModelSpec",
+    "OutputSpec",
+    "ProfileSample",
+    "SelectorRequirement",
+    "SoloModel",
+    "TrainingSpec",
+    "format_duration",
+    "parse_duration",
+    "parse_job_spec",
+    "parse_policy_spec",
+    "parse_profile_spec",
+    "parse_quantity",
+]

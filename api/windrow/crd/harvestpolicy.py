@@ -1,0 +1,220 @@
+"""What a user may write in a HarvestPolicy, and what its status holds."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, time, tzinfo
+from typing import Annotated, Final, Literal, Self
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+
+from windrow.crd.common import Condition, LabelSelector
+from windrow.crd.values import TEXT_MAX, Duration, Quantity, Record, cel, invalid
+
+HOURS_PATTERN: Final = (
+    r"^([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]( [A-Za-z0-9_+/-]+)?$"
+)
+
+
+class HarvestHours:
+    """A daily interval in a time zone, which may pass midnight: `20:00-08:00 Europe/Berlin`."""
+
+    def __init__(self, text: str) -> None:
+        if not re.fullmatch(HOURS_PATTERN, text):
+            raise ValueError(f"{text!r} is not an interval of the day")
+        interval, _, zone = text.partition(" ")
+        begin, end = interval.split("-")
+        self.begin, self.end = time.fromisoformat(begin), time.fromisoformat(end)
+        self.zone: tzinfo = ZoneInfo(zone) if zone else UTC
+
+    def contains(self, moment: datetime) -> bool:
+        """Return whether the aware `moment` falls into the interval; begin counts, end does not."""
+        clock = moment.astimezone(self.zone).time()
+        if self.begin < self.end:
+            return self.begin <= clock < self.end
+        return clock >= self.begin or clock < self.end
+
+
+def _hours(text: str) -> str:
+    try:
+        HarvestHours(text)
+    except (ValueError, ZoneInfoNotFoundError) as error:
+        raise invalid(
+            f"{text!r}: {error}", "Write it like 20:00-08:00 Europe/Berlin (no zone: UTC)."
+        ) from error
+    return text
+
+
+Hours = Annotated[str, AfterValidator(_hours), Field(pattern=HOURS_PATTERN, max_length=96)]
+
+
+class ObjectiveSpec(Record):
+    """What serving must keep."""
+
+    tpot: Duration = Field(description="Time per output token that must be kept, like 40ms.")
+    percentile: float = Field(
+        default=99, gt=0, lt=100, description="Which percentile of the TPOT the objective is for."
+    )
+    scope: Literal["perStep", "perRequest"] = Field(
+        default="perStep",
+        description="perStep: each decode step is judged; perRequest: a request's mean.",
+    )
+    ttft: Duration | None = Field(
+        default=None, description="Time to first token that must be kept, where prompts prefill."
+    )
+    deferral_bound: Duration | None = Field(
+        default=None, description="How long a policy that defers may hold a request back."
+    )
+
+
+class LimitsSpec(Record):
+    """How much may be harvested."""
+
+    max_sm_percent: int = Field(
+        default=100, ge=1, le=100, description="Most compute of a device (SMs, or cores of a host)."
+    )
+    max_memory_percent: int = Field(
+        default=50, ge=0, le=100, description="Most of the arena that may be lent."
+    )
+    host_memory: Quantity | None = Field(
+        default=None, description="Most host memory of a worker, like 64Gi."
+    )
+    hours: list[Hours] = Field(
+        default_factory=list,
+        max_length=16,
+        description="When harvesting is allowed, like 20:00-08:00 Europe/Berlin. Empty: always.",
+    )
+
+
+class AccessSpec(Record):
+    """Who may use the slots."""
+
+    namespace_selector: LabelSelector = Field(
+        default_factory=LabelSelector,
+        description="Namespaces whose jobs may be placed here. Empty: every namespace.",
+    )
+    gpu_seconds_per_day: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Device seconds that all jobs together may take in a day (UTC).",
+    )
+
+
+class ClaimSource(Record):
+    """A PersistentVolumeClaim of the pod's namespace."""
+
+    claim_name: str = Field(max_length=253, description="Name of the claim.")
+
+
+class HostPathSource(Record):
+    """A directory of the node."""
+
+    path: str = Field(max_length=TEXT_MAX, description="Absolute path on the node.")
+
+
+class VolumeSpec(Record):
+    """A volume that the sidecars mount, for models, rows and adapters."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "has(self.persistentVolumeClaim) != has(self.hostPath)",
+                    "exactly one of persistentVolumeClaim and hostPath is wanted",
+                )
+            ]
+        }
+    )
+
+    name: str = Field(
+        max_length=48, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", description="Name in the pod."
+    )
+    mount_path: str = Field(max_length=TEXT_MAX, description="Where the sidecar sees it.")
+    read_only: bool = Field(default=False, description="Mount it read-only.")
+    persistent_volume_claim: ClaimSource | None = Field(
+        default=None, description="A claim of the pod's namespace."
+    )
+    host_path: HostPathSource | None = Field(default=None, description="A directory of the node.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.persistent_volume_claim is None) == (self.host_path is None):
+            raise invalid(
+                f"volume {self.name!r} needs exactly one source",
+                "Set one of persistentVolumeClaim and hostPath.",
+            )
+        return self
+
+
+class SidecarSpec(Record):
+    """How the sidecar reaches the device."""
+
+    gpu_access: Literal["auto", "dra", "wrap", "env"] = Field(
+        default="auto",
+        description="How the worker gets at decode's GPU. auto: as the device needs it (a host "
+        "device needs nothing). v1alpha1 supports auto.",
+    )
+    mps: bool = Field(
+        default=True, description="Whether decode and worker may share the GPU under MPS."
+    )
+    volumes: list[VolumeSpec] = Field(
+        default_factory=list, max_length=16, description="Volumes that the sidecars mount."
+    )
+
+    @field_validator("gpu_access")
+    @classmethod
+    def _supported(cls, access: str) -> str:
+        if access != "auto":
+            raise invalid(f"{access!r} is not supported yet", "Write auto.")
+        return access
+
+
+class HarvestPolicySpec(Record):
+    """Which decode pods are harvested, and within which objective and limits."""
+
+    selector: LabelSelector = Field(
+        description="Decode pods of this namespace. Which pods decode is found by the rules of "
+        "their stack. Empty: all of them."
+    )
+    objective: ObjectiveSpec = Field(description="What serving must keep.")
+    mode: Literal["harvest", "observe", "off"] = Field(
+        default="harvest",
+        description="observe: everything but the work, to see what harvesting would give.",
+    )
+    policy: Literal[
+        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "static", "temporal"
+    ] = Field(default="windrow", description="Who decides at each decode step.")
+    limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
+    access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
+    sidecar: SidecarSpec = Field(
+        default_factory=SidecarSpec, description="How the sidecar reaches the device."
+    )
+
+    def open_at(self, moment: datetime) -> bool:
+        """Return whether the hours allow harvesting at the aware `moment`."""
+        hours = self.limits.hours
+        return not hours or any(HarvestHours(text).contains(moment) for text in hours)
+
+
+class UsageStatus(Record):
+    """What was taken today."""
+
+    day: str = Field(description="The day, UTC.")
+    gpu_seconds: float = Field(description="Device seconds that jobs held slots for.")
+
+
+class HarvestPolicyStatus(Record):
+    """What the operator says about a policy."""
+
+    observed_generation: int | None = Field(
+        default=None, description="Generation of the spec that this status is about."
+    )
+    conditions: list[Condition] | None = Field(
+        default=None, description="Accepted, and whether any pod is selected."
+    )
+    pods: int | None = Field(default=None, description="Decode pods that are selected.")
+    slots: int | None = Field(default=None, description="Slots of these pods that are attached.")
+    harvesting: int | None = Field(default=None, description="Slots that run a job.")
+    usage: UsageStatus | None = Field(default=None, description="What was taken today.")

@@ -1,0 +1,101 @@
+"""What a HarvestSlot says about one harvested device. Written by the operator only."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from windrow.crd.common import Condition
+from windrow.crd.values import Record, Timestamp
+
+
+class HarvestSlotSpec(Record):
+    """What the device is; fixed while the decode process lives."""
+
+    pod_name: str = Field(description="Decode pod, in this namespace.")
+    pod_uid: str = Field(description="UID of that pod.")
+    node_name: str = Field(default="", description="Node of that pod.")
+    index: int = Field(default=0, ge=0, description="Which device of the pod.")
+    engine: str = Field(default="", description="Decode engine.")
+    engine_version: str = Field(default="", description="Its version.")
+    device: str = Field(default="", description="Device, like `NVIDIA H200` or `host:2-cores`.")
+    driver: str = Field(default="", description="host or cuda.")
+    model: str = Field(default="", description="Served model, as decode was told.")
+    model_fingerprint: str = Field(default="", description="Fingerprint of the served model.")
+    compute_units: int = Field(default=0, description="Cores or SMs.")
+    finetune_levels: list[int] = Field(
+        default_factory=list, description="Compute units that a worker can be given."
+    )
+    arena_bytes: int = Field(default=0, description="Size of the arena.")
+    chunk_bytes: int = Field(default=0, description="Size of a chunk, the unit of lending.")
+    chunks: int = Field(default=0, description="Chunks of the arena.")
+    tensor_parallel: int = Field(default=1, description="Ranks over which decode is split.")
+    endpoint: str = Field(default="", description="Where the engine serves HTTP, for people.")
+
+
+class ChunksStatus(Record):
+    """Who has the arena's chunks."""
+
+    kv: int = Field(default=0, description="Hold keys and values of requests.")
+    lent: int = Field(default=0, description="Lent to the worker.")
+    reserved: int = Field(default=0, description="Kept free for the next burst.")
+    draining: int = Field(default=0, description="On their way back.")
+    free: int = Field(default=0, description="Free.")
+
+
+class SlotJobStatus(Record):
+    """The job on a slot."""
+
+    namespace: str = Field(description="Its namespace.")
+    name: str = Field(description="Its name.")
+    uid: str = Field(description="Its UID.")
+    epoch: int = Field(description="Fencing token of this placement.")
+
+
+class HarvestSlotStatus(Record):
+    """What the sidecar last reported, and who has the slot."""
+
+    conditions: list[Condition] | None = Field(
+        default=None, description="Whether the sidecar is attached and the slot can take jobs."
+    )
+    policy: str | None = Field(default=None, description="HarvestPolicy that selects the pod.")
+    mode: str | None = Field(default=None, description="Its mode as of now (hours and limits).")
+    engine_state: str | None = Field(default=None, description="starting, serving or gone.")
+    objective: str | None = Field(default=None, description="TPOT objective, for people.")
+    tpot_p50: str | None = Field(default=None, description="Median TPOT, for people.")
+    tpot_p99: str | None = Field(default=None, description="99th percentile, for people.")
+    decode: str | None = Field(default=None, description="Compute of decode, for people.")
+    finetune: str | None = Field(default=None, description="Compute of the worker, for people.")
+    lent: str | None = Field(default=None, description="Lent chunks of all, for people.")
+    job_name: str | None = Field(default=None, description="namespace/name of the job.")
+    job: SlotJobStatus | None = Field(default=None, description="The job on this slot.")
+    objective_seconds: float | None = Field(default=None, description="TPOT objective.")
+    tpot_p50_seconds: float | None = Field(default=None, description="Median TPOT.")
+    tpot_p99_seconds: float | None = Field(default=None, description="99th percentile of TPOT.")
+    steps: int | None = Field(default=None, description="Decode steps since the engine's start.")
+    steps_over_objective: int | None = Field(
+        default=None, description="Those that took longer than the objective."
+    )
+    batch: int | None = Field(default=None, description="Requests in the batch.")
+    context_tokens: int | None = Field(default=None, description="Context tokens of the batch.")
+    waiting: int | None = Field(default=None, description="Requests that wait.")
+    decode_units: int | None = Field(default=None, description="Compute units of decode.")
+    finetune_units: int | None = Field(default=None, description="Compute units of the worker.")
+    chunks: ChunksStatus | None = Field(default=None, description="Who has the memory.")
+    predicted_tokens_per_second: float | None = Field(
+        default=None, description="What a worker would get here now."
+    )
+    compute_utilization: float | None = Field(
+        default=None, description="0 to 1, decode and worker together."
+    )
+    compute_utilization_decode: float | None = Field(
+        default=None, description="0 to 1, decode alone."
+    )
+    memory_utilization: float | None = Field(
+        default=None, description="0 to 1 of the arena that is KV or lent."
+    )
+    breaker: str | None = Field(
+        default=None, description="Why harvesting has given up here; empty while it has not."
+    )
+    last_heartbeat_time: Timestamp | None = Field(
+        default=None, description="When the sidecar last reported."
+    )

@@ -1,0 +1,184 @@
+"""Specs as users write them: what is taken, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from windrow.crd import (
+    FinetuneJobSpec,
+    HarvestHours,
+    LabelSelector,
+    SoloModel,
+    format_duration,
+    parse_duration,
+    parse_job_spec,
+    parse_policy_spec,
+    parse_quantity,
+)
+from windrow.errors import UserError
+
+JOB = {
+    "model": {"name": "/models/tiny"},
+    "dataset": {"source": "/data/rows.jsonl", "format": "chat", "evalFraction": 0.02},
+    "adapter": {
+        "type": "lora",
+        "lora": {"rank": 8, "alpha": 16, "targetModules": "q_proj, v_proj"},
+    },
+    "training": {"maxSteps": 100, "learningRate": "2e-4", "warmupRatio": "0.03"},
+    "output": {"destination": "/out/tone"},
+}
+POLICY = {
+    "selector": {"matchLabels": {"app": "chat"}},
+    "objective": {"tpot": "40ms", "percentile": 99, "scope": "perStep"},
+    "limits": {"maxSmPercent": 60, "hostMemory": "64Gi", "hours": ["20:00-08:00 Europe/Berlin"]},
+}
+
+
+def changed(base: dict, path: str, value: object) -> dict:
+    """A copy of `base` in which the field at the dotted `path` has `value` (None: is gone)."""
+    result = copy.deepcopy(base)
+    node = result
+    *parents, leaf = path.split(".")
+    for part in parents:
+        node = node.setdefault(part, {})
+    if value is None:
+        node.pop(leaf, None)
+    else:
+        node[leaf] = value
+    return result
+
+
+def test_a_job_is_read_with_its_defaults():
+    spec = parse_job_spec(JOB)
+    assert spec.training.learning_rate == pytest.approx(2e-4)
+    assert spec.training.batch_size == 16
+    assert spec.backoff_limit == 6
+    assert spec.adapter.lora.modules() == ["q_proj", "v_proj"]
+
+
+def test_a_learning_rate_may_be_a_number():
+    assert (
+        parse_job_spec(changed(JOB, "training.learningRate", 1e-3)).training.learning_rate == 1e-3
+    )
+
+
+def test_a_spec_that_was_read_can_be_written_and_read_again():
+    spec = parse_job_spec(JOB)
+    assert FinetuneJobSpec.model_validate(spec.model_dump(by_alias=True, exclude_none=True)) == spec
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "words"),
+    [
+        ("training.learningRate", "NaN", "spec.training.learningRate", "NaN"),
+        ("training.learningRate", float("nan"), "spec.training.learningRate", "nan"),
+        ("training.learningRate", "-1e-4", "spec.training.learningRate", "-0.0001"),
+        ("training.learningRate", 0, "spec.training.learningRate", "0"),
+        ("training.learningRate", True, "spec.training.learningRate", "True"),
+        ("training.warmupRatio", "1.5", "spec.training.warmupRatio", "1.5"),
+        ("training.maxSteps", 0, "spec.training.maxSteps", "0"),
+        ("training.maxSteps", "ten", "spec.training.maxSteps", "ten"),
+        ("training.epochs", 1, "spec.training", "exactly one of epochs and maxSteps"),
+        ("training.maxSteps", None, "spec.training", "neither is set"),
+        ("training.lerningRate", "1e-4", "spec.training.lerningRate", "Did you mean learningRate?"),
+        ("adapter.lora.rank", 0, "spec.adapter.lora.rank", "0"),
+        ("adapter.lora.dropout", float("nan"), "spec.adapter.lora.dropout", "nan"),
+        ("adapter.type", "dora", "spec.adapter.type", "'lora'"),
+        ("dataset.source", "", "spec.dataset.source", "is empty"),
+        ("dataset.source", "  ", "spec.dataset.source", "is empty"),
+        ("dataset.source", "s3://team/rows.jsonl", "spec.dataset.source", "s3://"),
+        ("dataset.source", None, "spec.dataset.source", "missing"),
+        ("output.deploy", {"enabled": True}, "spec.output.deploy.enabled", "not supported yet"),
+        ("workers", {"min": 2}, "spec.workers.min", "2"),
+        ("colour", "blue", "spec.colour", "Known here: model, dataset"),
+        ("model", "tiny", "spec.model", "tiny"),
+    ],
+)
+def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
+    with pytest.raises(UserError) as caught:
+        parse_job_spec(changed(JOB, path, value))
+    assert caught.value.field == field
+    assert words in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field"),
+    [
+        ("objective.tpot", "40", "spec.objective.tpot"),
+        ("objective.tpot", "-4ms", "spec.objective.tpot"),
+        ("objective.tpot", "0ms", "spec.objective.tpot"),
+        ("objective.percentile", 100, "spec.objective.percentile"),
+        ("mode", "on", "spec.mode"),
+        ("policy", "magic", "spec.policy"),
+        ("limits.maxSmPercent", 101, "spec.limits.maxSmPercent"),
+        ("limits.hostMemory", "much", "spec.limits.hostMemory"),
+        ("limits.hours", ["25:00-08:00"], "spec.limits.hours[0]"),
+        ("limits.hours", ["20:00-08:00 Europe/Atlantis"], "spec.limits.hours[0]"),
+        ("sidecar", {"gpuAccess": "wrap"}, "spec.sidecar.gpuAccess"),
+        ("sidecar", {"volumes": [{"name": "a", "mountPath": "/a"}]}, "spec.sidecar.volumes[0]"),
+    ],
+)
+def test_a_wrong_policy_names_the_field(path, value, field):
+    with pytest.raises(UserError) as caught:
+        parse_policy_spec(changed(POLICY, path, value))
+    assert caught.value.field == field
+
+
+def test_a_policy_is_read_in_units():
+    spec = parse_policy_spec(POLICY)
+    assert spec.objective.tpot == timedelta(milliseconds=40)
+    assert spec.limits.host_memory == 64 * 2**30
+
+
+def test_a_policy_is_open_only_in_its_hours():
+    spec = parse_policy_spec(POLICY)
+    assert spec.open_at(datetime(2025, 1, 1, 22, 0, tzinfo=UTC))
+    assert not spec.open_at(datetime(2025, 1, 1, 12, 0, tzinfo=UTC))
+
+
+def test_hours_count_their_begin_and_not_their_end():
+    hours = HarvestHours("08:00-20:00")
+    assert hours.contains(datetime(2025, 1, 1, 8, 0, tzinfo=UTC))
+    assert not hours.contains(datetime(2025, 1, 1, 20, 0, tzinfo=UTC))
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("40ms", 0.04), ("1.5s", 1.5), ("1h30m", 5400), ("250us", 250e-6)]
+)
+def test_durations_are_read_as_kubernetes_writes_them(text, seconds):
+    assert parse_duration(text).total_seconds() == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["40ms", "1.5s", "250us", "18.25ms"])
+def test_a_duration_is_written_as_it_was_read(text):
+    assert format_duration(parse_duration(text)) == text
+
+
+@pytest.mark.parametrize(("text", "n_bytes"), [("512Mi", 2**29), ("1k", 1000), ("7", 7)])
+def test_quantities_are_bytes(text, n_bytes):
+    assert parse_quantity(text) == n_bytes
+
+
+def test_a_selector_wants_all_its_labels_and_expressions():
+    selector = LabelSelector.model_validate(
+        {
+            "matchLabels": {"app": "chat"},
+            "matchExpressions": [
+                {"key": "tier", "operator": "In", "values": ["a", "b"]},
+                {"key": "canary", "operator": "DoesNotExist"},
+            ],
+        }
+    )
+    assert selector.matches({"app": "chat", "tier": "a"})
+    assert not selector.matches({"app": "chat", "tier": "c"})
+    assert not selector.matches({"app": "chat", "tier": "a", "canary": ""})
+    assert LabelSelector().matches({})
+
+
+def test_a_solo_model_counts_a_small_batch_as_four():
+    model = SoloModel.model_validate({"units": 2, "c0Us": 100, "b0Us": 10, "k0NsPerToken": 500})
+    assert model.predict_us(1, 2000) == model.predict_us(4, 2000) == 100 + 40 + 1000
