@@ -97,10 +97,18 @@ class EngineProfile(_message.Message):
     def __init__(self, key: _Optional[str] = ..., profile_json: _Optional[str] = ...) -> None: ...
 
 class EngineCommand(_message.Message):
-    __slots__ = ("policy",)
+    __slots__ = ("policy", "worker")
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     policy: EnginePolicy
-    def __init__(self, policy: _Optional[_Union[EnginePolicy, _Mapping]] = ...) -> None: ...
+    worker: EngineWorker
+    def __init__(self, policy: _Optional[_Union[EnginePolicy, _Mapping]] = ..., worker: _Optional[_Union[EngineWorker, _Mapping]] = ...) -> None: ...
+
+class EngineWorker(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class EnginePolicy(_message.Message):
     __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name")

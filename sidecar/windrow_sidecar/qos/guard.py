@@ -1,0 +1,117 @@
+"""The last word, outside of every policy: what was really measured decides whether to go on.
+
+Two consecutive steps over the objective while the worker ran pause it for 50 ms and widen the
+margin. A breaker gives up for a while when steps beside the worker break the objective much more
+often than steps of decode alone, and lets a trial through afterwards. Time is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class GuardSettings:
+    """Defaults as the design gives them; times in nanoseconds."""
+
+    pause_ns: int = 50_000_000
+    widen: float = 0.05  # added to the margin at each trip
+    widen_max: float = 0.4
+    widen_half_life_ns: int = 10 * SECOND_NS
+    # The breaker: a percentile of 99 allows 1% of steps over the objective; five times that, beyond
+    # what decode shows alone, over a window long enough that two bad steps do not make it.
+    excess_factor: float = 5.0
+    window_steps: int = 400
+    min_steps: int = 200
+    first_break_ns: int = 10 * SECOND_NS
+    longest_break_ns: int = 160 * SECOND_NS
+
+
+class _Rate:
+    """Share of the last steps that were over the objective, exponentially forgotten."""
+
+    __slots__ = ("_decay", "seen", "share")
+
+    def __init__(self, window_steps: int) -> None:
+        self._decay = 1.0 / window_steps
+        self.seen, self.share = 0, 0.0
+
+    def add(self, over: bool) -> None:
+        self.seen += 1
+        # A plain mean until the window is full: the first step must not weigh as much as 400.
+        self.share += (over - self.share) * max(self._decay, 1.0 / self.seen)
+
+    def clear(self) -> None:
+        self.seen, self.share = 0, 0.0
+
+
+class Guard:
+    """Watches latencies; says whether the worker may run now and how much margin to add."""
+
+    def __init__(self, settings: GuardSettings | None = None) -> None:
+        self._settings = settings or GuardSettings()
+        self._beside = _Rate(self._settings.window_steps)
+        self._alone = _Rate(self._settings.window_steps)
+        self._over_in_a_row = 0
+        self._extra, self._extra_at_ns = 0.0, 0
+        self._paused_until_ns = 0
+        self._open_until_ns = 0
+        self._break_ns = self._settings.first_break_ns
+        self._allowed_share = 0.01
+        self.reason = ""  # why harvesting has given up; empty while it has not
+        self.trips = 0
+
+    def set_percentile(self, percentile: float) -> None:
+        """Of the objective: 99 allows one step in a hundred to be over it."""
+        self._allowed_share = max(0.0, 1.0 - percentile / 100.0)
+
+    def extra_margin(self, now_ns: int) -> float:
+        """What trips have added to the predictor's margin; fades by half every ten seconds."""
+        if self._extra == 0.0:
+            return 0.0
+        age = (now_ns - self._extra_at_ns) / self._settings.widen_half_life_ns
+        return self._extra * 2.0**-age if age < 10 else 0.0
+
+    def may_run(self, now_ns: int) -> bool:
+        """Whether the worker may run at this moment, whatever a policy says."""
+        if now_ns < self._paused_until_ns:
+            return False
+        if self.reason and now_ns >= self._open_until_ns:
+            # Half-open: a trial, judged by a fresh window of its own.
+            self.reason = ""
+            self._beside.clear()
+        return not self.reason
+
+    def observe(self, now_ns: int, *, latency_us: int, objective_us: int, harvested: bool) -> None:
+        """Take note of a finished step; `harvested`: the worker was granted units during it."""
+        over = latency_us > objective_us > 0
+        (self._beside if harvested else self._alone).add(over)
+        self._over_in_a_row = self._over_in_a_row + 1 if over and harvested else 0
+        if self._over_in_a_row >= 2:
+            self._trip(now_ns)
+        if over and harvested:
+            self._judge(now_ns)
+        elif harvested and self._beside.seen == 4 * self._settings.window_steps:
+            self._break_ns = self._settings.first_break_ns  # long enough without a break
+
+    def _trip(self, now_ns: int) -> None:
+        settings = self._settings
+        self._extra = min(settings.widen_max, self.extra_margin(now_ns) + settings.widen)
+        self._extra_at_ns = now_ns
+        self._paused_until_ns = now_ns + settings.pause_ns
+        self._over_in_a_row = 0
+        self.trips += 1
+
+    def _judge(self, now_ns: int) -> None:
+        settings, beside = self._settings, self._beside
+        bound = self._alone.share + settings.excess_factor * self._allowed_share
+        if beside.seen < settings.min_steps or beside.share <= bound:
+            return
+        self.reason = (
+            f"{beside.share:.1%} of {min(beside.seen, settings.window_steps)} steps beside the "
+            f"worker broke the objective, {self._alone.share:.1%} of those without"
+        )
+        self._open_until_ns = now_ns + self._break_ns
+        self._break_ns = min(2 * self._break_ns, settings.longest_break_ns)

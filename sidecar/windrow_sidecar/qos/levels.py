@@ -1,0 +1,77 @@
+"""In which ways the compute units of one device can be split between decode and the worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windrow.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One way to share a device while decode works."""
+
+    finetune_units: int
+    decode_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """The splits of one device, from "decode alone" to "most for the worker".
+
+    Attributes:
+        units: cores or SMs of the device.
+        splits: by growing `finetune_units`; the first is decode alone on all units.
+    """
+
+    units: int
+    splits: tuple[Split, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what a device cannot do.
+
+        Raises:
+            UserError: the first split is not decode alone, or the units do not fit.
+        """
+        if not self.splits or self.splits[0] != Split(0, self.units):
+            raise UserError(
+                f"the first split is {self.splits[:1]}, not decode alone on {self.units} units",
+                field="levels.splits",
+                remedy="Start with Split(0, units).",
+            )
+        shares = [s.finetune_units for s in self.splits]
+        if shares != sorted(set(shares)) or shares[-1] > self.units:
+            raise UserError(
+                f"the worker's units {shares} do not grow up to at most {self.units}",
+                field="levels.splits",
+                remedy="Give every level once, smallest first.",
+            )
+        if any(not 0 < s.decode_units <= self.units for s in self.splits):
+            raise UserError(
+                "a split leaves decode without a unit, or gives it more than there are",
+                field="levels.splits",
+                remedy="Give decode between 1 and all units in each split.",
+            )
+
+    def index_of(self, finetune_units: int) -> int:
+        """The split that gives the worker exactly so many units; 0 (alone) where none does."""
+        for index, split in enumerate(self.splits):
+            if split.finetune_units == finetune_units:
+                return index
+        return 0
+
+    def allowed(self, max_compute_percent: int) -> int:
+        """How many of the splits, from the first on, a limit in percent of the units lets pass."""
+        bound = self.units * max_compute_percent // 100
+        return sum(1 for s in self.splits if s.finetune_units <= bound)
+
+
+def host_levels(units: int) -> Levels:
+    """Every split of a CPU set: decode takes what the worker leaves."""
+    return Levels(units, tuple(Split(i, units - i) for i in range(units)))
+
+
+def overlapping_levels(units: int, finetune_levels: tuple[int, ...]) -> Levels:
+    """Splits of a GPU whose decode is not confined: the worker is capped, decode is not."""
+    shares = (0, *(level for level in finetune_levels if level > 0))
+    return Levels(units, tuple(Split(share, units) for share in shares))

@@ -1,0 +1,38 @@
+"""Harli's scheduler: the feasible pair whose predicted latency comes closest to the objective."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from windrow_sidecar.qos.policies.base import Context, alone, has_work, share, whole_device
+from windrow_sidecar.qos.view import Decision, Offer, View
+
+
+class Harli:
+    """The paper's rule. It keeps an allocation that is still valid; `repick="step"` does not."""
+
+    name: ClassVar[str] = "harli"
+
+    def __init__(self, repick: Literal["invalid", "step"] = "invalid") -> None:
+        self._keep_valid = repick == "invalid"
+
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+        """Pick a pair; (all, 0) when the worker starves or nothing is feasible."""
+        if not has_work(offer) or ctx.allowed == 1:
+            return alone(ctx)
+        if view.batch == 0:
+            return whole_device(ctx)
+        bound_us = view.objective_us / (1 + ctx.margin)
+        predicted = ctx.predicted_us
+        if (
+            self._keep_valid
+            and 0 < ctx.current < ctx.allowed
+            and predicted[ctx.current] <= bound_us
+        ):
+            return share(ctx, ctx.current)
+        best = 0
+        for index in range(1, ctx.allowed):
+            # Splits come by growing share of the worker, so ">=" gives it the tie.
+            if predicted[index] <= bound_us and (not best or predicted[index] >= predicted[best]):
+                best = index
+        return share(ctx, best) if best else alone(ctx)

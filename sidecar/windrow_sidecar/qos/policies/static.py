@@ -1,0 +1,21 @@
+"""A fixed split, the baseline that needs no prediction: the guard alone protects decode."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from windrow_sidecar.qos.policies.base import Context, alone, has_work, share
+from windrow_sidecar.qos.view import Decision, Offer, View
+
+
+class Static:
+    """The largest share that `maxSmPercent` allows, whatever decode does and also while it idles."""
+
+    name: ClassVar[str] = "static"
+
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+        """Always the same split while the worker has work."""
+        del view
+        if not has_work(offer) or ctx.allowed == 1:
+            return alone(ctx)
+        return share(ctx, ctx.allowed - 1)

@@ -1,0 +1,136 @@
+"""How long the next decode step takes under each split: Harli's two stages, refined while it runs.
+
+Stage 1 (`solo.py`) is fitted from a profile. Stage 2 multiplies it by what the worker costs:
+t1 = (b1 * s_inf + k1 * s_ft) * t0(s_inf), with shares of the units s_inf and s_ft and one (b1, k1)
+for all batches and phases (Harli, Eq. 3). Recursive least squares follows (b1, k1) online.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windrow.errors import UserError
+from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloModel
+
+FORGETTING = 0.99
+START_MARGIN = 0.08
+MARGIN_QUANTILE = 0.95
+# A tracker of a quantile moves by this much a step, up by 0.95 and down by 0.05 of it: from 8% to
+# 4% in some 800 steps, from 4% to 8% in 40 steps that all exceed.
+_MARGIN_PACE = 1e-3
+MARGIN_MIN, MARGIN_MAX = 0.02, 0.5
+# One step of which the machine made several must not move the model by more than this.
+_MAX_INNOVATION = 0.5
+# Forgetting without new directions inflates the covariance (with one level both regressors are
+# proportional for ever): above this trace it stops growing.
+_MAX_TRACE = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class CoRunModel:
+    """Stage 2. The prior: complementary halves cost 5%, overlapping ones what they take."""
+
+    b1: float = 1.05
+    k1: float = 1.05
+
+    def factor(self, s_inf: float, s_ft: float) -> float:
+        """By how much the worker stretches a step; never below 1."""
+        return max(1.0, self.b1 * s_inf + self.k1 * s_ft)
+
+
+def co_run_model(profile: Mapping[str, Any]) -> CoRunModel:
+    """Stage 2 of a latency profile; the prior where none was measured."""
+    co_run = profile.get("coRun")
+    if not co_run or not co_run.get("samples"):
+        return CoRunModel()
+    return CoRunModel(float(co_run["b1"]), float(co_run["k1"]))
+
+
+class Predictor:
+    """Latency of the next step for every split of a device.
+
+    `predict_us` is three multiplications a split (coefficients of both stages are folded whenever
+    stage 2 moves); `observe` belongs after the step. One thread.
+    """
+
+    def __init__(
+        self, levels: Levels, solo: Mapping[int, SoloModel], co_run: CoRunModel | None = None
+    ) -> None:
+        missing = [s.decode_units for s in levels.splits if s.decode_units not in solo]
+        if missing:
+            raise UserError(
+                f"the latency profile has no solo model for {missing} units",
+                field="profile.solo",
+                remedy="Take the profile again on this device.",
+            )
+        self._solo = [solo[s.decode_units] for s in levels.splits]
+        self._shares = [
+            (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
+        ]
+        self._co_run = co_run or CoRunModel()
+        # Covariance of (b1, k1), symmetric: p00, p01, p11.
+        self._p00, self._p01, self._p11 = 1.0, 0.0, 1.0
+        self.margin = START_MARGIN
+        self._fold()
+
+    @property
+    def co_run(self) -> CoRunModel:
+        """Stage 2 as it stands."""
+        return self._co_run
+
+    def predict_us(self, batch: int, context_tokens: int) -> list[float]:
+        """Predicted latency under each split, without a margin. The first is decode alone."""
+        b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
+        return [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._folded]
+
+    def observe(self, split: int, *, batch: int, context_tokens: int, latency_us: float) -> float:
+        """Learn from a step that ran beside a worker under `split`; returns the relative residual.
+
+        A step alone (split 0) says nothing of stage 2: its residual is returned and nothing moves.
+        """
+        b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
+        c0, b0, k0 = self._folded[split]
+        expected = c0 + b0 * b + k0 * context_tokens
+        residual = (latency_us - expected) / expected
+        if split:
+            self._learn(split, latency_us / self._solo[split].predict_us(batch, context_tokens))
+            self._move_margin(residual)
+        return residual
+
+    def _learn(self, split: int, ratio: float) -> None:
+        """One step of recursive least squares on ratio = b1 * s_inf + k1 * s_ft."""
+        x0, x1 = self._shares[split]
+        p00, p01, p11 = self._p00, self._p01, self._p11
+        px0, px1 = p00 * x0 + p01 * x1, p01 * x0 + p11 * x1
+        norm = FORGETTING + x0 * px0 + x1 * px1
+        g0, g1 = px0 / norm, px1 / norm
+        b1, k1 = self._co_run.b1, self._co_run.k1
+        error = ratio - (b1 * x0 + k1 * x1)
+        error = max(-_MAX_INNOVATION, min(_MAX_INNOVATION, error))
+        self._co_run = CoRunModel(b1 + g0 * error, k1 + g1 * error)
+        grow = FORGETTING if p00 + p11 < _MAX_TRACE else 1.0
+        self._p00 = (p00 - g0 * px0) / grow
+        self._p01 = (p01 - g0 * px1) / grow
+        self._p11 = (p11 - g1 * px1) / grow
+        self._fold()
+
+    def _move_margin(self, residual: float) -> None:
+        """Follow the 95th percentile of the relative residual."""
+        if residual > self.margin:
+            self.margin = min(MARGIN_MAX, self.margin + _MARGIN_PACE * MARGIN_QUANTILE)
+        else:
+            self.margin = max(MARGIN_MIN, self.margin - _MARGIN_PACE * (1 - MARGIN_QUANTILE))
+
+    def _fold(self) -> None:
+        self._folded: Sequence[tuple[float, float, float]] = [
+            (m.c0_us * f, m.b0_us * f, m.k0_us * f)
+            for m, f in zip(self._solo, self._factors(), strict=True)
+        ]
+
+    def _factors(self) -> list[float]:
+        """Of each split; decode alone has 1, whatever stage 2 says of s_ft = 0."""
+        co_run = self._co_run
+        return [1.0, *(co_run.factor(*shares) for shares in self._shares[1:])]
