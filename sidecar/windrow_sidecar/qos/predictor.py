@@ -24,9 +24,10 @@ _MARGIN_PACE = 1e-3
 MARGIN_MIN, MARGIN_MAX = 0.02, 0.5
 # One step of which the machine made several must not move the model by more than this.
 _MAX_INNOVATION = 0.5
-# Forgetting without new directions inflates the covariance (with one level both regressors are
-# proportional for ever): above this trace it stops growing.
-_MAX_TRACE = 1e3
+# With one level both regressors are proportional for ever, and plain forgetting would let the
+# information about the other direction fade to nothing: the first step in it would then throw the
+# estimate far off. So much information (a tenth of one step's) never fades.
+_LEAST_INFORMATION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ class Predictor:
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
         ]
         self._co_run = co_run or CoRunModel()
-        # Covariance of (b1, k1), symmetric: p00, p01, p11.
-        self._p00, self._p01, self._p11 = 1.0, 0.0, 1.0
+        # Information about (b1, k1), symmetric; the prior counts as much as one step.
+        self._i00, self._i01, self._i11 = 1.0, 0.0, 1.0
         self.margin = START_MARGIN
         self._fold()
 
@@ -103,18 +104,17 @@ class Predictor:
     def _learn(self, split: int, ratio: float) -> None:
         """One step of recursive least squares on ratio = b1 * s_inf + k1 * s_ft."""
         x0, x1 = self._shares[split]
-        p00, p01, p11 = self._p00, self._p01, self._p11
-        px0, px1 = p00 * x0 + p01 * x1, p01 * x0 + p11 * x1
-        norm = FORGETTING + x0 * px0 + x1 * px1
-        g0, g1 = px0 / norm, px1 / norm
+        leak = (1 - FORGETTING) * _LEAST_INFORMATION
+        i00 = FORGETTING * self._i00 + x0 * x0 + leak
+        i01 = FORGETTING * self._i01 + x0 * x1
+        i11 = FORGETTING * self._i11 + x1 * x1 + leak
+        self._i00, self._i01, self._i11 = i00, i01, i11
         b1, k1 = self._co_run.b1, self._co_run.k1
         error = ratio - (b1 * x0 + k1 * x1)
-        error = max(-_MAX_INNOVATION, min(_MAX_INNOVATION, error))
-        self._co_run = CoRunModel(b1 + g0 * error, k1 + g1 * error)
-        grow = FORGETTING if p00 + p11 < _MAX_TRACE else 1.0
-        self._p00 = (p00 - g0 * px0) / grow
-        self._p01 = (p01 - g0 * px1) / grow
-        self._p11 = (p11 - g1 * px1) / grow
+        pull = max(-_MAX_INNOVATION, min(_MAX_INNOVATION, error)) / (i00 * i11 - i01 * i01)
+        self._co_run = CoRunModel(
+            b1 + pull * (i11 * x0 - i01 * x1), k1 + pull * (i00 * x1 - i01 * x0)
+        )
         self._fold()
 
     def _move_margin(self, residual: float) -> None:

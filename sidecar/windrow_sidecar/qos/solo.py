@@ -1,7 +1,7 @@
 """How long a decode step takes when decode is alone on some units: stage 1 of the predictor.
 
-t0 = c0 + b0 * max(b, 4) + k0 * X, with batch b and context tokens X of the batch (Harli, Eq. 2, with
-X for b * seqlen, so that batches of mixed lengths fit too).
+t0 = c0 + b0 * max(b, 4) + k0 * X, with batch b and context tokens X of the batch (Harli, Eq. 2,
+with X for b * seqlen, so that batches of mixed lengths fit too).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from windrow.errors import UserError
 
-# Below four requests a step costs as much as with four: weights dominate (SPECS of Harli, b <= 4).
+# Below four requests a step costs as much as with four: reading the weights dominates.
 BATCH_FLOOR = 4
-# Relative error from which a sample counts less: five times the few percent that a quiet machine shows.
+# Relative error from which a sample counts less: five times what a quiet machine shows.
 _HUBER_AT = 0.10
 _REWEIGHTINGS = 8
 

@@ -9,7 +9,7 @@ from windrow_sidecar.qos.view import Decision, Offer, View
 
 
 class Static:
-    """The largest share that `maxSmPercent` allows, whatever decode does and also while it idles."""
+    """The largest share that `maxSmPercent` allows, whatever decode does, also while it idles."""
 
     name: ClassVar[str] = "static"
 

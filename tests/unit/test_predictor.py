@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windrow.errors import UserError
+from windrow_sidecar.qos.levels import Levels, Split, host_levels, overlapping_levels
+from windrow_sidecar.qos.predictor import (
+    MARGIN_MAX,
+    MARGIN_MIN,
+    START_MARGIN,
+    CoRunModel,
+    Predictor,
+    co_run_model,
+)
+from windrow_sidecar.qos.solo import SoloModel
+
+SOLO = {units: SoloModel(1000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 9)}
+
+
+def test_alone_is_stage_one_and_beside_a_worker_is_multiplied():
+    predictor = Predictor(host_levels(4), SOLO, CoRunModel(b1=1.2, k1=1.4))
+    alone, one, two, three = predictor.predict_us(8, 4000)
+    assert alone == pytest.approx(SOLO[4].predict_us(8, 4000))
+    assert one == pytest.approx(SOLO[3].predict_us(8, 4000) * (1.2 * 0.75 + 1.4 * 0.25))
+    assert two == pytest.approx(SOLO[2].predict_us(8, 4000) * 1.3)
+    assert three == pytest.approx(SOLO[1].predict_us(8, 4000) * (1.2 * 0.25 + 1.4 * 0.75))
+
+
+def test_the_prior_costs_five_percent_on_complementary_units():
+    predictor = Predictor(host_levels(2), SOLO)
+    assert predictor.predict_us(8, 4000)[1] == pytest.approx(1.05 * SOLO[1].predict_us(8, 4000))
+    assert co_run_model({"coRun": {"b1": 2.0, "k1": 2.0, "samples": 0}}) == CoRunModel()
+    assert co_run_model({"coRun": {"b1": 1.1, "k1": 1.3, "samples": 40}}) == CoRunModel(1.1, 1.3)
+
+
+def test_least_squares_finds_both_coefficients_from_noisy_steps():
+    levels, rng = host_levels(4), random.Random(1)
+    predictor = Predictor(levels, SOLO)
+    for _ in range(600):
+        index = rng.choice((1, 2, 3))
+        split = levels.splits[index]
+        batch = rng.randint(1, 16)
+        factor = 1.1 * split.decode_units / 4 + 1.5 * split.finetune_units / 4
+        latency = SOLO[split.decode_units].predict_us(batch, 3000) * factor * rng.gauss(1, 0.03)
+        predictor.observe(index, batch=batch, context_tokens=3000, latency_us=latency)
+    assert predictor.co_run.b1 == pytest.approx(1.1, abs=0.06)
+    assert predictor.co_run.k1 == pytest.approx(1.5, abs=0.06)
+    assert 0.03 < predictor.margin < 0.08
+
+
+def test_one_level_for_ever_stays_stable_and_follows_a_change():
+    predictor = Predictor(host_levels(2), SOLO)
+    solo = SOLO[1].predict_us(6, 2000)
+    for factor in (1.1, 1.6, 1.2):
+        for _ in range(3000):
+            predictor.observe(1, batch=6, context_tokens=2000, latency_us=solo * factor)
+        assert predictor.predict_us(6, 2000)[1] == pytest.approx(solo * factor, rel=0.01)
+
+
+def test_one_disturbed_step_moves_the_prediction_by_a_few_percent_only():
+    predictor = Predictor(host_levels(2), SOLO)
+    solo = SOLO[1].predict_us(6, 2000)
+    for _ in range(500):
+        predictor.observe(1, batch=6, context_tokens=2000, latency_us=solo * 1.1)
+    before = predictor.predict_us(6, 2000)[1]
+    predictor.observe(1, batch=6, context_tokens=2000, latency_us=solo * 50)
+    assert predictor.predict_us(6, 2000)[1] / before < 1.05
+
+
+def test_the_margin_ends_at_the_95th_percentile_of_the_residual():
+    predictor, rng = Predictor(host_levels(2), SOLO), random.Random(2)
+    solo = SOLO[1].predict_us(6, 2000)
+    residuals = [
+        predictor.observe(1, batch=6, context_tokens=2000, latency_us=solo * rng.uniform(1.0, 1.4))
+        for _ in range(6000)
+    ]
+    over = sum(r > predictor.margin for r in residuals[2000:]) / 4000
+    assert over == pytest.approx(0.05, abs=0.02)
+
+
+def test_a_step_alone_teaches_nothing_about_the_worker():
+    predictor = Predictor(host_levels(2), SOLO)
+    residual = predictor.observe(0, batch=6, context_tokens=0, latency_us=1e6)
+    assert residual > 1
+    assert (predictor.co_run, predictor.margin) == (CoRunModel(), START_MARGIN)
+
+
+def test_a_profile_without_a_level_is_refused():
+    with pytest.raises(UserError, match=r"profile\.solo.*\[1\]"):
+        Predictor(host_levels(2), {2: SOLO[2]})
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(0, 512),
+            st.integers(0, 10**6),
+            st.floats(1, 1e8),
+        ),
+        max_size=200,
+    )
+)
+def test_whatever_is_measured_a_worker_never_makes_decode_faster(steps):
+    levels = host_levels(4)
+    predictor = Predictor(levels, SOLO)
+    for split, batch, context, latency in steps:
+        predictor.observe(split, batch=batch, context_tokens=context, latency_us=latency)
+    for split, predicted in zip(levels.splits, predictor.predict_us(8, 4000), strict=True):
+        assert math.isfinite(predicted)
+        assert predicted >= SOLO[split.decode_units].predict_us(8, 4000) * (1 - 1e-9)
+    assert MARGIN_MIN <= predictor.margin <= MARGIN_MAX
+
+
+def test_levels_name_their_splits():
+    host = host_levels(3)
+    assert host.splits == (Split(0, 3), Split(1, 2), Split(2, 1))
+    assert [host.allowed(p) for p in (0, 32, 34, 67, 100)] == [1, 1, 2, 3, 3]
+    assert host.index_of(2) == 2
+    assert host.index_of(7) == 0
+    gpu = overlapping_levels(132, (16, 64))
+    assert gpu.splits == (Split(0, 132), Split(16, 132), Split(64, 132))
+
+
+@pytest.mark.parametrize(
+    "splits",
+    [
+        (),
+        (Split(1, 1),),
+        (Split(0, 2), Split(1, 1), Split(1, 2)),
+        (Split(0, 2), Split(3, 1)),
+        (Split(0, 2), Split(1, 0)),
+    ],
+)
+def test_splits_that_a_device_cannot_do_are_refused(splits):
+    with pytest.raises(UserError, match=r"levels\.splits"):
+        Levels(2, splits)
