@@ -7,6 +7,10 @@ one thread at a time; the table and the page are shared with other processes and
 from typing import Any
 
 LAYOUT_VERSION: int
+LEVELS_MAX: int
+VIEW_FIELDS: tuple[str, ...]  # names of the shared page's records, in their order
+OFFER_FIELDS: tuple[str, ...]
+GRANT_FIELDS: tuple[str, ...]
 
 class Error(Exception):
     """Base of what the core raises; the message says what to do."""
@@ -90,9 +94,15 @@ class Arena:
     def return_kv(self, chunk: int) -> None:
         """KV -> RESERVED while the reserve is short, else FREE."""
     def set_reserve(self, chunks: int) -> int:
-        """Ask for a reserve of that size; filled from FREE now, else as chunks return. Returns it."""
+        """Ask for a reserve of that size; filled from FREE now, else as chunks return.
+
+        A surplus becomes FREE. Returns how many chunks are RESERVED now.
+        """
     def lend(self, chunks: int, *, owner: int) -> list[int]:
-        """Up to that many FREE chunks -> LENT, from the highest ids; never from the reserve."""
+        """Up to that many FREE chunks -> LENT, from the highest ids; never from the reserve.
+
+        A short reserve is filled first.
+        """
     def revoke(self, chunks: int) -> list[int]:
         """Up to that many LENT chunks -> DRAINING, the lowest ids first. The peer gives them back."""
     def reclaim(self, owner: int) -> int:
@@ -108,11 +118,17 @@ class Arena:
         """Hand out the descriptors on a Unix socket (mode 0600, same user), from a native thread."""
     def export(self, name: str, fd: int) -> None:
         """Hand out one more read-only descriptor under a name (shared weights)."""
+    def peers(self) -> list[int]:
+        """Process ids of those attached now; one that died is gone from here at once."""
     def imported(self, name: str) -> Any:
         """Peer: read-only uint8 tensor over a descriptor that the owner exported."""
     def check(self) -> None:
         """Verify every invariant of the table; raises Error with what is wrong."""
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Unmap, hang up, remove the socket file. Raises LiveTensorsError; idempotent.
+
+        Afterwards every call raises Error; a Page taken before stays readable.
+        """
 
 class SharedWeights:
     """A sealed memfd (F_SEAL_FUTURE_WRITE): written by its maker, read-only for everyone after."""
@@ -121,8 +137,10 @@ class SharedWeights:
     def create(n_bytes: int) -> SharedWeights: ...
     @property
     def fd(self) -> int: ...
-    def tensor(self) -> Any: ...
-    def seal(self) -> None: ...
+    def tensor(self) -> Any:
+        """Zero-copy uint8 tensor over all of it; read-only once sealed: a write is SIGSEGV."""
+    def seal(self) -> None:
+        """No more writes by anyone, through mappings old or new. Idempotent."""
 
 class Page:
     """The shared page: view and grant (decode writes), offer (worker writes); seqlocks and a futex.
@@ -171,7 +189,8 @@ class Page:
         wanted_chunks: int,
         held_chunks: int,
         tokens_done: int,
-    ) -> None: ...
+    ) -> None:
+        """Publish; sets heartbeat_ns; wakes who waits. estimates_us: at most LEVELS_MAX."""
     def read_offer(self) -> tuple[Any, ...]: ...
     def publish_grant(
         self,
@@ -206,6 +225,7 @@ class Page:
     def beat(self, writer: int) -> None:
         """Refresh the heartbeat of 0 (decode) or 1 (worker) without publishing anything."""
     def heartbeat_age_ns(self, writer: int) -> int: ...
-    def add(self, counter: int, n: int) -> int: ...
+    def add(self, counter: int, n: int) -> int:
+        """Add to one of 16 counters that live as long as the arena; returns the new value."""
 
 def monotonic_ns() -> int: ...

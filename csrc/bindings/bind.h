@@ -1,0 +1,30 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "windrow/lease.h"
+
+namespace windrow::bindings {
+
+namespace nb = nanobind;
+
+// Each binds one part of the core into the module; called once, from module.cpp.
+void bind_errors(nb::module_& module);
+void bind_geometry(nb::module_& module);
+void bind_page(nb::module_& module);
+void bind_arena(nb::module_& module);
+void bind_weights(nb::module_& module);
+
+// A uint8 tensor over part of a mapping, with `__dlpack__`; torch.from_dlpack takes it without a
+// copy. The mapping lives until the tensor is gone. The DLPack read-only flag is not set, for torch
+// refuses tensors that carry it: where the mapping is read-only, the kernel ends whoever writes.
+[[nodiscard]] nb::object make_tensor(std::shared_ptr<LeasedMapping> mapping, std::int64_t offset,
+                                     std::int64_t bytes);
+
+// CLOCK_MONOTONIC `timeout_s` from now; infinite and huge timeouts become about 30 years.
+[[nodiscard]] std::int64_t deadline_after(double timeout_s);
+
+}  // namespace windrow::bindings

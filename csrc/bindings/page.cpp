@@ -1,0 +1,161 @@
+#include "windrow/page.h"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <array>
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "bind.h"
+
+namespace windrow::bindings {
+namespace {
+
+// Whatever publishing costs, decode pays before each step: arguments are bound from the field lists
+// position by position, and no dictionary or record object of Python is ever built.
+template <class Record, std::size_t Field>
+using Argument =
+    std::conditional_t<std::is_same_v<Record, Offer> && Field == 8, nb::tuple, std::int64_t>;
+
+std::int64_t to_field(std::int64_t value) {
+  return value;
+}
+
+Estimates to_field(const nb::tuple& values) {
+  const std::size_t count = nb::len(values);
+  if (count > kLevelsMax) {
+    throw std::invalid_argument("estimates_us has " + std::to_string(count) +
+                                " levels; the page holds " + std::to_string(kLevelsMax));
+  }
+  Estimates estimates{};
+  for (std::size_t i = 0; i < count; ++i) {
+    estimates[i] = nb::cast<std::int64_t>(values[i]);
+  }
+  return estimates;
+}
+
+// All fields but the last, heartbeat_ns, which publishing sets.
+template <class Record, auto Publish, std::size_t... Fields>
+void def_publish(nb::class_<SharedPage>& page, const char* name, const char* doc,
+                 std::index_sequence<Fields...>) {
+  page.def(
+      name,
+      [](SharedPage& self, Argument<Record, Fields>... fields) {
+        (self.*Publish)(Record{to_field(fields)..., 0});
+      },
+      nb::arg(Record::kNames[Fields].data())..., doc);
+}
+
+template <class Record, auto Publish>
+void def_publish(nb::class_<SharedPage>& page, const char* name, const char* doc) {
+  def_publish<Record, Publish>(page, name, doc,
+                               std::make_index_sequence<Record::kNames.size() - 1>{});
+}
+
+nb::tuple words_tuple(const std::int64_t* words, std::size_t count) {
+  PyObject* tuple = PyTuple_New(static_cast<Py_ssize_t>(count));
+  if (tuple == nullptr) {
+    throw nb::python_error();
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    PyTuple_SET_ITEM(tuple, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(words[i]));
+  }
+  return nb::steal<nb::tuple>(tuple);
+}
+
+template <class Record>
+nb::tuple to_tuple(const Record& record) {
+  const auto words =
+      std::bit_cast<std::array<std::int64_t, sizeof(Record) / sizeof(std::int64_t)>>(record);
+  return words_tuple(words.data(), words.size());
+}
+
+nb::tuple to_tuple(const Offer& offer) {
+  const auto words =
+      std::bit_cast<std::array<std::int64_t, sizeof(Offer) / sizeof(std::int64_t)>>(offer);
+  constexpr std::size_t kBefore = offsetof(Offer, estimates_us) / sizeof(std::int64_t);
+  constexpr std::size_t kAfter = kBefore + kLevelsMax;
+  nb::tuple before = words_tuple(words.data(), kBefore);
+  nb::tuple estimates = words_tuple(offer.estimates_us.data(), kLevelsMax);
+  nb::tuple after = words_tuple(words.data() + kAfter, words.size() - kAfter);
+  return nb::tuple(before + nb::make_tuple(estimates) + after);
+}
+
+// Signals end the sleep so that Python's handlers run: Ctrl-C works while waiting.
+template <auto Wait, auto Sequence>
+std::uint64_t wait_for(SharedPage& page, std::uint64_t seen, double timeout_s) {
+  const std::int64_t deadline = deadline_after(timeout_s);
+  for (;;) {
+    Woken woken{};
+    {
+      nb::gil_scoped_release release;
+      woken = (page.*Wait)(seen, deadline);
+    }
+    const std::uint64_t sequence = (page.*Sequence)();
+    if (sequence != seen || woken == Woken::kTimedOut) {
+      return sequence;
+    }
+    if (PyErr_CheckSignals() != 0) {
+      throw nb::python_error();
+    }
+  }
+}
+
+Writer writer_of(int writer) {
+  if (writer != 0 && writer != 1) {
+    throw std::invalid_argument("writer is " + std::to_string(writer) +
+                                "; 0 is decode, 1 the worker");
+  }
+  return static_cast<Writer>(writer);
+}
+
+template <std::size_t N>
+nb::tuple names_tuple(const std::array<std::string_view, N>& names) {
+  nb::list list;
+  for (const std::string_view name : names) {
+    list.append(nb::str(name.data(), name.size()));
+  }
+  return nb::tuple(list);
+}
+
+}  // namespace
+
+void bind_page(nb::module_& module) {
+  module.attr("VIEW_FIELDS") = names_tuple(View::kNames);
+  module.attr("OFFER_FIELDS") = names_tuple(Offer::kNames);
+  module.attr("GRANT_FIELDS") = names_tuple(Grant::kNames);
+  module.attr("LEVELS_MAX") = kLevelsMax;
+
+  nb::class_<SharedPage> page(module, "Page",
+                              "View and grant (decode writes), offer (worker writes).");
+  def_publish<View, &SharedPage::publish_view>(page, "publish_view", "Publish; sets heartbeat_ns.");
+  def_publish<Offer, &SharedPage::publish_offer>(
+      page, "publish_offer", "Publish; sets heartbeat_ns; wakes who waits for an offer.");
+  def_publish<Grant, &SharedPage::publish_grant>(
+      page, "publish_grant", "Publish; sets heartbeat_ns; wakes a waiting worker.");
+  page.def("read_view", [](const SharedPage& self) { return to_tuple(self.read_view()); })
+      .def("read_offer", [](const SharedPage& self) { return to_tuple(self.read_offer()); })
+      .def("read_grant", [](const SharedPage& self) { return to_tuple(self.read_grant()); })
+      .def_prop_ro("grant_seq", &SharedPage::grant_sequence)
+      .def_prop_ro("offer_seq", &SharedPage::offer_sequence)
+      .def_prop_ro("pause_epoch", &SharedPage::pause_epoch)
+      .def("wait_grant", &wait_for<&SharedPage::wait_grant, &SharedPage::grant_sequence>,
+           nb::arg("seen_seq"), nb::kw_only(), nb::arg("timeout_s"))
+      .def("wait_offer", &wait_for<&SharedPage::wait_offer, &SharedPage::offer_sequence>,
+           nb::arg("seen_seq"), nb::kw_only(), nb::arg("timeout_s"))
+      .def(
+          "beat", [](SharedPage& self, int writer) { self.beat(writer_of(writer)); },
+          nb::arg("writer"))
+      .def(
+          "heartbeat_age_ns",
+          [](const SharedPage& self, int writer) {
+            return self.heartbeat_age_ns(writer_of(writer));
+          },
+          nb::arg("writer"))
+      .def("add", &SharedPage::add, nb::arg("counter"), nb::arg("n"));
+}
+
+}  // namespace windrow::bindings

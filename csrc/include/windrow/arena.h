@@ -1,0 +1,78 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "windrow/chunk_table.h"
+#include "windrow/driver.h"
+#include "windrow/geometry.h"
+#include "windrow/lease.h"
+#include "windrow/page.h"
+#include "windrow/server.h"
+
+namespace windrow {
+
+// All blocks of a slot, with their table of owners and the shared page.
+//
+// Decode creates it and is its one owner; workers attach over the socket. Memory is mapped once,
+// for good: lending changes who may use a chunk and maps nothing. One thread at a time (the
+// server's thread shares nothing with it but descriptors). After close() every call throws Error;
+// pages and tensors that were handed out keep their memory mapped until they are gone.
+class Arena {
+ public:
+  // Throws GeometryError, or Error when the machine does not have the memory.
+  [[nodiscard]] static std::unique_ptr<Arena> create(Driver& driver, const Geometry& geometry,
+                                                     std::int64_t reserved_chunks);
+  // Waits for a server at `socket_path` until the deadline (CLOCK_MONOTONIC). Throws AttachError.
+  [[nodiscard]] static std::unique_ptr<Arena> attach(Driver& driver, const std::string& socket_path,
+                                                     std::int64_t deadline_ns);
+
+  [[nodiscard]] const Geometry& geometry() const { return geometry_; }
+  [[nodiscard]] bool is_owner() const { return side_ == Side::kOwner; }
+  [[nodiscard]] ChunkTable& table();
+  // Shares ownership of the control mapping.
+  [[nodiscard]] std::shared_ptr<SharedPage> page() const;
+  [[nodiscard]] std::shared_ptr<LeasedMapping> mapping() const;
+  // Byte where a chunk begins. Throws std::out_of_range.
+  [[nodiscard]] std::int64_t chunk_offset(std::int64_t chunk) const;
+
+  // Owner.
+  void serve(const std::string& socket_path);
+  // Duplicates the descriptor, which must be sealed against writes (see SharedWeights).
+  void export_named(const std::string& name, int fd);
+  [[nodiscard]] std::vector<pid_t> peers() const;
+
+  // Peer: maps what the owner exported under that name, read-only; once, however often asked.
+  [[nodiscard]] std::shared_ptr<LeasedMapping> imported(const std::string& name);
+
+  // Throws Error with the first broken invariant of control region and table.
+  void check() const;
+  // Throws LiveTensorsError while tensors over the arena live. Idempotent.
+  void close();
+
+ private:
+  Arena(Driver& driver, const Geometry& geometry, Side side, std::unique_ptr<Memory> blocks,
+        std::unique_ptr<Memory> control);
+  void require_open() const;
+  void require_owner(const char* call) const;
+
+  Driver* driver_;
+  Geometry geometry_;
+  Side side_;
+  std::unique_ptr<Memory> blocks_memory_;
+  std::unique_ptr<Memory> control_memory_;
+  std::shared_ptr<LeasedMapping> blocks_;
+  std::shared_ptr<LeasedMapping> control_;
+  std::unique_ptr<ChunkTable> table_;
+  std::map<std::string, OwnedFd> exported_;  // until there is a server to hand them to
+  std::unique_ptr<ArenaServer> server_;
+  OwnedFd connection_;  // peer: open as long as it is attached
+  std::map<std::string, std::shared_ptr<LeasedMapping>> imported_;
+};
+
+}  // namespace windrow

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "windrow/fd.h"
+
+namespace windrow {
+
+enum class Access { kReadOnly, kReadWrite };
+
+// What a device has to share.
+struct DeviceFacts {
+  std::string name;
+  std::vector<int> compute_units;     // cores on the host, SMs on a GPU; ids, ascending
+  std::int64_t unit_granularity = 1;  // a partition takes a multiple of this many
+  std::int64_t memory_bytes = 0;      // in all, whoever uses it
+};
+
+// Physical memory with an exportable handle. Owned; freed when it and its mappings are gone.
+class Memory {
+ public:
+  virtual ~Memory() = default;
+  [[nodiscard]] virtual std::size_t bytes() const = 0;
+  // A descriptor that another process can import. Throws Error.
+  [[nodiscard]] virtual OwnedFd export_fd() const = 0;
+  // From now on nobody can make a new writable mapping of it; those that exist stay. For good.
+  virtual void seal_writes() = 0;
+};
+
+// A range of addresses, at first backed by nothing. Unmaps and frees itself; nothing may point into
+// it then. One thread at a time.
+class Reservation {
+ public:
+  virtual ~Reservation() = default;
+  [[nodiscard]] virtual std::byte* data() const = 0;
+  [[nodiscard]] virtual std::size_t bytes() const = 0;
+  // Backs [offset, offset + bytes) with memory from `memory_offset` on; offsets are multiples of
+  // the granularity, and so are sizes, save that of a range that ends where the reservation ends.
+  // Resident when it returns: no first touch is paid later. Throws Error.
+  virtual void map(std::size_t offset, const Memory& memory, std::size_t memory_offset,
+                   std::size_t bytes, Access access) = 0;
+  virtual void unmap(std::size_t offset, std::size_t bytes) = 0;
+};
+
+// A point in a stream of copies. One thread at a time.
+class Event {
+ public:
+  virtual ~Event() = default;
+  [[nodiscard]] virtual bool done() const = 0;
+  virtual void wait() const = 0;
+};
+
+// Everything of the core that touches a device. Arena and weights know only this, so that one
+// contract suite runs on every driver and a decorator can make any call of it fail.
+//
+// Thread: as the object it returns; the driver itself keeps no state between calls and may be
+// called from any thread. Errors: Error, with the failed call in the message; a call that throws
+// has changed nothing.
+class Driver {
+ public:
+  virtual ~Driver() = default;
+  [[nodiscard]] virtual std::string_view name() const = 0;
+  [[nodiscard]] virtual DeviceFacts facts() const = 0;
+  // What offsets within memory and mappings are multiples of, in bytes.
+  [[nodiscard]] virtual std::size_t granularity() const = 0;
+  [[nodiscard]] virtual std::unique_ptr<Reservation> reserve(std::size_t bytes) = 0;
+  // Zeroed memory of a fixed size. `label` shows in the system's own listings.
+  [[nodiscard]] virtual std::unique_ptr<Memory> create(std::size_t bytes, const char* label) = 0;
+  // Memory that another process exported, of exactly that many bytes.
+  [[nodiscard]] virtual std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) = 0;
+  // Starts a copy; both ranges are mapped and stay so until the event is done.
+  [[nodiscard]] virtual std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
+                                                    std::size_t bytes) = 0;
+};
+
+// Maps the whole of a memory at an address of the driver's choice.
+[[nodiscard]] std::unique_ptr<Reservation> map_whole(Driver& driver, const Memory& memory,
+                                                     Access access);
+
+}  // namespace windrow

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "windrow/records.h"
+#include "windrow/seqlock.h"
+
+namespace windrow {
+
+enum class Writer : std::size_t { kDecode = 0, kWorker = 1 };
+
+// The shared page: how decode and worker speak without a message and without a lock.
+//
+// It lies in the control region, mapped by both; all zero is a fresh page. Decode publishes view
+// and grant, the worker publishes the offer; anybody reads. One thread at a time publishes a record
+// (the process that owns it sees to that); no call but the waits blocks, and none of the others
+// makes a system call, save to wake a sleeper. A process may die anywhere: what the other reads is
+// the last whole record (see Seqlock), and the heartbeat stops.
+//
+// Nothing in here is trusted with memory: a garbled page can stop harvesting, not decode.
+class SharedPage {
+ public:
+  static constexpr std::size_t kCounters = 16;
+
+  // Each sets the writer's heartbeat; the record's own heartbeat_ns is ignored.
+  void publish_view(View view);
+  void publish_offer(Offer offer);
+  // The pause epoch is visible before the grant: a worker may pause early, never late.
+  void publish_grant(Grant grant);
+
+  // Whole records; heartbeat_ns is the writer's newest sign of life, at or after the publication.
+  [[nodiscard]] View read_view() const;
+  [[nodiscard]] Offer read_offer() const;
+  [[nodiscard]] Grant read_grant() const;
+
+  [[nodiscard]] std::uint64_t offer_sequence() const { return offer_.sequence(); }
+  [[nodiscard]] std::uint64_t grant_sequence() const { return grant_.sequence(); }
+  [[nodiscard]] std::int64_t pause_epoch() const {
+    return pause_epoch_.load(std::memory_order_acquire);
+  }
+
+  // See Seqlock::wait. `deadline_ns` is of CLOCK_MONOTONIC.
+  Woken wait_offer(std::uint64_t seen, std::int64_t deadline_ns) {
+    return offer_.wait(seen, deadline_ns);
+  }
+  Woken wait_grant(std::uint64_t seen, std::int64_t deadline_ns) {
+    return grant_.wait(seen, deadline_ns);
+  }
+
+  // Returns the time it wrote.
+  std::int64_t beat(Writer writer);
+  // Time since the writer's last sign of life; since boot when it never gave one.
+  [[nodiscard]] std::int64_t heartbeat_age_ns(Writer writer) const;
+
+  // Adds to a counter that lives as long as the arena; returns the new value. Even counters lie on
+  // decode's line, odd ones on the worker's. Throws std::out_of_range.
+  std::int64_t add(std::size_t counter, std::int64_t n);
+
+ private:
+  struct alignas(kCacheLine) Line {
+    std::atomic<std::int64_t> heartbeat_ns;
+    std::array<std::atomic<std::int64_t>, kCounters / 2> counters;
+  };
+
+  [[nodiscard]] std::int64_t heartbeat(Writer writer) const;
+
+  Seqlock<View> view_;
+  Seqlock<Grant> grant_;
+  Seqlock<Offer> offer_;
+  alignas(kCacheLine) std::atomic<std::int64_t> pause_epoch_;
+  std::array<Line, 2> lines_;
+};
+
+static_assert(alignof(SharedPage) == kCacheLine);
+static_assert(sizeof(Seqlock<View>) == 128 + 256);
+static_assert(sizeof(Seqlock<Grant>) == 128 + 256);
+static_assert(sizeof(Seqlock<Offer>) == 128 + 448);
+static_assert(sizeof(SharedPage) == 384 + 384 + 576 + 64 + 256);
+
+}  // namespace windrow
