@@ -1,0 +1,107 @@
+"""Which requests arrive when: a schedule, and the two published trace formats that give one.
+
+Azure's (`TIMESTAMP,ContextTokens,GeneratedTokens`) and BurstGPT's (`Timestamp,...,Request tokens,
+Response tokens,...`) are read; which one a file is, its header says.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from windrow.errors import UserError
+
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request of a schedule."""
+
+    at_s: float  # since the schedule's begin
+    prompt_tokens: int
+    output_tokens: int
+
+
+def read_trace(path: Path) -> list[Request]:
+    """Read a published trace, in order of arrival and from 0 s on.
+
+    Rows that failed (no response tokens) are left out. Raises UserError, naming file and line, for
+    a file that cannot be read, a header of neither format, or a line that is not as its header says.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            requests = list(_rows(path, csv.DictReader(lines)))
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(
+            f"cannot be read: {e}", field=str(path), remedy="Give --trace a readable CSV file."
+        ) from e
+    if not requests:
+        raise UserError(
+            "holds no request", field=str(path), remedy="Give a trace with at least one row."
+        )
+    requests.sort(key=lambda r: r.at_s)
+    first = requests[0].at_s
+    return [Request(r.at_s - first, r.prompt_tokens, r.output_tokens) for r in requests]
+
+
+def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[Request]:
+    header = table.fieldnames or []
+    columns, to_seconds = _format(path, header)
+    for row in table:
+        where = f"{path}:{table.line_num}"
+        at, prompt, output = (row[column] for column in columns)
+        try:
+            request = Request(to_seconds(at), int(prompt), int(output))
+        except (TypeError, ValueError) as e:
+            raise UserError(
+                f"not a line of {','.join(columns)}: {e}",
+                field=where,
+                remedy="Mend or remove the line.",
+            ) from e
+        if request.prompt_tokens < 0 or request.output_tokens < 0:
+            raise UserError("a token count below 0", field=where, remedy="Mend or remove the line.")
+        if request.output_tokens > 0 and request.prompt_tokens > 0:
+            yield request
+
+
+def _format(
+    path: Path, header: list[str] | tuple[str, ...]
+) -> tuple[tuple[str, str, str], Callable[[str], float]]:
+    if set(AZURE_COLUMNS) <= set(header):
+        return AZURE_COLUMNS, _azure_seconds
+    if set(BURSTGPT_COLUMNS) <= set(header):
+        return BURSTGPT_COLUMNS, float
+    raise UserError(
+        f"the header names neither format: {','.join(header) or '(empty)'}",
+        field=f"{path}:1",
+        remedy=f"The columns are {','.join(AZURE_COLUMNS)} or at least {','.join(BURSTGPT_COLUMNS)}.",
+    )
+
+
+def _azure_seconds(text: str) -> float:
+    # Azure writes seven digits of a second, Python reads six: cut to 26 characters.
+    return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
+
+
+def paced(requests: list[Request], *, per_second: float, seconds: float) -> list[Request]:
+    """Play a trace so that its mean rate is `per_second`, from its begin, for `seconds`.
+
+    Time is stretched or pressed as a whole: bursts stay bursts, lengths stay as they are. A trace
+    that is over before is played again.
+    """
+    span_s = max(requests[-1].at_s, 1.0) * len(requests) / max(len(requests) - 1, 1)
+    stretch = len(requests) / span_s / per_second
+    played: list[Request] = []
+    offset_s = 0.0
+    while True:
+        for r in requests:
+            at_s = offset_s + r.at_s * stretch
+            if at_s >= seconds:
+                return played
+            played.append(Request(at_s, r.prompt_tokens, r.output_tokens))
+        offset_s += span_s * stretch
