@@ -1,0 +1,89 @@
+"""How much of the machine this process may use: the limits of its control groups, v2 or v1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T", int, float)
+
+_UNLIMITED_V1 = 1 << 60  # v1 writes "no limit" as a page-rounded 2^63
+
+
+@dataclass(frozen=True)
+class CgroupLimits:
+    """The tightest limit of this process's groups and all above them; None: not limited."""
+
+    cpus: float | None
+    memory_bytes: int | None
+
+
+def read_limits(
+    proc_file: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> CgroupLimits:
+    """Read the limits that hold for this process.
+
+    A file that is not there limits nothing: in a container only part of the hierarchy is mounted.
+    """
+    cpus: list[float] = []
+    memory: list[int] = []
+    for controllers, folder in _folders(proc_file, mount):
+        if controllers == "":
+            _add(cpus, _cpu_v2(folder / "cpu.max"))
+            _add(memory, _bytes(folder / "memory.max"))
+        if "cpu" in controllers.split(","):
+            _add(cpus, _cpu_v1(folder))
+        if "memory" in controllers.split(","):
+            _add(memory, _bytes(folder / "memory.limit_in_bytes"))
+    return CgroupLimits(min(cpus, default=None), min(memory, default=None))
+
+
+def _folders(proc_file: Path, mount: Path) -> Iterator[tuple[str, Path]]:
+    """Controllers ("" is v2) and folder of each group of this process, and of those above it."""
+    try:
+        lines = proc_file.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        root = mount / controllers if controllers else mount
+        inner = Path(path.lstrip("/"))
+        # The path is the host's, the mount may be the container's own: look at the root as well.
+        for part in (inner, *inner.parents):
+            yield controllers, root / part
+
+
+def _read(file: Path) -> str | None:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return None
+
+
+def _cpu_v2(file: Path) -> float | None:
+    text = _read(file)
+    if text is None:
+        return None
+    quota, period = text.split()
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _cpu_v1(folder: Path) -> float | None:
+    quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    if quota is None or period is None or int(quota) < 0:
+        return None
+    return int(quota) / int(period)
+
+
+def _bytes(file: Path) -> int | None:
+    text = _read(file)
+    if text is None or text == "max" or int(text) > _UNLIMITED_V1:
+        return None
+    return int(text)
+
+
+def _add(values: list[_T], value: _T | None) -> None:
+    if value is not None:
+        values.append(value)

@@ -1,0 +1,206 @@
+"""The host's partition: CPU affinity of every thread, and the number of OpenMP threads.
+
+`sched_setaffinity(0)` moves the calling thread only, so all of `/proc/self/task` is walked. Two
+OpenMP threads on one core wait for each other (96 ms for what takes one thread 8.8), hence the
+order: to shrink, first fewer threads, then fewer cores; to grow, first more cores, then more
+threads, which start with the mask of the thread that makes them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from windrow.errors import UserError
+from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+
+# A host device is two cores at least: one for decode, one for the worker.
+FEWEST_CPUS = 2
+
+# Threads of gRPC's core have no Python object to know them by, but a name.
+BACKGROUND_NAMES = ("grpc", "event_engine", "resolver", "default-exec", "timer_manager")
+
+_TASKS = Path("/proc/self/task")
+
+
+def _set_torch_threads(n: int) -> None:
+    import torch
+
+    torch.set_num_threads(n)
+
+
+class HostPartition:
+    """A CPU set as a device (see `Partition`).
+
+    Threads in the background (their names begin as in `BACKGROUND_NAMES`, or they were named with
+    `background`) stay on the last core, out of decode's way; threads that were excluded are never
+    moved.
+
+    Args:
+        cpus: the device's cores, ascending; decode's come first. The same in both processes.
+        set_threads: takes the number of threads that compute may use; torch's by default.
+
+    Raises:
+        UserError: fewer than two cores, or cores that the machine does not have.
+    """
+
+    def __init__(
+        self, cpus: Iterable[int], *, set_threads: Callable[[int], None] = _set_torch_threads
+    ) -> None:
+        self.cpus: tuple[int, ...] = tuple(sorted(set(cpus)))
+        _require_two(len(self.cpus), "cpus")
+        _require_allowed(self.cpus)
+        self._set_threads = set_threads
+        self._active: tuple[int, ...] | None = None
+        self._excluded: set[int] = set()
+        self._background: set[int] = set()
+
+    @classmethod
+    def from_affinity(
+        cls,
+        *,
+        set_threads: Callable[[int], None] = _set_torch_threads,
+        limits: CgroupLimits | None = None,
+    ) -> HostPartition:
+        """The cores of this process's affinity mask, as many as its CPU quota pays for.
+
+        Call it before anything narrows the mask. Under a quota of 2.5 cores the first two are
+        taken: a set that is larger than the quota would be throttled in the middle of steps.
+
+        Raises:
+            UserError: fewer than two cores are left.
+        """
+        quota = (limits if limits is not None else read_limits()).cpus
+        cpus = sorted(os.sched_getaffinity(0))
+        if quota is not None and quota < len(cpus):
+            _require_two(int(quota), "CPU quota of the control group")
+            cpus = cpus[: int(quota)]
+        return cls(cpus, set_threads=set_threads)
+
+    @property
+    def total_units(self) -> int:
+        """Cores of the device."""
+        return len(self.cpus)
+
+    def finetune_levels(self, *, decode_busy: bool) -> tuple[int, ...]:
+        """1 to all but one while decode works, all while it is idle."""
+        return tuple(range(1, self.total_units)) if decode_busy else (self.total_units,)
+
+    def activate_decode(self, units: int) -> None:
+        """Move this process to the first `units` cores, with as many threads; 0: all.
+
+        About 0.2 us when nothing changes, else some 3 us a thread.
+
+        Raises:
+            ValueError: more units than there are, or fewer than none.
+        """
+        wanted = units or self.total_units
+        if not 1 <= wanted <= self.total_units:
+            raise ValueError(f"decode cannot take {units} of {self.total_units} cores")
+        self._activate(self.cpus[:wanted])
+
+    def activate_finetune(self, units: int) -> None:
+        """Move this process to the last `units` cores, with as many threads.
+
+        Raises:
+            ValueError: more units than there are, or none (a paused worker stays where it is).
+        """
+        if not 1 <= units <= self.total_units:
+            raise ValueError(f"the worker cannot take {units} of {self.total_units} cores")
+        self._activate(self.cpus[-units:])
+
+    def release(self) -> None:
+        """Give this process all cores of the device again, background threads too."""
+        self._background.clear()
+        self._move_threads(self.cpus, background=self.cpus)
+        self._set_threads(len(self.cpus))
+        self._active = self.cpus
+
+    def exclude(self, *thread_ids: int) -> None:
+        """Never move these threads (native ids) from now on."""
+        self._excluded.update(thread_ids)
+
+    def background(self, *thread_ids: int) -> None:
+        """Keep these threads (native ids) on the last core from now on."""
+        self._background.update(thread_ids)
+        for thread_id in thread_ids:
+            _set_affinity(thread_id, self.cpus[-1:])
+
+    @contextmanager
+    def background_threads(self) -> Iterator[None]:
+        """Threads that start inside, whoever makes them, are background threads.
+
+        For libraries that start threads of their own. Other code must not start threads meanwhile.
+        """
+        before = _thread_ids()
+        yield
+        self.background(*(_thread_ids() - before))
+
+    def _activate(self, cpus: tuple[int, ...]) -> None:
+        if cpus == self._active:
+            return
+        shrinks = self._active is None or len(cpus) < len(self._active)
+        if shrinks:
+            self._set_threads(len(cpus))
+        self._move_threads(cpus, background=self.cpus[-1:])
+        if not shrinks:
+            self._set_threads(len(cpus))
+        self._active = cpus
+
+    def _move_threads(self, cpus: tuple[int, ...], *, background: tuple[int, ...]) -> None:
+        """Move all threads, also those that start meanwhile from one that was not moved yet."""
+        moved: set[int] = set()
+        while new := _thread_ids() - moved:
+            for thread_id in new - self._excluded:
+                _set_affinity(thread_id, background if self._is_background(thread_id) else cpus)
+            moved |= new
+
+    def _is_background(self, thread_id: int) -> bool:
+        if thread_id in self._background:
+            return True
+        if thread_id != os.getpid() and _thread_name(thread_id).startswith(BACKGROUND_NAMES):
+            self._background.add(thread_id)
+            return True
+        return False
+
+
+def _require_two(n: int, what: str) -> None:
+    if n < FEWEST_CPUS:
+        raise UserError(
+            f"{n} core(s) cannot be shared between decode and a finetune worker",
+            field=what,
+            remedy="Give the decode process at least two cores (taskset, cpuset, CPU limit).",
+            reason="TooFewCores",
+        )
+
+
+def _require_allowed(cpus: tuple[int, ...]) -> None:
+    known = os.cpu_count() or 0
+    beyond = [cpu for cpu in cpus if not 0 <= cpu < max(known, 1)]
+    if beyond:
+        raise UserError(
+            f"cores {beyond} do not exist on this machine, which has {known}",
+            field="cpus",
+            remedy="Name cores of the affinity mask that decode started with.",
+            reason="UnknownCores",
+        )
+
+
+def _thread_ids() -> set[int]:
+    return {int(name) for name in os.listdir(_TASKS)}
+
+
+def _thread_name(thread_id: int) -> str:
+    try:
+        return (_TASKS / str(thread_id) / "comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""  # it ended
+
+
+def _set_affinity(thread_id: int, cpus: tuple[int, ...]) -> None:
+    try:
+        os.sched_setaffinity(thread_id, cpus)
+    except ProcessLookupError:
+        return  # it ended
