@@ -73,6 +73,19 @@ class RequestEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class LossEvent:
+    """A loss of one worker: of a finished optimizer step, or of an evaluation of the held-out rows."""
+
+    kind: ClassVar[str] = "loss"
+    job_uid: str
+    epoch: int
+    step: int  # finished optimizer steps, this one included
+    stage: str  # "base", "training", "tuned"
+    loss: float  # mean nats per label
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class MarkEvent:
     """Something that happened: a pause, a lend, a worker that came or went, a phase of a run."""
 
@@ -82,9 +95,9 @@ class MarkEvent:
     detail: str
 
 
-Event = StepEvent | TaskletEvent | RequestEvent | MarkEvent
+Event = StepEvent | TaskletEvent | RequestEvent | LossEvent | MarkEvent
 _BY_KIND: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepEvent, TaskletEvent, RequestEvent, MarkEvent)
+    cls.kind: cls for cls in (StepEvent, TaskletEvent, RequestEvent, LossEvent, MarkEvent)
 }
 
 

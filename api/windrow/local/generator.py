@@ -6,8 +6,8 @@ Patel et al., Splitwise, ISCA 2024) by its figures:
 - arrivals: Poisson within 10 s windows, whose rate is log-normal and remembers the window before.
   Counts of 10 s have a variance of 3.86 times their mean, and neighbours correlate by 0.69;
 - lengths: context tokens by their quantiles, generated tokens by their quantiles within each tenth
-  of the contexts (the two are far from independent: prompts of 1,020 to 1,190 tokens get 400 tokens,
-  the shortest and the longest get 75 to 150).
+  of the contexts (the two are far from independent: prompts of 1,020 to 1,190 tokens get 400, the
+  shortest and the longest get 75 to 150).
 """
 
 from __future__ import annotations
@@ -125,5 +125,3 @@ def dispersion(requests: list[Request]) -> float:
             counts[window] += 1
     mean = sum(counts) / edges
     return sum((n - mean) ** 2 for n in counts) / edges / mean
-
-

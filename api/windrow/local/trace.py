@@ -7,7 +7,7 @@ Response tokens,...`) are read; which one a file is, its header says.
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,8 +30,8 @@ class Request:
 def read_trace(path: Path) -> list[Request]:
     """Read a published trace, in order of arrival and from 0 s on.
 
-    Rows that failed (no response tokens) are left out. Raises UserError, naming file and line, for
-    a file that cannot be read, a header of neither format, or a line that is not as its header says.
+    Rows that failed (no response tokens) are left out. Raises UserError, with file and line, for a
+    file that cannot be read, a header of neither format, or a line that is not as its header says.
     """
     try:
         with path.open(encoding="utf-8", newline="") as lines:
@@ -70,7 +70,7 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[Request]:
 
 
 def _format(
-    path: Path, header: list[str] | tuple[str, ...]
+    path: Path, header: Sequence[str]
 ) -> tuple[tuple[str, str, str], Callable[[str], float]]:
     if set(AZURE_COLUMNS) <= set(header):
         return AZURE_COLUMNS, _azure_seconds
@@ -79,7 +79,7 @@ def _format(
     raise UserError(
         f"the header names neither format: {','.join(header) or '(empty)'}",
         field=f"{path}:1",
-        remedy=f"The columns are {','.join(AZURE_COLUMNS)} or at least {','.join(BURSTGPT_COLUMNS)}.",
+        remedy=f"Wanted are {','.join(AZURE_COLUMNS)} or at least {','.join(BURSTGPT_COLUMNS)}.",
     )
 
 

@@ -1,0 +1,111 @@
+"""Which TPOT objective a load deserves: twice the median solo step at its p90 batch.
+
+The batch that a load makes depends on how fast steps are, so it is not read off the arrivals: the
+schedule is played through the profile's solo model, step by step, with decode alone on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from windrow.crd import LatencyProfileSpec, SoloModel
+from windrow.errors import UserError
+from windrow.local.trace import Request
+
+FACTOR = 2.0
+PERCENTILE = 0.9
+
+
+@dataclass(frozen=True)
+class LoadShape:
+    """What decode would see, were it alone."""
+
+    mean_batch: float  # over busy time
+    p90_batch: int
+    p90_context_tokens: int  # median over the steps that have the p90 batch
+    steps: int
+    busy_s: float
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A TPOT objective and how it came about."""
+
+    milliseconds: float
+    solo_ms: float
+    shape: LoadShape
+
+
+def solo_model(profile: LatencyProfileSpec) -> SoloModel:
+    """Return the model of decode alone on the whole device."""
+    if not profile.solo:
+        raise UserError(
+            "holds no solo model",
+            field=f"LatencyProfile {profile.key}",
+            remedy="Delete it: the next decode pod of this kind takes it again.",
+        )
+    return max(profile.solo, key=lambda model: model.units)
+
+
+def play(requests: Sequence[Request], model: SoloModel) -> LoadShape:
+    """Play one device's schedule through the model.
+
+    Each step gives every request of the batch one token; arrivals join at the next step.
+    """
+    batches: list[tuple[int, int, float]] = []  # batch, context tokens, seconds
+    ends_at: dict[int, int] = {}  # step -> how many requests end with it
+    leaving_context: dict[int, int] = {}
+    now_s, step, batch, context, next_arrival = 0.0, 0, 0, 0, 0
+    while batch or next_arrival < len(requests):
+        if not batch:
+            now_s = max(now_s, requests[next_arrival].at_s)
+        while next_arrival < len(requests) and requests[next_arrival].at_s <= now_s:
+            request = requests[next_arrival]
+            tokens = max(1, request.output_tokens)
+            last = step + tokens - 1
+            ends_at[last] = ends_at.get(last, 0) + 1
+            leaving_context[last] = leaving_context.get(last, 0) + request.prompt_tokens + tokens
+            batch += 1
+            context += request.prompt_tokens
+            next_arrival += 1
+        seconds = model.predict_us(batch, context) / 1e6
+        batches.append((batch, context, seconds))
+        now_s += seconds
+        context += batch - leaving_context.pop(step, 0)
+        batch -= ends_at.pop(step, 0)
+        step += 1
+    return _shape(batches)
+
+
+def _shape(batches: list[tuple[int, int, float]]) -> LoadShape:
+    busy_s = sum(seconds for _, _, seconds in batches)
+    if not batches:
+        raise UserError(
+            "no request arrives", field="--seconds", remedy="Ask for a longer run or more load."
+        )
+    reached_s, p90 = 0.0, 0
+    for batch, _, seconds in sorted(batches):
+        reached_s, p90 = reached_s + seconds, batch
+        if reached_s >= PERCENTILE * busy_s:
+            break
+    contexts = sorted(context for batch, context, _ in batches if batch == p90)
+    return LoadShape(
+        mean_batch=sum(batch * seconds for batch, _, seconds in batches) / busy_s,
+        p90_batch=p90,
+        p90_context_tokens=contexts[len(contexts) // 2],
+        steps=len(batches),
+        busy_s=busy_s,
+    )
+
+
+def objective_for(requests: Sequence[Request], profile: LatencyProfileSpec) -> Objective:
+    """Return twice the median solo step at the p90 batch of one device's schedule.
+
+    Rounded up to a tenth of a millisecond. Raises UserError for an empty schedule or profile.
+    """
+    model = solo_model(profile)
+    shape = play(requests, model)
+    solo_ms = model.predict_us(shape.p90_batch, shape.p90_context_tokens) / 1000
+    return Objective(math.ceil(FACTOR * solo_ms * 10 - 1e-9) / 10, solo_ms, shape)
