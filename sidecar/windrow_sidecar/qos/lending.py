@@ -63,25 +63,25 @@ def plan_lending(
     wanted: int,
     limit: int,
     reserve: int,
-    waiting: int,
+    kv_short: bool,
     since_revoke_ns: int,
 ) -> LendingPlan:
     """Decide how many chunks to lend or to ask back.
 
     Asks back: what is over `limit` or `wanted`; what the reserve lacks; and a quarter of all lent
-    chunks while requests wait and nothing is free, for their prompts may need more than the
+    chunks at a time while a request finds no room (`kv_short`), for a prompt may need more than the
     reserve holds. Lends: only what is free beyond a whole second reserve, and not right after a
     revocation. What is already draining counts as asked for.
     """
     ceiling = max(0, min(wanted, limit))
     short = max(0, reserve - chunks.reserved - chunks.free - chunks.draining)
-    if waiting and chunks.free == 0 and not chunks.draining:
+    if kv_short and not chunks.draining:
         short = max(short, math.ceil(chunks.lent / 4))
     revoke = min(chunks.lent, max(short, chunks.lent - ceiling))
     if revoke:
         return LendingPlan(chunks.lent - revoke, revoke=revoke)
     spare = chunks.free - max(0, reserve - chunks.reserved) - reserve
-    if spare <= 0 or waiting or since_revoke_ns < GROW_REST_NS:
+    if spare <= 0 or kv_short or since_revoke_ns < GROW_REST_NS:
         return LendingPlan(chunks.lent)
     lend = min(spare, ceiling - chunks.lent)
     return LendingPlan(chunks.lent + lend, lend=lend)

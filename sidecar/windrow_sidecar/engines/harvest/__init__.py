@@ -1,0 +1,9 @@
+"""Harvesting inside a decode engine: the step hook, lending, and the link to the agent."""
+
+from __future__ import annotations
+
+from windrow_sidecar.engines.harvest.hook import HarvestHook
+from windrow_sidecar.engines.harvest.link import AgentLink
+from windrow_sidecar.engines.harvest.settings import HarvestSettings
+
+__all__ = ["AgentLink", "HarvestHook", "HarvestSettings"]

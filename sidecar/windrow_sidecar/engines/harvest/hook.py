@@ -1,0 +1,280 @@
+"""The step hook that harvests: shows the view, decides, grants, lends. On decode's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from windrow.eventlog import EventLog, MarkEvent
+from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.lending import LendingDesk
+from windrow_sidecar.engines.harvest.settings import HarvestSettings
+from windrow_sidecar.engines.harvest.stats import HarvestRate, Snapshot, StepStats, quantile
+from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.qos.control import Controller
+from windrow_sidecar.qos.lending import Chunks
+from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.predictor import Predictor, co_run_model
+from windrow_sidecar.qos.solo import SoloModel, solo_models
+from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.view import Action, Decision, Offer, View
+
+_NOBODY = Offer()
+
+
+class HarvestHook:
+    """Implements `engines.hook.StepHook` over a real arena and page.
+
+    Without a policy it grants nothing and lends nothing. `set_terms` and `worker_lives` may be
+    called from another thread; they take effect at the next step.
+
+    Args:
+        arena: made by this process.
+        levels: the splits that the engine can put in force.
+        profile: a `LatencyProfileSpec` as a mapping; None: nothing is ever harvested.
+        settings: sizes and times.
+        clock: nanoseconds of CLOCK_MONOTONIC, the clock of StepFacts.
+        log: marks go here.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        levels: Levels,
+        profile: Mapping[str, Any] | None,
+        settings: HarvestSettings | None = None,
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+        log: EventLog | None = None,
+    ) -> None:
+        self._arena, self._page, self._clock, self._log = arena, arena.page, clock, log
+        self._settings = settings or HarvestSettings()
+        solo: dict[int, SoloModel] = solo_models(profile) if profile else {}
+        predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
+        self.controller = Controller(levels, predictor)
+        self._desk = LendingDesk(arena, self._settings, log)
+        self._stats = StepStats()
+        self._rate = HarvestRate(profile, solo, levels.units)
+        self._new_terms: list[Terms | None] = []
+        self._live_epoch: int | None = None  # None: nobody has said
+        self._view = View()
+        self._last_step = (0, 0)  # end_ns, latency_us
+        self._granted = Decision(decode_units=levels.units)
+        self._published_ns, self._decided_ns, self._paused_ns = 0, clock(), 0
+        self._unit_ns = 0
+        self._tokens_done = 0
+        self._present = False
+        self._prefilled = False
+        self._breaker = ""
+        self._cost_ns = 0
+
+    @property
+    def cost_us(self) -> float:
+        """What `before_step` took of the current step."""
+        return self._cost_ns / 1e3
+
+    def set_terms(self, terms: Terms | None) -> None:
+        """A policy has arrived, changed or gone."""
+        self._new_terms.append(terms)
+
+    def worker_lives(self, epoch: int) -> None:
+        """The only worker that lives is of this job epoch; 0: none does."""
+        self._live_epoch = epoch
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        """Show the view, decide, grant."""
+        begin_ns = self._clock()
+        self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
+        if facts.admitted_tokens:
+            self._desk.admit(begin_ns, facts.admitted_tokens)
+        # A step that computes a prompt is work even when nobody gets a token: not idle.
+        batch = facts.batch or 1
+        decision = self._decide(
+            begin_ns,
+            facts.step,
+            facts.start_ns,
+            batch,
+            facts.context_tokens,
+            facts.waiting,
+            facts.admitted_tokens,
+            facts.slo_debt_us,
+        )
+        self._cost_ns = self._clock() - begin_ns
+        return decision
+
+    def after_step(self, end_ns: int, latency_us: int) -> None:
+        """Learn from it."""
+        self._last_step = (end_ns, latency_us)
+        objective_us = self._view.objective_us
+        self._stats.add(latency_us, self._cost_ns, over=latency_us > objective_us > 0)
+        controller = self.controller
+        if not self._prefilled:
+            controller.observe(end_ns, latency_us)
+        self._desk.size_reserve(end_ns, controller.terms, controller.in_flight_bound_us)
+        if controller.guard.reason != self._breaker:
+            self._breaker = controller.guard.reason
+            self._mark(end_ns, "breaker" if self._breaker else "breaker-trial", self._breaker)
+
+    def idle(self, now_ns: int) -> Decision:
+        """Decode runs dry: the worker may have the device."""
+        controller = self.controller
+        self._desk.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
+        return self._decide(now_ns, self._view.step, 0, 0, 0, 0, 0, 0)
+
+    def close(self) -> None:
+        """Revoke everything: the worker reads a pause and gives its chunks back."""
+        self._arena.revoke(self._arena.geometry.chunks)
+        self._granted = Decision(pause_epoch=self._granted.pause_epoch + 1)
+        self._publish(self._granted, self._clock())
+
+    def snapshot(self) -> Snapshot:
+        """For the report of the agent's link; called by its thread, once a second."""
+        latencies_us, costs_ns = self._stats.take()
+        granted = self._granted
+        return Snapshot(
+            steps=self._stats.steps,
+            steps_over_objective=self._stats.over,
+            tpot_p50_s=quantile(latencies_us, 0.5) / 1e6,
+            tpot_p99_s=quantile(latencies_us, 0.99) / 1e6,
+            busy_s=self._stats.busy_us / 1e6,
+            decision_p50_s=quantile(costs_ns, 0.5) / 1e9,
+            decision_p99_s=quantile(costs_ns, 0.99) / 1e9,
+            view=self._view,
+            decode_units=granted.decode_units,
+            finetune_units=granted.finetune_units,
+            unit_seconds=self._unit_ns / 1e9,
+            tokens_done=self._tokens_done,
+        )
+
+    def predicted_tokens_per_second(self, snapshot: Snapshot) -> float:
+        """What a worker would get here now; called once a second, with each new snapshot."""
+        would = self.controller.headroom_units(snapshot.view)
+        return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+
+    def _decide(
+        self,
+        now_ns: int,
+        step: int,
+        start_ns: int,
+        batch: int,
+        context_tokens: int,
+        waiting: int,
+        admitted_tokens: int,
+        slo_debt_us: int,
+    ) -> Decision:
+        while self._new_terms:
+            self._take_terms(now_ns, self._new_terms.pop(0))
+        terms = self.controller.terms
+        free, kv, lent, reserved, draining = self._arena.counts()
+        fields = (
+            step,
+            start_ns,
+            *self._last_step,
+            batch,
+            context_tokens,
+            waiting,
+            admitted_tokens,
+            kv,
+            free,
+            reserved,
+            lent,
+            terms.objective_us if terms else 0,
+            slo_debt_us,
+            self._stats.over,
+        )
+        self._page.publish_view(*fields)
+        self._view = view = View(*fields, now_ns)
+        offer = self._read_offer(now_ns)
+        chunks = Chunks(free, kv, lent, reserved, draining)
+        # Whoever waits although the batch has room waits for KV.
+        kv_short = waiting > 0 and batch < self._settings.max_batch
+        may_hold = self._desk.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
+        decision = self.controller.decide(
+            view, offer, now_ns, present=self._present, chunks=may_hold
+        )
+        self._unit_ns += self._granted.finetune_units * (now_ns - self._decided_ns)
+        self._decided_ns = now_ns
+        self._grant(decision, now_ns)
+        return decision
+
+    def _read_offer(self, now_ns: int) -> Offer:
+        """The worker's offer; a dead or silent worker offers nothing."""
+        live = self._live_epoch
+        if live is not None:
+            self._desk.reclaim_unless(now_ns, live)
+        offer = Offer(*self._page.read_offer())
+        present = (
+            offer.job_epoch > 0
+            and live in (None, offer.job_epoch)
+            and self._page.heartbeat_age_ns(1) < self._settings.worker_stale_ns
+        )
+        if present != self._present:
+            self._present = present
+            what = "worker-attached" if present else "worker-gone"
+            self._mark(now_ns, what, f"epoch {offer.job_epoch}")
+        if not present:
+            return _NOBODY
+        self._tokens_done = offer.tokens_done
+        return offer
+
+    def _grant(self, new: Decision, now_ns: int) -> None:
+        """Publish what changed, or what the worker has not heard for a while."""
+        old = self._granted
+        self._granted = new
+        changed = (
+            new.finetune_units != old.finetune_units
+            or new.action != old.action
+            or new.pause_epoch != old.pause_epoch
+            or new.chunks != old.chunks
+            or new.decode_units != old.decode_units
+        )
+        if not changed and now_ns - self._published_ns < self._settings.regrant_ns:
+            return
+        self._publish(new, now_ns)
+        if new.action != old.action:
+            self._mark_turn(new, now_ns)
+
+    def _mark_turn(self, new: Decision, now_ns: int) -> None:
+        """A pause or its end; a worker that starves for a moment is no event."""
+        why = self.controller.why_paused
+        if new.action == Action.PAUSE and why != "starving":
+            self._paused_ns = now_ns
+            batch, context = self._view.batch, self._view.context_tokens
+            self._mark(now_ns, "pause", f"{why}: batch {batch}, {context} context tokens")
+        elif new.action != Action.PAUSE and self._paused_ns:
+            self._mark(now_ns, "resume", f"after {(now_ns - self._paused_ns) / 1e6:.0f} ms")
+            self._paused_ns = 0
+
+    def _publish(self, d: Decision, now_ns: int) -> None:
+        self._published_ns = now_ns
+        self._page.publish_grant(
+            d.action,
+            d.finetune_units,
+            d.decode_units,
+            d.n_tasklets,
+            d.budget_us,
+            d.window_tokens,
+            d.micro_batch,
+            d.resident_layers,
+            d.fuse_tokens,
+            d.pause_epoch,
+            d.hold_admission_until_ns,
+            d.predicted_us,
+            d.chunks,
+            d.in_flight_bound_us,
+        )
+
+    def _take_terms(self, now_ns: int, terms: Terms | None) -> None:
+        self.controller.set_terms(terms)
+        self._mark(
+            now_ns,
+            "policy",
+            f"{terms.name}: {terms.policy}, {terms.mode}, {terms.objective_us} us"
+            if terms
+            else "none",
+        )
+
+    def _mark(self, now_ns: int, what: str, detail: str) -> None:
+        if self._log:
+            self._log.append(MarkEvent(now_ns, what, detail))

@@ -1,0 +1,154 @@
+"""The engine's line to the agent: reports once a second, takes policies. A thread of its own.
+
+Decode never waits for it. An agent that is away is dialled again; meanwhile the last policy holds,
+and without any policy nothing is harvested.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from windrow.errors import UserError
+from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow_sidecar.engines.harvest.hook import HarvestHook
+from windrow_sidecar.engines.harvest.stats import Snapshot
+from windrow_sidecar.qos.terms import Terms, make_terms
+
+_log = logging.getLogger(__name__)
+
+# A sidecar that restarts is back within a second or two.
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.2, 2.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A latency profile to report: its key and `LatencyProfileSpec` as JSON."""
+
+    key: str
+    json: str
+
+
+class AgentLink:
+    """Keeps one `Agent.Engine` stream open for as long as the engine lives."""
+
+    def __init__(
+        self,
+        socket: Path,
+        hello: agent_pb2.EngineHello,
+        hook: HarvestHook,
+        profile: Profile | None = None,
+        *,
+        interval_s: float = 1.0,
+    ) -> None:
+        self._target = f"unix:{socket}"
+        self._hello, self._hook, self._profile = hello, hook, profile
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._call: grpc.Call | None = None
+        self._refusal = ""  # why the last policy is not in force
+        self._requests_completed = 0
+        self._thread = threading.Thread(target=self._run, name="windrow-agent-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+
+    def request_completed(self) -> None:
+        """Count one request; called by the engine's thread."""
+        self._requests_completed += 1
+
+    def close(self) -> None:
+        """Hang up; waits for the thread for at most two seconds."""
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        self._thread.join(timeout=2.0)
+
+    def _run(self) -> None:
+        backoff_s = _FIRST_BACKOFF_S
+        while not self._closed.is_set():
+            if self._talk():
+                backoff_s = _FIRST_BACKOFF_S
+            self._closed.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+
+    def _talk(self) -> bool:
+        """One connection, from dialling to its end; whether the agent ever answered."""
+        answered = False
+        over = threading.Event()
+        with grpc.insecure_channel(self._target) as channel:
+            stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+            self._call = call = stub.Engine(self._reports(over))
+            try:
+                for command in call:
+                    answered = True
+                    self._obey(command)
+            except grpc.RpcError as error:
+                if not self._closed.is_set():
+                    _log.info("no agent at %s: %s", self._target, error.code().name)
+            finally:
+                over.set()
+                self._call = None
+        return answered
+
+    def _reports(self, over: threading.Event) -> Iterator[agent_pb2.EngineReport]:
+        yield agent_pb2.EngineReport(hello=self._hello)
+        if self._profile is not None:
+            profile = agent_pb2.EngineProfile(
+                key=self._profile.key, profile_json=self._profile.json
+            )
+            yield agent_pb2.EngineReport(profile=profile)
+        while not over.wait(self._interval_s) and not self._closed.is_set():
+            yield agent_pb2.EngineReport(stats=self._stats())
+
+    def _stats(self) -> agent_pb2.EngineStats:
+        s: Snapshot = self._hook.snapshot()
+        return agent_pb2.EngineStats(
+            steps=s.steps,
+            steps_over_objective=s.steps_over_objective,
+            tpot_p50_seconds=s.tpot_p50_s,
+            tpot_p99_seconds=s.tpot_p99_s,
+            batch=s.view.batch,
+            context_tokens=s.view.context_tokens,
+            waiting=s.view.waiting,
+            decode_units=s.decode_units,
+            finetune_units=s.finetune_units,
+            busy_seconds=s.busy_s,
+            breaker=self._refusal or self._hook.controller.guard.reason,
+            predicted_tokens_per_second=self._hook.predicted_tokens_per_second(s),
+            decision_p50_seconds=s.decision_p50_s,
+            decision_p99_seconds=s.decision_p99_s,
+            requests_completed=self._requests_completed,
+        )
+
+    def _obey(self, command: agent_pb2.EngineCommand) -> None:
+        kind = command.WhichOneof("message")
+        if kind == "policy":
+            self._hook.set_terms(self._terms(command.policy))
+        elif kind == "worker":
+            self._hook.worker_lives(command.worker.epoch)
+
+    def _terms(self, policy: agent_pb2.EnginePolicy) -> Terms | None:
+        """A policy that cannot be followed counts as none; the report says why."""
+        self._refusal = ""
+        try:
+            return make_terms(
+                name=policy.name,
+                policy=policy.policy,
+                mode=policy.mode,
+                objective_seconds=policy.objective_seconds,
+                percentile=policy.percentile,
+                scope=policy.scope,
+                max_compute_percent=policy.max_compute_percent,
+                max_memory_percent=policy.max_memory_percent,
+            )
+        except UserError as error:
+            _log.warning("policy %s is not in force: %s", policy.name, error)
+            self._refusal = str(error)
+            return None

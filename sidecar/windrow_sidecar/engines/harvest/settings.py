@@ -1,0 +1,27 @@
+"""What an engine tells the harvest hook about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HarvestSettings:
+    """Times in nanoseconds unless named otherwise.
+
+    Attributes:
+        max_batch: requests that decode runs at once; each needs a KV slot a step.
+        drain_us: how long a worker takes to give back chunks after its tasklet ended, until it has
+            been measured.
+        admission_window_ns: over which arriving context tokens are summed for the reserve.
+        worker_stale_ns: a worker whose heart has not beaten for so long counts as gone.
+        regrant_ns: a grant that does not change is published again after so long.
+        lending_every_ns: how often lending is planned while nothing presses.
+    """
+
+    max_batch: int = 64
+    drain_us: int = 50_000
+    admission_window_ns: int = 50_000_000
+    worker_stale_ns: int = 1_000_000_000
+    regrant_ns: int = 50_000_000
+    lending_every_ns: int = 20_000_000

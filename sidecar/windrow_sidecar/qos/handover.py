@@ -1,0 +1,43 @@
+"""When units change hands: the worker is told at once, decode widens only when it is quiet.
+
+Two teams of threads on one core are worse than either alone, so decode keeps its narrow share until
+the worker has said that nothing of an older grant runs any more, or is known to be gone.
+"""
+
+from __future__ import annotations
+
+from windrow_sidecar.qos.view import Action, Offer
+
+
+class Handover:
+    """The units in force on both sides."""
+
+    def __init__(self, units: int) -> None:
+        self.decode_units = units
+        self.finetune_units = 0
+        self.pause_epoch = 0
+
+    def grant(
+        self, action: int, finetune_units: int, decode_units: int, offer: Offer, present: bool
+    ) -> None:
+        """Put a decision in force as far as the worker's state allows.
+
+        Taking units from the worker raises the pause epoch, which it checks before each launch.
+        `present`: a worker is attached and its heart beats.
+        """
+        if finetune_units < self.finetune_units:
+            self.pause_epoch += 1
+        self.finetune_units = finetune_units
+        if decode_units > self.decode_units and present and not self._is_quiet(action, offer):
+            return
+        self.decode_units = decode_units
+
+    def _is_quiet(self, action: int, offer: Offer) -> bool:
+        """Nothing that was launched under an older grant runs.
+
+        Under GO, what is in flight was launched after the worker saw this epoch, thus within the
+        units that it grants; a pause is over only when nothing is in flight at all.
+        """
+        if offer.pause_epoch_seen < self.pause_epoch:
+            return False
+        return action == Action.GO or offer.in_flight_us == 0

@@ -1,0 +1,79 @@
+"""What a HarvestPolicy asks of one slot, resolved and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windrow.errors import UserError
+from windrow_sidecar.qos.policies import Policy, make_policy
+
+MODES = ("harvest", "observe", "off")
+SCOPES = ("perStep", "perRequest")
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The objective that is kept, who decides, and the limits that nobody passes."""
+
+    name: str  # of the HarvestPolicy
+    policy: str
+    mode: str
+    objective_us: int
+    percentile: float = 99.0
+    per_request: bool = False
+    max_compute_percent: int = 100
+    max_memory_percent: int = 100
+
+    def make_policy(self) -> Policy:
+        """A fresh policy of that name; raises UserError for an unknown one."""
+        return make_policy(self.policy)
+
+
+def make_terms(
+    *,
+    name: str,
+    policy: str,
+    mode: str,
+    objective_seconds: float,
+    percentile: float,
+    scope: str,
+    max_compute_percent: int,
+    max_memory_percent: int,
+) -> Terms | None:
+    """Check what came over the wire; None when no HarvestPolicy selects the pod.
+
+    Limits of 0 mean that none was given (proto3 knows no absent number), as does a percentile of 0.
+
+    Raises:
+        UserError: an unknown policy, mode or scope, or an objective that is not positive.
+    """
+    if not name:
+        return None
+    if mode not in MODES:
+        raise UserError(
+            f"mode is {mode!r}", field="spec.mode", remedy=f"Choose one of: {', '.join(MODES)}."
+        )
+    if scope not in ("", *SCOPES):
+        raise UserError(
+            f"scope is {scope!r}",
+            field="spec.objective.scope",
+            remedy=f"Choose one of: {', '.join(SCOPES)}.",
+        )
+    if not 0 < objective_seconds < 3600:
+        raise UserError(
+            f"the objective is {objective_seconds} s",
+            field="spec.objective.tpot",
+            remedy="Give a positive time per output token, for example 40ms.",
+        )
+    terms = Terms(
+        name=name,
+        policy=policy,
+        mode=mode,
+        objective_us=max(1, round(objective_seconds * 1e6)),
+        percentile=percentile or 99.0,
+        per_request=scope == "perRequest",
+        max_compute_percent=max_compute_percent or 100,
+        max_memory_percent=max_memory_percent or 100,
+    )
+    terms.make_policy()
+    return terms

@@ -1,0 +1,234 @@
+"""The hook over a real arena and page, with a worker in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from windrow.eventlog import EventLog, MarkEvent, read_events
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
+from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.view import Action, Decision
+
+EPOCH = 7
+# Two cores: a step of batch 4 takes 4 ms on both and 6 ms on one.
+PROFILE = {
+    "solo": [
+        {"units": 1, "c0Us": 2000, "b0Us": 1000, "k0NsPerToken": 0},
+        {"units": 2, "c0Us": 2000, "b0Us": 500, "k0NsPerToken": 0},
+    ]
+}
+TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
+
+
+def until(condition, within_s: float = 10.0):
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.002)
+    return value
+
+
+class Decode:
+    """An engine reduced to the calls of its hook."""
+
+    def __init__(self, folder: Path) -> None:
+        geometry = Geometry(
+            layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=131072, chunks=32
+        )
+        self.arena = Arena.create(geometry, reserved_chunks=2)
+        self.socket = str(folder / "a.sock")
+        self.arena.serve(self.socket)
+        self.log = EventLog(folder / "engine.events.jsonl", source="engine")
+        self.folder = folder
+        self.hook = HarvestHook(
+            self.arena,
+            host_levels(2),
+            PROFILE,
+            HarvestSettings(worker_stale_ns=300_000_000),
+            log=self.log,
+        )
+        self.step_id = 0
+
+    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Decision:
+        self.step_id += 1
+        now = time.monotonic_ns()
+        decision = self.hook.before_step(
+            StepFacts(self.step_id, now, batch, 500 * batch, waiting, 0, 0)
+        )
+        self.hook.after_step(now + latency_us * 1000, latency_us)
+        return decision
+
+    def marks(self) -> list[str]:
+        self.log.flush()
+        return [e.what for _, e in read_events(self.folder) if isinstance(e, MarkEvent)]
+
+    @contextlib.contextmanager
+    def worker(self, wanted: int = 8):
+        program = Path(__file__).parent / "scripted_worker.py"
+        process = subprocess.Popen(
+            [sys.executable, str(program), self.socket, str(EPOCH), str(wanted)],
+            stdout=subprocess.PIPE,
+            process_group=0,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"attached\n"
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture
+def decode():
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        running = Decode(Path(folder))
+        yield running
+        running.hook.close()
+        running.arena.check()
+        running.arena.close()
+
+
+def test_without_a_policy_nothing_is_granted_and_nothing_lent(decode):
+    with decode.worker():
+        until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
+        decisions = [decode.step() for _ in range(50)]
+    assert {d.action for d in decisions} == {Action.PAUSE}
+    assert {d.decode_units for d in decisions} == {2}
+    assert decode.arena.counts()[2] == 0
+
+
+def test_a_worker_gets_chunks_and_a_core_while_decode_has_headroom(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker(wanted=8):
+        until(lambda: (decode.step().finetune_units, decode.arena.counts()[2]) == (1, 8))
+        decision = decode.step()
+        assert (decision.action, decision.decode_units, decision.chunks) == (Action.GO, 1, 8)
+        assert 6000 <= decision.predicted_us <= 6600
+        until(lambda: decode.arena.page.read_offer()[2] > 5)  # tasklets really run
+        marks = decode.marks()
+        assert marks.count("worker-attached") == 1
+        assert {"policy", "lend"} <= set(marks)
+
+
+def test_memory_limit_bounds_what_is_lent(decode):
+    decode.hook.set_terms(Terms("p", "windrow", "harvest", 12_000, max_memory_percent=10))
+    with decode.worker(wanted=20):
+        until(lambda: decode.step().chunks == 3)
+        for _ in range(20):
+            decode.step()
+        assert decode.arena.counts()[2] == 3
+
+
+def test_a_burst_pauses_the_worker_and_decode_widens_only_when_it_is_quiet(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker():
+        until(lambda: decode.step().finetune_units == 1 and decode.arena.page.read_offer()[2] > 2)
+        # The moment of the burst: the worker cannot have answered yet.
+        first = decode.step(batch=16, latency_us=10_000)
+        assert (first.action, first.finetune_units) == (Action.PAUSE, 0)
+        wide = until(
+            lambda: (d := decode.step(batch=16, latency_us=10_000)).decode_units == 2 and d
+        )
+        offer = decode.arena.page.read_offer()
+        assert wide.action == Action.PAUSE
+        assert offer[12] == 0  # in flight
+        assert offer[13] == wide.pause_epoch
+        # And it comes back when the burst is over.
+        until(lambda: decode.step().finetune_units == 1)
+        assert {"pause", "resume"} <= set(decode.marks())
+
+
+def test_an_idle_engine_gives_the_worker_every_core(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker():
+        until(lambda: decode.step().finetune_units == 1)
+        idle = decode.hook.idle(time.monotonic_ns())
+        assert (idle.finetune_units, idle.decode_units) == (2, 1)
+        back = decode.step()
+        assert (back.finetune_units, back.decode_units) == (1, 1)
+        assert back.pause_epoch == idle.pause_epoch + 1
+
+
+def test_memory_pressure_takes_chunks_back(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker(wanted=16):
+        until(lambda: decode.step() and decode.arena.counts()[2] == 16)
+        taken = [decode.arena.take_kv() for _ in range(14)]
+        until(lambda: decode.step(waiting=3) and decode.arena.counts()[2] <= 12)
+        until(lambda: decode.arena.counts()[0] + decode.arena.counts()[3] >= 2)
+        for chunk in taken:
+            decode.arena.return_kv(chunk)
+    assert "revoke" in decode.marks()
+
+
+def test_chunks_of_a_killed_worker_return_when_the_agent_says_that_it_is_dead(decode):
+    decode.hook.set_terms(TERMS)
+    decode.hook.worker_lives(EPOCH)
+    with decode.worker() as process:
+        until(lambda: decode.step() and decode.arena.counts()[2] == 8)
+        process.kill()
+        process.wait()
+        decode.hook.worker_lives(0)
+        decision = decode.step()
+    assert (decision.action, decision.decode_units) == (Action.PAUSE, 2)
+    assert decode.arena.counts()[2] == 0
+    assert {"worker-gone", "reclaim"} <= set(decode.marks())
+
+
+def test_chunks_return_without_an_agent_when_nobody_is_attached_any_more(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker() as process:
+        until(lambda: decode.step() and decode.arena.counts()[2] == 8)
+        process.kill()
+        process.wait()
+        until(lambda: decode.step().decode_units == 2 and decode.arena.counts()[2] == 0)
+
+
+def test_a_silent_worker_keeps_its_chunks_and_loses_its_core(decode):
+    decode.hook.set_terms(TERMS)
+    decode.hook.worker_lives(EPOCH)
+    with decode.worker() as process:
+        until(lambda: decode.step() and decode.arena.counts()[2] == 8)
+        process.send_signal(19)  # SIGSTOP
+        until(lambda: decode.step().decode_units == 2)
+        assert decode.arena.counts()[2] + decode.arena.counts()[4] == 8
+        process.send_signal(18)
+        until(lambda: decode.step().finetune_units == 1)
+
+
+def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
+    decode.hook.set_terms(Terms("p", "windrow", "observe", 12_000))
+    with decode.worker():
+        until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
+        for _ in range(20):
+            assert decode.step().action == Action.PAUSE
+    assert decode.hook.controller.would_units == 1
+    assert decode.arena.counts()[2] == 0
+    snapshot = decode.hook.snapshot()
+    assert snapshot.steps == 20
+    assert snapshot.tpot_p50_s == 0.005
+    # The first call starts the smoothing from nothing; more follow a second apart.
+    assert decode.hook.predicted_tokens_per_second(snapshot) > 0
+
+
+def test_closing_revokes_and_pauses(decode):
+    decode.hook.set_terms(TERMS)
+    with decode.worker():
+        granted = until(lambda: (d := decode.step()).chunks == 8 and d)
+        decode.hook.close()
+        grant = Decision(*decode.arena.page.read_grant())
+        assert (grant.action, grant.chunks) == (Action.PAUSE, 0)
+        assert grant.pause_epoch > granted.pause_epoch
+        until(lambda: decode.arena.counts()[2] + decode.arena.counts()[4] == 0)
