@@ -74,7 +74,7 @@ class RequestEvent:
 
 @dataclass(frozen=True, slots=True)
 class LossEvent:
-    """A loss of one worker: of a finished optimizer step, or of an evaluation of the held-out rows."""
+    """A loss of one worker: of an optimizer step, or of an evaluation of the held-out rows."""
 
     kind: ClassVar[str] = "loss"
     job_uid: str
