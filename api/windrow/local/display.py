@@ -1,0 +1,175 @@
+"""What a person sees while it runs: one frame of the demo, as a terminal picture or as a line.
+
+A frame is plain data read from the API server; drawing it is pure, so that tests can look at it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from windrow.views import Chunks, EventView, JobView, SlotView
+
+HISTORY = 24
+BAR_CELLS = 24
+EVENTS_SHOWN = 4
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold"
+# KV, lent, reserved (with what is draining), free: shape and colour both tell them apart.
+_MEMORY = (("kv", "█", "cyan"), ("lent", "▒", "yellow"), ("reserved", "░", "blue"))
+
+
+@dataclass
+class History:
+    """The last values of one figure."""
+
+    values: deque[float] = field(default_factory=lambda: deque(maxlen=HISTORY))
+
+    def add(self, value: float | None) -> None:
+        """Keep a value; None is left out."""
+        if value is not None:
+            self.values.append(value)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """All that one picture shows."""
+
+    elapsed_s: float
+    kubernetes: str
+    policy: str
+    objective_ms: float
+    phase: str  # what the run does, in words
+    slots: Sequence[SlotView] = ()
+    job: JobView | None = None
+    tpot_history: dict[str, Sequence[float]] = field(default_factory=dict)
+    loss_history: Sequence[float] = ()
+    events: Sequence[EventView] = ()
+
+
+def sparkline(values: Iterable[float]) -> str:
+    """Return one block a value, from the lowest to the highest of them."""
+    shown = list(values)
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    span = (high - low) or 1.0
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round((v - low) / span * top)] for v in shown)
+
+
+def clock(seconds: float) -> str:
+    """Return `00:42`, and `1:00:42` from an hour on."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{s:02}" if hours else f"{minutes:02}:{s:02}"
+
+
+def memory_cells(chunks: Chunks, cells: int = BAR_CELLS) -> tuple[int, int, int, int]:
+    """Return how many cells KV, lent, reserved and free get; what exists gets at least one."""
+    if chunks.total == 0:
+        return 0, 0, 0, 0
+    parts = [chunks.kv, chunks.lent, chunks.reserved + chunks.draining, chunks.free]
+    counts = [max(1, round(p / chunks.total * cells)) if p else 0 for p in parts]
+    while sum(counts) != cells:
+        grow = 1 if sum(counts) < cells else -1
+        counts[counts.index(max(counts))] += grow
+    return counts[0], counts[1], counts[2], counts[3]
+
+
+def draw(frame: Frame) -> RenderableType:
+    """Return the picture of a frame for a terminal."""
+    parts: list[RenderableType] = [_head(frame), Text()]
+    if not frame.slots:
+        parts.append(Text(f"{frame.phase} ...", style=_DIM))
+    parts.extend(_slot(slot, frame) for slot in frame.slots)
+    if frame.job is not None:
+        parts += [Text(), _job(frame.job, frame.loss_history)]
+    if frame.events:
+        parts += [Text(), *(_event(event) for event in frame.events[-EVENTS_SHOWN:])]
+    return Group(*parts)
+
+
+def _head(frame: Frame) -> RenderableType:
+    line = Table.grid(expand=True)
+    line.add_column(ratio=1, no_wrap=True)
+    line.add_column(justify="right")
+    left = Text.assemble(
+        ("windrow demo", _HEAD),
+        f"   kubernetes {frame.kubernetes}   policy {frame.policy}",
+        f"   objective {frame.objective_ms:.1f} ms" if frame.objective_ms else "",
+        (f"   {frame.phase}", _DIM),
+    )
+    line.add_row(left, Text(clock(frame.elapsed_s), style=_HEAD))
+    return line
+
+
+def _slot(slot: SlotView, frame: Frame) -> RenderableType:
+    first = Text.assemble((f"{slot.pod:<10}", _HEAD), "TPOT p50 ")
+    first.append(_ms(slot.tpot_p50_s)).append("  p99 ")
+    late = slot.tpot_p99_s is not None and slot.tpot_p99_s * 1e3 > frame.objective_ms > 0
+    first.append(f"{_ms(slot.tpot_p99_s)} ms", style=_BAD if late else _GOOD)
+    first.append(f"  {sparkline(frame.tpot_history.get(slot.name, ())):<{HISTORY}}", style=_DIM)
+    first.append(f"  batch {slot.batch}  context {slot.context_tokens:,}  cores {_cores(slot)}")
+    second = Text(f"{'':<10}memory ")
+    cells = memory_cells(slot.chunks)
+    for (_, block, colour), n in zip(_MEMORY, cells, strict=False):
+        second.append(block * n, style=colour)
+    second.append("·" * cells[3], style=_DIM)
+    c = slot.chunks
+    second.append(f"  KV {c.kv}  lent {c.lent}  reserved {c.reserved + c.draining}  free {c.free}")
+    if slot.breaker:
+        second.append(f"  not harvesting: {slot.breaker}", style=_BAD)
+    elif frame.job is not None and slot.job == f"{frame.job.namespace}/{frame.job.name}":
+        second.append(f"  {frame.job.tokens_per_second:,.0f} tok/s harvested", style=_GOOD)
+    return Group(first, second)
+
+
+def _cores(slot: SlotView) -> str:
+    decode = f"{slot.decode_units} decode"
+    return f"{decode} + {slot.finetune_units} finetune" if slot.finetune_units else decode
+
+
+def _job(job: JobView, losses: Sequence[float]) -> Text:
+    line = Text.assemble(("job ", _DIM), (job.name, _HEAD), f"   {job.state}")
+    if job.slot:
+        line.append(f" on {job.slot.rpartition('/')[2]}")
+    line.append(f"   step {job.step}/{job.total_steps or '?'}")
+    if job.loss is not None:
+        line.append(f"   loss {job.loss:.3f}  {sparkline(losses)}")
+    if job.eta_s is not None and not job.finished:
+        line.append(f"   ETA {clock(job.eta_s)}")
+    return line
+
+
+def _event(event: EventView) -> Text:
+    style = _BAD if event.warning else _DIM
+    return Text(
+        f"{event.at[11:19]}  {event.name}  {event.reason}: {event.message}", style, end="\n"
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def line(frame: Frame) -> str:
+    """Return a frame as one line, for where there is no terminal."""
+    parts = [clock(frame.elapsed_s), frame.phase]
+    parts += [
+        f"{s.pod}: TPOT p50 {_ms(s.tpot_p50_s)} p99 {_ms(s.tpot_p99_s)} ms, batch {s.batch}, "
+        f"cores {_cores(s)}, lent {s.chunks.lent} of {s.chunks.total} chunks"
+        for s in frame.slots
+    ]
+    if (job := frame.job) is not None:
+        loss = "" if job.loss is None else f", loss {job.loss:.3f}"
+        rate = f", {job.tokens_per_second:,.0f} tok/s" if job.tokens_per_second else ""
+        parts.append(
+            f"job {job.name}: {job.state}, step {job.step}/{job.total_steps or '?'}{loss}{rate}"
+        )
+    return "  |  ".join(parts)

@@ -1,0 +1,172 @@
+"""Our resources as the API server holds them, as plain typed values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windrow.conditions import get_condition, is_finished, state_of
+
+JsonObject = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A FinetuneJob."""
+
+    namespace: str
+    name: str
+    uid: str
+    model: str
+    state: str  # one of windrow.conditions.STATES
+    message: str  # of the condition that the state comes from
+    finished: bool
+    suspended: bool
+    step: int
+    total_steps: int  # 0: not known yet
+    loss: float | None
+    tokens: int
+    tokens_per_second: float
+    eta_s: float | None
+    slot: str  # namespace/name, empty while not placed
+    epoch: int
+    checkpoint_step: int
+    adapter_path: str  # empty until it succeeded
+    base_eval_loss: float | None
+    tuned_eval_loss: float | None
+
+    @classmethod
+    def of(cls, found: JsonObject) -> JobView:
+        """Read a FinetuneJob as the API server returns it."""
+        meta, spec, status = found["metadata"], found["spec"], found.get("status") or {}
+        conditions = status.get("conditions") or []
+        progress = status.get("progress") or {}
+        evaluation = status.get("evaluation") or {}
+        state = state_of(conditions)
+        return cls(
+            namespace=meta["namespace"],
+            name=meta["name"],
+            uid=meta["uid"],
+            model=spec["model"]["name"],
+            state=state,
+            message=_message(conditions, state),
+            finished=is_finished(conditions),
+            suspended=bool(spec.get("suspend")),
+            step=progress.get("step", 0),
+            total_steps=progress.get("totalSteps", 0),
+            loss=progress.get("loss"),
+            tokens=progress.get("tokens", 0),
+            tokens_per_second=progress.get("tokensPerSecond", 0.0),
+            eta_s=progress.get("etaSeconds"),
+            slot=status.get("slot") or "",
+            epoch=status.get("epoch") or 0,
+            checkpoint_step=(status.get("checkpoint") or {}).get("step", 0),
+            adapter_path=(status.get("adapter") or {}).get("path", ""),
+            base_eval_loss=evaluation.get("baseLoss"),
+            tuned_eval_loss=evaluation.get("tunedLoss"),
+        )
+
+
+# The condition that explains a state, where the two have different names.
+_EXPLAINED_BY = {"Invalid": "Accepted", "Pending": "Placed", "Stopping": "Running"}
+
+
+def _message(conditions: list[dict[str, Any]], state: str) -> str:
+    condition = get_condition(conditions, _EXPLAINED_BY.get(state, state))
+    return str(condition["message"]) if condition else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Who has an arena's chunks."""
+
+    kv: int = 0
+    lent: int = 0
+    reserved: int = 0
+    draining: int = 0
+    free: int = 0
+
+    @property
+    def total(self) -> int:
+        """All chunks of the arena."""
+        return self.kv + self.lent + self.reserved + self.draining + self.free
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """A HarvestSlot: one harvested device."""
+
+    namespace: str
+    name: str
+    pod: str
+    node: str
+    device: str
+    model: str
+    endpoint: str
+    compute_units: int
+    ready: bool
+    why: str  # reason and message of the Ready condition
+    policy: str
+    mode: str
+    objective_s: float | None
+    tpot_p50_s: float | None
+    tpot_p99_s: float | None
+    steps: int
+    steps_over_objective: int
+    batch: int
+    context_tokens: int
+    waiting: int
+    decode_units: int
+    finetune_units: int
+    chunks: Chunks
+    predicted_tokens_per_second: float
+    job: str  # namespace/name, empty: none
+    breaker: str
+
+    @classmethod
+    def of(cls, found: JsonObject) -> SlotView:
+        """Read a HarvestSlot as the API server returns it."""
+        meta, spec, status = found["metadata"], found["spec"], found.get("status") or {}
+        ready = get_condition(status.get("conditions"), "Ready")
+        chunks = status.get("chunks") or {}
+        return cls(
+            namespace=meta["namespace"],
+            name=meta["name"],
+            pod=spec["podName"],
+            node=spec.get("nodeName", ""),
+            device=spec.get("device", ""),
+            model=spec.get("model", ""),
+            endpoint=spec.get("endpoint", ""),
+            compute_units=spec.get("computeUnits", 0),
+            ready=ready is not None and ready["status"] == "True",
+            why=f"{ready['reason']}: {ready['message']}" if ready else "no report yet",
+            policy=status.get("policy") or "",
+            mode=status.get("mode") or "",
+            objective_s=status.get("objectiveSeconds"),
+            tpot_p50_s=status.get("tpotP50Seconds"),
+            tpot_p99_s=status.get("tpotP99Seconds"),
+            steps=status.get("steps") or 0,
+            steps_over_objective=status.get("stepsOverObjective") or 0,
+            batch=status.get("batch") or 0,
+            context_tokens=status.get("contextTokens") or 0,
+            waiting=status.get("waiting") or 0,
+            decode_units=status.get("decodeUnits") or 0,
+            finetune_units=status.get("finetuneUnits") or 0,
+            chunks=Chunks(**{name: chunks.get(name, 0) for name in Chunks.__slots__}),
+            predicted_tokens_per_second=status.get("predictedTokensPerSecond") or 0.0,
+            job=status.get("jobName") or "",
+            breaker=status.get("breaker") or "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EventView:
+    """An event about one of our resources."""
+
+    at: str  # RFC 3339, UTC
+    kind: str
+    name: str
+    reason: str
+    message: str
+    warning: bool
