@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from windrow.errors import Transient
+from windrow.local.keeper import ENV_MARK
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,9 @@ class Keeper:
             [sys.executable, "-m", "windrow.local.keeper", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # Not marked as a process of an outer keeper's child: when that child dies, this
+            # supervisor is to live long enough to clean up after it.
+            env={name: value for name, value in os.environ.items() if name != ENV_MARK},
             # Out of the terminal's foreground group: Ctrl-C is for whoever holds the keeper.
             process_group=0,
         )
@@ -99,7 +103,7 @@ class Keeper:
     def launch(self, command: Command) -> Future[Child]:
         """Start a process; the future holds it, or OSError when it could not be started."""
         child_id = next(self._ids)
-        started: Future[Child] = Future()
+        started: Future[Child] = _unstoppable_future()
         self._starting[child_id] = started
         self.send(
             {
@@ -174,10 +178,17 @@ class Keeper:
         child_id = event["id"]
         match event["event"]:
             case "started":
-                child = Child(self, child_id, event["pid"], Future())
+                child = Child(self, child_id, event["pid"], _unstoppable_future())
                 self._running[child_id] = child
                 self._starting.pop(child_id).set_result(child)
             case "failed":
                 self._starting.pop(child_id).set_exception(OSError(event["error"]))
             case "exited":
                 self._running.pop(child_id).exited.set_result(event["status"])
+
+
+def _unstoppable_future() -> Future[Any]:
+    # Marked as running: an asyncio task that waits for it may be cancelled, the future may not.
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
