@@ -1,0 +1,65 @@
+"""The objective is twice the solo step at the load's p90 batch, by the profile's own model."""
+
+import pytest
+
+from windrow.crd import LatencyProfileSpec, SoloModel
+from windrow.errors import UserError
+from windrow.local import load
+from windrow.local.objective import objective_for, play
+from windrow.local.trace import Request
+
+
+def model(units: int = 2, c0: float = 3000, b0: float = 500, k0: float = 0.0) -> SoloModel:
+    return SoloModel(units=units, c0_us=c0, b0_us=b0, k0_ns_per_token=k0)
+
+
+def profile(*solo: SoloModel) -> LatencyProfileSpec:
+    return LatencyProfileSpec(
+        key="k", device="host", engine="builtin", solo=list(solo), taken_at="2026-01-01T00:00:00Z"
+    )
+
+
+def test_one_request_after_the_other_makes_a_batch_of_one():
+    requests = [Request(float(i), 100, 10) for i in range(5)]
+    shape = play(requests, model())
+    assert (shape.p90_batch, shape.steps) == (1, 50)
+    assert shape.busy_s == pytest.approx(50 * 0.005)
+
+
+def test_requests_that_arrive_together_share_their_steps():
+    requests = [Request(0.0, 100, 10), Request(0.0, 200, 10), Request(0.0, 300, 5)]
+    shape = play(requests, model())
+    assert shape.steps == 10
+    assert shape.p90_batch == 3
+    assert shape.mean_batch == pytest.approx(2.5)
+    assert shape.p90_context_tokens == 600 + 3 * 2
+
+
+def test_slower_steps_make_larger_batches():
+    requests = load.schedule(seconds=60, rate=1.0, seed=3, endpoints=1, trace=None)
+    fast, slow = play(requests, model(c0=1000)), play(requests, model(c0=9000))
+    assert fast.mean_batch < slow.mean_batch
+    assert fast.busy_s < slow.busy_s
+
+
+def test_the_objective_is_twice_the_step_of_all_units_at_the_p90_batch():
+    requests = [Request(0.0, 100, 10)] * 8
+    objective = objective_for(requests, profile(model(units=1, c0=99_000), model(units=2)))
+    assert objective.shape.p90_batch == 8
+    assert objective.solo_ms == pytest.approx(7.0)
+    assert objective.milliseconds == pytest.approx(14.0)
+
+
+def test_the_objective_counts_context_and_rounds_up_to_a_tenth():
+    requests = [Request(0.0, 1000, 2)] * 4
+    objective = objective_for(requests, profile(model(c0=5000, b0=0, k0=10.0)))
+    assert objective.shape.p90_context_tokens == 4004
+    assert objective.solo_ms == pytest.approx(5.04004)
+    assert objective.milliseconds == pytest.approx(10.1)
+
+
+def test_a_profile_without_models_and_a_load_without_requests_are_refused():
+    with pytest.raises(UserError, match="no solo model"):
+        objective_for([Request(0, 1, 1)], profile())
+    with pytest.raises(UserError, match="no request arrives"):
+        objective_for([], profile(model()))
