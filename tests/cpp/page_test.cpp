@@ -1,0 +1,182 @@
+#include "windrow/page.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <new>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "shared_memory.h"
+#include "windrow/clock.h"
+
+namespace windrow {
+namespace {
+
+using testing::SharedMemory;
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+
+// A view all of whose words are the same, so that a torn one shows.
+View view_of(std::int64_t n) {
+  return {n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, 0};
+}
+
+bool is_whole(const View& view) {
+  return view.step == view.start_ns && view.step == view.lent_chunks && view.step == view.batch &&
+         view.step == view.steps_over_objective;
+}
+
+// Until the kernel says that the process sleeps: the state stands behind the name in brackets.
+void wait_until_asleep(pid_t pid) {
+  std::string line;
+  do {
+    std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), line);
+  } while (line.find(") S ") == std::string::npos);
+}
+
+class PageTest : public ::testing::Test {
+ protected:
+  SharedMemory memory_{sizeof(SharedPage)};
+  SharedPage& page_{*new (memory_.data()) SharedPage{}};
+};
+
+TEST_F(PageTest, ReadsWhatWasPublishedAndAFreshPageIsZero) {
+  EXPECT_EQ(page_.read_view().step, 0);
+  EXPECT_EQ(page_.grant_sequence(), 0U);
+  page_.publish_view(view_of(-4));
+  EXPECT_EQ(page_.read_view().slo_debt_us, -4);
+  Offer offer;
+  offer.estimates_us = {1, 2, 3, 4, 5, 6, 7, 8};
+  offer.tokens_done = 9;
+  page_.publish_offer(offer);
+  EXPECT_EQ(page_.read_offer().estimates_us, offer.estimates_us);
+  EXPECT_EQ(page_.read_offer().tokens_done, 9);
+}
+
+TEST_F(PageTest, PublishingAndBeatingAreSignsOfLife) {
+  EXPECT_GT(page_.heartbeat_age_ns(Writer::kDecode), 0);
+  page_.publish_view(view_of(1));
+  const std::int64_t at_publication = page_.read_view().heartbeat_ns;
+  EXPECT_LT(page_.heartbeat_age_ns(Writer::kDecode), 10 * kSecond);
+  page_.beat(Writer::kDecode);
+  EXPECT_GT(page_.read_view().heartbeat_ns, at_publication);
+  EXPECT_EQ(page_.read_offer().heartbeat_ns, 0);
+}
+
+TEST_F(PageTest, ThePauseEpochIsThatOfTheNewestGrant) {
+  Grant grant;
+  grant.pause_epoch = 7;
+  page_.publish_grant(grant);
+  EXPECT_EQ(page_.pause_epoch(), 7);
+  EXPECT_EQ(page_.read_grant().pause_epoch, 7);
+}
+
+TEST_F(PageTest, CountersOfBothSidesCountApart) {
+  for (std::size_t i = 0; i < SharedPage::kCounters; ++i) {
+    EXPECT_EQ(page_.add(i, static_cast<std::int64_t>(i)), static_cast<std::int64_t>(i));
+  }
+  EXPECT_EQ(page_.add(3, 4), 7);
+  EXPECT_THROW(page_.add(SharedPage::kCounters, 1), std::out_of_range);
+}
+
+TEST_F(PageTest, AWaitEndsAtItsDeadlineAndAtOnceWhenTheSequenceHasMoved) {
+  EXPECT_EQ(page_.wait_grant(0, monotonic_ns() + 1'000'000), Woken::kTimedOut);
+  EXPECT_EQ(page_.wait_grant(99, monotonic_ns() + 60 * kSecond), Woken::kChangedOrWoken);
+}
+
+TEST_F(PageTest, NoReaderEverSeesATornRecord) {
+  constexpr int kPublications = 200'000;
+  std::atomic<bool> done = false;
+  std::atomic<int> torn = 0;
+  std::atomic<int> backwards = 0;
+  const auto read = [&] {
+    std::int64_t last = 0;
+    while (!done.load()) {
+      const View view = page_.read_view();
+      torn += is_whole(view) ? 0 : 1;
+      backwards += view.step < last ? 1 : 0;
+      last = view.step;
+    }
+  };
+  std::vector<std::thread> readers;
+  readers.emplace_back(read);
+  readers.emplace_back(read);
+  for (int i = 1; i <= kPublications; ++i) {
+    page_.publish_view(view_of(i));
+  }
+  done.store(true);
+  for (auto& reader : readers) {
+    reader.join();
+  }
+  EXPECT_EQ(torn.load(), 0);
+  EXPECT_EQ(backwards.load(), 0);
+}
+
+// Ping-pong over both futexes: a single lost wake-up would leave both asleep until the deadline.
+TEST_F(PageTest, NoWakeUpIsEverLost) {
+  constexpr std::uint64_t kRounds = 20'000;
+  const std::int64_t deadline = monotonic_ns() + 120 * kSecond;
+  std::thread worker([&] {
+    for (std::uint64_t seen = 0; seen < kRounds; ++seen) {
+      while (page_.grant_sequence() == seen &&
+             page_.wait_grant(seen, deadline) != Woken::kTimedOut) {
+      }
+      page_.publish_offer({});
+    }
+  });
+  for (std::uint64_t seen = 0; seen < kRounds; ++seen) {
+    page_.publish_grant({});
+    while (page_.offer_sequence() == seen && page_.wait_offer(seen, deadline) != Woken::kTimedOut) {
+    }
+  }
+  worker.join();
+  EXPECT_LT(monotonic_ns(), deadline);
+  EXPECT_EQ(page_.offer_sequence(), kRounds);
+}
+
+TEST_F(PageTest, AWriterKilledAnywhereLeavesAWholeRecordAndItsSuccessorGoesOn) {
+  for (int round = 0; round < 40; ++round) {
+    const std::int64_t before = page_.read_view().step;
+    const pid_t writer = ::fork();
+    if (writer == 0) {
+      for (std::int64_t n = before + 1;; ++n) {
+        page_.publish_view(view_of(n));
+      }
+    }
+    while (page_.read_view().step < before + 50 + round) {
+    }
+    ::kill(writer, SIGKILL);
+    ::waitpid(writer, nullptr, 0);
+    const View last = page_.read_view();
+    EXPECT_TRUE(is_whole(last));
+    page_.publish_view(view_of(last.step + 1));
+    EXPECT_EQ(page_.read_view().step, last.step + 1);
+  }
+}
+
+TEST_F(PageTest, ASleeperThatIsKilledLeavesItsWriterAndTheNextSleeperAlone) {
+  const pid_t sleeper = ::fork();
+  if (sleeper == 0) {
+    page_.wait_grant(0, monotonic_ns() + 60 * kSecond);
+    ::_exit(0);
+  }
+  wait_until_asleep(sleeper);
+  ::kill(sleeper, SIGKILL);
+  ::waitpid(sleeper, nullptr, 0);
+  page_.publish_grant({});
+  EXPECT_EQ(page_.wait_grant(1, monotonic_ns() + 1'000'000), Woken::kTimedOut);
+  std::thread next([this] {
+    EXPECT_EQ(page_.wait_grant(1, monotonic_ns() + 60 * kSecond), Woken::kChangedOrWoken);
+  });
+  page_.publish_grant({});
+  next.join();
+}
+
+}  // namespace
+}  // namespace windrow
