@@ -1,0 +1,293 @@
+"""The arena keeps its promises: sizes, tensors, lending, attaching, sharing weights, closing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+import pytest
+import torch
+
+from windrow_sidecar import _core
+from windrow_sidecar._core import Arena, Geometry, SharedWeights
+from windrow_sidecar.memory.tensors import arena_tensor, chunk_tensor, typed_view
+
+FREE, KV, LENT, RESERVED, DRAINING = range(5)
+
+
+def test_the_states_are_those_of_counts():
+    named = (_core.FREE, _core.KV, _core.LENT, _core.RESERVED, _core.DRAINING)
+    assert named == (FREE, KV, LENT, RESERVED, DRAINING)
+
+
+def test_a_chunk_holds_k_and_v_of_every_layer():
+    g = Geometry(layers=6, kv_heads=4, head_dim=32, dtype_bytes=4, block_bytes=131072, chunks=128)
+    assert g.slots_per_chunk == 256
+    assert g.chunk_bytes == 1_572_864
+    assert g.arena_bytes == 128 * 1_572_864
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": 0}, "layers is 0"),
+        ({"chunks": -1}, "chunks is -1"),
+        ({"block_bytes": 5000}, "multiple of 4096"),
+        ({"kv_heads": 3}, "whole number of tokens"),
+        ({"layers": 2**50, "chunks": 2**20}, "63 bits"),
+    ],
+)
+def test_a_geometry_that_makes_no_arena_is_refused(change, message):
+    sound = {
+        "layers": 2,
+        "kv_heads": 2,
+        "head_dim": 32,
+        "dtype_bytes": 4,
+        "block_bytes": 8192,
+        "chunks": 16,
+    }
+    with pytest.raises(_core.GeometryError, match=message):
+        Geometry(**(sound | change))
+
+
+def test_a_reserve_larger_than_the_arena_is_refused(arena):
+    with pytest.raises(_core.GeometryError, match="reserved_chunks is 99"):
+        Arena.create(arena.geometry, reserved_chunks=99)
+
+
+def test_the_arena_starts_free_with_its_reserve_filled(arena):
+    assert arena.counts() == (14, 0, 0, 2, 0)
+    assert arena.is_owner
+    assert [arena.chunk_offset(i) for i in (0, 1, 15)] == [0, 32768, 15 * 32768]
+
+
+def test_tensors_over_the_same_bytes_alias(arena):
+    a = arena_tensor(arena, 4096, (4, 8), torch.float32)
+    b = arena_tensor(arena, 4096, (32,), torch.float32)
+    a.copy_(torch.arange(32.0).view(4, 8))
+    assert torch.equal(b, torch.arange(32.0))
+
+
+def test_a_chunk_is_seen_as_blocks_of_slots(arena):
+    kv = chunk_tensor(arena, 3, torch.float32)
+    assert kv.shape == (4, 32, 2, 32)
+    kv[3, 31] = 7
+    last_row = arena.chunk_offset(4) - 2 * 32 * 4
+    assert (arena_tensor(arena, last_row, (64,), torch.float32) == 7).all()
+    assert chunk_tensor(arena, 3, torch.bfloat16).shape == (4, 4096)
+
+
+@pytest.mark.parametrize(("offset", "n_bytes"), [(-1, 1), (0, 0), (0, 1 << 40), (1 << 62, 1 << 62)])
+def test_a_tensor_outside_of_the_arena_is_refused(arena, offset, n_bytes):
+    with pytest.raises(IndexError, match="not inside"):
+        arena.tensor(offset, n_bytes)
+
+
+def test_an_unaligned_tensor_is_refused(arena):
+    with pytest.raises(ValueError, match="no multiple of 4"):
+        arena_tensor(arena, 2, (1,), torch.float32)
+
+
+def test_closing_with_live_tensors_names_them(driver, run_dir):
+    arena = Arena.create(
+        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
+        reserved_chunks=0,
+    )
+    tensor = torch.from_dlpack(arena.tensor(4096, 64))
+    view = tensor[3:].view(61)
+    with pytest.raises(_core.LiveTensorsError, match="1 tensor: 64 bytes at offset 4096"):
+        arena.close()
+    del tensor
+    with pytest.raises(_core.LiveTensorsError):  # a view of it still lives
+        arena.close()
+    del view
+    arena.close()
+    arena.close()
+    with pytest.raises(_core.Error, match="closed"):
+        arena.take_kv()
+
+
+def test_a_tensor_outlives_an_arena_that_was_only_dropped(driver):
+    arena = Arena.create(
+        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
+        reserved_chunks=0,
+    )
+    tensor, page = torch.from_dlpack(arena.tensor(0, 64)), arena.page
+    del arena
+    gc.collect()
+    tensor.fill_(5)
+    page.beat(0)
+    assert tensor.sum() == 5 * 64
+
+
+def test_wrong_transitions_are_refused_and_change_nothing(arena):
+    kv = arena.take_kv()
+    lent = arena.lend(2, owner=7)
+    before = arena.states()
+    for wrong in (
+        lambda: arena.return_kv(lent[0]),
+        lambda: arena.return_kv(1),
+        lambda: arena.give_back(kv, owner=7),
+        lambda: arena.give_back(lent[0], owner=8),
+    ):
+        with pytest.raises(_core.OwnershipError, match="chunk"):
+            wrong()
+    with pytest.raises(IndexError, match="none of the arena's 16"):
+        arena.return_kv(16)
+    with pytest.raises(ValueError, match="job epoch"):
+        arena.lend(1, owner=0)
+    assert arena.states() == before
+
+
+def test_a_double_return_is_refused(arena):
+    chunk = arena.take_kv()
+    arena.return_kv(chunk)
+    with pytest.raises(_core.OwnershipError, match="returned twice"):
+        arena.return_kv(chunk)
+
+
+def test_a_peer_maps_the_same_memory_and_may_only_give_back(served):
+    owner, path = served
+    peer = Arena.attach(path)
+    assert peer.geometry == owner.geometry
+    assert not peer.is_owner
+    (chunk,) = owner.lend(1, owner=3)
+    assert peer.held(3) == [chunk]
+    chunk_tensor(owner, chunk, torch.float32).fill_(2.5)
+    assert (chunk_tensor(peer, chunk, torch.float32) == 2.5).all()
+    with pytest.raises(_core.OwnershipError, match="decode's call"):
+        peer.take_kv()
+    assert owner.revoke(5) == [chunk]
+    assert peer.draining(3) == [chunk]
+    assert peer.chunk(chunk).owner == 3
+    peer.give_back(chunk, owner=3)
+    assert owner.counts() == (14, 0, 0, 2, 0)
+    peer.close()
+
+
+def test_attaching_where_nobody_serves_says_so(run_dir):
+    with pytest.raises(_core.AttachError, match="no arena is served at"):
+        Arena.attach(str(run_dir / "none.sock"), timeout_s=0)
+
+
+def test_a_path_too_long_for_a_socket_says_so(arena):
+    with pytest.raises(_core.AttachError, match="shorter run directory"):
+        arena.serve("/tmp/" + "x" * 120)
+
+
+CHILD_ATTACH = """
+import sys, torch
+from windrow_sidecar._core import Arena
+arena = Arena.attach(sys.argv[1])
+epoch = int(sys.argv[2])
+for chunk in arena.held(epoch):
+    torch.from_dlpack(arena.tensor(arena.chunk_offset(chunk), 16)).fill_(epoch)
+print("ready")
+sys.stdin.readline()
+for chunk in arena.draining(epoch):
+    arena.give_back(chunk, owner=epoch)
+arena.close()
+"""
+
+
+def test_a_child_process_borrows_writes_and_gives_back(served, child):
+    owner, path = served
+    lent = owner.lend(3, owner=21)
+    worker = child(CHILD_ATTACH, path, 21)
+    assert worker.stdout.readline() == "ready\n"
+    assert owner.peers() == [worker.pid]
+    assert torch.from_dlpack(owner.tensor(owner.chunk_offset(lent[2]), 16)).tolist() == [21] * 16
+    owner.revoke(2)
+    _, errors = worker.communicate("go on\n", timeout=60)
+    assert worker.returncode == 0, errors
+    assert owner.counts() == (13, 0, 1, 2, 0)
+    assert owner.peers() == []
+
+
+def test_a_killed_borrower_is_no_peer_and_its_chunks_are_reclaimed(served, child):
+    owner, path = served
+    owner.lend(3, owner=5)
+    other = owner.lend(1, owner=6)
+    owner.revoke(1)
+    worker = child(CHILD_ATTACH, path, 5)
+    assert worker.stdout.readline() == "ready\n"
+    worker.send_signal(signal.SIGKILL)
+    worker.wait(timeout=60)
+    assert owner.peers() == []
+    assert owner.reclaim(5) == 3
+    assert owner.held(6) + owner.draining(6) == other
+    assert owner.reclaim(5) == 0
+
+
+CHILD_WRITE = """
+import sys, warnings, torch
+warnings.simplefilter("error")
+from windrow_sidecar._core import Arena
+arena = Arena.attach(sys.argv[1])
+weights = torch.from_dlpack(arena.imported("weights"))
+print(weights.numel(), int(weights.sum()))
+weights[0] = 1
+print("still alive")
+"""
+
+
+def test_a_write_to_shared_weights_kills_the_writer_and_nobody_else(served, child):
+    owner, path = served
+    weights = SharedWeights.create(5000)
+    mine = torch.from_dlpack(weights.tensor())
+    mine.fill_(3)
+    weights.seal()
+    owner.export("weights", weights.fd)
+    output, errors = (worker := child(CHILD_WRITE, path)).communicate(timeout=60)
+    assert output == "5000 15000\n", errors
+    assert worker.returncode == -signal.SIGSEGV
+    assert mine.sum() == 15000
+
+
+def test_a_parameter_inside_of_weights_is_a_typed_view(served):
+    owner, path = served
+    weights = SharedWeights.create(4096)
+    typed_view(weights.tensor(), 64, (2, 3), torch.float32).copy_(torch.ones(2, 3))
+    weights.seal()
+    owner.export("w", weights.fd)
+    peer = Arena.attach(path)
+    assert torch.equal(typed_view(peer.imported("w"), 64, (2, 3), torch.float32), torch.ones(2, 3))
+    with pytest.raises(IndexError, match="not inside"):
+        typed_view(peer.imported("w"), 4092, (2,), torch.float32)
+    peer.close()
+
+
+def test_unsealed_memory_is_not_exported(served):
+    owner, _ = served
+    weights = SharedWeights.create(4096)
+    with pytest.raises(_core.Error, match="not sealed"):
+        owner.export("weights", weights.fd)
+
+
+def test_asking_for_weights_that_nobody_exported_names_what_there_is(served):
+    owner, path = served
+    weights = SharedWeights.create(1)
+    weights.seal()
+    owner.export("base", weights.fd)
+    peer = Arena.attach(path)
+    with pytest.raises(_core.AttachError, match=r"nothing named 'tuned' \(it exports: base\)"):
+        peer.imported("tuned")
+    peer.close()
+
+
+def test_closing_removes_the_socket_and_no_descriptor_is_left(driver, run_dir):
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    owner = Arena.create(
+        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
+        reserved_chunks=0,
+    )
+    owner.serve(str(run_dir / "a.sock"))
+    peer = Arena.attach(str(run_dir / "a.sock"))
+    peer.close()
+    owner.close()
+    assert list(run_dir.iterdir()) == []
+    assert descriptors() == before
