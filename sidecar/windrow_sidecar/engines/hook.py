@@ -129,7 +129,7 @@ class FailClosed:
         if method != "close":
             try:
                 broken.close()
-            except Exception:
+            except Exception:  # noqa: BLE001
                 _log.exception("the step hook could not be closed either")
         return _ALL_TO_DECODE
 

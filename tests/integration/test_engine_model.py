@@ -1,0 +1,209 @@
+"""The engine's forward pass against transformers' own, from the same random checkpoint."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig as HfConfig
+from transformers import LlamaForCausalLM
+
+from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
+from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+
+TOLERANCE = 1e-4
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def save_tiny_llama(folder: Path, **overrides) -> LlamaForCausalLM:
+    shape = {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    } | overrides
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(HfConfig(**shape)).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # all ones would hide a norm that is not applied
+            parameter.data.uniform_(0.5, 1.5)
+        else:
+            parameter.data.mul_(4)
+    model.save_pretrained(folder, safe_serialization=True)
+    return model
+
+
+class Engine:
+    """Model and cache over plain memory; hands out pages in a scattered order."""
+
+    def __init__(self, folder: Path, page_size: int = 16) -> None:
+        config = read_config(folder)
+        layout = plan_layout(config)
+        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+        load_weights(folder, layout, storage)
+        chunks, slots = 24, 64
+        floats = chunks * 2 * config.layers * slots * config.kv_token_bytes // 4
+        self.cache = KvCache(
+            torch.full((floats,), float("nan")),  # a slot that is read unwritten shows at once
+            config,
+            slots_per_block=slots,
+            page_size=page_size,
+            max_tokens=1024,
+        )
+        self.model = LlamaModel(config, layout, storage, self.cache)
+        self._pages = list(range(chunks * slots // page_size))
+        random.Random(3).shuffle(self._pages)
+
+    def sequence(self, n_tokens: int) -> SequenceKv:
+        kv = SequenceKv()
+        self.cache.extend(kv, [self._pages.pop() for _ in range(self.cache.pages_for(n_tokens))])
+        return kv
+
+
+@pytest.fixture(
+    params=[
+        pytest.param({}, id="tied"),
+        pytest.param({"tie_word_embeddings": False, "num_key_value_heads": 8}, id="untied-mha"),
+        pytest.param({"rope_parameters": LLAMA3_ROPE}, id="llama3-rope"),
+    ]
+)
+def checkpoint(request, tmp_path):
+    return tmp_path, save_tiny_llama(tmp_path, **request.param)
+
+
+def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    return model(torch.tensor([tokens])).logits[0]
+
+
+@torch.inference_mode()
+def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
+    folder, reference = checkpoint
+    engine = Engine(folder)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(300) for _ in range(n)] for n in (1, 16, 33, 130)]
+    kvs = [engine.sequence(len(prompt) + 20) for prompt in prompts]
+    for prompt, kv in zip(prompts, kvs, strict=True):
+        for begin in range(0, len(prompt) - 1, 48):
+            engine.model.prefill(prompt[begin : min(begin + 48, len(prompt) - 1)], kv)
+    for _ in range(20):
+        logits = engine.model.decode([prompt[-1] for prompt in prompts], kvs)
+        for row, prompt in enumerate(prompts):
+            wanted = reference_logits(reference, prompt)[-1]
+            assert (logits[row] - wanted).abs().max() < TOLERANCE
+            prompt.append(int(wanted.argmax()))
+
+
+@torch.inference_mode()
+def test_prefill_in_pieces_writes_the_same_cache_as_prefill_in_one_go(checkpoint):
+    folder, _ = checkpoint
+    prompt = [random.Random(2).randrange(300) for _ in range(100)]
+    logits = []
+    for piece in (99, 7):
+        engine = Engine(folder)
+        kv = engine.sequence(101)
+        for begin in range(0, 99, piece):
+            engine.model.prefill(prompt[begin : min(begin + piece, 99)], kv)
+        logits.append(engine.model.decode(prompt[-1:], [kv]))
+    assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
+    save_tiny_llama(tmp_path)
+    prompt = [random.Random(4).randrange(300) for _ in range(50)]
+
+    def decode_beside(others: int) -> torch.Tensor:
+        engine = Engine(tmp_path)
+        kvs = [engine.sequence(60) for _ in range(others + 1)]
+        for i, kv in enumerate(kvs):
+            engine.model.prefill([(t + i) % 300 for t in prompt[:-1]], kv)
+        return engine.model.decode([(prompt[-1] + i) % 300 for i in range(others + 1)], kvs)[0]
+
+    alone = decode_beside(0)
+    for others in (1, 7):
+        assert (decode_beside(others) - alone).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_a_filled_request_decodes_to_finite_logits_and_leaves_its_neighbour_alone(tmp_path):
+    save_tiny_llama(tmp_path)
+    engine = Engine(tmp_path)
+    prefilled, filled = engine.sequence(40), engine.sequence(40)
+    engine.model.prefill(list(range(39)), prefilled)
+    before = engine.model.decode([5], [prefilled])
+    prefilled.n_tokens -= 1
+    engine.cache.fill(filled, 39)
+    after = engine.model.decode([5, 5], [prefilled, filled])
+    assert torch.isfinite(after).all()
+    assert (after[0] - before[0]).abs().max() < TOLERANCE
+
+
+def test_bf16_checkpoints_are_computed_in_fp32(tmp_path):
+    model = save_tiny_llama(tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path, safe_serialization=True)
+    config = read_config(tmp_path)
+    layout = plan_layout(config)
+    storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+    load_weights(tmp_path, layout, storage)
+    for name, place in layout.parameters.items():
+        stored = storage[place.offset : place.offset + place.n_bytes].view(torch.float32)
+        wanted = model.state_dict()[name].float()
+        assert torch.equal(stored.view(place.shape), wanted), name
+
+
+def test_the_fingerprint_tells_a_finetuned_copy_from_its_base(tmp_path):
+    model = save_tiny_llama(tmp_path)
+    base = model_fingerprint(tmp_path)
+    assert base == model_fingerprint(tmp_path)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1e-3)
+    model.save_pretrained(tmp_path, safe_serialization=True)
+    assert model_fingerprint(tmp_path) != base
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_scaling.rope_type",
+        ),
+    ],
+)
+def test_a_model_with_an_unsupported_feature_is_refused_by_its_key(tmp_path, overrides, field):
+    save_tiny_llama(tmp_path, **overrides)
+    with pytest.raises(UserError) as refused:
+        read_config(tmp_path)
+    assert refused.value.field == f"config.json:{field}"
+
+
+def test_a_checkpoint_of_another_shape_than_its_config_is_refused(tmp_path):
+    save_tiny_llama(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_text(
+        text.replace('"intermediate_size": 96', '"intermediate_size": 64')
+    )
+    layout = plan_layout(read_config(tmp_path))
+    storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+    with pytest.raises(UserError, match="has shape"):
+        load_weights(tmp_path, layout, storage)
