@@ -1,7 +1,7 @@
 """Keys and values of all requests, as tensors over the arena.
 
-The arena is a row of blocks of `slots_per_block` token slots; a chunk is 2 x layers of them: K and V
-of layer 0, K and V of layer 1, and so on. Seen as pages, the K page of chunk c, layer l is row
+The arena is a row of blocks of `slots_per_block` token slots; a chunk is 2 x layers of them: K and
+V of layer 0, K and V of layer 1, and so on. Seen as pages, the K page of chunk c, layer l is row
 `(c * 2L + 2l) * pages_per_block + page_in_block`; V is one block further. A view that starts at a
 layer's first row lets one index (the row of layer 0's K) serve every layer.
 """
@@ -80,7 +80,7 @@ class KvCache:
         kv.pages.extend(pages)
 
     def slot_row(self, kv: SequenceKv, position: int) -> int:
-        """Return the row of `key_slots[l]` (and of `value_slots[l]`) for a token, the same for all l."""
+        """Return a token's row in `key_slots[l]` and `value_slots[l]`, the same for every l."""
         page, offset = divmod(position, self.page_size)
         return self._row(kv.pages[page]) * self.page_size + offset
 
@@ -89,7 +89,7 @@ class KvCache:
         return -(-n_tokens // self.page_size)
 
     def fill(self, kv: SequenceKv, n_tokens: int) -> None:
-        """Write a KV of the right size for the first `n_tokens`, as a prefill instance would send it.
+        """Write a KV for the first `n_tokens`, where a prefill instance would send the real one.
 
         What it says is a fixed page of small random numbers, repeated: the cost and the timing of
         decode do not depend on the contents.

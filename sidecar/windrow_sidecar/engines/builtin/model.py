@@ -67,7 +67,7 @@ class LlamaModel:
         return functional.linear(self._rms_norm(hidden, self._norm), self._head)
 
     def prefill(self, tokens: Sequence[int], kv: SequenceKv) -> None:
-        """Compute the KV of the next tokens of one request's prompt. Its pages are there already."""
+        """Compute the KV of the next tokens of a prompt whose pages are there already."""
         begin = kv.n_tokens
         positions = list(range(begin, begin + len(tokens)))
         slots = [self._cache.slot_row(kv, position) for position in positions]
@@ -89,7 +89,7 @@ class LlamaModel:
         x = functional.embedding(torch.tensor(tokens), self._embedding)
         for i, layer in enumerate(self._layers):
             qkv = functional.linear(self._rms_norm(x, layer.attention_norm), layer.qkv)
-            qk = qkv[:, :q_and_k].unflatten(1, (-1, config.head_dim))
+            qk = qkv[:, :q_and_k].view(len(qkv), -1, config.head_dim)
             qk = self._rotary.rotate(qk, cos, sin)
             cache.key_slots[i].index_copy_(0, slot_index, qk[:, config.heads :].flatten(1))
             cache.value_slots[i].index_copy_(0, slot_index, qkv[:, q_and_k:])
@@ -141,7 +141,7 @@ class LlamaModel:
         return attend
 
     def _prefill_attention(self, kv: SequenceKv, begin: int, n: int) -> Attention:
-        """n queries of one request at positions `begin` and on, causal over all before them."""
+        """Let n queries of one request, from position `begin` on, see all that stands before."""
         cache, config = self._cache, self._config
         n_pages = cache.pages_for(begin + n)
         key_rows, keys, value_rows, values = cache.gathered(n_pages, begin + n)

@@ -1,7 +1,7 @@
 """Where each parameter of a checkpoint lies in one block of bytes that other processes may map.
 
-The layout is such that the engine fuses without copying (q, k and v of a layer are neighbours, and so
-are gate and up) while every parameter keeps its own name, shape and offset for the worker.
+The layout is such that the engine fuses without copying (q, k and v of a layer are neighbours, and
+so are gate and up) while every parameter keeps its own name, shape and offset for the worker.
 """
 
 from __future__ import annotations

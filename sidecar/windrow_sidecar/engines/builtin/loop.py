@@ -1,0 +1,226 @@
+"""The decode loop: continuous batching, one step after the other, and nothing else.
+
+Everything that a step costs, from admission to the hook's own accounting, lies between the two times
+that its StepEvent carries.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from windrow.eventlog import EventLog, RequestEvent, StepEvent
+from windrow_sidecar.engines.builtin.channel import Channel
+from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
+from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.builtin.paging import ChunkSource
+from windrow_sidecar.engines.builtin.sampling import sample
+from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
+from windrow_sidecar.engines.hook import FailClosed, StepFacts
+
+IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
+# Requests wait for memory that the worker is about to give back: long enough to leave it the core,
+# short against a step.
+_STARVED_WAIT_S = 0.001
+_STEPS_PER_COLLECTION = 4096
+
+
+class Partition(Protocol):
+    """The part of the device that decode computes on."""
+
+    def activate_decode(self, units: int) -> None:
+        """Compute on so many units from now on. Costs nothing when they are the same."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop drives."""
+
+    scheduler: Scheduler
+    model: LlamaModel
+    cache: KvCache
+    arena: ChunkSource
+    partition: Partition
+    hook: FailClosed
+    log: EventLog | None
+    clock_ns: Callable[[], int]
+    units: int  # compute units of the device
+
+
+class DecodeLoop:
+    """Serves what arrives on the channel until it is stopped or the front is gone.
+
+    One thread. `stop` may be called from a signal handler.
+    """
+
+    def __init__(
+        self, parts: Parts, channel: Channel, outbox: Outbox, *, prefill_tokens: int
+    ) -> None:
+        self._parts, self._channel, self._outbox = parts, channel, outbox
+        self._scheduler = parts.scheduler
+        self._prefill_tokens = prefill_tokens
+        self._stopping = False
+        self._step = 0
+        self._running_since_ns = 0  # end of the step before, while a request goes on; else 0
+        self._hold_until_ns = 0
+        self._hook_ns = 0  # what the hook has cost since the step before began
+        self._collected = True
+
+    def stop(self) -> None:
+        """End before the next step."""
+        self._stopping = True
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Serve. Raises PeerGone when the front is gone."""
+        while not self._stopping:
+            self._take_messages()
+            if self._scheduler.is_empty:
+                self._idle()
+            else:
+                self.step()
+
+    @torch.inference_mode()
+    def step(self) -> StepEvent | None:
+        """Admit, decide, compute, deliver. Returns the event, None when no request got a token."""
+        parts, scheduler = self._parts, self._scheduler
+        start_ns = self._running_since_ns or parts.clock_ns()
+        admitted = scheduler.admit() if start_ns >= self._hold_until_ns else []
+        for request in admitted:
+            parts.cache.fill(request.kv, len(request.tokens) - 1)
+        prefill = scheduler.next_prefill(self._prefill_tokens)
+        scheduler.make_room()
+        batch = list(scheduler.running)
+        if prefill is not None and prefill[0] not in scheduler.prefilling:
+            prefill = None  # retracted to make room
+        facts = StepFacts(
+            step=self._step,
+            start_ns=start_ns,
+            batch=len(batch),
+            context_tokens=sum(request.kv.n_tokens for request in batch),
+            waiting=len(scheduler.waiting) + len(scheduler.prefilling),
+            admitted_tokens=sum(request.kv.n_tokens for request in admitted),
+            slo_debt_us=0,
+            prefill_tokens=len(prefill[1]) if prefill else 0,
+        )
+        asked_ns = parts.clock_ns()
+        decision = parts.hook.before_step(facts)
+        self._hold_until_ns = decision.hold_admission_until_ns
+        parts.partition.activate_decode(decision.decode_units)
+        hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
+
+        if prefill is not None:
+            parts.model.prefill(prefill[1], prefill[0].kv)
+        if not batch:
+            self._after_bare_pass(computed=prefill is not None)
+            return None
+        logits = parts.model.decode(
+            [request.tokens[-1] for request in batch], [request.kv for request in batch]
+        )
+        tokens = sample(logits, batch)
+
+        end_ns = parts.clock_ns()
+        parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
+        self._hook_ns = parts.clock_ns() - end_ns
+        self._deliver(batch, tokens, end_ns)
+        self._running_since_ns = end_ns if scheduler.running else 0
+        self._step += 1
+        self._collected = False
+        _, kv_chunks, lent, _, draining = parts.arena.counts()
+        event = StepEvent(
+            step=facts.step,
+            start_ns=start_ns,
+            end_ns=end_ns,
+            batch=facts.batch,
+            context_tokens=facts.context_tokens,
+            admitted=len(admitted),
+            prefill_tokens=facts.prefill_tokens,
+            waiting=facts.waiting,
+            decode_units=decision.decode_units or parts.units,
+            finetune_units=decision.finetune_units,
+            predicted_us=decision.predicted_us,
+            hook_us=hook_ns / 1000,
+            chunks_kv=kv_chunks,
+            chunks_lent=lent + draining,
+        )
+        if parts.log is not None:
+            parts.log.append(event)
+        if self._step % _STEPS_PER_COLLECTION == 0:
+            gc.collect(0)
+        return event
+
+    def _after_bare_pass(self, *, computed: bool) -> None:
+        """A pass without a decode step: only prefill, or nothing could start."""
+        self._running_since_ns = 0
+        if not computed:
+            self._outbox.flush(self._load())
+            self._channel.wait(_STARVED_WAIT_S)
+
+    def _idle(self) -> None:
+        parts = self._parts
+        self._running_since_ns = 0
+        self._outbox.flush(self._load())
+        self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
+        if not self._collected:
+            gc.collect()
+            self._scheduler.check_integrity()
+            self._collected = True
+        self._channel.wait(IDLE_WAIT_S)
+
+    def _take_messages(self) -> None:
+        for message in self._channel.receive():
+            if isinstance(message, Submit):
+                self._scheduler.submit(message)
+            elif isinstance(message, Cancel):
+                self._cancel(message)
+
+    def _cancel(self, cancel: Cancel) -> None:
+        request = self._scheduler.find(cancel.id)
+        if request is not None:
+            self._finish(request, "stop", self._parts.clock_ns(), error=cancel.error)
+
+    def _deliver(self, batch: list[Request], tokens: list[int], end_ns: int) -> None:
+        for request, token in zip(batch, tokens, strict=True):
+            request.tokens.append(token)
+            request.first_token_ns = request.first_token_ns or end_ns
+            self._outbox.token(request.id, token)
+            reason = _finish_reason(request, token)
+            if reason:
+                self._finish(request, reason, end_ns)
+        self._outbox.end_step(self._load)
+
+    def _finish(self, request: Request, reason: str, end_ns: int, *, error: str = "") -> None:
+        self._scheduler.remove(request)
+        self._outbox.finished(
+            Finished(request.id, reason, request.first_token_ns, end_ns, error=error)
+        )
+        if self._parts.log is not None:
+            self._parts.log.append(
+                RequestEvent(
+                    id=request.submit.name,
+                    arrived_ns=request.submit.arrived_ns,
+                    first_token_ns=request.first_token_ns,
+                    end_ns=end_ns,
+                    prompt_tokens=len(request.submit.prompt),
+                    completion_tokens=request.n_completed,
+                    error=error,
+                )
+            )
+
+    def _load(self) -> tuple[int, int, int]:
+        scheduler = self._scheduler
+        waiting = len(scheduler.waiting) + len(scheduler.prefilling)
+        return len(scheduler.running), waiting, scheduler.free_tokens
+
+
+def _finish_reason(request: Request, token: int) -> str:
+    if token in request.submit.stop_token_ids:
+        return "stop"
+    return "length" if request.n_completed >= request.submit.max_tokens else ""

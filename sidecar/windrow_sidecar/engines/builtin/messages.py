@@ -1,0 +1,61 @@
+"""What front and engine say to each other. Times: nanoseconds of CLOCK_MONOTONIC."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Front to engine: a request, in tokens."""
+
+    id: int
+    name: str  # what the client knows it by
+    prompt: tuple[int, ...]  # at least one token
+    max_tokens: int
+    temperature: float  # 0: greedy
+    top_p: float
+    seed: int
+    stop_token_ids: frozenset[int]
+    kv_arrives: bool  # the prompt's KV comes from a prefill instance
+    arrived_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Front to engine: nobody wants more of this request. `error` is empty when it had its fill."""
+
+    id: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class FrontUp:
+    """Front to engine: the tokenizer is loaded and the port answers (503 until Ready)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Engine to front: requests are welcome."""
+
+    max_context: int  # prompt and completion together, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of one request: `reason` as OpenAI has it ("stop", "length"), "error" for a failure."""
+
+    id: int
+    reason: str
+    first_token_ns: int
+    end_ns: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Engine to front: what one or more steps produced, tokens in order."""
+
+    tokens: tuple[tuple[int, int], ...]  # (request id, token)
+    finished: tuple[Finished, ...]
+    load: tuple[int, int, int]  # running, waiting, free tokens of the KV cache

@@ -1,0 +1,177 @@
+"""Which requests run: admission when there is room, retraction of the youngest when there is none.
+
+A request's KV covers all of its tokens but the last, which is the input of its next decode step. So a
+fresh prompt, one whose KV arrived and one that was retracted in mid-answer are the same thing: so
+many tokens to fill or to compute, then decode.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
+from windrow_sidecar.engines.builtin.messages import Submit
+from windrow_sidecar.engines.builtin.paging import PagePool
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request inside the engine."""
+
+    submit: Submit
+    tokens: list[int]  # prompt, then what was generated
+    kv: SequenceKv = field(default_factory=SequenceKv)
+    turn: int = 0  # grows with every admission: the youngest has the highest
+    first_token_ns: int = 0
+    generator: torch.Generator | None = None  # sampled requests only
+
+    @property
+    def id(self) -> int:
+        """The front's number for it."""
+        return self.submit.id
+
+    @property
+    def n_completed(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.submit.prompt)
+
+    @property
+    def n_final(self) -> int:
+        """Tokens at the end, prompt included, if nothing stops it before."""
+        return len(self.submit.prompt) + self.submit.max_tokens
+
+
+class Scheduler:
+    """Moves requests from waiting over prefilling to running, and owns their pages.
+
+    Args:
+        pool: where pages come from.
+        cache: which knows how many tokens a page holds.
+        max_running: most requests that have KV at a time.
+        reserve_tokens: room that is kept for every admitted request to grow into.
+    """
+
+    def __init__(
+        self, pool: PagePool, cache: KvCache, *, max_running: int, reserve_tokens: int
+    ) -> None:
+        self._pool, self._cache = pool, cache
+        self._max_running, self._reserve_tokens = max_running, reserve_tokens
+        self.waiting: deque[Request] = deque()
+        self.prefilling: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._turn = 0
+        self.retractions = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.running or self.prefilling or self.waiting)
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of KV that could be had now."""
+        return self._pool.available * self._cache.page_size
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request."""
+        generator = None
+        if submit.temperature > 0:
+            generator = torch.Generator().manual_seed(submit.seed)
+        self.waiting.append(Request(submit, list(submit.prompt), generator=generator))
+
+    def find(self, request_id: int) -> Request | None:
+        """Return a request in whichever state, None when it is not here (any more)."""
+        everywhere = (*self.running, *self.prefilling, *self.waiting)
+        return next((r for r in everywhere if r.id == request_id), None)
+
+    def remove(self, request: Request) -> None:
+        """Forget a request and give its pages back."""
+        for place in (self.running, self.prefilling, self.waiting):
+            if request in place:
+                place.remove(request)
+        self._drop_kv(request)
+
+    def admit(self) -> list[Request]:
+        """Give pages to waiting requests, in order, as far as there is room.
+
+        Those whose KV arrives come back as running, to be filled by the caller; the others are
+        prefilling.
+        """
+        arrived = []
+        while self.waiting and self._has_room_for(self.waiting[0]):
+            request = self.waiting[0]
+            pages = self._pool.allocate(self._cache.pages_for(len(request.tokens)))
+            if pages is None:
+                break
+            self.waiting.popleft()
+            self._cache.extend(request.kv, pages)
+            self._turn += 1
+            request.turn = self._turn
+            if request.submit.kv_arrives:
+                arrived.append(request)
+                self.running.append(request)
+            else:
+                self.prefilling.append(request)
+        return arrived
+
+    def next_prefill(self, budget_tokens: int) -> tuple[Request, list[int]] | None:
+        """Return the oldest prefilling request and the next of its tokens to compute, if any.
+
+        One that has nothing left to compute starts to run.
+        """
+        while self.prefilling:
+            request = self.prefilling[0]
+            begin = request.kv.n_tokens
+            tokens = request.tokens[begin : min(begin + budget_tokens, len(request.tokens) - 1)]
+            if tokens:
+                return request, tokens
+            self.running.append(self.prefilling.popleft())
+        return None
+
+    def make_room(self) -> None:
+        """Give every running request its next slot's page, retracting the youngest if need be."""
+        for request in list(self.running):
+            while request in self.running and self._needs_page(request):
+                pages = self._pool.allocate(1)
+                if pages is None:
+                    self._retract_youngest()
+                else:
+                    self._cache.extend(request.kv, pages)
+
+    def check_integrity(self) -> None:
+        """Verify that every page is accounted for. Raises InvariantBroken. Microseconds per page."""
+        self._pool.check(page for r in self._holders() for page in r.kv.pages)
+
+    def _holders(self) -> Iterable[Request]:
+        return (*self.running, *self.prefilling)
+
+    def _needs_page(self, request: Request) -> bool:
+        return len(request.kv.pages) < self._cache.pages_for(len(request.tokens))
+
+    def _has_room_for(self, request: Request) -> bool:
+        holders = [*self._holders()]
+        if not holders:
+            return True  # whatever the reserve: it could never start otherwise
+        if len(holders) >= self._max_running:
+            return False
+        growth = sum(self._pages_to_come(r) for r in (*holders, request))
+        return growth <= self._pool.available
+
+    def _pages_to_come(self, request: Request) -> int:
+        ahead = min(len(request.tokens) + self._reserve_tokens, request.n_final)
+        return max(0, self._cache.pages_for(ahead) - len(request.kv.pages))
+
+    def _retract_youngest(self) -> None:
+        victim = max(self._holders(), key=lambda r: r.turn)
+        (self.running if victim in self.running else self.prefilling).remove(victim)
+        self._drop_kv(victim)
+        self.waiting.appendleft(victim)
+        self.retractions += 1
+
+    def _drop_kv(self, request: Request) -> None:
+        self._pool.release(request.kv.pages)
+        request.kv = SequenceKv()
