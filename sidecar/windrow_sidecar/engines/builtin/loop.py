@@ -160,13 +160,13 @@ class DecodeLoop:
         """A pass without a decode step: only prefill, or nothing could start."""
         self._running_since_ns = 0
         if not computed:
-            self._outbox.flush(self._load())
+            self._outbox.flush()
             self._channel.wait(_STARVED_WAIT_S)
 
     def _idle(self) -> None:
         parts = self._parts
         self._running_since_ns = 0
-        self._outbox.flush(self._load())
+        self._outbox.flush()
         self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
         if not self._collected:
             gc.collect()
@@ -194,13 +194,11 @@ class DecodeLoop:
             reason = _finish_reason(request, token)
             if reason:
                 self._finish(request, reason, end_ns)
-        self._outbox.end_step(self._load)
+        self._outbox.end_step()
 
     def _finish(self, request: Request, reason: str, end_ns: int, *, error: str = "") -> None:
         self._scheduler.remove(request)
-        self._outbox.finished(
-            Finished(request.id, reason, request.first_token_ns, end_ns, error=error)
-        )
+        self._outbox.finished(Finished(request.id, reason, request.first_token_ns, end_ns))
         if self._parts.log is not None:
             self._parts.log.append(
                 RequestEvent(
@@ -213,11 +211,6 @@ class DecodeLoop:
                     error=error,
                 )
             )
-
-    def _load(self) -> tuple[int, int, int]:
-        scheduler = self._scheduler
-        waiting = len(scheduler.waiting) + len(scheduler.prefilling)
-        return len(scheduler.running), waiting, scheduler.free_tokens
 
 
 def _finish_reason(request: Request, token: int) -> str:

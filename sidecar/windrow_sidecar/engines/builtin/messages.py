@@ -43,13 +43,12 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of one request: `reason` as OpenAI has it ("stop", "length"), "error" for a failure."""
+    """The end of one request; `reason` as OpenAI has it ("stop", "length")."""
 
     id: int
     reason: str
-    first_token_ns: int
+    first_token_ns: int  # 0: it ended without one
     end_ns: int
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,4 +57,3 @@ class Output:
 
     tokens: tuple[tuple[int, int], ...]  # (request id, token)
     finished: tuple[Finished, ...]
-    load: tuple[int, int, int]  # running, waiting, free tokens of the KV cache

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.messages import Finished, Output
-
-Load = tuple[int, int, int]
 
 
 class Outbox:
@@ -38,16 +34,16 @@ class Outbox:
         self._started.discard(end.id)
         self._urgent = True
 
-    def end_step(self, load: Callable[[], Load]) -> None:
+    def end_step(self) -> None:
         """Send what has been kept, if it is time."""
         self._steps += 1
         if self._urgent or self._steps >= self._interval:
-            self.flush(load())
+            self.flush()
 
-    def flush(self, load: Load) -> None:
+    def flush(self) -> None:
         """Send what has been kept, if anything; and what the socket did not take before."""
         if self._tokens or self._finished:
-            self._channel.send(Output(tuple(self._tokens), tuple(self._finished), load))
+            self._channel.send(Output(tuple(self._tokens), tuple(self._finished)))
             self._tokens, self._finished = [], []
         else:
             self._channel.flush()

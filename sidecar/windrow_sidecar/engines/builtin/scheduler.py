@@ -71,11 +71,6 @@ class Scheduler:
         """Whether there is nothing to do."""
         return not (self.running or self.prefilling or self.waiting)
 
-    @property
-    def free_tokens(self) -> int:
-        """Tokens of KV that could be had now."""
-        return self._pool.available * self._cache.page_size
-
     def submit(self, submit: Submit) -> None:
         """Queue a request."""
         generator = None

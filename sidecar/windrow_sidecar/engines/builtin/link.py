@@ -1,0 +1,93 @@
+"""The front's end of the channel: requests to the engine, tokens back to whoever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+from windrow_sidecar.engines.builtin.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.messages import (
+    Cancel,
+    Finished,
+    FrontUp,
+    Output,
+    Ready,
+    Submit,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message of the engine holds for one request."""
+
+    tokens: list[int]
+    end: Finished | None
+
+
+class EngineLink:
+    """Requests to the engine, and tokens back to whoever waits for them."""
+
+    def __init__(self, channel: Channel, on_gone: asyncio.Event) -> None:
+        self._channel, self._gone = channel, on_gone
+        self._ids = itertools.count(1)
+        self._inboxes: dict[int, asyncio.Queue[Piece]] = {}
+        self.max_context = 0  # 0: not ready
+
+    def start(self) -> None:
+        """Listen to the engine on the running event loop, and say that the port answers."""
+        asyncio.get_running_loop().add_reader(self._channel.fileno(), self._on_readable)
+        self._send(FrontUp())
+
+    def submit(self, **fields: Any) -> tuple[int, asyncio.Queue[Piece]]:  # noqa: ANN401
+        """Send a request (fields of Submit but its id); returns its id and where its pieces come."""
+        request_id = next(self._ids)
+        inbox = self._inboxes[request_id] = asyncio.Queue()
+        self._send(Submit(id=request_id, **fields))
+        return request_id, inbox
+
+    def forget(self, request_id: int, *, error: str) -> None:
+        """Tell the engine that nobody wants more of a request; nothing where it has ended."""
+        if self._inboxes.pop(request_id, None) is not None and not self._gone.is_set():
+            self._send(Cancel(request_id, error))
+
+    def _on_readable(self) -> None:
+        try:
+            for message in self._channel.receive():
+                if isinstance(message, Output):
+                    self._spread(message)
+                elif isinstance(message, Ready):
+                    self.max_context = message.max_context
+        except PeerGone:
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._gone.set()
+
+    def _spread(self, output: Output) -> None:
+        tokens: dict[int, list[int]] = {}
+        for request_id, token in output.tokens:
+            tokens.setdefault(request_id, []).append(token)
+        ends = {end.id: end for end in output.finished}
+        for request_id in {**tokens, **ends}:
+            inbox = self._inboxes.get(request_id)
+            if inbox is not None:
+                inbox.put_nowait(Piece(tokens.get(request_id, []), ends.get(request_id)))
+            if request_id in ends:
+                self._inboxes.pop(request_id, None)
+
+    def _send(self, message: object) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            self._channel.send(message)
+            if self._channel.unsent_bytes:
+                loop.add_writer(self._channel.fileno(), self._on_writable)
+        except PeerGone:
+            self._gone.set()
+
+    def _on_writable(self) -> None:
+        try:
+            self._channel.flush()
+        except PeerGone:
+            self._gone.set()
+        if not self._channel.unsent_bytes or self._gone.is_set():
+            asyncio.get_running_loop().remove_writer(self._channel.fileno())
