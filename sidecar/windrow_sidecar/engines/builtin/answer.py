@@ -23,14 +23,14 @@ class Answer:
         body: api.CompletionBody,
         decode: Callable[[list[int]], str],
     ) -> None:
-        self._head = {"created": int(time.time()), "model": model}
+        self._created, self._model = int(time.time()), model
         self._name, self._n_prompt = name, n_prompt
         self._arrived_ns = self._first_token_ns = time.monotonic_ns()
         self._stream = TextStream(decode, body.stop_strings)
         self._text: list[str] = []
         self._n_completed = 0
         self._end: Finished | None = None
-        # Text that is only told at the end, and that nothing is searched for, is decoded at the end.
+        # Text that is only told at the end and not searched for stops is decoded at the end.
         self._lazy: list[int] | None = [] if not (body.stream or body.stop_strings) else None
         self.wants_usage = bool(body.stream_options and body.stream_options.include_usage)
 
@@ -73,7 +73,8 @@ class Answer:
         end = self._end
         return api.completion(
             self._name,
-            **self._head,
+            created=self._created,
+            model=self._model,
             text=text,
             finish_reason=end.reason if end else None,
             usage=usage,

@@ -36,7 +36,7 @@ class CompletionBody(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Prefill-decode disaggregation: where the prompt's KV comes from. Either one says that it comes.
+    # Prefill-decode disaggregation: where the prompt's KV comes from. Any of them says it comes.
     bootstrap_host: str | None = None
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
@@ -66,7 +66,7 @@ def parse_body(raw: Any) -> CompletionBody:  # noqa: ANN401 - whatever JSON a cl
         first = invalid.errors()[0]
         field = ".".join(str(part) for part in first["loc"] if part not in _UNION_ARMS)
         raise UserError(
-            first["msg"], field=field, remedy="See README, the decode server."
+            first["msg"], field=field, remedy="Mend the field, or leave it out."
         ) from invalid
 
 

@@ -1,7 +1,7 @@
 """Messages over a socket, without ever waiting: neither side can hold the other up.
 
-Frames are a length and a pickle; both ends are ours (a socketpair between parent and child). What the
-socket does not take at once is kept and sent with the next flush.
+Frames are a length and a pickle; both ends are ours (a socketpair between parent and child). What
+the socket does not take at once is kept and sent with the next flush.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The HTTP side of the built-in engine: a process of its own that never touches decode's interpreter.
+"""The HTTP side of the built-in engine: a process of its own, out of decode's interpreter.
 
-Started by the engine with a listening socket and one end of a channel; ends when the engine does. It
-imports no torch: it is there in half a second and small.
+Started by the engine with a listening socket and one end of a channel; ends when the engine does.
+It imports no torch: it is there in half a second and small.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class FrontSettings:
     model_path: str
     served_name: str
     eos_token_ids: list[int]
+    cpus: list[int]  # where it runs: away from decode's first cores
 
     def to_json(self) -> str:
         """For the command line."""
@@ -79,7 +80,7 @@ class Front:
     async def health_generate(self, _request: web.Request) -> web.Response:
         """200 when a token comes out within ten seconds."""
         self._check_ready()
-        body = api.CompletionBody(prompt=[0], max_tokens=1, temperature=0.0)
+        body = api.parse_body({"prompt": [0], "max_tokens": 1, "temperature": 0.0})
         async with asyncio.timeout(10), self._generation("health", [0], body) as pieces:
             async for _ in pieces:
                 pass
@@ -259,6 +260,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s front %(levelname)s %(message)s")
     settings = FrontSettings(**json.loads(sys.argv[1]))
     os.nice(NICENESS)
+    os.sched_setaffinity(0, settings.cpus)
     asyncio.run(serve(settings))
 
 

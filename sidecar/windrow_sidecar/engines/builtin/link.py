@@ -41,7 +41,7 @@ class EngineLink:
         self._send(FrontUp())
 
     def submit(self, **fields: Any) -> tuple[int, asyncio.Queue[Piece]]:  # noqa: ANN401
-        """Send a request (fields of Submit but its id); returns its id and where its pieces come."""
+        """Send a request (all fields of Submit but its id); returns its id and its inbox."""
         request_id = next(self._ids)
         inbox = self._inboxes[request_id] = asyncio.Queue()
         self._send(Submit(id=request_id, **fields))

@@ -1,7 +1,7 @@
 """The decode loop: continuous batching, one step after the other, and nothing else.
 
-Everything that a step costs, from admission to the hook's own accounting, lies between the two times
-that its StepEvent carries.
+Everything that a step costs, from admission to the hook's own accounting, lies between the two
+times that its StepEvent carries.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,6 +19,7 @@ from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.builtin.paging import ChunkSource
+from windrow_sidecar.engines.builtin.partition import DecodePartition
 from windrow_sidecar.engines.builtin.sampling import sample
 from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
 from windrow_sidecar.engines.hook import FailClosed, StepFacts
@@ -31,14 +31,6 @@ _STARVED_WAIT_S = 0.001
 _STEPS_PER_COLLECTION = 4096
 
 
-class Partition(Protocol):
-    """The part of the device that decode computes on."""
-
-    def activate_decode(self, units: int) -> None:
-        """Compute on so many units from now on. Costs nothing when they are the same."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What the loop drives."""
@@ -47,11 +39,12 @@ class Parts:
     model: LlamaModel
     cache: KvCache
     arena: ChunkSource
-    partition: Partition
+    partition: DecodePartition
     hook: FailClosed
     log: EventLog | None
     clock_ns: Callable[[], int]
     units: int  # compute units of the device
+    on_completed: Callable[[], None]  # a request has ended, without an error
 
 
 class DecodeLoop:
@@ -105,7 +98,7 @@ class DecodeLoop:
             start_ns=start_ns,
             batch=len(batch),
             context_tokens=sum(request.kv.n_tokens for request in batch),
-            waiting=len(scheduler.waiting) + len(scheduler.prefilling),
+            waiting=len(scheduler.waiting),
             admitted_tokens=sum(request.kv.n_tokens for request in admitted),
             slo_debt_us=0,
             prefill_tokens=len(prefill[1]) if prefill else 0,
@@ -199,6 +192,8 @@ class DecodeLoop:
     def _finish(self, request: Request, reason: str, end_ns: int, *, error: str = "") -> None:
         self._scheduler.remove(request)
         self._outbox.finished(Finished(request.id, reason, request.first_token_ns, end_ns))
+        if not error:
+            self._parts.on_completed()
         if self._parts.log is not None:
             self._parts.log.append(
                 RequestEvent(

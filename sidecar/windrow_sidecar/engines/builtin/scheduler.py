@@ -1,7 +1,7 @@
-"""Which requests run: admission when there is room, retraction of the youngest when there is none.
+"""Which requests run: admission while there is room, retraction of the youngest when there is none.
 
-A request's KV covers all of its tokens but the last, which is the input of its next decode step. So a
-fresh prompt, one whose KV arrived and one that was retracted in mid-answer are the same thing: so
+A request's KV covers all of its tokens but the last, which is the input of its next decode step. So
+a fresh prompt, one whose KV arrived and one that was retracted in mid-answer are the same thing: so
 many tokens to fill or to compute, then decode.
 """
 
@@ -138,7 +138,7 @@ class Scheduler:
                     self._cache.extend(request.kv, pages)
 
     def check_integrity(self) -> None:
-        """Verify that every page is accounted for. Raises InvariantBroken. Microseconds per page."""
+        """Verify that every page is accounted for. Raises InvariantBroken."""
         self._pool.check(page for r in self._holders() for page in r.kv.pages)
 
     def _holders(self) -> Iterable[Request]:

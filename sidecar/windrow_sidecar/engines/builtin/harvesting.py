@@ -1,0 +1,115 @@
+"""Loads the harvesting side into the engine, where a run directory says that there is one.
+
+Fails closed: whatever goes wrong here is logged, nothing is lent, and decode serves alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windrow.eventlog import EventLog, MarkEvent
+from windrow.proto import agent_pb2
+from windrow.rundir import PROTOCOL_VERSION, RunDir
+from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.harvest import AgentLink, HarvestHook, HarvestSettings
+from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.hook import FailClosed
+from windrow_sidecar.engines.profile import Subject, host_splits
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Harvesting:
+    """The hook of the decode loop, and the link that tells it what the agent says."""
+
+    hook: FailClosed
+    link: AgentLink
+
+    def close(self) -> None:
+        """Hang up, then revoke what is granted."""
+        self.link.close()
+        self.hook.close()
+
+
+def start(
+    settings: EngineSettings,
+    run_dir: RunDir,
+    *,
+    arena: Arena,
+    partition: HostPartition,
+    subject: Subject,
+    profile: Mapping[str, Any] | None,
+    log: EventLog | None,
+) -> Harvesting:
+    """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
+    levels = host_splits(partition.total_units)
+    inner = HarvestHook(
+        arena, levels, profile, HarvestSettings(max_batch=settings.max_running), log=log
+    )
+    hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
+    arena.serve(str(run_dir.arena_socket()))
+    link = AgentLink(
+        run_dir.agent_socket,
+        _hello(settings, run_dir, arena, partition, subject),
+        inner,
+        Profile(subject.key, json.dumps(profile)) if profile else None,
+    )
+    with partition.background_threads():
+        link.start()
+    return Harvesting(hook, link)
+
+
+def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:
+    """Leave the profile in the run directory, for people and for the next start."""
+    path = profile_path(run_dir)
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(profile))
+    os.replace(draft, path)
+
+
+def profile_path(run_dir: RunDir) -> Path:
+    """Where the latency profile of slot 0 lies."""
+    return run_dir.root / "profile-0.json"
+
+
+def _hello(
+    settings: EngineSettings,
+    run_dir: RunDir,
+    arena: Arena,
+    partition: HostPartition,
+    subject: Subject,
+) -> agent_pb2.EngineHello:
+    return agent_pb2.EngineHello(
+        protocol_version=PROTOCOL_VERSION,
+        slot=0,
+        pid=os.getpid(),
+        engine=subject.engine,
+        engine_version=subject.engine_version,
+        model=str(settings.model_path),
+        model_fingerprint=subject.model_fingerprint,
+        device=subject.device,
+        driver=subject.driver,
+        compute_units=partition.total_units,
+        finetune_levels=partition.finetune_levels(decode_busy=True),
+        chunk_bytes=arena.geometry.chunk_bytes,
+        chunks=arena.geometry.chunks,
+        tensor_parallel=subject.tensor_parallel,
+        endpoint=f"http://{settings.host}:{settings.port}",
+        arena_socket=str(run_dir.arena_socket()),
+        weights_manifest=str(run_dir.weights_manifest()),
+    )
+
+
+def _mark(log: EventLog | None, what: str, detail: str) -> None:
+    if log is not None:
+        log.append(MarkEvent(at_ns=time.monotonic_ns(), what=what, detail=detail))

@@ -1,0 +1,92 @@
+"""Measures the points of a latency profile with the very loop that serves."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+
+from windrow_sidecar.engines.builtin.channel import Channel
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.messages import Submit
+from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
+from windrow_sidecar.engines.profile import Effort, Point
+from windrow_sidecar.qos.solo import SoloSample
+from windrow_sidecar.qos.view import Decision
+
+# The first steps of a batch carry its admission, or find the caches cold.
+_WARM_UP_STEPS = 2
+
+
+class _OnUnits(NullHook):
+    """Decode on a fixed number of units."""
+
+    def __init__(self) -> None:
+        self.units = 0
+
+    def before_step(self, facts: StepFacts) -> Decision:
+        return Decision(decode_units=self.units)
+
+
+def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloSample]:
+    """Run the points one after the other, while no request is there; returns median latencies.
+
+    Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and decode
+    on all units.
+    """
+    hook = _OnUnits()
+    began_s = time.monotonic()
+    samples = []
+    with _muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
+        for point in points:
+            late = time.monotonic() - began_s > effort.soft_limit_s
+            hook.units = point.units
+            samples.append(_measure_one(loop, parts, point, effort.steps // (3 if late else 1)))
+    parts.partition.activate_decode(0)
+    return samples
+
+
+def _measure_one(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> SoloSample:
+    for i in range(point.batch):
+        parts.scheduler.submit(_request(i, point.context, _WARM_UP_STEPS + steps))
+    latencies_us, contexts = [], []
+    while not parts.scheduler.is_empty:
+        event = loop.step()
+        if event is not None and event.batch == point.batch and not event.admitted:
+            latencies_us.append((event.end_ns - event.start_ns) / 1000)
+            contexts.append(event.context_tokens)
+    return SoloSample(
+        units=point.units,
+        batch=point.batch,
+        context_tokens=round(median(contexts)),
+        step_us=median(latencies_us[_WARM_UP_STEPS - 1 :]),
+    )
+
+
+def _request(number: int, context: int, steps: int) -> Submit:
+    return Submit(
+        id=number,
+        name=f"profile-{number}",
+        prompt=(0,) * context,
+        max_tokens=steps,
+        temperature=0.0,
+        top_p=1.0,
+        seed=0,
+        stop_token_ids=frozenset(),
+        kv_arrives=True,
+        arrived_ns=0,
+    )
+
+
+@contextmanager
+def _muted(parts: Parts) -> Iterator[DecodeLoop]:
+    """A loop that nobody listens to."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        channel = Channel(ours)
+        outbox = Outbox(channel, interval=1 << 30)
+        yield DecodeLoop(parts, channel, outbox, prefill_tokens=1)

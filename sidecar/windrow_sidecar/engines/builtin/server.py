@@ -1,0 +1,260 @@
+"""Puts the engine together (front, arena, weights, profile, hook) and runs the decode loop."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from windrow.errors import UserError
+from windrow.eventlog import EventLog
+from windrow_sidecar._core import Arena, LiveTensorsError, SharedWeights
+from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.engines.builtin import profiling
+from windrow_sidecar.engines.builtin.channel import PeerGone
+from windrow_sidecar.engines.builtin.config import LlamaConfig, read_config
+from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
+from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.logflush import LogFlusher
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.messages import Ready
+from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.builtin.paging import PagePool
+from windrow_sidecar.engines.builtin.partition import WholeDevice
+from windrow_sidecar.engines.builtin.scheduler import Scheduler
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout, write_manifest
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.hook import FailClosed, NullHook
+from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
+from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memory
+
+_log = logging.getLogger(__name__)
+
+# How long a thread in the background may hold the interpreter while decode wants it; Python's own
+# 5 ms are a whole step.
+_SWITCH_INTERVAL_S = 0.0005
+_EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena for them
+
+
+@dataclass(slots=True)
+class _Signals:
+    """SIGTERM and SIGINT stop the loop, from whenever they arrive on."""
+
+    stopped: bool = False
+    stop_loop: Callable[[], None] = lambda: None
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.stopped = True
+        self.stop_loop()
+
+
+def serve(settings: EngineSettings) -> int:
+    """Serve until SIGTERM or SIGINT (returns 0) or until the front dies (returns 1).
+
+    Raises UserError for a model, an address or a size that cannot be had.
+    """
+    signals = _Signals()
+    signals.install()
+    config = read_config(settings.model_path)
+    partition = HostPartition.from_affinity() if settings.run_dir else WholeDevice()
+    with ExitStack() as on_exit:
+        front = FrontProcess(
+            settings, eos_token_ids=config.eos_token_ids, cpus=partition.cpus[-1:]
+        )
+        on_exit.callback(front.stop)
+        arena = _make_arena(settings, config)
+        on_exit.callback(_close_arena, arena)
+        log = _open_log(settings)
+        if log is not None:
+            on_exit.callback(LogFlusher(log).close)
+        return _run(settings, config, partition, front, arena, log, signals)
+
+
+def _run(
+    settings: EngineSettings,
+    config: LlamaConfig,
+    partition: HostPartition | WholeDevice,
+    front: FrontProcess,
+    arena: Arena,
+    log: EventLog | None,
+    signals: _Signals,
+) -> int:
+    """Load, profile, serve. All tensors over the arena are gone when it returns."""
+    max_context = _max_context(settings, config, arena)
+    fingerprint = model_fingerprint(settings.model_path)
+    parts = _load(settings, config, partition, arena, log, max_context, fingerprint)
+    front.wait_until_up()  # its start would disturb the profile
+    subject = Subject(
+        device=f"host:{partition.total_units}-cores",
+        driver="host",
+        engine="builtin",
+        engine_version=version("windrow"),
+        model_fingerprint=fingerprint,
+    )
+    profile = _take_profile(settings, parts, arena, subject)
+    harvesting = None
+    if settings.run_dir is not None and isinstance(partition, HostPartition):
+        harvesting = _start_harvesting(settings, arena, partition, subject, profile, log)
+    if harvesting is not None:
+        parts = replace(
+            parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed
+        )
+    outbox = Outbox(front.channel, interval=settings.stream_interval)
+    loop = DecodeLoop(parts, front.channel, outbox, prefill_tokens=settings.prefill_tokens)
+    signals.stop_loop = loop.stop
+    if signals.stopped:
+        loop.stop()
+    try:
+        front.channel.send(Ready(max_context))
+        _log.info("ready on %s:%d, context %d tokens", settings.host, settings.port, max_context)
+        _quiet_interpreter()
+        loop.run()
+    except PeerGone:
+        _log.error("the HTTP front is gone: ending")  # noqa: TRY400 - the cause is in its own log
+        return 0 if signals.stopped else 1
+    finally:
+        if harvesting is not None:
+            harvesting.close()
+    return 0
+
+
+def _make_arena(settings: EngineSettings, config: LlamaConfig) -> Arena:
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype_bytes=4)
+    geometry = geometry_for(
+        shape, block_bytes=settings.block_bytes, arena_bytes=settings.arena_bytes
+    )
+    if geometry.slots_per_chunk % settings.page_size:
+        raise UserError(
+            f"pages of {settings.page_size} tokens do not divide a block of "
+            f"{geometry.slots_per_chunk}",
+            field="--page-size",
+            remedy="Use a power of two.",
+        )
+    require_memory(geometry.arena_bytes)
+    return Arena.create(geometry, reserved_chunks=1 if settings.run_dir else 0)
+
+
+def _close_arena(arena: Arena) -> None:
+    gc.unfreeze()
+    gc.collect()
+    try:
+        arena.close()
+    except LiveTensorsError:
+        # The process ends and its mappings with it; only the socket's file would stay.
+        _log.exception("the arena is left to the end of the process")
+
+
+def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) -> int:
+    tokens = arena.geometry.chunks * arena.geometry.slots_per_chunk
+    bound = min(tokens, config.max_positions)
+    if settings.context_length > bound:
+        raise UserError(
+            f"{settings.context_length} tokens are more than model and arena allow ({bound})",
+            field="--context-length",
+            remedy="Ask for less, or raise --arena-bytes.",
+        )
+    return settings.context_length or bound
+
+
+def _load(
+    settings: EngineSettings,
+    config: LlamaConfig,
+    partition: HostPartition | WholeDevice,
+    arena: Arena,
+    log: EventLog | None,
+    max_context: int,
+    fingerprint: str,
+) -> Parts:
+    torch.set_flush_denormal(True)
+    partition.activate_decode(0)
+    layout = plan_layout(config)
+    shared = SharedWeights.create(layout.n_bytes)
+    storage = from_dlpack(shared.tensor())
+    load_weights(settings.model_path, layout, storage)
+    shared.seal()
+    if settings.run_dir is not None:
+        arena.export(_EXPORTED_WEIGHTS, shared.fd)
+        write_manifest(settings.run_dir.weights_manifest(), layout, fingerprint)
+    geometry = arena.geometry
+    cache = KvCache(
+        from_dlpack(arena.tensor(0, geometry.arena_bytes)).view(torch.float32),
+        config,
+        slots_per_block=geometry.slots_per_chunk,
+        page_size=settings.page_size,
+        max_tokens=max_context,
+    )
+    pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
+    return Parts(
+        scheduler=Scheduler(
+            pool,
+            cache,
+            max_running=settings.max_running,
+            reserve_tokens=settings.reserve_tokens,
+        ),
+        model=LlamaModel(config, layout, storage, cache),
+        cache=cache,
+        arena=arena,
+        partition=partition,
+        hook=FailClosed(NullHook()),
+        log=log,
+        clock_ns=time.monotonic_ns,
+        units=partition.total_units,
+        on_completed=lambda: None,
+    )
+
+
+def _take_profile(
+    settings: EngineSettings, parts: Parts, arena: Arena, subject: Subject
+) -> Mapping[str, Any] | None:
+    """Measure, fit and leave the result in the run directory; None where it was not asked for."""
+    if settings.profile == "none":
+        return None
+    effort = EFFORTS[settings.profile]
+    began_s = time.monotonic()
+    points = plan(
+        host_splits(parts.units),
+        effort,
+        max_batch=settings.max_running,
+        # Half of the arena: growth and the reserve take their part.
+        max_tokens=arena.geometry.chunks * arena.geometry.slots_per_chunk // 2,
+    )
+    samples = profiling.measure(parts, points, effort)
+    profile = document(subject, samples, taken_at=datetime.now(UTC))
+    _log.info("profile: %d points in %.1f s", len(samples), time.monotonic() - began_s)
+    if settings.run_dir is not None:
+        from windrow_sidecar.engines.builtin.harvesting import write_profile
+
+        write_profile(settings.run_dir, profile)
+    return profile
+
+
+def _open_log(settings: EngineSettings) -> EventLog | None:
+    if settings.log_dir is None:
+        return None
+    return EventLog(settings.log_dir / f"{settings.source}.events.jsonl", source=settings.source)
+
+
+def _quiet_interpreter() -> None:
+    """No collection in the middle of a step, no thread in the background that holds it up."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
