@@ -9,8 +9,8 @@ import sys
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 
-# OpenMP reads these when torch is loaded. Idle threads sleep, for the worker may have their core; but
-# not at once: waking one costs some 40 us, and a step has a hundred parallel regions. A thousand
+# OpenMP reads these when torch is loaded. Idle threads sleep, for the worker may have their core;
+# but not at once: waking one costs some 40 us, and a step has a hundred parallel regions. 1,000
 # turns are about 20 us (attention of 6 requests of 1,024 tokens on 2 cores: 2.5 ms; 11 without).
 OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 

@@ -38,7 +38,12 @@ class FrontProcess:
             )
             # It stays in our process group: across sessions its niceness would mean nothing.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "windrow_sidecar.engines.builtin.front", for_front.to_json()],
+                [
+                    sys.executable,
+                    "-m",
+                    "windrow_sidecar.engines.builtin.front",
+                    for_front.to_json(),
+                ],
                 pass_fds=(theirs.fileno(), listening.fileno()),
             )
         self.channel = Channel(ours)

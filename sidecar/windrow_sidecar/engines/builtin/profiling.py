@@ -35,8 +35,8 @@ class _OnUnits(NullHook):
 def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloSample]:
     """Run the points one after the other, while no request is there; returns median latencies.
 
-    Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and decode
-    on all units.
+    Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and
+    decode on all units.
     """
     hook = _OnUnits()
     began_s = time.monotonic()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -42,6 +42,9 @@ from windrow_sidecar.engines.hook import FailClosed, NullHook
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
 from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memory
 
+if TYPE_CHECKING:
+    from windrow_sidecar.engines.builtin.harvesting import Harvesting
+
 _log = logging.getLogger(__name__)
 
 # How long a thread in the background may hold the interpreter while decode wants it; Python's own
@@ -52,10 +55,10 @@ _EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena 
 
 @dataclass(slots=True)
 class _Signals:
-    """SIGTERM and SIGINT stop the loop, from whenever they arrive on."""
+    """SIGTERM and SIGINT end the start-up at once, and the loop before its next step."""
 
     stopped: bool = False
-    stop_loop: Callable[[], None] = lambda: None
+    stop_loop: Callable[[], None] | None = None
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -63,7 +66,13 @@ class _Signals:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.stopped = True
+        if self.stop_loop is None:
+            raise SystemExit(0)
         self.stop_loop()
+
+
+def _ignore() -> None:
+    """A second signal changes nothing."""
 
 
 def serve(settings: EngineSettings) -> int:
@@ -76,9 +85,7 @@ def serve(settings: EngineSettings) -> int:
     config = read_config(settings.model_path)
     partition = HostPartition.from_affinity() if settings.run_dir else WholeDevice()
     with ExitStack() as on_exit:
-        front = FrontProcess(
-            settings, eos_token_ids=config.eos_token_ids, cpus=partition.cpus[-1:]
-        )
+        front = FrontProcess(settings, eos_token_ids=config.eos_token_ids, cpus=partition.cpus[-1:])
         on_exit.callback(front.stop)
         arena = _make_arena(settings, config)
         on_exit.callback(_close_arena, arena)
@@ -114,26 +121,50 @@ def _run(
     if settings.run_dir is not None and isinstance(partition, HostPartition):
         harvesting = _start_harvesting(settings, arena, partition, subject, profile, log)
     if harvesting is not None:
-        parts = replace(
-            parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed
-        )
+        parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
     outbox = Outbox(front.channel, interval=settings.stream_interval)
     loop = DecodeLoop(parts, front.channel, outbox, prefill_tokens=settings.prefill_tokens)
     signals.stop_loop = loop.stop
-    if signals.stopped:
-        loop.stop()
     try:
         front.channel.send(Ready(max_context))
         _log.info("ready on %s:%d, context %d tokens", settings.host, settings.port, max_context)
         _quiet_interpreter()
         loop.run()
     except PeerGone:
-        _log.error("the HTTP front is gone: ending")  # noqa: TRY400 - the cause is in its own log
+        _log.error("the HTTP front is gone: ending")
         return 0 if signals.stopped else 1
     finally:
+        signals.stop_loop = _ignore  # it would keep the loop alive, and with it the arena's tensors
         if harvesting is not None:
             harvesting.close()
     return 0
+
+
+def _start_harvesting(
+    settings: EngineSettings,
+    arena: Arena,
+    partition: HostPartition,
+    subject: Subject,
+    profile: Mapping[str, Any] | None,
+    log: EventLog | None,
+) -> Harvesting | None:
+    """Return the harvesting side; None, with the reason in the log, where it does not start."""
+    assert settings.run_dir is not None
+    try:
+        from windrow_sidecar.engines.builtin import harvesting
+
+        return harvesting.start(
+            settings,
+            settings.run_dir,
+            arena=arena,
+            partition=partition,
+            subject=subject,
+            profile=profile,
+            log=log,
+        )
+    except Exception:  # noqa: BLE001 - serving must start without us, whatever it is
+        _log.exception("harvesting is off: it did not start; decode serves alone")
+        return None
 
 
 def _make_arena(settings: EngineSettings, config: LlamaConfig) -> Arena:

@@ -17,7 +17,7 @@ example:
       --disaggregation-mode decode --disaggregation-transfer-backend fake
   curl localhost:30000/v1/completions -H 'content-type: application/json' \\
       -d '{"prompt": "The for statement", "max_tokens": 32, "temperature": 0}'
-A request with bootstrap_host or bootstrap_room is taken as one whose KV a prefill instance has sent.
+A request with bootstrap_host or bootstrap_room counts as one whose KV a prefill instance has sent.
 """
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
