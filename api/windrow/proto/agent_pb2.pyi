@@ -55,7 +55,7 @@ class EngineHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ...) -> None: ...
 
 class EngineStats(_message.Message):
-    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed")
+    __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused")
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEPS_OVER_OBJECTIVE_FIELD_NUMBER: _ClassVar[int]
     TPOT_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,10 @@ class EngineStats(_message.Message):
     DECISION_P50_SECONDS_FIELD_NUMBER: _ClassVar[int]
     DECISION_P99_SECONDS_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_COMPLETED_FIELD_NUMBER: _ClassVar[int]
+    TPOT_HISTOGRAM_FIELD_NUMBER: _ClassVar[int]
+    TPOT_SUM_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
     steps: int
     steps_over_objective: int
     tpot_p50_seconds: float
@@ -86,7 +90,11 @@ class EngineStats(_message.Message):
     decision_p50_seconds: float
     decision_p99_seconds: float
     requests_completed: int
-    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ...) -> None: ...
+    tpot_histogram: _containers.RepeatedScalarFieldContainer[int]
+    tpot_sum_seconds: float
+    objective_seconds: float
+    paused: str
+    def __init__(self, steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., breaker: _Optional[str] = ..., predicted_tokens_per_second: _Optional[float] = ..., decision_p50_seconds: _Optional[float] = ..., decision_p99_seconds: _Optional[float] = ..., requests_completed: _Optional[int] = ..., tpot_histogram: _Optional[_Iterable[int]] = ..., tpot_sum_seconds: _Optional[float] = ..., objective_seconds: _Optional[float] = ..., paused: _Optional[str] = ...) -> None: ...
 
 class EngineProfile(_message.Message):
     __slots__ = ("key", "profile_json")

@@ -143,6 +143,7 @@ class HarvestHook:
             view=self._view,
             decode_units=granted.decode_units,
             finetune_units=granted.finetune_units,
+            histogram=self._stats.histogram,
             unit_seconds=self._unit_ns / 1e9,
             tokens_done=self._tokens_done,
         )

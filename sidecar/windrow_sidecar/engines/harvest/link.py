@@ -125,6 +125,10 @@ class AgentLink:
             decision_p50_seconds=s.decision_p50_s,
             decision_p99_seconds=s.decision_p99_s,
             requests_completed=self._requests_completed,
+            tpot_histogram=s.histogram,
+            tpot_sum_seconds=s.busy_s,
+            objective_seconds=s.view.objective_us / 1e6,
+            paused=self._hook.controller.why_paused,
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from windrow.metrics import TPOT_BUCKETS_SECONDS
 from windrow_sidecar.qos.solo import SoloModel
 from windrow_sidecar.qos.view import View
 
@@ -28,6 +30,7 @@ class Snapshot:
     view: View
     decode_units: int
     finetune_units: int
+    histogram: tuple[int, ...]  # steps by bucket of TPOT_BUCKETS_SECONDS, since the start
     unit_seconds: float  # granted to the worker, since the start
     tokens_done: int
 
@@ -39,6 +42,7 @@ class StepStats:
         self.steps, self.over, self.busy_us = 0, 0, 0
         self._latencies_us: list[int] = []
         self._costs_ns: list[int] = []
+        self._histogram = [0] * (len(TPOT_BUCKETS_SECONDS) + 1)
 
     def add(self, latency_us: int, cost_ns: int, *, over: bool) -> None:
         """One finished step and what the hook took of it."""
@@ -52,7 +56,14 @@ class StepStats:
         """Latencies and costs since the last call, each sorted."""
         latencies, self._latencies_us = self._latencies_us, []
         costs, self._costs_ns = self._costs_ns, []
+        for latency_us in latencies:
+            self._histogram[bisect_left(TPOT_BUCKETS_SECONDS, latency_us / 1e6)] += 1
         return sorted(latencies), sorted(costs)
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """Steps by bucket, the last above all bounds; up to the last `take`."""
+        return tuple(self._histogram)
 
 
 def quantile(ordered: list[int], q: float) -> float:
