@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig as HfConfig
 from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
@@ -16,6 +15,7 @@ from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
 from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.testing.models import save_random_llama
 
 TOLERANCE = 1e-4
 LLAMA3_ROPE = {
@@ -26,29 +26,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-def save_tiny_llama(folder: Path, **overrides) -> LlamaForCausalLM:
-    shape = {
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 16,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": True,
-    } | overrides
-    torch.manual_seed(7)
-    model = LlamaForCausalLM(HfConfig(**shape)).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # all ones would hide a norm that is not applied
-            parameter.data.uniform_(0.5, 1.5)
-        else:
-            parameter.data.mul_(4)
-    model.save_pretrained(folder, safe_serialization=True)
-    return model
 
 
 class Engine:
@@ -78,6 +55,15 @@ class Engine:
         return kv
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small operations on a busy machine: a team of threads would wait for its slowest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(
     params=[
         pytest.param({}, id="tied"),
@@ -86,7 +72,7 @@ class Engine:
     ]
 )
 def checkpoint(request, tmp_path):
-    return tmp_path, save_tiny_llama(tmp_path, **request.param)
+    return tmp_path, save_random_llama(tmp_path, **request.param)
 
 
 def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
@@ -98,7 +84,7 @@ def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
     folder, reference = checkpoint
     engine = Engine(folder)
     rng = random.Random(1)
-    prompts = [[rng.randrange(300) for _ in range(n)] for n in (1, 16, 33, 130)]
+    prompts = [[rng.randrange(264) for _ in range(n)] for n in (1, 16, 33, 130)]
     kvs = [engine.sequence(len(prompt) + 20) for prompt in prompts]
     for prompt, kv in zip(prompts, kvs, strict=True):
         for begin in range(0, len(prompt) - 1, 48):
@@ -114,7 +100,7 @@ def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
 @torch.inference_mode()
 def test_prefill_in_pieces_writes_the_same_cache_as_prefill_in_one_go(checkpoint):
     folder, _ = checkpoint
-    prompt = [random.Random(2).randrange(300) for _ in range(100)]
+    prompt = [random.Random(2).randrange(264) for _ in range(100)]
     logits = []
     for piece in (99, 7):
         engine = Engine(folder)
@@ -127,15 +113,15 @@ def test_prefill_in_pieces_writes_the_same_cache_as_prefill_in_one_go(checkpoint
 
 @torch.inference_mode()
 def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
-    save_tiny_llama(tmp_path)
-    prompt = [random.Random(4).randrange(300) for _ in range(50)]
+    save_random_llama(tmp_path)
+    prompt = [random.Random(4).randrange(264) for _ in range(50)]
 
     def decode_beside(others: int) -> torch.Tensor:
         engine = Engine(tmp_path)
         kvs = [engine.sequence(60) for _ in range(others + 1)]
         for i, kv in enumerate(kvs):
-            engine.model.prefill([(t + i) % 300 for t in prompt[:-1]], kv)
-        return engine.model.decode([(prompt[-1] + i) % 300 for i in range(others + 1)], kvs)[0]
+            engine.model.prefill([(t + i) % 264 for t in prompt[:-1]], kv)
+        return engine.model.decode([(prompt[-1] + i) % 264 for i in range(others + 1)], kvs)[0]
 
     alone = decode_beside(0)
     for others in (1, 7):
@@ -144,7 +130,7 @@ def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
 
 @torch.inference_mode()
 def test_a_filled_request_decodes_to_finite_logits_and_leaves_its_neighbour_alone(tmp_path):
-    save_tiny_llama(tmp_path)
+    save_random_llama(tmp_path)
     engine = Engine(tmp_path)
     prefilled, filled = engine.sequence(40), engine.sequence(40)
     engine.model.prefill(list(range(39)), prefilled)
@@ -157,7 +143,7 @@ def test_a_filled_request_decodes_to_finite_logits_and_leaves_its_neighbour_alon
 
 
 def test_bf16_checkpoints_are_computed_in_fp32(tmp_path):
-    model = save_tiny_llama(tmp_path)
+    model = save_random_llama(tmp_path)
     model.to(torch.bfloat16).save_pretrained(tmp_path, safe_serialization=True)
     config = read_config(tmp_path)
     layout = plan_layout(config)
@@ -170,7 +156,7 @@ def test_bf16_checkpoints_are_computed_in_fp32(tmp_path):
 
 
 def test_the_fingerprint_tells_a_finetuned_copy_from_its_base(tmp_path):
-    model = save_tiny_llama(tmp_path)
+    model = save_random_llama(tmp_path)
     base = model_fingerprint(tmp_path)
     assert base == model_fingerprint(tmp_path)
     with torch.no_grad():
@@ -191,14 +177,14 @@ def test_the_fingerprint_tells_a_finetuned_copy_from_its_base(tmp_path):
     ],
 )
 def test_a_model_with_an_unsupported_feature_is_refused_by_its_key(tmp_path, overrides, field):
-    save_tiny_llama(tmp_path, **overrides)
+    save_random_llama(tmp_path, **overrides)
     with pytest.raises(UserError) as refused:
         read_config(tmp_path)
     assert refused.value.field == f"config.json:{field}"
 
 
 def test_a_checkpoint_of_another_shape_than_its_config_is_refused(tmp_path):
-    save_tiny_llama(tmp_path)
+    save_random_llama(tmp_path)
     text = (tmp_path / "config.json").read_text()
     (tmp_path / "config.json").write_text(
         text.replace('"intermediate_size": 96', '"intermediate_size": 64')

@@ -24,7 +24,8 @@ _FULL_CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 class Effort:
     """How much time goes into a profile."""
 
-    steps: int  # of which the median counts, per point
+    rounds: int  # over all points; the lower median counts, for a disturbance only ever adds
+    steps: int  # of which the median is taken, per point and round
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # tokens per request
     # Past it a point gets a third of the steps: a late profile is worse than a rough one.
@@ -32,8 +33,8 @@ class Effort:
 
 
 EFFORTS = {
-    "quick": Effort(12, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0),
-    "full": Effort(48, _FULL_BATCHES, _FULL_CONTEXTS, soft_limit_s=120.0),
+    "quick": Effort(2, 8, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0),
+    "full": Effort(3, 24, _FULL_BATCHES, _FULL_CONTEXTS, soft_limit_s=120.0),
 }
 
 

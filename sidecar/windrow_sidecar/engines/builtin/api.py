@@ -63,7 +63,8 @@ def parse_body(raw: Any) -> CompletionBody:  # noqa: ANN401 - whatever JSON a cl
     try:
         return CompletionBody.model_validate(raw)
     except ValidationError as invalid:
-        first = invalid.errors()[0]
+        # Of a union's arms the one that got furthest says best what is wrong.
+        first = max(invalid.errors(), key=lambda error: len(error["loc"]))
         field = ".".join(str(part) for part in first["loc"] if part not in _UNION_ARMS)
         raise UserError(
             first["msg"], field=field, remedy="Mend the field, or leave it out."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _HALF_CHARACTER = "\ufffd"
-# A character of UTF-8 has four bytes: after so many byte-level tokens the replacement is genuine.
+# Bytes of a character in UTF-8, and so the most tokens of a byte-level vocabulary.
 _LONGEST_CHARACTER = 4
 
 
@@ -37,15 +37,23 @@ class TextStream:
 
     def _new_text(self, *, at_end: bool) -> str:
         """Decode what is new in the light of the tokens before it (spaces depend on them)."""
-        before = self._decode(self._tokens[: self._told])
-        text = self._decode(self._tokens)
-        pending = len(self._tokens) - self._told
-        if text.endswith(_HALF_CHARACTER) and pending < _LONGEST_CHARACTER and not at_end:
+        whole = len(self._tokens) if at_end else self._whole_characters()
+        if whole <= self._told:
             return ""
-        new = text[len(before) :]
+        before = self._decode(self._tokens[: self._told])
+        text = self._decode(self._tokens[:whole])
         self._tokens = self._tokens[self._told :]
-        self._told = len(self._tokens)
-        return new
+        self._told = whole - self._told
+        return text[len(before) :]
+
+    def _whole_characters(self) -> int:
+        """Return how many tokens end with a whole character, or with one that never will be."""
+        n = len(self._tokens)
+        for missing in range(min(_LONGEST_CHARACTER, n - self._told)):
+            if not self._decode(self._tokens[: n - missing]).endswith(_HALF_CHARACTER):
+                return n - missing
+        # What so many tokens have not completed is genuine; the last ones may still begin one.
+        return n - (_LONGEST_CHARACTER - 1)
 
     def _release(self, new: str, *, at_end: bool) -> str:
         text = self._held + new

@@ -1,0 +1,369 @@
+"""The decode loop over a real arena and a real (random) model, driven step by step."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.engines.builtin.channel import Channel
+from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.messages import Cancel, Output, Submit
+from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.builtin.paging import PagePool
+from windrow_sidecar.engines.builtin.profiling import measure
+from windrow_sidecar.engines.builtin.scheduler import Scheduler
+from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
+from windrow_sidecar.engines.profile import Effort, Point
+from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.testing.models import save_random_llama
+
+BLOCK_BYTES = 16 << 10  # 64 token slots of the random model
+
+
+class OneThread:
+    """The device of these tests: nothing to split, and no team of threads that others hold up."""
+
+    total_units = 2
+
+    def activate_decode(self, units: int) -> None:
+        torch.set_num_threads(1)
+
+
+class Clock:
+    """Goes on by a microsecond whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000
+
+    def __call__(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+
+class Bench:
+    """A loop, and both ends of what it talks to."""
+
+    def __init__(self, model_dir: Path, log_dir: Path, *, chunks: int = 16, **options: int) -> None:
+        config = read_config(model_dir)
+        layout = plan_layout(config)
+        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+        load_weights(model_dir, layout, storage)
+        self.arena = Arena.create(
+            Geometry(
+                layers=config.layers,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                dtype_bytes=4,
+                block_bytes=BLOCK_BYTES,
+                chunks=chunks,
+            ),
+            reserved_chunks=0,
+        )
+        geometry = self.arena.geometry
+        cache = KvCache(
+            from_dlpack(self.arena.tensor(0, geometry.arena_bytes)).view(torch.float32),
+            config,
+            slots_per_block=geometry.slots_per_chunk,
+            page_size=16,
+            max_tokens=1024,
+        )
+        scheduler = Scheduler(
+            PagePool(self.arena, pages_per_chunk=cache.pages_per_chunk),
+            cache,
+            max_running=options.get("max_running", 16),
+            reserve_tokens=options.get("reserve_tokens", 16),
+        )
+        self.log = EventLog(log_dir / "engine.events.jsonl", source="engine")
+        self.log_dir = log_dir
+        self.parts = Parts(
+            scheduler=scheduler,
+            model=LlamaModel(config, layout, storage, cache),
+            cache=cache,
+            arena=self.arena,
+            partition=OneThread(),
+            hook=FailClosed(NullHook()),
+            log=self.log,
+            clock_ns=Clock(),
+            units=2,
+            on_completed=lambda: None,
+        )
+        ours, theirs = socket.socketpair()
+        self.front, self._engine_end = Channel(theirs), Channel(ours)
+        self._prefill_tokens = options.get("prefill_tokens", 64)
+        self.use(NullHook())
+
+    def use(self, hook) -> None:
+        self.parts = replace(self.parts, hook=FailClosed(hook))
+        outbox = Outbox(self._engine_end, interval=1)
+        self.loop = DecodeLoop(
+            self.parts, self._engine_end, outbox, prefill_tokens=self._prefill_tokens
+        )
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.parts.scheduler
+
+    def run_dry(self) -> dict[int, list[int]]:
+        """Step until nothing is left; the tokens of each request, as the front got them."""
+        for _ in range(5000):
+            if self.scheduler.is_empty:
+                break
+            self.loop.step()
+        assert self.scheduler.is_empty
+        self.scheduler.check_integrity()
+        self.arena.check()
+        tokens: dict[int, list[int]] = {}
+        for message in self.front.receive():
+            assert isinstance(message, Output)
+            for request_id, token in message.tokens:
+                tokens.setdefault(request_id, []).append(token)
+        return tokens
+
+    def events(self) -> list:
+        self.log.flush()
+        return [event for _, event in read_events(self.log_dir)]
+
+    def close(self) -> None:
+        self.front.close()
+        self._engine_end.close()
+        del self.loop, self.parts
+        self.arena.close()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_random_llama(folder)
+    return folder
+
+
+@pytest.fixture
+def bench(model_dir, tmp_path) -> Iterator:
+    made: list[Bench] = []
+
+    def make(**options) -> Bench:
+        made.append(Bench(model_dir, tmp_path / str(len(made)), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def request(number: int, *, n_prompt: int = 20, max_tokens: int = 8, **fields) -> Submit:
+    return Submit(
+        **{
+            "id": number,
+            "name": f"r{number}",
+            "prompt": tuple((number * 37 + i * 11) % 256 for i in range(n_prompt)),
+            "max_tokens": max_tokens,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "seed": 0,
+            "stop_token_ids": frozenset(),
+            "kv_arrives": False,
+            "arrived_ns": 1,
+        }
+        | fields
+    )
+
+
+def test_a_retracted_request_ends_with_the_same_tokens_as_one_with_room(bench):
+    requests = [request(i, n_prompt=60, max_tokens=70) for i in range(4)]
+    roomy, tiny = bench(chunks=16), bench(chunks=4)
+    for one in requests:
+        roomy.scheduler.submit(one)
+        tiny.scheduler.submit(one)
+    wanted, got = roomy.run_dry(), tiny.run_dry()
+    assert roomy.scheduler.retractions == 0
+    assert tiny.scheduler.retractions > 0
+    assert got == wanted
+    assert all(len(tokens) == 70 for tokens in got.values())
+
+
+def test_a_retracted_request_whose_kv_had_arrived_goes_on(bench):
+    tiny = bench(chunks=3, reserve_tokens=1)
+    for i in range(3):
+        tiny.scheduler.submit(request(i, n_prompt=50, max_tokens=60, kv_arrives=True))
+    tokens = tiny.run_dry()
+    assert tiny.scheduler.retractions > 0
+    assert {number: len(found) for number, found in tokens.items()} == {0: 60, 1: 60, 2: 60}
+
+
+def test_admission_keeps_room_for_those_that_run_to_grow(bench):
+    one = bench(chunks=2, reserve_tokens=60)
+    for i in range(3):
+        one.scheduler.submit(request(i, n_prompt=60, max_tokens=60))
+    one.run_dry()
+    assert one.scheduler.retractions == 0
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert {event.batch for event in steps} == {1}
+    assert max(event.waiting for event in steps) == 2
+
+
+def test_no_more_requests_run_than_allowed(bench):
+    one = bench(max_running=2)
+    for i in range(5):
+        one.scheduler.submit(request(i, kv_arrives=True))
+    one.run_dry()
+    assert max(e.batch for e in one.events() if isinstance(e, StepEvent)) == 2
+
+
+def test_a_step_starts_where_the_one_before_ended_while_a_request_goes_on(bench):
+    one = bench()
+    one.scheduler.submit(request(1, max_tokens=5, kv_arrives=True))
+    one.run_dry()
+    one.scheduler.submit(request(2, max_tokens=5, kv_arrives=True))
+    one.run_dry()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    gaps = [after.start_ns - before.end_ns for before, after in pairwise(steps)]
+    assert [gap == 0 for gap in gaps] == [True] * 4 + [False] + [True] * 4
+    assert all(event.hook_us > 0 for event in steps)
+    assert [event.step for event in steps] == list(range(10))
+
+
+def test_prompts_are_computed_in_pieces_between_decode_steps(bench):
+    one = bench(prefill_tokens=32)
+    one.scheduler.submit(request(1, n_prompt=10, max_tokens=30))
+    for _ in range(3):
+        one.loop.step()
+    one.scheduler.submit(request(2, n_prompt=100, max_tokens=2))
+    one.run_dry()
+    prefilled = [e.prefill_tokens for e in one.events() if isinstance(e, StepEvent)]
+    assert [n for n in prefilled if n] == [32, 32, 32, 3]
+
+
+def test_the_log_tells_each_request_with_its_times(bench):
+    one = bench()
+    one.scheduler.submit(request(1, n_prompt=20, max_tokens=4))
+    one.run_dry()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    (told,) = [event for event in one.events() if isinstance(event, RequestEvent)]
+    assert (told.prompt_tokens, told.completion_tokens, told.error) == (20, 4, "")
+    assert (told.first_token_ns, told.end_ns) == (steps[0].end_ns, steps[-1].end_ns)
+
+
+def test_a_stop_token_ends_a_request_and_a_seed_repeats_a_sampled_one(bench):
+    one = bench()
+    prompt = (1, 2, 3)
+    for number, seed in ((1, 5), (2, 5), (3, 6)):
+        one.scheduler.submit(
+            request(number, prompt=prompt, seed=seed, temperature=1.5, max_tokens=12)
+        )
+    one.scheduler.submit(request(4, prompt=prompt, max_tokens=12))
+    tokens = one.run_dry()
+    assert tokens[1] == tokens[2] != tokens[3]
+
+    stop = tokens[4][4]
+    one.scheduler.submit(request(5, prompt=prompt, max_tokens=12, stop_token_ids=frozenset({stop})))
+    assert one.run_dry()[5] == tokens[4][: tokens[4].index(stop) + 1]
+
+
+@pytest.mark.parametrize("method", ["before_step", "after_step"])
+def test_a_hook_that_raises_leaves_decode_going_on_all_units(bench, method, caplog):
+    # A kept record would keep the traceback, its frames, and so the tensors over the arena.
+    caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
+
+    class Broken(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            if facts.step == 3 and method == "before_step":
+                raise RuntimeError("broken on purpose")
+            return Decision(decode_units=1, finetune_units=1)
+
+        def after_step(self, end_ns: int, latency_us: int) -> None:
+            if method == "after_step":
+                raise RuntimeError("broken on purpose")
+
+    one = bench()
+    one.use(Broken())
+    one.scheduler.submit(request(1, max_tokens=10))
+    assert len(one.run_dry()[1]) == 10
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert (steps[0].decode_units, steps[0].finetune_units) == (1, 1)
+    assert (steps[-1].decode_units, steps[-1].finetune_units) == (2, 0)
+
+
+def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
+    class Holding(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            until_ns = facts.start_ns + 10**9 if facts.step < 5 else 0
+            return Decision(hold_admission_until_ns=until_ns)
+
+    one = bench()
+    one.use(Holding())
+    one.scheduler.submit(request(1, max_tokens=12, kv_arrives=True))
+    one.loop.step()
+    one.scheduler.submit(request(2, max_tokens=2, kv_arrives=True))
+    one.run_dry()
+    batches = [event.batch for event in one.events() if isinstance(event, StepEvent)]
+    assert batches[:6] == [1] * 6
+    assert 2 in batches
+
+
+def test_the_facts_tell_the_hook_what_the_step_is(bench):
+    seen: list[StepFacts] = []
+
+    class Watching(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            seen.append(facts)
+            return Decision()
+
+    one = bench()
+    one.use(Watching())
+    one.scheduler.submit(request(1, n_prompt=21, max_tokens=2, kv_arrives=True))
+    one.scheduler.submit(request(2, n_prompt=31, max_tokens=2, kv_arrives=True))
+    one.run_dry()
+    assert [(f.batch, f.context_tokens, f.admitted_tokens) for f in seen] == [
+        (2, 20 + 30, 20 + 30),
+        (2, 21 + 31, 0),
+    ]
+
+
+def test_cancelled_requests_give_their_memory_back_in_every_state(bench):
+    one = bench(chunks=2, reserve_tokens=1)
+    for i in range(3):  # running, prefilling, waiting
+        one.scheduler.submit(request(i, n_prompt=60, max_tokens=100, kv_arrives=i == 0))
+    one.loop.step()
+    for i in range(3):
+        one.front.send(Cancel(i, "cancelled"))
+    one.loop._take_messages()
+    assert one.scheduler.is_empty
+    one.scheduler.check_integrity()
+    ended = [event for event in one.events() if isinstance(event, RequestEvent)]
+    assert [event.error for event in ended] == ["cancelled"] * 3
+
+
+def test_a_request_waits_while_its_memory_is_lent_and_runs_once_it_is_back(bench):
+    one = bench(chunks=4)
+    lent = one.arena.lend(4, owner=7)
+    assert len(lent) == 4
+    one.scheduler.submit(request(1, n_prompt=40, max_tokens=2, kv_arrives=True))
+    assert one.loop.step() is None
+    one.arena.reclaim(7)
+    assert len(one.run_dry()[1]) == 2
+
+
+def test_a_profile_measures_every_point_and_leaves_nothing_behind(bench):
+    one = bench()
+    points = [Point(units, batch, 40) for units in (2, 1) for batch in (1, 4)]
+    effort = Effort(rounds=2, steps=3, batches=(), contexts=(), soft_limit_s=60)
+    samples = measure(one.parts, points, effort)
+    assert [(s.units, s.batch) for s in samples] == [(2, 1), (2, 4), (1, 1), (1, 4)]
+    assert [s.context_tokens // s.batch for s in samples] == [42] * 4
+    assert all(s.step_us > 0 for s in samples)
+    assert one.scheduler.is_empty
+    assert one.events() == []

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from windrow.errors import UserError
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
+from windrow_sidecar.engines.builtin.settings import EngineSettings, n_bytes
+
+
+def parse(tmp_path, *argv, **environment):
+    return EngineSettings.from_command_line(["--model-path", str(tmp_path), *argv], environment)
+
+
+def test_the_command_line_of_a_decode_pod_is_understood(tmp_path):
+    settings = parse(
+        tmp_path,
+        *["--host", "0.0.0.0", "--port", "8001", "--disaggregation-mode", "decode"],
+        *["--disaggregation-transfer-backend", "fake", "--max-running-requests", "8"],
+        *["--arena-bytes", "1GiB", "--block-bytes", "131072", "--tp-size", "1"],
+        **{ENV_RUN_DIR: "/run/windrow", ENV_LOG_DIR: "/logs", ENV_POD_NAME: "decode-0"},
+    )
+    assert (settings.host, settings.port, settings.max_running) == ("0.0.0.0", 8001, 8)
+    assert (settings.arena_bytes, settings.block_bytes) == (1 << 30, 1 << 17)
+    assert settings.profile == "quick"
+    assert settings.source == "decode-0"
+    assert str(settings.run_dir.arena_socket()) == "/run/windrow/arena-0.sock"
+
+
+def test_without_a_run_directory_it_is_an_ordinary_server(tmp_path):
+    settings = parse(tmp_path)
+    assert settings.run_dir is None
+    assert settings.profile == "none"
+
+
+@pytest.mark.parametrize(
+    ("argv", "field"),
+    [(["--tp-size", "2"], "--tp-size"), (["--port", "70000"], "--port")],
+)
+def test_what_cannot_be_honoured_is_refused_by_its_flag(tmp_path, argv, field):
+    with pytest.raises(UserError) as refused:
+        parse(tmp_path, *argv)
+    assert refused.value.field == field
+
+
+def test_a_model_directory_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(UserError, match="not a directory"):
+        parse(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(("text", "size"), [("7", 7), ("128KiB", 131072), ("2 gib", 2 << 30)])
+def test_sizes_are_read_with_their_units(text, size):
+    assert n_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "12MB", "lots"])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        n_bytes(text)
