@@ -1,0 +1,59 @@
+"""`python -m windrow_operator`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import time
+
+from windrow.errors import WindrowError
+from windrow_operator.app import serve
+from windrow_operator.settings import Settings, parse
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created)),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _configure_logging(settings: Settings) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        JsonFormatter()
+        if settings.log_json
+        else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    )
+    logging.basicConfig(
+        level=logging.DEBUG if settings.verbose else logging.INFO, handlers=[handler]
+    )
+    # kopf logs every object that it sees.
+    logging.getLogger("kopf.objects").setLevel(logging.WARNING)
+
+
+def main() -> int:
+    """Run the operator; return 0 when it was asked to end, 1 when it could not go on."""
+    settings = parse()
+    _configure_logging(settings)
+    try:
+        asyncio.run(serve(settings))
+    except (WindrowError, OSError) as error:
+        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - the message says it all
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

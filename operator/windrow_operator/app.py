@@ -1,0 +1,278 @@
+"""Puts the operator together, runs it, and takes it apart again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
+from windrow.proto import attach_pb2 as pb
+from windrow_operator import handlers, pki, webhook
+from windrow_operator.attach import AttachServer
+from windrow_operator.driver import Driver
+from windrow_operator.events import Recorder
+from windrow_operator.injection import SidecarTemplate
+from windrow_operator.kube import ApiError, Conflict, Kube, kind_path
+from windrow_operator.metrics import Metrics
+from windrow_operator.model import Pod
+from windrow_operator.settings import Settings
+from windrow_operator.slots import SlotWriter, interval
+from windrow_operator.world import World
+
+log = logging.getLogger(__name__)
+
+_STOP_SECONDS = 0.7
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Where the operator listens; kept in the state file, so that a restart finds them again."""
+
+    attach: int
+    webhook: int
+    metrics: int
+
+
+@dataclass(frozen=True)
+class StateFile:
+    """What the starter of the process reads: pid, ports, whether it is ready."""
+
+    path: Path | None
+
+    def earlier_port(self, name: str) -> int:
+        """Return the port of an earlier life, or 0."""
+        if self.path is None or not self.path.exists():
+            return 0
+        try:
+            return int(json.loads(self.path.read_text()).get(f"{name}Port", 0))
+        except (ValueError, AttributeError):
+            return 0  # half-written by a process that was killed
+
+    def write(self, state: dict[str, Any]) -> None:
+        """Write the file in one step; a reader never sees half of it."""
+        if self.path is None:
+            return
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(state, indent=2))
+        scratch.replace(self.path)
+
+
+def utc_now() -> datetime:
+    """Return the time, aware."""
+    return datetime.now(UTC)
+
+
+class App:
+    """The operator's parts."""
+
+    def __init__(self, settings: Settings, kube: Kube) -> None:
+        self._settings, self._kube = settings, kube
+        self._stop = asyncio.Event()
+        self._state = StateFile(settings.state_file)
+        self.world = World(utc_now())
+        self.metrics = Metrics()
+        self.recorder = Recorder(kube, utc_now)
+        self.driver = Driver(
+            self.world,
+            kube,
+            self.recorder,
+            self.metrics,
+            patience=settings.patience,
+            clock=utc_now,
+        )
+        self.slots = SlotWriter(self.world, kube)
+        self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
+        self.attach = AttachServer(
+            self.world,
+            kube,
+            self.metrics,
+            clock=utc_now,
+            on_news=self.driver.wake,
+            on_heartbeat=self.driver.wake_for_progress,
+            on_profile=lambda pod, report: self._profiles.put_nowait((pod, report)),
+        )
+        self.driver.connect(self.attach)
+
+    def stop(self) -> None:
+        """Ask the operator to end."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Serve until `stop` or until a part fails, which then is raised."""
+        async with AsyncExitStack() as stack:
+            await self._load()
+            # First, so that it ends last: kopf waits for every task that was made after its start.
+            watching = await self._watch(stack)
+            ports = await self._listen(stack)
+            tasks = [
+                watching,
+                asyncio.create_task(self.driver.run(), name="driver"),
+                asyncio.create_task(self._write_slots(), name="slots"),
+                asyncio.create_task(self._store_profiles(), name="profiles"),
+                asyncio.create_task(self._stop.wait(), name="stop"),
+            ]
+            stack.push_async_callback(_end, tasks[1:])
+            self._write_state(ports, ready=True)
+            stack.callback(self._write_state, ports, ready=False)
+            log.info("ready: %s", ports)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+    async def _load(self) -> None:
+        """Know every object before a sidecar speaks: an unknown job would look stale."""
+        await self._ensure_namespace()
+        for body in await self._kube.list("/api/v1/namespaces"):
+            self.world.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
+        for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
+            self.world.put_pod(body)
+        for body in await self._kube.list(kind_path(HARVEST_POLICY)):
+            self.world.put_policy(body)
+        for body in await self._kube.list(kind_path(FINETUNE_JOB)):
+            self.world.put_job(body)
+        await self.slots.load()
+
+    async def _ensure_namespace(self) -> None:
+        body = {
+            "apiVersion": "v1",
+            "kind": "Namespace",
+            "metadata": {"name": self._settings.namespace},
+        }
+        try:
+            await self._kube.create("/api/v1/namespaces", body)
+        except Conflict:
+            log.debug("namespace %s is there", self._settings.namespace)
+
+    async def _listen(self, stack: AsyncExitStack) -> Ports:
+        settings = self._settings
+        authority = await pki.load_authority(self._kube, settings.namespace, utc_now())
+        hosts = [settings.advertise_address, *_LOOPBACK]
+        server = pki.make_server(authority, hosts, utc_now())
+        attach = await self._bind(
+            "attach",
+            settings.attach_port,
+            lambda port: self.attach.start(settings.host, port, server),
+        )
+        stack.push_async_callback(self.attach.stop)
+        template = SidecarTemplate(
+            operator_address=f"{settings.advertise_address}:{attach}",
+            operator_ca=authority.certificate.decode(),
+            image=settings.sidecar_image,
+            metrics_port=settings.sidecar_metrics_port,
+        )
+        hook = webhook.Webhook(self.world, lambda: template, self.metrics)
+        context = pki.server_context(server)
+        webhook_port = await self._bind(
+            "webhook",
+            settings.webhook_port,
+            lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
+        )
+        url = f"https://{settings.advertise_address}:{webhook_port}{webhook.PATH}"
+        await webhook.register(self._kube, url, authority.certificate, settings.namespace)
+        metrics_port = await self._bind(
+            "metrics",
+            settings.metrics_port,
+            lambda port: _serve_http(stack, self.metrics.application(), settings.host, port, None),
+        )
+        return Ports(attach, webhook_port, metrics_port)
+
+    async def _bind(self, name: str, port: int, listen: Any) -> int:  # noqa: ANN401
+        """Listen on `port`; for 0 on that of an earlier life if it is free, else on any."""
+        earlier = self._state.earlier_port(name) if port == 0 else 0
+        if earlier:
+            try:
+                return int(await listen(earlier))
+            except OSError:
+                log.info("%s port %d of an earlier life is taken", name, earlier)
+        return int(await listen(port))
+
+    async def _watch(self, stack: AsyncExitStack) -> asyncio.Task[None]:
+        seen = handlers.Watching(
+            self.world, self.metrics, wake=self.driver.wake, note=self.recorder.record
+        )
+        registry = handlers.registry_of(seen, self._kube.credentials)
+        stop, ready = asyncio.Event(), asyncio.Event()
+        task = asyncio.create_task(
+            handlers.watch(registry, self._settings.namespaces, stop=stop, ready=ready)
+        )
+        stack.push_async_callback(_end, [task])
+        stack.callback(stop.set)
+        waiting = asyncio.create_task(ready.wait())
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        # kopf takes the signals for itself and then waits for seconds; they are ours.
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        return task
+
+    def _write_state(self, ports: Ports, *, ready: bool) -> None:
+        self._state.write(
+            {
+                "pid": os.getpid(),
+                "ready": ready,
+                "attachPort": ports.attach,
+                "webhookPort": ports.webhook,
+                "metricsPort": ports.metrics,
+                "attachAddress": f"{self._settings.advertise_address}:{ports.attach}",
+            }
+        )
+
+    async def _write_slots(self) -> None:
+        while True:
+            try:
+                await self.slots.write(utc_now())
+            except ApiError as error:
+                log.warning("slots could not be written: %s", error)
+            await asyncio.sleep(interval(len(self.world.slots)).total_seconds())
+
+    async def _store_profiles(self) -> None:
+        while True:
+            pod, report = await self._profiles.get()
+            await self.slots.store_profile(pod, report)
+
+
+async def _serve_http(
+    stack: AsyncExitStack,
+    application: web.Application,
+    host: str,
+    port: int,
+    tls: Any,  # noqa: ANN401
+) -> int:
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=0.2)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=tls).start()
+    except OSError:
+        await runner.cleanup()
+        raise
+    stack.push_async_callback(runner.cleanup)
+    return int(runner.addresses[0][1])
+
+
+async def _end(tasks: list[asyncio.Task[Any]]) -> None:
+    """End tasks; one that was already told to stop has a moment for it."""
+    await asyncio.wait(tasks, timeout=0 if len(tasks) > 1 else _STOP_SECONDS)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=_STOP_SECONDS)
+
+
+async def serve(settings: Settings) -> None:
+    """Run the operator until SIGTERM or SIGINT."""
+    kube = await Kube.connect(settings.kubeconfig)
+    try:
+        await App(settings, kube).run()
+    finally:
+        await kube.close()

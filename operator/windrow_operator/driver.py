@@ -1,0 +1,304 @@
+"""The one loop that acts: it looks at everything, lets `reconcile` decide, and carries it out.
+
+One job after the other, one pass at a time, so that no slot is given away twice. What a pass wants
+to tell a sidecar is told only after the API server has taken the status that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+
+from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
+from windrow.proto import attach_pb2 as pb
+from windrow_operator import policies
+from windrow_operator.attach import AttachServer
+from windrow_operator.events import Recorder
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.metrics import Metrics
+from windrow_operator.model import Job, Slot
+from windrow_operator.reconcile import Actions, Command, Patience, reconcile
+from windrow_operator.status import is_urgent
+from windrow_operator.world import World
+
+log = logging.getLogger(__name__)
+
+# Bursts of news become one pass.
+_SETTLE_SECONDS = 0.02
+_IDLE_SECONDS = 5.0
+_RETRY_SECONDS = 1.0
+PROGRESS_INTERVAL = timedelta(seconds=2)
+USAGE_INTERVAL = timedelta(seconds=10)
+
+
+@dataclass
+class _Alarm:
+    """Wakes the loop at the earliest moment that anybody asked for."""
+
+    event: asyncio.Event = field(default_factory=asyncio.Event)
+    due: float = 0.0
+
+    def within(self, seconds: float) -> None:
+        self.due = min(self.due, time.monotonic() + max(0.0, seconds))
+        self.event.set()
+
+    async def wait(self) -> None:
+        while (left := self.due - time.monotonic()) > 0:
+            self.event.clear()
+            try:
+                await asyncio.wait_for(self.event.wait(), left)
+            except TimeoutError:
+                break
+        self.due = time.monotonic() + _IDLE_SECONDS
+
+
+class Driver:
+    """Carries out what `reconcile` decides."""
+
+    def __init__(
+        self,
+        world: World,
+        kube: Kube,
+        recorder: Recorder,
+        metrics: Metrics,
+        *,
+        patience: Patience,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._world, self._kube, self._recorder, self._metrics = world, kube, recorder, metrics
+        self._patience, self._clock = patience, clock
+        self._attach: AttachServer | None = None
+        self._alarm = _Alarm()
+        self._progress_written: dict[str, datetime] = {}  # by job UID
+        self._usage_written: dict[str, datetime] = {}  # by policy key
+        self._charged_at: datetime | None = None
+
+    def connect(self, attach: AttachServer) -> None:
+        """Say through whom sidecars are reached."""
+        self._attach = attach
+
+    def wake(self) -> None:
+        """Look at everything soon: something happened."""
+        self._alarm.within(_SETTLE_SECONDS)
+
+    def wake_for_progress(self) -> None:
+        """Look at everything within the time that progress may wait."""
+        self._alarm.within(PROGRESS_INTERVAL.total_seconds())
+
+    async def run(self) -> None:
+        """Pass after pass, until cancelled."""
+        while True:
+            await self._alarm.wait()
+            started = time.monotonic()
+            await self.turn()
+            self._metrics.passed(time.monotonic() - started, self._world)
+
+    async def turn(self) -> None:
+        """One pass over policies and jobs."""
+        now = self._clock()
+        self._charge(now)
+        self._configure_sidecars(now)
+        slots = self._world.slot_views(now)
+        for job in self._world.job_views():
+            await self._step(job, slots)
+        await self._write_policies(now)
+        for gone in self._world.forget_unused_slots():
+            self._metrics.forget_slot(gone)
+        self._show_slots(slots)
+
+    # --- jobs -------------------------------------------------------------------------------------
+
+    async def _step(self, job: Job, slots: dict[str, Slot]) -> None:
+        now = self._clock()
+        try:
+            run = self._world.run_of(job)
+            actions = reconcile(job, run, slots, now, self._patience)
+            await self._carry_out(job, actions, slots)
+        except NotFound:
+            self._world.drop_job(job.uid)
+        except Conflict:
+            await self._refresh(job)
+        except ApiError as error:
+            log.warning("job %s: %s", job.key, error)
+            self._alarm.within(_RETRY_SECONDS)
+        except Exception:  # a surprise in one job must not stop the others
+            log.exception("job %s could not be reconciled", job.key)
+            self._alarm.within(_IDLE_SECONDS)
+
+    async def _carry_out(self, job: Job, actions: Actions, slots: dict[str, Slot]) -> None:
+        now = self._clock()
+        if actions.wake_at is not None:
+            self._alarm.within((actions.wake_at - now).total_seconds())
+        if actions.finalizer is True:
+            await self._set_finalizer(job, present=True)
+        if actions.status is not None and self._due(job, dict(actions.status), now):
+            await self._write_status(job, dict(actions.status), now)
+        for command in actions.commands:
+            self._send(job, command, slots, now)
+        for event in actions.events:
+            await self._recorder.record(self._world.jobs.get(job.uid), event)
+            if event.reason == "SlotLost":
+                self._metrics.lost.inc()
+        if actions.finalizer is False:
+            await self._set_finalizer(job, present=False)
+        if actions.delete:
+            await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
+
+    def _due(self, job: Job, after: Body, now: datetime) -> bool:
+        """Return whether to write now; mere progress is written every two seconds."""
+        if is_urgent(job.status, after):
+            return True
+        last = self._progress_written.get(job.uid)
+        if last is None or now - last >= PROGRESS_INTERVAL:
+            return True
+        self._alarm.within((last + PROGRESS_INTERVAL - now).total_seconds())
+        return False
+
+    async def _write_status(self, job: Job, status: Body, now: datetime) -> None:
+        # The version that the decision was made on: if it is not the newest, the server refuses.
+        body = {**self._world.jobs[job.uid], "status": status}
+        path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
+        self._world.put_job(await self._kube.replace(path, body))
+        self._progress_written[job.uid] = now
+
+    async def _set_finalizer(self, job: Job, *, present: bool) -> None:
+        metadata = self._world.jobs[job.uid]["metadata"]
+        others = [name for name in metadata.get("finalizers") or () if name != FINALIZER]
+        wanted = {
+            "resourceVersion": metadata["resourceVersion"],
+            "finalizers": [*others, FINALIZER] if present else others,
+        }
+        path = kind_path(FINETUNE_JOB, job.namespace, job.name)
+        body = await self._kube.merge(path, {"metadata": wanted})
+        if body["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
+            self._world.drop_job(job.uid)
+        else:
+            self._world.put_job(body)
+
+    async def _refresh(self, job: Job) -> None:
+        """Somebody else wrote the job first: take the newest version and decide again."""
+        try:
+            body = await self._kube.get(kind_path(FINETUNE_JOB, job.namespace, job.name))
+        except NotFound:
+            self._world.drop_job(job.uid)
+            return
+        except ApiError as error:
+            log.warning("job %s could not be read again: %s", job.key, error)
+            self._alarm.within(_RETRY_SECONDS)
+            return
+        if body["metadata"]["uid"] == job.uid:
+            self._world.put_job(body)
+        else:
+            self._world.drop_job(job.uid)
+        self.wake()
+
+    def _send(self, job: Job, command: Command, slots: dict[str, Slot], now: datetime) -> None:
+        session = self._attach.session_of(command.slot) if self._attach else None
+        live = self._world.slots.get(command.slot)
+        if session is None or live is None:
+            return  # detached since: the next passes wait for it or give it up
+        if command.action == "ASSIGN":
+            self._world.assign(job.uid, command.epoch, command.slot, now)
+            slots[command.slot] = replace(slots[command.slot], holder=job.uid, holder_name=job.key)
+            session.send(
+                pb.OperatorMessage(assign=self._assignment(job, command, live.facts.index))
+            )
+            self._metrics.placements.inc()
+            return
+        if command.action == "STOP":
+            self._world.stop_sent(job.uid, now)
+        session.command(
+            pb.JobCommand(
+                job_uid=job.uid,
+                epoch=command.epoch,
+                action=command.action,
+                reason=command.reason,
+            )
+        )
+
+    def _assignment(self, job: Job, command: Command, index: int) -> pb.Assign:
+        return pb.Assign(
+            slot=index,
+            job_namespace=job.namespace,
+            job_name=job.name,
+            job_uid=job.uid,
+            epoch=command.epoch,
+            spec_json=json.dumps(self._world.jobs[job.uid]["spec"]),
+        )
+
+    # --- policies and slots -----------------------------------------------------------------------
+
+    def _charge(self, now: datetime) -> None:
+        since = now - self._charged_at if self._charged_at else timedelta(0)
+        self._charged_at = now
+        for key in self._world.active_slots():
+            live = self._world.slots.get(key)
+            pod = self._world.pods.get(live.pod_uid) if live and live.attached else None
+            terms = self._world.terms(pod, now) if pod else None
+            if terms is not None:
+                self._world.charge(terms.policy.key, since.total_seconds(), now)
+
+    def _configure_sidecars(self, now: datetime) -> None:
+        for session in self._attach.sessions.values() if self._attach else ():
+            pod = self._world.pods.get(session.pod.uid, session.pod)
+            session.configure(policies.config_of(self._world.terms(pod, now)))
+
+    def _show_slots(self, slots: dict[str, Slot]) -> None:
+        for key, live in self._world.slots.items():
+            view = slots.get(key)
+            spec = view.terms.policy.spec if view and view.terms else None
+            objective = spec.objective.tpot.total_seconds() if spec else 0.0
+            self._metrics.slot(live, objective)
+
+    async def _write_policies(self, now: datetime) -> None:
+        census = self._census()
+        for key, body in list(self._world.policy_bodies.items()):
+            policy, before = self._world.policies[key], body.get("status") or {}
+            usage = self._world.used.get(key, ("", 0.0))
+            after = policies.status_of(
+                policy,
+                census.get(key, policies.Census()),
+                usage,
+                before.get("conditions") or (),
+                now,
+            )
+            if not self._policy_due(key, before, after, now):
+                continue
+            path = kind_path(HARVEST_POLICY, policy.namespace, policy.name, "status")
+            try:
+                self._world.put_policy(await self._kube.replace(path, {**body, "status": after}))
+                self._usage_written[key] = now
+            except NotFound:
+                self._world.drop_policy(key)
+            except ApiError as error:
+                # A conflict: the watch brings the newer version.
+                log.info("policy %s: %s", key, error)
+                self._alarm.within(_RETRY_SECONDS)
+
+    def _policy_due(self, key: str, before: Body, after: Body, now: datetime) -> bool:
+        if {**before, "usage": None} != {**after, "usage": None}:
+            return True
+        last = self._usage_written.get(key)
+        return before != after and (last is None or now - last >= USAGE_INTERVAL)
+
+    def _census(self) -> dict[str, policies.Census]:
+        """Return what every policy has under it."""
+        counts: dict[str, list[int]] = {}
+        active = self._world.active_slots()
+        policy_of_pod: dict[str, str] = {}
+        for pod in self._world.pods.values():
+            policy = policies.select(pod, self._world.policies.values())
+            if policy is not None and not pod.ending:
+                policy_of_pod[pod.uid] = policy.key
+                counts.setdefault(policy.key, [0, 0, 0])[0] += 1
+        for live in self._world.slots.values():
+            key = policy_of_pod.get(live.pod_uid)
+            if key is not None and live.attached:
+                counts[key][1] += 1
+                counts[key][2] += live.key in active
+        return {key: policies.Census(*three) for key, three in counts.items()}

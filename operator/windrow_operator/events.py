@@ -1,0 +1,84 @@
+"""Writes Kubernetes events: what people find in `kubectl describe` and `kubectl get events`."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import uuid
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from windrow.conditions import timestamp
+from windrow_operator.kube import ApiError, Kube
+from windrow_operator.reconcile import Event
+
+log = logging.getLogger(__name__)
+
+COMPONENT = "windrow-operator"
+# The API server refuses longer ones.
+_MESSAGE_MAX = 1024
+# The same words about the same object are news again after a while.
+_REPEAT = timedelta(minutes=1)
+
+
+class Recorder:
+    """Records events; one that cannot be written is only logged."""
+
+    def __init__(self, kube: Kube, clock: Callable[[], datetime]) -> None:
+        self._kube, self._clock = kube, clock
+        self._said: dict[tuple[str, str, str], datetime] = {}
+
+    async def record(self, about: Mapping[str, Any] | None, event: Event) -> None:
+        """Record `event` about an object (None: it is gone, nothing happens)."""
+        if about is None or not self._is_news(about["metadata"]["uid"], event):
+            return
+        metadata = about["metadata"]
+        log.info(
+            "%s %s/%s: %s: %s",
+            about["kind"],
+            metadata["namespace"],
+            metadata["name"],
+            event.reason,
+            event.message,
+        )
+        path = f"/api/v1/namespaces/{metadata['namespace']}/events"
+        try:
+            await self._kube.create(path, self._body(about, event))
+        except ApiError as error:
+            log.warning("event %s of %s was not written: %s", event.reason, metadata["name"], error)
+
+    def _is_news(self, uid: str, event: Event) -> bool:
+        now = self._clock()
+        self._said = {key: at for key, at in self._said.items() if now - at < _REPEAT}
+        key = (uid, event.reason, event.message)
+        if key in self._said:
+            return False
+        self._said[key] = now
+        return True
+
+    def _body(self, about: Mapping[str, Any], event: Event) -> dict[str, Any]:
+        metadata = about["metadata"]
+        at = timestamp(self._clock())
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {
+                "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
+                "namespace": metadata["namespace"],
+            },
+            "involvedObject": {
+                "apiVersion": about["apiVersion"],
+                "kind": about["kind"],
+                "namespace": metadata["namespace"],
+                "name": metadata["name"],
+                "uid": metadata["uid"],
+            },
+            "type": "Warning" if event.warning else "Normal",
+            "reason": str(event.reason),
+            "message": event.message[:_MESSAGE_MAX],
+            "source": {"component": COMPONENT, "host": socket.gethostname()},
+            "firstTimestamp": at,
+            "lastTimestamp": at,
+            "count": 1,
+        }

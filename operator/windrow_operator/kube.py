@@ -1,0 +1,156 @@
+"""Calls to the API server: plain dictionaries in and out, one class, no decisions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlencode
+
+import aiohttp
+import kopf
+from kubernetes.aio import client, config
+
+from windrow.crd import API_VERSION, Kind
+from windrow.errors import Transient
+
+Body = dict[str, Any]
+
+FIELD_MANAGER = "windrow-operator"
+_MERGE = "application/merge-patch+json"
+_APPLY = "application/apply-patch+yaml"
+_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+class ApiError(Transient):
+    """The API server refused or did not answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(f"API server: {message} ({status})", retry_after=timedelta(seconds=1))
+
+
+class Conflict(ApiError):
+    """Somebody else wrote first, or the object exists already."""
+
+
+class NotFound(ApiError):
+    """There is no such object."""
+
+
+def kind_path(kind: Kind, namespace: str | None = None, name: str = "", sub: str = "") -> str:
+    """Return the path of our own kinds: a collection, an object or a subresource."""
+    where = f"/namespaces/{namespace}" if namespace else ""
+    tail = "".join(f"/{part}" for part in (name, sub) if part)
+    return f"/apis/{API_VERSION}{where}/{kind.plural}{tail}"
+
+
+class Kube:
+    """A client of one API server."""
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._api = api
+
+    @classmethod
+    async def connect(cls, kubeconfig: Path | None) -> Self:
+        """Return a client by `kubeconfig`, or by the pod's service account when it is None."""
+        settings = client.Configuration()
+        if kubeconfig is None:
+            config.load_incluster_config(client_configuration=settings)
+        else:
+            await config.load_kube_config(str(kubeconfig), client_configuration=settings)
+        return cls(client.ApiClient(settings))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()
+
+    async def credentials(self) -> kopf.ConnectionInfo:
+        """Return what kopf needs to reach the same server."""
+        settings = self._api.configuration
+        scheme, _, token = (
+            (await settings.get_api_key_with_prefix("BearerToken")) or ""
+        ).partition(" ")
+        return kopf.ConnectionInfo(
+            server=settings.host,
+            ca_path=settings.ssl_ca_cert,
+            insecure=not settings.verify_ssl,
+            certificate_path=settings.cert_file,
+            private_key_path=settings.key_file,
+            scheme=scheme or None,
+            token=token or None,
+        )
+
+    async def get(self, path: str) -> Body:
+        """Return the object at `path`; raise NotFound when there is none."""
+        return await self._request("GET", path)
+
+    async def list(self, path: str, *, labels: str = "") -> list[Body]:
+        """Return the objects of a collection; none when its kind is unknown."""
+        query = f"?{urlencode({'labelSelector': labels})}" if labels else ""
+        try:
+            return list((await self._request("GET", path + query)).get("items") or ())
+        except NotFound:
+            return []
+
+    async def create(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Create an object; raise Conflict when it exists."""
+        return await self._request("POST", path, body)
+
+    async def replace(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Replace an object; raise Conflict when its resourceVersion is no longer the newest."""
+        return await self._request("PUT", path, body)
+
+    async def merge(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Merge `body` into an object; lists are replaced as a whole."""
+        return await self._request("PATCH", path, body, _MERGE)
+
+    async def apply(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Apply `body` by the server; fields that we own and no longer name are removed."""
+        query = urlencode({"fieldManager": FIELD_MANAGER, "force": "true"})
+        return await self._request("PATCH", f"{path}?{query}", body, _APPLY)
+
+    async def delete(self, path: str) -> None:
+        """Delete an object; nothing happens when there is none."""
+        try:
+            await self._request("DELETE", path)
+        except NotFound:
+            return
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Body:
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = content_type
+        prepared = await self._api.param_serialize(
+            method, path, header_params=headers, auth_settings=["BearerToken"]
+        )
+        verb, url, headers, _, _ = prepared
+        try:
+            response = await self._api.call_api(verb, url, headers, body, _request_timeout=_TIMEOUT)
+            content = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, f"{method} {path}: {error or type(error).__name__}") from error
+        if response.status >= 400:
+            raise _error(response.status, f"{method} {path}: {_reason(content)}")
+        return dict(json.loads(content)) if content else {}
+
+
+def _error(status: int, message: str) -> ApiError:
+    if status == 404:
+        return NotFound(status, message)
+    return Conflict(status, message) if status == 409 else ApiError(status, message)
+
+
+def _reason(content: bytes) -> str:
+    try:
+        return str(json.loads(content).get("message", ""))
+    except (ValueError, AttributeError):
+        return content[:200].decode(errors="replace")

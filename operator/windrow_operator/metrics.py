@@ -1,0 +1,110 @@
+"""The operator's Prometheus endpoint and its liveness."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from windrow import metrics as names
+from windrow_operator.world import LiveSlot, World, state_word
+
+# The driver looks at everything at least every few seconds; longer silence means that it hangs.
+LIVE_WITHIN_SECONDS = 60.0
+
+
+class Metrics:
+    """Everything that the operator counts. One registry, so that tests and processes do not mix."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._jobs = self._gauge(names.OPERATOR_JOBS)
+        self._slots = self._gauge(names.OPERATOR_SLOTS)
+        self.placements = self._counter(names.OPERATOR_PLACEMENTS)
+        self.lost = self._counter(names.OPERATOR_LOST)
+        self.stale = self._counter(names.OPERATOR_STALE)
+        self._injections = self._counter(names.OPERATOR_INJECTIONS)
+        self._refused = self._counter(names.OPERATOR_ATTACH_REFUSED)
+        self._last_event = self._gauge(names.OPERATOR_LAST_EVENT)
+        self.pass_seconds = Histogram(
+            names.OPERATOR_PASS_SECONDS.name,
+            names.OPERATOR_PASS_SECONDS.help,
+            registry=self.registry,
+        )
+        self._tpot = self._gauge(names.SLOT_TPOT_P99)
+        self._objective = self._gauge(names.SLOT_OBJECTIVE)
+        self._compute = self._gauge(names.SLOT_COMPUTE)
+        self._memory = self._gauge(names.SLOT_MEMORY)
+        self._tokens = self._gauge(names.SLOT_TOKENS)
+        self._last_pass = time.monotonic()
+
+    def _gauge(self, metric: names.Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _counter(self, metric: names.Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def injected(self, rule: str) -> None:
+        """Count a pod that got a sidecar."""
+        self._injections.labels(rule).inc()
+
+    def refused(self, reason: str) -> None:
+        """Count a sidecar that was turned away."""
+        self._refused.labels(reason).inc()
+
+    def watched(self) -> None:
+        """Note that a watch delivered something."""
+        self._last_event.set_to_current_time()
+
+    def passed(self, seconds: float, world: World) -> None:
+        """Note a pass of the driver and what it saw."""
+        self._last_pass = time.monotonic()
+        self.pass_seconds.observe(seconds)
+        self._jobs.clear()
+        for state, count in Tally(state_word(body) for body in world.jobs.values()).items():
+            self._jobs.labels(state).set(count)
+        attached = sum(live.attached for live in world.slots.values())
+        self._slots.labels("true").set(attached)
+        self._slots.labels("false").set(len(world.slots) - attached)
+
+    def slot(self, live: LiveSlot, objective_seconds: float) -> None:
+        """Show what a sidecar last reported."""
+        if live.beat is None:
+            return
+        where = (live.namespace, live.name)
+        self._tpot.labels(*where).set(live.beat.tpot_p99_seconds)
+        self._objective.labels(*where).set(objective_seconds)
+        self._compute.labels(*where, "all").set(live.beat.compute_utilization)
+        self._compute.labels(*where, "decode").set(live.beat.compute_utilization_decode)
+        self._memory.labels(*where).set(live.beat.memory_utilization)
+        self._tokens.labels(*where).set(live.beat.job.progress.tokens_per_second)
+
+    def forget_slot(self, live: LiveSlot) -> None:
+        """Stop showing a slot that is gone."""
+        where = (live.namespace, live.name)
+        for gauge in (self._tpot, self._objective, self._memory, self._tokens):
+            gauge.remove_by_labels(dict(zip(("namespace", "slot"), where, strict=True)))
+        self._compute.remove_by_labels({"namespace": where[0], "slot": where[1]})
+
+    def is_live(self) -> bool:
+        """Return whether the driver still moves."""
+        return time.monotonic() - self._last_pass < LIVE_WITHIN_SECONDS
+
+    def application(self) -> web.Application:
+        """Return the HTTP application: `/metrics` and `/healthz`."""
+        application = web.Application()
+        application.router.add_get("/metrics", self._serve)
+        application.router.add_get("/healthz", self._health)
+        return application
+
+    async def _serve(self, _: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def _health(self, _: web.Request) -> web.Response:
+        live = self.is_live()
+        return web.Response(status=200 if live else 503, text="ok" if live else "driver stalled")

@@ -1,0 +1,170 @@
+"""The words that the operator's decisions are made of: plain, frozen data.
+
+Times are aware datetimes. A slot or a policy is named by its key, `namespace/name`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from typing import Any
+
+from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+
+
+def key_of(namespace: str, name: str) -> str:
+    """Return the key of a namespaced object."""
+    return f"{namespace}/{name}"
+
+
+def name_in(key: str) -> str:
+    """Return the name in a key, for messages."""
+    return key.rpartition("/")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Pod:
+    """What is kept of a decode pod."""
+
+    namespace: str
+    name: str
+    uid: str
+    node: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    ending: bool = False  # deleted, or its containers have ended
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A HarvestPolicy, checked."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    created: str
+    spec: HarvestPolicySpec | None  # None: invalid, see `error`
+    error: str = ""
+
+    @property
+    def key(self) -> str:
+        """Return namespace/name."""
+        return key_of(self.namespace, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a pod's policy allows at this moment."""
+
+    policy: Policy
+    mode: str  # harvest, observe, off
+    why: str = ""  # when the mode is not the policy's own, or not harvest
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a worker is; of JobEvents and heartbeats."""
+
+    step: int = 0
+    total_steps: int = 0
+    loss: float = float("nan")
+    tokens_per_second: float = 0.0
+    tokens: int = 0
+    eta_seconds: float = 0.0
+    checkpoint_step: int = 0
+    checkpoint_path: str = ""
+
+
+class RunState(StrEnum):
+    """What is known of one placement."""
+
+    ASSIGNED = "assigned"  # the sidecar was told; no word of the worker yet
+    RUNNING = "running"
+    PAUSED = "paused"
+    STOPPED = "stopped"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REJECTED = "rejected"
+    LOST = "lost"  # the sidecar is there and knows nothing of it
+
+
+ALIVE = frozenset({RunState.ASSIGNED, RunState.RUNNING, RunState.PAUSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One placement of a job, as its sidecar reports it."""
+
+    uid: str
+    epoch: int
+    slot: str
+    state: RunState
+    since: datetime  # of the state
+    seen_at: datetime | None = None  # when the worker was last reported
+    reason: str = ""
+    detail: str = ""
+    user_error: bool = False
+    resumed: bool = False
+    progress: Progress = Progress()
+    adapter_path: str = ""
+    base_loss: float = float("nan")
+    tuned_loss: float = float("nan")
+    stop_asked_at: datetime | None = None  # first STOP of this placement
+    stop_sent_at: datetime | None = None  # latest
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A harvested device, as placement sees it."""
+
+    key: str
+    pod_uid: str = ""
+    model: str = ""
+    tensor_parallel: int = 1
+    engine_state: str = "serving"
+    breaker: str = ""
+    predicted_tokens_per_second: float = 0.0
+    memory_full: bool = False
+    attached: bool = True
+    lost_at: datetime | None = None  # since when the sidecar is not attached
+    pod_gone: bool = False  # or on its way
+    terms: Terms | None = None
+    holder: str = ""  # UID of the job that has it or is reported on it
+    holder_name: str = ""  # for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A FinetuneJob, checked."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int
+    created: datetime
+    spec: FinetuneJobSpec | None  # None: invalid, see `error`
+    error: str = ""
+    status: Mapping[str, Any] = field(default_factory=dict)
+    deleted_at: datetime | None = None
+    has_finalizer: bool = False
+    priority: int = 0
+    namespace_labels: Mapping[str, str] = field(default_factory=dict)
+    destination_owner: str = ""  # key of an older job that writes to the same place
+
+    @property
+    def key(self) -> str:
+        """Return namespace/name."""
+        return key_of(self.namespace, self.name)
+
+    @property
+    def epoch(self) -> int:
+        """Return the fencing token of the newest placement; 0: never placed."""
+        return int(self.status.get("epoch") or 0)
+
+    @property
+    def slot(self) -> str:
+        """Return the key of the slot on which the job is placed, or nothing."""
+        return str(self.status.get("slot") or "")

@@ -1,0 +1,122 @@
+"""Where a job goes: the slot with the most predicted headroom among those that can take it.
+
+Slots that serve the job's own model come first, since there the frozen weights are shared. Every
+refusal is one sentence, so that a job that waits can say why.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from windrow_operator.model import Job, Slot, name_in
+
+# A message lists so many slots one by one; a cluster may have thousands.
+SLOTS_LISTED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A slot was found."""
+
+    slot: Slot
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class NoPlacement:
+    """No slot can take the job."""
+
+    message: str
+
+
+def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
+    """Return where `job` goes, or why it cannot go anywhere."""
+    refusals: list[tuple[Slot, str]] = []
+    open_slots: list[Slot] = []
+    for slot in slots:
+        why = refusal(job, slot)
+        if why:
+            refusals.append((slot, why))
+        else:
+            open_slots.append(slot)
+    if not open_slots:
+        return NoPlacement(_explain(refusals))
+    best = min(
+        open_slots,
+        key=lambda slot: (
+            not serves_model(job, slot),
+            -slot.predicted_tokens_per_second,
+            slot.key,
+        ),
+    )
+    return Placement(best, _praise(job, best))
+
+
+def refusal(job: Job, slot: Slot) -> str:
+    """Return why `slot` cannot take `job`, in words that follow its name; empty: it can."""
+    return (
+        _unreachable(slot)
+        or admission_refusal(job, slot)
+        or _unfit(slot)
+        or (f"runs job {slot.holder_name}" if slot.holder and slot.holder != job.uid else "")
+    )
+
+
+def admission_refusal(job: Job, slot: Slot) -> str:
+    """Return why the slot's policy does not admit `job` now; empty: it does."""
+    if slot.terms is None:
+        return "is selected by no valid HarvestPolicy"
+    policy = slot.terms.policy
+    if slot.terms.mode != "harvest":
+        return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
+    spec = policy.spec
+    if spec and not spec.access.namespace_selector.matches(dict(job.namespace_labels)):
+        return f"is closed to namespace {job.namespace} by policy {policy.name}"
+    return ""
+
+
+def serves_model(job: Job, slot: Slot) -> bool:
+    """Return whether decode serves the very model that the job trains."""
+    return job.spec is not None and _same_name(job.spec.model.name, slot.model)
+
+
+def _same_name(one: str, other: str) -> bool:
+    return posixpath.normpath(one) == posixpath.normpath(other)
+
+
+def _unreachable(slot: Slot) -> str:
+    if slot.pod_gone:
+        return "belongs to a pod that is ending"
+    return "" if slot.attached else "has no sidecar attached"
+
+
+def _unfit(slot: Slot) -> str:
+    if slot.tensor_parallel > 1:
+        return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
+    if slot.engine_state != "serving":
+        return f"has an engine that is {slot.engine_state or 'not ready'}"
+    if slot.breaker:
+        return f"gave up harvesting ({slot.breaker})"
+    return "has no memory to lend" if slot.memory_full else ""
+
+
+def _praise(job: Job, slot: Slot) -> str:
+    shared = ", shares the served model's weights" if serves_model(job, slot) else ""
+    return f"{name_in(slot.key)} predicts {rate(slot.predicted_tokens_per_second)} tok/s{shared}"
+
+
+def rate(tokens_per_second: float) -> str:
+    """Return a rate for people: `940`, `9.6k`."""
+    if tokens_per_second < 1000:
+        return f"{tokens_per_second:.0f}"
+    return f"{tokens_per_second / 1000:.1f}k"
+
+
+def _explain(refusals: list[tuple[Slot, str]]) -> str:
+    if not refusals:
+        return "There is no harvested slot: no sidecar of a decode pod has attached"
+    listed = [f"{name_in(slot.key)} {why}" for slot, why in refusals[:SLOTS_LISTED]]
+    more = len(refusals) - len(listed)
+    return "; ".join(listed) + (f"; and {more} more slots refuse" if more else "")

@@ -1,0 +1,141 @@
+"""Which HarvestPolicy a decode pod is under, and what that allows at a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from windrow.conditions import ConditionType as T
+from windrow.conditions import Reason, Status, set_condition
+from windrow.crd import ANNOTATION_POLICY, parse_policy_spec
+from windrow.errors import UserError
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.model import Pod, Policy, Terms
+
+
+def policy_of(body: Mapping[str, Any]) -> Policy:
+    """Return the checked policy of a HarvestPolicy object."""
+    metadata = body["metadata"]
+    try:
+        spec, error = parse_policy_spec(body.get("spec") or {}), ""
+    except UserError as caught:
+        spec, error = None, str(caught)
+    return Policy(
+        namespace=metadata["namespace"],
+        name=metadata["name"],
+        uid=metadata["uid"],
+        generation=metadata.get("generation", 0),
+        created=metadata.get("creationTimestamp", ""),
+        spec=spec,
+        error=error,
+    )
+
+
+def selects(policy: Policy, pod: Pod) -> bool:
+    """Return whether the valid `policy` means `pod`: by the pod's annotation, else by selector."""
+    if policy.spec is None or policy.namespace != pod.namespace:
+        return False
+    named = pod.annotations.get(ANNOTATION_POLICY)
+    if named:
+        return named == policy.name
+    return policy.spec.selector.matches(dict(pod.labels))
+
+
+def select(pod: Pod, policies: Iterable[Policy]) -> Policy | None:
+    """Return the policy that `pod` is under; of several the oldest: a new one moves no pod."""
+    return min(
+        (policy for policy in policies if selects(policy, pod)),
+        key=lambda policy: (policy.created, policy.name),
+        default=None,
+    )
+
+
+def terms_of(policy: Policy, now: datetime, used_seconds: float = 0.0) -> Terms:
+    """Return what `policy` allows at `now`: its mode, unless a limit forbids it.
+
+    `used_seconds` are the device seconds that jobs have had today (UTC).
+    """
+    spec = policy.spec
+    if spec is None:
+        return Terms(policy, "off", policy.error)
+    if spec.mode != "harvest":
+        return Terms(policy, spec.mode, f"policy {policy.name} is in mode {spec.mode}")
+    if not spec.open_at(now):
+        hours = ", ".join(spec.limits.hours)
+        return Terms(policy, "off", f"policy {policy.name} allows it at {hours}")
+    quota = spec.access.gpu_seconds_per_day
+    if quota is not None and used_seconds >= quota:
+        return Terms(policy, "off", f"policy {policy.name} has used its {quota} seconds of today")
+    return Terms(policy, "harvest")
+
+
+def config_of(terms: Terms | None) -> pb.PolicyConfig:
+    """Return what the sidecar is told. Without a policy nothing is harvested."""
+    if terms is None or terms.policy.spec is None:
+        return pb.PolicyConfig(name="", mode="off")
+    spec = terms.policy.spec
+    return pb.PolicyConfig(
+        name=terms.policy.name,
+        policy=spec.policy,
+        mode=terms.mode,
+        objective_seconds=spec.objective.tpot.total_seconds(),
+        percentile=spec.objective.percentile,
+        scope=spec.objective.scope,
+        max_compute_percent=spec.limits.max_sm_percent,
+        max_memory_percent=spec.limits.max_memory_percent,
+        generation=terms.policy.generation,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a policy has under it."""
+
+    pods: int = 0
+    slots: int = 0
+    harvesting: int = 0
+
+
+def status_of(
+    policy: Policy,
+    census: Census,
+    usage: tuple[str, float],
+    held: Iterable[Mapping[str, Any]],
+    now: datetime,
+) -> dict[str, Any]:
+    """Return the whole status of a policy.
+
+    Args:
+        policy: the policy.
+        census: what is under it.
+        usage: a day (UTC) and the device seconds of that day.
+        held: the conditions so far.
+        now: an aware datetime.
+    """
+    accepted: tuple[Status, str, str] = (
+        ("True", Reason.VALID, "The spec is valid")
+        if policy.spec is not None
+        else ("False", Reason.INVALID_SPEC, policy.error)
+    )
+    selecting: tuple[Status, str, str] = (
+        ("True", Reason.PODS_SELECTED, _count(census.pods, "decode pod"))
+        if census.pods
+        else ("False", Reason.NO_PODS, f"No decode pod of namespace {policy.namespace} matches")
+    )
+    conditions = set_condition(held, T.ACCEPTED, *accepted, policy.generation, now)
+    conditions = set_condition(conditions, T.SELECTS_PODS, *selecting, policy.generation, now)
+    status: dict[str, Any] = {
+        "observedGeneration": policy.generation,
+        "conditions": conditions,
+        "pods": census.pods,
+        "slots": census.slots,
+        "harvesting": census.harvesting,
+    }
+    day, seconds = usage
+    return {**status, "usage": {"day": day, "gpuSeconds": round(seconds, 1)}} if day else status
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'} selected"

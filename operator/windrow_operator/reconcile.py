@@ -1,0 +1,363 @@
+"""What to do about one FinetuneJob, given what is known of it and of the slots: a pure function.
+
+Level-based: it looks at the job's status (the truth, kept by the API server), at what the sidecar
+last said about the placement, and at the clock, and returns the next step. Called again in any
+state, after a restart or a lost message, it returns the step that is due in that state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from windrow.conditions import ConditionType as T
+from windrow.conditions import Reason, get_condition, is_finished, is_true
+from windrow_operator import status
+from windrow_operator.model import ALIVE, Job, Run, RunState, Slot, name_in
+from windrow_operator.planning import NoPlacement, admission_refusal, place
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the operator waits for what."""
+
+    gone_grace: timedelta = timedelta(seconds=15)  # stream dropped, pod gone
+    lost_grace: timedelta = timedelta(seconds=60)  # stream dropped, pod still there
+    start_timeout: timedelta = timedelta(seconds=180)  # assigned, no sign of the worker
+    stop_timeout: timedelta = timedelta(seconds=60)  # asked to stop, not stopped
+    stop_repeat: timedelta = timedelta(seconds=10)  # asked again while nothing happens
+    rejected_pause: timedelta = timedelta(seconds=2)
+    backoff_base: timedelta = timedelta(seconds=2)  # doubled with every failure
+    backoff_cap: timedelta = timedelta(minutes=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One word to the sidecar of the job's slot: ASSIGN, STOP or ABORT."""
+
+    action: str
+    slot: str
+    epoch: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What people look for in `kubectl describe`."""
+
+    reason: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Actions:
+    """The next step. Carried out in this order: finalizer, status, commands, events, deletion."""
+
+    finalizer: bool | None = None  # True: add ours, False: remove it
+    status: Mapping[str, Any] | None = None  # the whole status; None: as it is
+    commands: tuple[Command, ...] = ()
+    events: tuple[Event, ...] = field(default=())
+    delete: bool = False
+    wake_at: datetime | None = None  # the latest moment at which to look again
+
+
+NOTHING = Actions()
+
+
+def reconcile(
+    job: Job, run: Run | None, slots: Mapping[str, Slot], now: datetime, patience: Patience
+) -> Actions:
+    """Return the next step for `job`.
+
+    Args:
+        job: the job as the API server holds it.
+        run: what the sidecar said about the placement of `job.epoch`; None: nothing.
+        slots: all slots by key.
+        now: an aware datetime.
+        patience: how long to wait for what.
+    """
+    if is_finished(job.status.get("conditions")):
+        return _after_the_end(job, now)
+    if job.deleted_at is not None:
+        return _deleting(job, run, slots.get(job.slot), now, patience)
+    if _deadline(job) is not None and now >= _deadline(job):  # type: ignore[operator]
+        return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
+    step = _placed(job, run, slots, now, patience) if job.slot else _unplaced(job, slots, now)
+    return _wake_by(step, _deadline(job))
+
+
+# --- the two ends of a job ------------------------------------------------------------------------
+
+
+def _after_the_end(job: Job, now: datetime) -> Actions:
+    finalizer = False if job.has_finalizer else None
+    ttl = job.spec.ttl_seconds_after_finished if job.spec else None
+    ended = _time(job.status.get("completionTime"))
+    if ttl is None or ended is None or job.deleted_at is not None:
+        return Actions(finalizer=finalizer)
+    due = ended + timedelta(seconds=ttl)
+    if now < due:
+        return Actions(finalizer=finalizer, wake_at=due)
+    return Actions(finalizer=finalizer, delete=True)
+
+
+def _deleting(
+    job: Job, run: Run | None, slot: Slot | None, now: datetime, patience: Patience
+) -> Actions:
+    """Stop the worker with a checkpoint, wait for it within bounds, then let the job go."""
+    if not job.has_finalizer:
+        return NOTHING
+    bound = (job.deleted_at or now) + patience.stop_timeout
+    if not job.slot or slot is None or slot.pod_gone:
+        return Actions(finalizer=False)
+    if run.state not in ALIVE if run else slot.attached:
+        return Actions(finalizer=False)
+    if now >= bound:
+        return Actions(
+            finalizer=False, commands=(Command("ABORT", job.slot, job.epoch, "Deleted"),)
+        )
+    if run is None:
+        # The sidecar has not attached yet (the operator restarted): it may be running the job.
+        return Actions(wake_at=bound)
+    return _wake_by(_stop(job, run, "Deleted", now, patience), bound)
+
+
+def _give_up(
+    job: Job, run: Run | None, reason: str, message: str, now: datetime, *, abort: bool
+) -> Actions:
+    commands = (Command("ABORT", job.slot, job.epoch, reason),) if abort and job.slot else ()
+    return Actions(
+        status=status.failed(job, run, reason, message, now),
+        commands=commands,
+        events=(Event(reason, message, warning=True),),
+    )
+
+
+# --- without a slot -------------------------------------------------------------------------------
+
+
+def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
+    refusal = _refusal(job)
+    if refusal is not None:
+        reason, message = refusal
+        return _say(job, status.refused(job, reason, message, now), reason, message, warning=True)
+    assert job.spec is not None
+    if job.spec.suspend:
+        after = status.suspended(job, None, now)
+        return _say(job, after, Reason.SUSPENDED, "Suspended as spec.suspend asks")
+    retry_at = _time(job.status.get("retryAt"))
+    if retry_at is not None and now < retry_at:
+        return Actions(wake_at=retry_at)
+    choice = place(job, slots.values())
+    if isinstance(choice, NoPlacement):
+        after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
+        return _say(job, after, Reason.NO_SLOT, choice.message)
+    return Actions(
+        finalizer=None if job.has_finalizer else True,
+        status=status.placed(job, choice.slot.key, choice.message, now),
+        commands=(Command("ASSIGN", choice.slot.key, job.epoch + 1),),
+        events=(Event(Reason.PLACED, choice.message),),
+    )
+
+
+def _refusal(job: Job) -> tuple[Reason, str] | None:
+    if job.spec is None:
+        return Reason.INVALID_SPEC, job.error
+    if job.destination_owner:
+        return (
+            Reason.DESTINATION_IN_USE,
+            f"spec.output.destination: {job.spec.output.destination!r} belongs to job "
+            f"{job.destination_owner}. Choose another directory, or wait until that job has ended.",
+        )
+    return None
+
+
+# --- with a slot ----------------------------------------------------------------------------------
+
+
+def _placed(
+    job: Job, run: Run | None, slots: Mapping[str, Slot], now: datetime, patience: Patience
+) -> Actions:
+    slot = slots.get(job.slot)
+    if run is not None and run.state not in ALIVE:
+        return _ended(job, run, now, patience)
+    if slot is None or not slot.attached:
+        return _silent(job, run, slot, now, patience)
+    if run is None:
+        # It is attached and does not run the job: the assignment never reached it, or the worker
+        # ended while no operator listened.
+        return _lost(job, None, f"{name_in(job.slot)} does not run the job", now)
+    reason = _stop_reason(job, slot)
+    if reason:
+        return _stop(job, run, reason, now, patience)
+    if run.state is RunState.ASSIGNED:
+        return _starting(job, run, now, patience)
+    after = status.running(job, run, now)
+    condition = get_condition(job.status.get("conditions"), T.RUNNING)
+    if condition is None or condition["status"] != "True":
+        where = f"{'Resumed' if run.resumed else 'Started'} on {name_in(job.slot)}"
+        return Actions(status=after, events=(Event(where.split()[0], where),))
+    return Actions(status=_changed(job, after))
+
+
+def _ended(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+    """The placement is over; what that means for the job."""
+    assert run.state not in ALIVE
+    if run.state is RunState.SUCCEEDED:
+        after = status.succeeded(job, run, now)
+        return Actions(
+            status=after,
+            events=(Event(Reason.COMPLETED, f"Adapter in {after['adapter']['path']}"),),
+        )
+    if run.state is RunState.FAILED:
+        return _failed(job, run, now, patience)
+    if run.state is RunState.REJECTED:
+        retry_at = now + patience.rejected_pause
+        after = status.retried(job, run, retry_at, now, counts=False)
+        return Actions(status=after, wake_at=retry_at, events=(_failure_event(run, "Rejected"),))
+    if run.state is RunState.LOST:
+        return _lost(job, run, run.detail or f"The worker on {name_in(job.slot)} is gone", now)
+    if job.spec is not None and job.spec.suspend:
+        return Actions(
+            status=status.suspended(job, run, now),
+            events=(Event(Reason.SUSPENDED, f"Stopped at step {run.progress.step}"),),
+            wake_at=now,
+        )
+    message = f"{name_in(job.slot)}: {run.detail or 'stopped'}"
+    reason = Reason.POLICY_CHANGED if run.stop_asked_at else Reason.SLOT_LOST
+    return Actions(
+        status=status.unplaced(job, run, reason, message, now),
+        events=(Event(reason, message),),
+        wake_at=now,
+    )
+
+
+def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+    if run.user_error:
+        return _give_up(job, run, run.reason or Reason.INVALID_SPEC, run.detail, now, abort=False)
+    attempts = int(job.status.get("attempts") or 0) + 1
+    limit = job.spec.backoff_limit if job.spec else 0
+    if attempts > limit:
+        message = f"{attempts} workers failed, the last by {run.reason}: {run.detail}"
+        counted = replace(job, status={**job.status, "attempts": attempts})
+        return _give_up(counted, run, Reason.BACKOFF_LIMIT_EXCEEDED, message, now, abort=False)
+    retry_at = now + min(patience.backoff_base * 2 ** (attempts - 1), patience.backoff_cap)
+    return Actions(
+        status=status.retried(job, run, retry_at, now, counts=True),
+        events=(_failure_event(run, Reason.WORKER_ERROR),),
+        wake_at=retry_at,
+    )
+
+
+def _failure_event(run: Run, default: str) -> Event:
+    return Event(run.reason or default, run.detail or "no detail", warning=True)
+
+
+def _silent(
+    job: Job, run: Run | None, slot: Slot | None, now: datetime, patience: Patience
+) -> Actions:
+    """The sidecar is not attached: wait for it, longer while its pod is there."""
+    if slot is None or slot.lost_at is None:
+        return _lost(job, run, f"{name_in(job.slot)} is gone", now)
+    grace = patience.gone_grace if slot.pod_gone else patience.lost_grace
+    due = slot.lost_at + grace
+    if now < due:
+        return Actions(wake_at=due)
+    what = "its pod is gone" if slot.pod_gone else "its sidecar did not come back"
+    return _lost(job, run, f"{name_in(job.slot)} is lost: {what}", now)
+
+
+def _lost(job: Job, run: Run | None, message: str, now: datetime) -> Actions:
+    """Forget the placement. The next one has a higher epoch, which fences whatever still runs."""
+    return Actions(
+        status=status.unplaced(job, run, Reason.SLOT_LOST, message, now),
+        events=(Event(Reason.SLOT_LOST, message, warning=True),),
+        wake_at=now,
+    )
+
+
+def _stop_reason(job: Job, slot: Slot) -> str:
+    if job.spec is not None and job.spec.suspend:
+        return "Suspended"
+    return admission_refusal(job, slot)
+
+
+def _stop(job: Job, run: Run, reason: str, now: datetime, patience: Patience) -> Actions:
+    """Ask for a checkpoint and the end; ask again now and then; do not wait for ever."""
+    asked = run.stop_asked_at or now
+    if now >= asked + patience.stop_timeout:
+        stopped = replace(run, state=RunState.STOPPED, detail=f"did not stop in time ({reason})")
+        step = _ended(job, stopped, now, patience)
+        return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
+    again = run.stop_sent_at is None or now >= run.stop_sent_at + patience.stop_repeat
+    commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
+    after = status.running(job, replace(run, stop_asked_at=asked), now)
+    return Actions(
+        status=_changed(job, after) if run.state is not RunState.ASSIGNED else None,
+        commands=commands,
+        wake_at=now + patience.stop_repeat,
+    )
+
+
+def _starting(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+    due = run.since + patience.start_timeout
+    if now < due:
+        return Actions(wake_at=due)
+    seconds = f"{patience.start_timeout.total_seconds():.0f}"
+    dead = replace(
+        run,
+        state=RunState.FAILED,
+        reason=Reason.WORKER_DIED,
+        detail=f"no sign of the worker within {seconds} s",
+    )
+    step = _failed(job, dead, now, patience)
+    return replace(step, commands=(Command("ABORT", job.slot, job.epoch, "StartTimeout"),))
+
+
+# --- small things ---------------------------------------------------------------------------------
+
+
+def _say(
+    job: Job, after: status.Body, reason: str, message: str, *, warning: bool = False
+) -> Actions:
+    """Write `after` if it differs; the event comes only when the conditions' reason changes."""
+    changed = _changed(job, after)
+    if changed is None:
+        return NOTHING
+    news = _reasons(job.status) != _reasons(after)
+    return Actions(status=changed, events=(Event(reason, message, warning),) if news else ())
+
+
+def _reasons(status_: Mapping[str, Any]) -> set[tuple[str, str, str]]:
+    held = status_.get("conditions") or ()
+    return {(c["type"], c["status"], c["reason"]) for c in held}
+
+
+def _changed(job: Job, after: status.Body) -> status.Body | None:
+    return after if after != dict(job.status) else None
+
+
+def _deadline(job: Job) -> datetime | None:
+    seconds = job.spec.active_deadline_seconds if job.spec else None
+    start = _time(job.status.get("startTime"))
+    if seconds is None or start is None or is_true(job.status.get("conditions"), T.SUSPENDED):
+        return None
+    return start + timedelta(seconds=seconds)
+
+
+def _deadline_words(job: Job) -> str:
+    seconds = job.spec.active_deadline_seconds if job.spec else 0
+    return f"spec.activeDeadlineSeconds: {seconds} seconds have passed since startTime"
+
+
+def _wake_by(step: Actions, due: datetime | None) -> Actions:
+    if due is None or step.status is not None:
+        return step
+    return replace(step, wake_at=min(due, step.wake_at) if step.wake_at else due)
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text) if text else None

@@ -1,0 +1,189 @@
+"""How what a sidecar says changes what the operator knows.
+
+Each function folds one message into the World. A report about a placement counts only when it is
+the job's newest one; for any other the function returns the command that ends the stale worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Final
+
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.model import ALIVE, Pod, Progress, Run, RunState, key_of
+from windrow_operator.world import LiveSlot, World
+
+# A worker that was reported and no longer is, without a last word, is gone: ten heartbeats.
+SILENT_WORKER: Final = timedelta(seconds=10)
+
+_STATE: Final = {
+    pb.JobEvent.STARTED: RunState.RUNNING,
+    pb.JobEvent.RESUMED: RunState.RUNNING,
+    pb.JobEvent.PAUSED: RunState.PAUSED,
+    pb.JobEvent.STOPPED: RunState.STOPPED,
+    pb.JobEvent.SUCCEEDED: RunState.SUCCEEDED,
+    pb.JobEvent.FAILED: RunState.FAILED,
+    pb.JobEvent.REJECTED: RunState.REJECTED,
+}
+_LAST_WORDS: Final = frozenset(
+    {pb.JobEvent.STOPPED, pb.JobEvent.SUCCEEDED, pb.JobEvent.FAILED, pb.JobEvent.REJECTED}
+)
+
+
+def slot_name(pod_name: str, index: int) -> str:
+    """Return the name of a HarvestSlot: the pod's, for the usual pod with one device."""
+    return pod_name if index == 0 else f"{pod_name}.{index}"
+
+
+def take_hello(
+    world: World, pod: Pod, hello: pb.SidecarHello, now: datetime, *, first: bool
+) -> list[pb.JobCommand]:
+    """Take up a sidecar's slots and what runs on them.
+
+    With the first hello of a stream, a placement on this pod that the sidecar does not name is
+    lost: the assignment never arrived, or the worker ended meanwhile.
+    """
+    for facts in hello.slots:
+        _take_slot(world, pod, facts)
+    mine = slots_of(world, pod)
+    for live in mine:
+        live.attached, live.lost_at = True, None
+    stale = []
+    for running in hello.running:
+        key = key_of(pod.namespace, slot_name(pod.name, running.slot))
+        stale += _take_running(world, key, running, now)
+    if first:
+        named = {(running.job_uid, running.epoch) for running in hello.running}
+        for run in list(world.runs.values()):
+            on_this_pod = any(run.slot == live.key for live in mine)
+            if on_this_pod and run.state in ALIVE and (run.uid, run.epoch) not in named:
+                _lose(world, run, "the sidecar came back without the worker", now)
+    return stale
+
+
+def take_heartbeat(
+    world: World, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
+) -> list[pb.JobCommand]:
+    """Take up the state of one slot."""
+    live.beat, live.beat_at = beat, now
+    if beat.HasField("job"):
+        return _take_running(world, live.key, beat.job, now)
+    for run in list(world.runs.values()):
+        reported = run.seen_at is not None and run.state in ALIVE
+        if run.slot == live.key and reported and now - (run.seen_at or now) > SILENT_WORKER:
+            _lose(world, run, "the worker is gone without a word", now)
+    return []
+
+
+def take_event(
+    world: World, slots: Iterable[str], event: pb.JobEvent, now: datetime
+) -> list[pb.JobCommand]:
+    """Take up a turn in a job's life, reported by the sidecar that speaks for `slots`."""
+    slot = next((key for key in slots if world.expects(event.job_uid, event.epoch, key)), "")
+    if not slot:
+        if event.kind in _LAST_WORDS:
+            return []
+        return [_abort(event.job_uid, event.epoch)]
+    run = _current(world, slot, event.job_uid, event.epoch, now)
+    if run.state not in ALIVE:
+        return []  # a last word was said already
+    world.runs[run.uid] = _with_event(run, event, now)
+    return []
+
+
+def detach(world: World, pod: Pod, now: datetime) -> None:
+    """Note that the stream of a pod's sidecar has ended."""
+    for live in slots_of(world, pod):
+        live.attached, live.lost_at = False, now
+
+
+def slots_of(world: World, pod: Pod) -> list[LiveSlot]:
+    """Return the known slots of a pod."""
+    return [live for live in world.slots.values() if live.pod_uid == pod.uid]
+
+
+def _take_slot(world: World, pod: Pod, facts: pb.SlotFacts) -> None:
+    name = slot_name(pod.name, facts.index)
+    key = key_of(pod.namespace, name)
+    live = world.slots.get(key)
+    if live is None or live.pod_uid != pod.uid:
+        live = LiveSlot(key, pod.namespace, name, pod.name, pod.uid)
+        world.slots[key] = live
+    live.node, live.facts = pod.node, facts
+
+
+def _take_running(
+    world: World, slot: str, running: pb.RunningJob, now: datetime
+) -> list[pb.JobCommand]:
+    if not world.expects(running.job_uid, running.epoch, slot):
+        return [_abort(running.job_uid, running.epoch)]
+    run = _current(world, slot, running.job_uid, running.epoch, now)
+    if run.state not in ALIVE:
+        return []
+    run = replace(run, seen_at=now, progress=_merged(run.progress, running.progress))
+    if run.state is RunState.ASSIGNED:
+        # It loads; once it knows how many steps there are, it runs.
+        loaded = running.progress.total_steps > 0
+        run = replace(run, state=RunState.RUNNING if loaded else run.state, since=now)
+    world.runs[run.uid] = run
+    return []
+
+
+def _current(world: World, slot: str, uid: str, epoch: int, now: datetime) -> Run:
+    run = world.runs.get(uid)
+    if run is not None and run.epoch == epoch:
+        return run
+    # Placed by an earlier life of the operator, and still at it: adopted.
+    return Run(uid, epoch, slot, RunState.ASSIGNED, since=now)
+
+
+def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
+    state = _STATE.get(event.kind, run.state)
+    progress = run.progress
+    if event.HasField("progress"):
+        progress = _merged(progress, event.progress)
+    return replace(
+        run,
+        state=state,
+        since=now if state is not run.state else run.since,
+        seen_at=now,
+        reason=event.reason,
+        detail=event.detail,
+        user_error=event.user_error,
+        resumed=progress.step > 0 if event.kind == pb.JobEvent.STARTED else run.resumed,
+        progress=progress,
+        adapter_path=event.adapter_path or run.adapter_path,
+        base_loss=_known(event.base_eval_loss, run.base_loss),
+        tuned_loss=_known(event.tuned_eval_loss, run.tuned_loss),
+    )
+
+
+def _merged(known: Progress, said: pb.Progress) -> Progress:
+    """Return what was said; a checkpoint that it does not name stays known."""
+    return Progress(
+        step=said.step,
+        total_steps=said.total_steps or known.total_steps,
+        loss=said.loss if said.step else math.nan,
+        tokens_per_second=said.tokens_per_second,
+        tokens=said.tokens,
+        eta_seconds=said.eta_seconds,
+        checkpoint_step=said.checkpoint_step if said.checkpoint_path else known.checkpoint_step,
+        checkpoint_path=said.checkpoint_path or known.checkpoint_path,
+    )
+
+
+def _known(said: float, known: float) -> float:
+    # Zero is proto3's "not set"; a loss is never exactly that.
+    return said or known
+
+
+def _lose(world: World, run: Run, why: str, now: datetime) -> None:
+    detail = f"{run.slot.rpartition('/')[2]}: {why}"
+    world.runs[run.uid] = replace(run, state=RunState.LOST, since=now, detail=detail)
+
+
+def _abort(uid: str, epoch: int) -> pb.JobCommand:
+    return pb.JobCommand(job_uid=uid, epoch=epoch, action=pb.JobCommand.ABORT, reason="StaleEpoch")

@@ -1,0 +1,100 @@
+"""What the operator is told on its command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from windrow_operator.reconcile import Patience
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The command line, typed."""
+
+    kubeconfig: Path | None
+    namespace: str  # the operator's own: holds its Secret, is never injected
+    host: str
+    attach_port: int
+    webhook_port: int
+    metrics_port: int
+    advertise_address: str
+    state_file: Path | None
+    sidecar_image: str
+    sidecar_metrics_port: int
+    namespaces: tuple[str, ...]  # empty: all
+    patience: Patience
+    log_json: bool
+    verbose: bool
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    """Return the settings of a command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m windrow_operator",
+        description="Places FinetuneJobs on decode pods and keeps their state.",
+    )
+    parser.add_argument("--kubeconfig", type=Path, help="default: the pod's service account")
+    parser.add_argument("--namespace", default="windrow-system", help="the operator's own")
+    parser.add_argument("--attach-host", default="0.0.0.0", help="address to listen on")
+    parser.add_argument(
+        "--attach-port",
+        type=int,
+        default=8443,
+        help="port of the Attach service; 0: the one of the state file, else any free one",
+    )
+    parser.add_argument("--webhook-port", type=int, default=9443, help="0: as above")
+    parser.add_argument("--metrics-port", type=int, default=9464, help="0: as above")
+    parser.add_argument(
+        "--advertise-address",
+        default="",
+        help="host by which sidecars and API server reach the operator; default: its Service",
+    )
+    parser.add_argument("--state-file", type=Path, help="JSON with pid, ports and `ready`")
+    parser.add_argument(
+        "--namespace-scope", default="all", help="namespaces to serve, by commas; all: every one"
+    )
+    parser.add_argument("--sidecar-image", default="windrow-sidecar:latest")
+    parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
+    default = Patience()
+    for name, value, text in (
+        ("gone-grace", default.gone_grace, "wait for a sidecar whose pod is gone"),
+        ("lost-grace", default.lost_grace, "wait for a sidecar whose pod is there"),
+        ("start-timeout", default.start_timeout, "wait for a worker's first sign"),
+        ("stop-timeout", default.stop_timeout, "wait for a worker to stop"),
+        ("backoff-base", default.backoff_base, "pause after the first failure, doubled each time"),
+    ):
+        parser.add_argument(
+            f"--{name}-seconds", type=float, default=value.total_seconds(), help=text
+        )
+    parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
+    parser.add_argument("--verbose", action="store_true", help="log debug messages")
+    return _settings(parser.parse_args(arguments))
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    scope = () if options.namespace_scope == "all" else tuple(options.namespace_scope.split(","))
+    return Settings(
+        kubeconfig=options.kubeconfig,
+        namespace=options.namespace,
+        host=options.attach_host,
+        attach_port=options.attach_port,
+        webhook_port=options.webhook_port,
+        metrics_port=options.metrics_port,
+        advertise_address=options.advertise_address or f"windrow-operator.{options.namespace}.svc",
+        state_file=options.state_file,
+        sidecar_image=options.sidecar_image,
+        sidecar_metrics_port=options.sidecar_metrics_port,
+        namespaces=scope,
+        patience=Patience(
+            gone_grace=timedelta(seconds=options.gone_grace_seconds),
+            lost_grace=timedelta(seconds=options.lost_grace_seconds),
+            start_timeout=timedelta(seconds=options.start_timeout_seconds),
+            stop_timeout=timedelta(seconds=options.stop_timeout_seconds),
+            backoff_base=timedelta(seconds=options.backoff_base_seconds),
+        ),
+        log_json=options.log_json,
+        verbose=options.verbose,
+    )

@@ -1,0 +1,283 @@
+"""Keeps HarvestSlot and LatencyProfile objects as sidecars report them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from windrow.conditions import ConditionType as T
+from windrow.conditions import Reason, Status, set_condition, timestamp
+from windrow.crd import (
+    API_VERSION,
+    HARVEST_SLOT,
+    LATENCY_PROFILE,
+    format_duration,
+    parse_profile_spec,
+)
+from windrow.errors import UserError
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.model import Pod, Slot
+from windrow_operator.world import LiveSlot, World
+
+log = logging.getLogger(__name__)
+
+# At most so many writes a second, whatever the number of slots.
+_WRITES_PER_SECOND = 200
+_SMALLEST_INTERVAL = timedelta(seconds=2)
+
+
+def interval(n_slots: int) -> timedelta:
+    """Return how often slots are written: every two seconds, more seldom for very many."""
+    return max(_SMALLEST_INTERVAL, timedelta(seconds=n_slots / _WRITES_PER_SECOND))
+
+
+def slot_object(live: LiveSlot) -> Body:
+    """Return the object of a slot without its status. The pod owns it, so it goes with the pod."""
+    facts = live.facts
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": live.pod_name, "uid": live.pod_uid}
+    return {
+        "apiVersion": API_VERSION,
+        "kind": HARVEST_SLOT.kind,
+        "metadata": {
+            "name": live.name,
+            "namespace": live.namespace,
+            "ownerReferences": [owner],
+        },
+        "spec": {
+            "podName": live.pod_name,
+            "podUid": live.pod_uid,
+            "nodeName": live.node,
+            "index": facts.index,
+            "engine": facts.engine,
+            "engineVersion": facts.engine_version,
+            "device": facts.device,
+            "driver": facts.driver,
+            "model": facts.model,
+            "modelFingerprint": facts.model_fingerprint,
+            "computeUnits": facts.compute_units,
+            "finetuneLevels": list(facts.finetune_levels),
+            "arenaBytes": facts.arena_bytes,
+            "chunkBytes": facts.chunk_bytes,
+            "chunks": facts.chunks,
+            "tensorParallel": max(1, facts.tensor_parallel),
+            "endpoint": facts.endpoint,
+        },
+    }
+
+
+def slot_status(
+    live: LiveSlot, view: Slot, job: Body | None, held: list[Body], now: datetime
+) -> Body:
+    """Return the whole status of a slot.
+
+    Args:
+        live: what the sidecar said.
+        view: what placement makes of it.
+        job: what stands in `status.job`; None: no job.
+        held: the conditions so far.
+        now: an aware datetime.
+    """
+    beat = live.beat or pb.SlotHeartbeat()
+    terms = view.terms
+    spec = terms.policy.spec if terms else None
+    objective = spec.objective.tpot if spec else None
+    units = live.facts.compute_units
+    return {
+        "conditions": _conditions(view, held, now),
+        "policy": terms.policy.name if terms else None,
+        "mode": terms.mode if terms else "off",
+        "engineState": view.engine_state,
+        "objective": format_duration(objective) if objective else None,
+        "objectiveSeconds": objective.total_seconds() if objective else None,
+        "tpotP50": _milliseconds(beat.tpot_p50_seconds),
+        "tpotP99": _milliseconds(beat.tpot_p99_seconds),
+        "tpotP50Seconds": _finite(beat.tpot_p50_seconds),
+        "tpotP99Seconds": _finite(beat.tpot_p99_seconds),
+        "decode": f"{beat.decode_units}/{units}",
+        "finetune": f"{beat.finetune_units}/{units}",
+        "lent": f"{beat.chunks_lent}/{live.facts.chunks}",
+        "jobName": f"{job['namespace']}/{job['name']}" if job else None,
+        "job": job,
+        "steps": beat.steps,
+        "stepsOverObjective": beat.steps_over_objective,
+        "batch": beat.batch,
+        "contextTokens": beat.context_tokens,
+        "waiting": beat.waiting,
+        "decodeUnits": beat.decode_units,
+        "finetuneUnits": beat.finetune_units,
+        "chunks": {
+            "kv": beat.chunks_kv,
+            "lent": beat.chunks_lent,
+            "reserved": beat.chunks_reserved,
+            "draining": beat.chunks_draining,
+            "free": beat.chunks_free,
+        },
+        "predictedTokensPerSecond": _finite(beat.predicted_tokens_per_second),
+        "computeUtilization": _finite(beat.compute_utilization),
+        "computeUtilizationDecode": _finite(beat.compute_utilization_decode),
+        "memoryUtilization": _finite(beat.memory_utilization),
+        "breaker": beat.breaker,
+        "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
+    }
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None  # JSON knows no other
+
+
+def _milliseconds(seconds: float) -> str | None:
+    return f"{seconds * 1000:.1f}ms" if 0 < seconds < math.inf else None
+
+
+def _conditions(view: Slot, held: list[Body], now: datetime) -> list[Body]:
+    attached: tuple[Status, str, str] = (
+        ("True", Reason.CONNECTED, "The sidecar is connected")
+        if view.attached
+        else ("False", Reason.DISCONNECTED, "The sidecar is not connected; it dials again")
+    )
+    held = set_condition(held, T.ATTACHED, *attached, None, now)
+    return set_condition(held, T.READY, *_readiness(view), None, now)
+
+
+def _readiness(view: Slot) -> tuple[Status, str, str]:
+    if not view.attached:
+        return "False", Reason.DISCONNECTED, "The sidecar is not connected"
+    if view.terms is None:
+        return "False", Reason.NO_POLICY, "No valid HarvestPolicy selects the pod"
+    if view.terms.mode != "harvest":
+        return "False", Reason.POLICY_OFF, view.terms.why or f"Mode is {view.terms.mode}"
+    if view.tensor_parallel > 1:
+        return "False", Reason.TENSOR_PARALLEL, f"Decode runs on {view.tensor_parallel} ranks"
+    if view.engine_state != "serving":
+        return "False", Reason.ENGINE_NOT_SERVING, f"The engine is {view.engine_state}"
+    if view.breaker:
+        return "False", Reason.BREAKER_OPEN, view.breaker
+    return "True", Reason.SERVING, "The slot can take a job"
+
+
+class SlotWriter:
+    """Writes what changed."""
+
+    def __init__(self, world: World, kube: Kube) -> None:
+        self._world, self._kube = world, kube
+        self._written: dict[str, Body] = {}  # facts by key
+        self._status: dict[str, Body] = {}
+
+    async def load(self) -> None:
+        """Take up the slots of an earlier life of the operator: known, not attached."""
+        for body in await self._kube.list(kind_path(HARVEST_SLOT)):
+            metadata, spec = body["metadata"], body["spec"]
+            key = f"{metadata['namespace']}/{metadata['name']}"
+            self._world.slots[key] = LiveSlot(
+                key=key,
+                namespace=metadata["namespace"],
+                name=metadata["name"],
+                pod_name=spec["podName"],
+                pod_uid=spec["podUid"],
+                node=spec.get("nodeName", ""),
+                facts=_facts(spec),
+                lost_at=self._world.started_at,
+            )
+            self._status[key] = body.get("status") or {}
+
+    async def write(self, now: datetime) -> None:
+        """Write every slot that changed; one that fails is written the next time."""
+        views = self._world.slot_views(now)
+        for live in list(self._world.slots.values()):
+            try:
+                await self._write(live, views[live.key], now)
+            except ApiError as error:
+                self._written.pop(live.key, None)
+                log.warning("slot %s could not be written: %s", live.key, error)
+
+    async def _write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
+        wanted = slot_object(live)
+        if self._written.get(live.key) != wanted and live.attached:
+            await self._write_object(live, wanted)
+        before = self._status.get(live.key, {})
+        after = slot_status(live, view, self._job(view), before.get("conditions") or [], now)
+        if after == before:
+            return
+        path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
+        try:
+            await self._kube.merge(path, {"status": after})
+        except NotFound:
+            # Collected with its pod, or deleted by hand: made again while the sidecar is attached.
+            self._forget(live.key)
+            return
+        self._status[live.key] = after
+
+    async def _write_object(self, live: LiveSlot, wanted: Body) -> None:
+        try:
+            await self._kube.create(kind_path(HARVEST_SLOT, live.namespace), wanted)
+            self._status.pop(live.key, None)
+        except Conflict:
+            path = kind_path(HARVEST_SLOT, live.namespace, live.name)
+            await self._kube.merge(path, wanted)
+        self._written[live.key] = wanted
+
+    def _forget(self, key: str) -> None:
+        self._written.pop(key, None)
+        self._status.pop(key, None)
+
+    def _job(self, view: Slot) -> Body | None:
+        body = self._world.jobs.get(view.holder)
+        if body is None:
+            return None
+        metadata = body["metadata"]
+        return {
+            "namespace": metadata["namespace"],
+            "name": metadata["name"],
+            "uid": view.holder,
+            "epoch": (body.get("status") or {}).get("epoch", 0),
+        }
+
+    async def store_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
+        """Keep a latency profile. All pods of one kind share it; the newest stays."""
+        try:
+            spec = json.loads(report.profile_json)
+            parse_profile_spec(spec)
+        except (ValueError, UserError) as error:
+            log.warning("pod %s/%s sent a broken profile: %s", pod.namespace, pod.name, error)
+            return
+        name = profile_name(report.key)
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": LATENCY_PROFILE.kind,
+            "metadata": {"name": name, "namespace": pod.namespace},
+            "spec": spec,
+        }
+        try:
+            await self._kube.apply(kind_path(LATENCY_PROFILE, pod.namespace, name), body)
+        except ApiError as error:
+            log.warning("profile %s could not be stored: %s", name, error)
+
+
+def profile_name(key: str) -> str:
+    """Return the name of the profile of a key."""
+    return f"lp-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+
+
+def _facts(spec: Mapping[str, Any]) -> pb.SlotFacts:
+    return pb.SlotFacts(
+        index=spec.get("index", 0),
+        engine=spec.get("engine", ""),
+        engine_version=spec.get("engineVersion", ""),
+        device=spec.get("device", ""),
+        driver=spec.get("driver", ""),
+        model=spec.get("model", ""),
+        model_fingerprint=spec.get("modelFingerprint", ""),
+        compute_units=spec.get("computeUnits", 0),
+        finetune_levels=spec.get("finetuneLevels", ()),
+        arena_bytes=spec.get("arenaBytes", 0),
+        chunk_bytes=spec.get("chunkBytes", 0),
+        chunks=spec.get("chunks", 0),
+        tensor_parallel=spec.get("tensorParallel", 1),
+        endpoint=spec.get("endpoint", ""),
+    )

@@ -1,0 +1,223 @@
+"""What the status of a FinetuneJob says after each turn of its life.
+
+Every function takes the status before and returns the whole status after; nothing is changed in
+place. The table in `windrow.conditions` lists the reasons.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from windrow.conditions import ConditionType as T
+from windrow.conditions import Reason, Status, get_condition, set_condition, state_of, timestamp
+from windrow_operator.model import Job, Progress, Run, RunState
+from windrow_operator.planning import rate
+
+Body = dict[str, Any]
+
+# A shorter pause is decode's daily business: the tokens per second show it, the conditions do not.
+NOTABLE_PAUSE = timedelta(seconds=10)
+
+# Only how far the job is: such a change can wait, so that it costs few writes.
+FLOWING = frozenset({"progress", "step", "loss", "tokensPerSecond", "eta"})
+
+
+def accepted(job: Job, now: datetime) -> Body:
+    """The spec is valid and the destination is the job's own."""
+    return _with(job, job.status, now, (T.ACCEPTED, "True", Reason.VALID, "The spec is valid"))
+
+
+def refused(job: Job, reason: Reason, message: str, now: datetime) -> Body:
+    """The job cannot be placed before somebody changes something."""
+    return _with(
+        job,
+        job.status,
+        now,
+        (T.ACCEPTED, "False", reason, message),
+        (T.PLACED, "False", reason, "The job is not accepted"),
+        (T.RUNNING, "False", Reason.NOT_PLACED, "The job has no slot"),
+    )
+
+
+def waiting(job: Job, reason: Reason, message: str, now: datetime) -> Body:
+    """The job could run, but not now."""
+    return _with(
+        job,
+        accepted(job, now),
+        now,
+        (T.SUSPENDED, "False", Reason.NOT_SUSPENDED, "The job is not suspended"),
+        (T.PLACED, "False", reason, message),
+        (T.RUNNING, "False", Reason.NOT_PLACED, "The job has no slot"),
+    )
+
+
+def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
+    """A slot is assigned under the next epoch. To be written before the sidecar hears of it."""
+    before = accepted(job, now)
+    resumes = get_condition(before.get("conditions"), T.SUSPENDED)
+    if resumes is not None and resumes["status"] == "True":
+        before.pop("startTime", None)  # as for Jobs of Kubernetes, the deadline begins anew
+    before |= {"epoch": job.epoch + 1, "slot": slot}
+    before.setdefault("startTime", timestamp(now))
+    before.pop("retryAt", None)
+    return _with(
+        job,
+        before,
+        now,
+        (T.SUSPENDED, "False", Reason.NOT_SUSPENDED, "The job is not suspended"),
+        (T.PLACED, "True", Reason.PLACED, message),
+        (T.RUNNING, "False", Reason.STARTING, "The worker is loading the job"),
+    )
+
+
+def running(job: Job, run: Run, now: datetime) -> Body:
+    """The worker has loaded the job; where it stands."""
+    after = _progress(job.status, run)
+    fact: tuple[str, str]
+    if run.stop_asked_at is not None:
+        fact = (Reason.STOPPING, "The worker writes a checkpoint and stops")
+    elif run.state is RunState.PAUSED and now - run.since >= NOTABLE_PAUSE:
+        fact = (Reason.PAUSED, run.detail or "Decode has all compute for now")
+    elif run.resumed:
+        fact = (Reason.RESUMED, run.detail or "The worker resumed from a checkpoint")
+    else:
+        fact = (Reason.STARTED, "The worker has loaded the job")
+    return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
+
+
+def unplaced(job: Job, run: Run | None, reason: Reason, message: str, now: datetime) -> Body:
+    """The placement is over, the job is not."""
+    after = _progress(job.status, run) if run else dict(job.status)
+    after.pop("slot", None)
+    for flowing in ("tokensPerSecond", "eta"):
+        after.pop(flowing, None)
+    return _with(
+        job,
+        after,
+        now,
+        (T.PLACED, "False", reason, message),
+        (T.RUNNING, "False", Reason.NOT_PLACED, "The job has no slot"),
+    )
+
+
+def suspended(job: Job, run: Run | None, now: datetime) -> Body:
+    """Stopped as asked."""
+    base = unplaced(job, run, Reason.SUSPENDED, "spec.suspend is true", now)
+    checkpoint = base.get("checkpoint")
+    at = f" at step {checkpoint['step']}" if checkpoint else ""
+    message = f"Suspended{at}"
+    return _with(
+        job,
+        base,
+        now,
+        (T.ACCEPTED, "True", Reason.VALID, "The spec is valid"),
+        (T.SUSPENDED, "True", Reason.SUSPENDED, message),
+    )
+
+
+def retried(job: Job, run: Run, retry_at: datetime, now: datetime, *, counts: bool) -> Body:
+    """The worker failed (`counts`) or was not taken; the next attempt comes at `retry_at`."""
+    reason = Reason.BACK_OFF if counts else Reason.REJECTED
+    what = f"{run.reason or 'WorkerError'}: {run.detail or 'no detail'}"
+    after = unplaced(job, run, reason, f"{what}. Tried again at {timestamp(retry_at)}", now)
+    after["retryAt"] = timestamp(retry_at)
+    if counts:
+        after["attempts"] = int(job.status.get("attempts") or 0) + 1
+    return after
+
+
+def succeeded(job: Job, run: Run, now: datetime) -> Body:
+    """All steps are done."""
+    after = _finished(job, run, now)
+    path = run.adapter_path or (job.spec.output.destination if job.spec else "")
+    after["adapter"] = {"path": path}
+    return _with(
+        job, after, now, (T.SUCCEEDED, "True", Reason.COMPLETED, f"The adapter is in {path}")
+    )
+
+
+def failed(job: Job, run: Run | None, reason: str, message: str, now: datetime) -> Body:
+    """No retry is left, or none can help."""
+    return _with(job, _finished(job, run, now), now, (T.FAILED, "True", reason, message))
+
+
+def _finished(job: Job, run: Run | None, now: datetime) -> Body:
+    after = _progress(job.status, run) if run else dict(job.status)
+    for gone in ("slot", "retryAt", "eta", "tokensPerSecond"):
+        after.pop(gone, None)
+    after["completionTime"] = timestamp(now)
+    return _with(
+        job,
+        after,
+        now,
+        (T.PLACED, "False", Reason.FINISHED, "The job has given its slot back"),
+        (T.RUNNING, "False", Reason.FINISHED, "The job has ended"),
+    )
+
+
+def _with(
+    job: Job, status: Mapping[str, Any], now: datetime, *facts: tuple[str, Status, str, str]
+) -> Body:
+    """Return `status` with these conditions, the word for people and the generation."""
+    held = list(status.get("conditions") or ())
+    for type_, value, reason, message in facts:
+        held = set_condition(held, type_, value, reason, message, job.generation, now)
+    return {
+        **status,
+        "conditions": held,
+        "state": state_of(held),
+        "observedGeneration": job.generation,
+    }
+
+
+def _progress(status: Mapping[str, Any], run: Run) -> Body:
+    """Return `status` with what the worker reported; a field it has not reported stays."""
+    after = dict(status)
+    progress = run.progress
+    if progress.total_steps or progress.step:
+        after["progress"] = _numbers(progress)
+        total = f"/{progress.total_steps}" if progress.total_steps else ""
+        after["step"] = f"{progress.step}{total}"
+        after["tokensPerSecond"] = rate(progress.tokens_per_second)
+        if math.isfinite(progress.loss):
+            after["loss"] = f"{progress.loss:.3f}"
+        if progress.eta_seconds > 0:
+            after["eta"] = clock(progress.eta_seconds)
+    if progress.checkpoint_path:
+        after["checkpoint"] = {"step": progress.checkpoint_step, "path": progress.checkpoint_path}
+    if math.isfinite(run.base_loss) and math.isfinite(run.tuned_loss):
+        after["evaluation"] = {"baseLoss": run.base_loss, "tunedLoss": run.tuned_loss}
+    return after
+
+
+def _numbers(progress: Progress) -> Body:
+    numbers: Body = {
+        "step": progress.step,
+        "totalSteps": progress.total_steps,
+        "tokensPerSecond": round(progress.tokens_per_second, 1),
+        "tokens": progress.tokens,
+    }
+    if math.isfinite(progress.loss):
+        numbers["loss"] = progress.loss
+    if progress.eta_seconds > 0:
+        numbers["etaSeconds"] = round(progress.eta_seconds, 1)
+    return numbers
+
+
+def clock(seconds: float) -> str:
+    """Return a length for people: `42s`, `1m12s`, `3h05m`."""
+    whole = int(timedelta(seconds=seconds).total_seconds())
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def is_urgent(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
+    """Return whether more than the progress changed, so that the write should not wait."""
+    keys = (before.keys() | after.keys()) - FLOWING
+    return any(before.get(key) != after.get(key) for key in keys)
