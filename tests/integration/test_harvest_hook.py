@@ -11,22 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from windrow.eventlog import EventLog, MarkEvent, read_events
-from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
-from windrow_sidecar.engines.hook import StepFacts
-from windrow_sidecar.qos.levels import host_levels
+from windrow.eventlog import MarkEvent, read_events
+from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.qos.terms import Terms
 from windrow_sidecar.qos.view import Action, Decision
+from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
 EPOCH = 7
-# Two cores: a step of batch 4 takes 4 ms on both and 6 ms on one.
-PROFILE = {
-    "solo": [
-        {"units": 1, "c0Us": 2000, "b0Us": 1000, "k0NsPerToken": 0},
-        {"units": 2, "c0Us": 2000, "b0Us": 500, "k0NsPerToken": 0},
-    ]
-}
 TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
 
 
@@ -38,70 +29,46 @@ def until(condition, within_s: float = 10.0):
     return value
 
 
-class Decode:
-    """An engine reduced to the calls of its hook."""
+@contextlib.contextmanager
+def worker_of(decode: SteppingEngine, wanted: int = 8):
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "windrow_sidecar.testing.page_worker",
+            decode.socket,
+            str(EPOCH),
+            str(wanted),
+        ],
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"attached\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
-    def __init__(self, folder: Path) -> None:
-        geometry = Geometry(
-            layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=131072, chunks=32
-        )
-        self.arena = Arena.create(geometry, reserved_chunks=2)
-        self.socket = str(folder / "a.sock")
-        self.arena.serve(self.socket)
-        self.log = EventLog(folder / "engine.events.jsonl", source="engine")
-        self.folder = folder
-        self.hook = HarvestHook(
-            self.arena,
-            host_levels(2),
-            PROFILE,
-            HarvestSettings(worker_stale_ns=300_000_000),
-            log=self.log,
-        )
-        self.step_id = 0
 
-    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Decision:
-        self.step_id += 1
-        now = time.monotonic_ns()
-        decision = self.hook.before_step(
-            StepFacts(self.step_id, now, batch, 500 * batch, waiting, 0, 0)
-        )
-        self.hook.after_step(now + latency_us * 1000, latency_us)
-        return decision
-
-    def marks(self) -> list[str]:
-        self.log.flush()
-        return [e.what for _, e in read_events(self.folder) if isinstance(e, MarkEvent)]
-
-    @contextlib.contextmanager
-    def worker(self, wanted: int = 8):
-        program = Path(__file__).parent / "scripted_worker.py"
-        process = subprocess.Popen(
-            [sys.executable, str(program), self.socket, str(EPOCH), str(wanted)],
-            stdout=subprocess.PIPE,
-            process_group=0,
-        )
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"attached\n"
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+def marks(decode: SteppingEngine) -> list[str]:
+    decode.log.flush()
+    folder = Path(decode.socket).parent
+    return [e.what for _, e in read_events(folder) if isinstance(e, MarkEvent)]
 
 
 @pytest.fixture
 def decode():
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
-        running = Decode(Path(folder))
+        running = SteppingEngine(Path(folder), HarvestSettings(worker_stale_ns=300_000_000))
         yield running
-        running.hook.close()
-        running.arena.check()
-        running.arena.close()
+        running.close()
 
 
 def test_without_a_policy_nothing_is_granted_and_nothing_lent(decode):
-    with decode.worker():
+    with worker_of(decode):
         until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
         decisions = [decode.step() for _ in range(50)]
     assert {d.action for d in decisions} == {Action.PAUSE}
@@ -111,20 +78,20 @@ def test_without_a_policy_nothing_is_granted_and_nothing_lent(decode):
 
 def test_a_worker_gets_chunks_and_a_core_while_decode_has_headroom(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker(wanted=8):
+    with worker_of(decode, wanted=8):
         until(lambda: (decode.step().finetune_units, decode.arena.counts()[2]) == (1, 8))
         decision = decode.step()
         assert (decision.action, decision.decode_units, decision.chunks) == (Action.GO, 1, 8)
         assert 6000 <= decision.predicted_us <= 6600
         until(lambda: decode.arena.page.read_offer()[2] > 5)  # tasklets really run
-        marks = decode.marks()
-        assert marks.count("worker-attached") == 1
-        assert {"policy", "lend"} <= set(marks)
+        seen = marks(decode)
+        assert seen.count("worker-attached") == 1
+        assert {"policy", "lend"} <= set(seen)
 
 
 def test_memory_limit_bounds_what_is_lent(decode):
     decode.hook.set_terms(Terms("p", "windrow", "harvest", 12_000, max_memory_percent=10))
-    with decode.worker(wanted=20):
+    with worker_of(decode, wanted=20):
         until(lambda: decode.step().chunks == 3)
         for _ in range(20):
             decode.step()
@@ -133,7 +100,7 @@ def test_memory_limit_bounds_what_is_lent(decode):
 
 def test_a_burst_pauses_the_worker_and_decode_widens_only_when_it_is_quiet(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker():
+    with worker_of(decode):
         until(lambda: decode.step().finetune_units == 1 and decode.arena.page.read_offer()[2] > 2)
         # The moment of the burst: the worker cannot have answered yet.
         first = decode.step(batch=16, latency_us=10_000)
@@ -147,12 +114,12 @@ def test_a_burst_pauses_the_worker_and_decode_widens_only_when_it_is_quiet(decod
         assert offer[13] == wide.pause_epoch
         # And it comes back when the burst is over.
         until(lambda: decode.step().finetune_units == 1)
-        assert {"pause", "resume"} <= set(decode.marks())
+        assert {"pause", "resume"} <= set(marks(decode))
 
 
 def test_an_idle_engine_gives_the_worker_every_core(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker():
+    with worker_of(decode):
         until(lambda: decode.step().finetune_units == 1)
         idle = decode.hook.idle(time.monotonic_ns())
         assert (idle.finetune_units, idle.decode_units) == (2, 1)
@@ -163,20 +130,20 @@ def test_an_idle_engine_gives_the_worker_every_core(decode):
 
 def test_memory_pressure_takes_chunks_back(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker(wanted=16):
+    with worker_of(decode, wanted=16):
         until(lambda: decode.step() and decode.arena.counts()[2] == 16)
         taken = [decode.arena.take_kv() for _ in range(14)]
         until(lambda: decode.step(waiting=3) and decode.arena.counts()[2] <= 12)
         until(lambda: decode.arena.counts()[0] + decode.arena.counts()[3] >= 2)
         for chunk in taken:
             decode.arena.return_kv(chunk)
-    assert "revoke" in decode.marks()
+    assert "revoke" in marks(decode)
 
 
 def test_chunks_of_a_killed_worker_return_when_the_agent_says_that_it_is_dead(decode):
     decode.hook.set_terms(TERMS)
     decode.hook.worker_lives(EPOCH)
-    with decode.worker() as process:
+    with worker_of(decode) as process:
         until(lambda: decode.step() and decode.arena.counts()[2] == 8)
         process.kill()
         process.wait()
@@ -184,12 +151,12 @@ def test_chunks_of_a_killed_worker_return_when_the_agent_says_that_it_is_dead(de
         decision = decode.step()
     assert (decision.action, decision.decode_units) == (Action.PAUSE, 2)
     assert decode.arena.counts()[2] == 0
-    assert {"worker-gone", "reclaim"} <= set(decode.marks())
+    assert {"worker-gone", "reclaim"} <= set(marks(decode))
 
 
 def test_chunks_return_without_an_agent_when_nobody_is_attached_any_more(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker() as process:
+    with worker_of(decode) as process:
         until(lambda: decode.step() and decode.arena.counts()[2] == 8)
         process.kill()
         process.wait()
@@ -199,7 +166,7 @@ def test_chunks_return_without_an_agent_when_nobody_is_attached_any_more(decode)
 def test_a_silent_worker_keeps_its_chunks_and_loses_its_core(decode):
     decode.hook.set_terms(TERMS)
     decode.hook.worker_lives(EPOCH)
-    with decode.worker() as process:
+    with worker_of(decode) as process:
         until(lambda: decode.step() and decode.arena.counts()[2] == 8)
         process.send_signal(19)  # SIGSTOP
         until(lambda: decode.step().decode_units == 2)
@@ -210,7 +177,7 @@ def test_a_silent_worker_keeps_its_chunks_and_loses_its_core(decode):
 
 def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
     decode.hook.set_terms(Terms("p", "windrow", "observe", 12_000))
-    with decode.worker():
+    with worker_of(decode):
         until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
         for _ in range(20):
             assert decode.step().action == Action.PAUSE
@@ -225,7 +192,7 @@ def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
 
 def test_closing_revokes_and_pauses(decode):
     decode.hook.set_terms(TERMS)
-    with decode.worker():
+    with worker_of(decode):
         granted = until(lambda: (d := decode.step()).chunks == 8 and d)
         decode.hook.close()
         grant = Decision(*decode.arena.page.read_grant())

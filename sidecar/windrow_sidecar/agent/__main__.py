@@ -1,0 +1,38 @@
+"""`python -m windrow_sidecar.agent`: the sidecar container's program."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+
+from windrow.errors import UserError
+from windrow_sidecar.agent.settings import AgentSettings, parse_settings
+from windrow_sidecar.agent.sidecar import Sidecar
+
+
+async def _serve(settings: AgentSettings) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await Sidecar(settings).run(stop)
+
+
+def main() -> int:
+    """Serve until SIGTERM. Exit code 2: the settings cannot be used."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_serve(parse_settings(sys.argv[1:], os.environ)))
+    except UserError as error:
+        print(f"windrow agent: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

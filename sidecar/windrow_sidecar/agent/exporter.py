@@ -1,0 +1,210 @@
+"""The agent's Prometheus endpoint: made from the slots' state at each scrape."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.core import (
+    Metric as Family,
+)
+from prometheus_client.registry import Collector
+
+from windrow import metrics as m
+from windrow.errors import UserError
+from windrow.rundir import ENV_METRICS_PORT
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.slot import Slot
+
+_log = logging.getLogger(__name__)
+
+PORT_FILE = "metrics.port"  # below the run directory: where the endpoint listens
+
+Rows = Sequence[tuple[tuple[str, ...], float]]
+
+
+class Exporter(Collector):
+    """Serves the metrics of all slots."""
+
+    def __init__(self, slots: Callable[[], Iterable[Slot]], attached: Callable[[], bool]) -> None:
+        self._slots, self._attached = slots, attached
+        self._close: Callable[[], None] = lambda: None
+
+    def start(self, settings: AgentSettings) -> int:
+        """Listen, and write the port to the run directory; returns it.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        try:
+            server, thread = start_http_server(
+                settings.metrics_port, settings.metrics_address, registry
+            )
+        except OSError as error:
+            raise UserError(
+                f"cannot listen on port {settings.metrics_port}: {error.strerror}",
+                field=ENV_METRICS_PORT,
+                remedy="Choose another port, or 0 for any free one.",
+            ) from error
+        port_file = settings.run_dir.root / PORT_FILE
+        port_file.write_text(f"{server.server_port}\n", encoding="ascii")
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+            port_file.unlink(missing_ok=True)
+
+        self._close = close
+        _log.info("metrics on http://%s:%d", settings.metrics_address, server.server_port)
+        return server.server_port
+
+    def close(self) -> None:
+        """Stop listening; idempotent."""
+        self._close()
+        self._close = lambda: None
+
+    def collect(self) -> Iterator[Family]:
+        """All families; called by the endpoint's thread."""
+        slots = list(self._slots())
+        yield _gauge(m.OPERATOR_ATTACHED, [((), float(self._attached()))])
+        yield from _decode(slots)
+        yield from _device(slots)
+        yield from _jobs(slots)
+
+
+def _decode(slots: list[Slot]) -> Iterator[Family]:
+    def each(of: Callable[[Slot], float]) -> Rows:
+        return [((str(s.index),), of(s)) for s in slots]
+
+    yield _counter(m.DECODE_STEPS, each(lambda s: s.stats.steps))
+    yield _counter(m.DECODE_STEPS_OVER, each(lambda s: s.stats.steps_over_objective))
+    yield _counter(m.DECODE_BUSY, each(lambda s: s.stats.busy_seconds))
+    yield _counter(m.DECODE_REQUESTS, each(lambda s: s.stats.requests_completed))
+    yield _gauge(m.DECODE_OBJECTIVE, each(lambda s: s.stats.objective_seconds))
+    yield _gauge(m.DECODE_BATCH, each(lambda s: s.stats.batch))
+    yield _gauge(m.DECODE_CONTEXT, each(lambda s: s.stats.context_tokens))
+    yield _gauge(m.DECODE_WAITING, each(lambda s: s.stats.waiting))
+    yield _gauge(m.BREAKER_OPEN, each(lambda s: float(bool(s.stats.breaker))))
+    yield _gauge(m.PREDICTED_RATE, each(lambda s: s.stats.predicted_tokens_per_second))
+    yield _tpot(slots)
+    yield _gauge(
+        m.DECODE_TPOT_QUANTILE,
+        [
+            ((str(s.index), q), value)
+            for s in slots
+            for q, value in (("0.5", s.stats.tpot_p50_seconds), ("0.99", s.stats.tpot_p99_seconds))
+        ],
+    )
+    yield _gauge(
+        m.DECISION,
+        [
+            ((str(s.index), q), value)
+            for s in slots
+            for q, value in (
+                ("0.5", s.stats.decision_p50_seconds),
+                ("0.99", s.stats.decision_p99_seconds),
+            )
+        ],
+    )
+
+
+def _tpot(slots: list[Slot]) -> Family:
+    metric = m.DECODE_TPOT
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    bounds = [*(str(bound) for bound in m.TPOT_BUCKETS_SECONDS), "+Inf"]
+    for slot in slots:
+        if len(slot.stats.tpot_histogram) == len(bounds):
+            cumulative = accumulate(slot.stats.tpot_histogram)
+            family.add_metric(
+                [str(slot.index)],
+                buckets=list(zip(bounds, map(float, cumulative), strict=True)),
+                sum_value=slot.stats.tpot_sum_seconds,
+            )
+    return family
+
+
+def _device(slots: list[Slot]) -> Iterator[Family]:
+    units: list[tuple[tuple[str, ...], float]] = []
+    compute, memory, chunks = units.copy(), units.copy(), units.copy()
+    for slot in slots:
+        index = str(slot.index)
+        free, kv, lent, reserved, draining = slot.chunks()
+        total = max(1, free + kv + lent + reserved + draining)
+        device = slot.hello.compute_units if slot.hello else 0
+        used = slot.utilization
+        units += [
+            ((index, "device"), device),
+            ((index, "decode"), slot.stats.decode_units),
+            ((index, "finetune"), slot.stats.finetune_units),
+        ]
+        compute += [
+            ((index, "device"), used.decode + used.finetune),
+            ((index, "decode"), used.decode),
+            ((index, "finetune"), used.finetune),
+        ]
+        memory += [
+            ((index, "device"), (kv + lent + draining) / total),
+            ((index, "kv"), kv / total),
+            ((index, "lent"), (lent + draining) / total),
+        ]
+        chunks += [
+            ((index, "free"), free),
+            ((index, "kv"), kv),
+            ((index, "lent"), lent),
+            ((index, "reserved"), reserved),
+            ((index, "draining"), draining),
+        ]
+    yield _gauge(m.COMPUTE_UNITS, units)
+    yield _gauge(m.COMPUTE_UTILIZATION, compute)
+    yield _gauge(m.MEMORY_UTILIZATION, memory)
+    yield _gauge(m.CHUNKS, chunks)
+    yield _gauge(
+        m.CHUNK_BYTES, [((str(s.index),), float(s.hello.chunk_bytes)) for s in slots if s.hello]
+    )
+
+
+def _jobs(slots: list[Slot]) -> Iterator[Family]:
+    yield _counter(m.HARVESTED_TOKENS, [((str(s.index),), s.harvested_tokens) for s in slots])
+    yield _counter(m.WORKER_STARTS, [((str(s.index),), s.worker_starts) for s in slots])
+    yield _counter(
+        m.WORKER_EXITS,
+        [((str(s.index), how), n) for s in slots for how, n in sorted(s.worker_exits.items())],
+    )
+    runs = [(str(s.index), s.run) for s in slots if s.run and s.run.ended is None]
+    jobs = [(i, r.assign) for i, r in runs]
+    yield _gauge(
+        m.JOB_INFO,
+        [((i, j.job_namespace, j.job_name, j.job_uid, str(j.epoch)), 1) for i, j in jobs],
+    )
+    yield _gauge(m.JOB_STEP, [((i,), r.meter.latest.step) for i, r in runs])
+    yield _gauge(m.JOB_STEPS, [((i,), r.meter.latest.total_steps) for i, r in runs])
+    yield _gauge(
+        m.JOB_LOSS,
+        [((i,), r.meter.latest.loss) for i, r in runs if not math.isnan(r.meter.latest.loss)],
+    )
+    yield _gauge(m.JOB_RATE, [((i,), r.meter.tokens_per_second) for i, r in runs])
+
+
+def _gauge(metric: m.Metric, rows: Rows) -> Family:
+    family = GaugeMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family
+
+
+def _counter(metric: m.Metric, rows: Rows) -> Family:
+    family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
+    for labels, value in rows:
+        family.add_metric(labels, value)
+    return family

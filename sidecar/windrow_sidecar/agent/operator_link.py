@@ -1,0 +1,218 @@
+"""The agent's line to the operator: dials, says who it is, reports, takes orders, dials again.
+
+The operator may be away for as long as it likes: what runs goes on, and events wait in the outbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import grpc.aio
+
+from windrow.errors import Transient
+from windrow.proto import attach_pb2, attach_pb2_grpc
+from windrow.rundir import PROTOCOL_VERSION
+from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.slot import Slot
+
+_log = logging.getLogger(__name__)
+
+_FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
+_HELLO_WITHIN_S = 10.0
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    # A peer that vanished without a word is noticed within this and the timeout.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+Obey = Callable[[attach_pb2.OperatorMessage], Awaitable[None]]
+
+
+class Call(Protocol):
+    """The part of gRPC's stream that is used."""
+
+    async def read(self) -> Any:  # noqa: ANN401 - a message, or gRPC's own EOF
+        """The next message, or EOF."""
+
+    async def write(self, message: attach_pb2.SidecarMessage) -> None:
+        """Send one; never two at once."""
+
+
+class OperatorLink:
+    """One stream at a time, for as long as the agent lives."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        outbox: Outbox,
+        slots: Callable[[], Iterable[Slot]],
+        obey: Obey,
+    ) -> None:
+        self._settings, self._outbox = settings, outbox
+        self._slots, self._obey = slots, obey
+        self._facts_changed = asyncio.Event()
+        self._profiles: asyncio.Queue[Slot] = asyncio.Queue()
+        self._sent = 0  # number of the last event that the present stream carries
+        self.attached = False
+
+    def facts_changed(self) -> None:
+        """An engine has called, or another one: say hello again."""
+        self._facts_changed.set()
+
+    def profile_taken(self, slot: Slot) -> None:
+        """A latency profile has come: pass it on."""
+        self._profiles.put_nowait(slot)
+
+    async def delivered(self, within_s: float) -> None:
+        """Wait until the stream has carried every event, but not for ever."""
+        if not self.attached:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                await self._outbox.carried(lambda: self._sent >= self._outbox.last)
+        except TimeoutError:
+            _log.warning("the operator has not taken the last events")
+
+    async def run(self) -> None:
+        """Keep attached until cancelled."""
+        backoff_s = _FIRST_BACKOFF_S
+        while True:
+            try:
+                await self._attach()
+            except (grpc.RpcError, Transient, OSError) as error:
+                _log.warning("no operator at %s: %s", self._settings.operator_address, _why(error))
+            longer_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
+            backoff_s = _FIRST_BACKOFF_S if self.attached else longer_s
+            self.attached = False
+            # Spread: a restarted operator must not meet five thousand sidecars in one moment.
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _attach(self) -> None:
+        """One stream, from dialling to its end. The token is read anew: it is rotated hourly."""
+        settings = self._settings
+        assert settings.token_file is not None
+        token = settings.token_file.read_text(encoding="utf-8").strip()
+        options = list(_CHANNEL_OPTIONS)
+        if settings.operator_server_name:
+            options.append(("grpc.ssl_target_name_override", settings.operator_server_name))
+        credentials = grpc.ssl_channel_credentials(settings.operator_ca_pem())
+        async with grpc.aio.secure_channel(
+            settings.operator_address, credentials, options=options
+        ) as channel:
+            stub = attach_pb2_grpc.AttachStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Attach(metadata=(("authorization", f"Bearer {token}"),))
+            try:
+                await self._talk(call)
+            finally:
+                call.cancel()
+
+    async def _talk(self, call: Call) -> None:
+        self._facts_changed.clear()
+        await call.write(self._hello())
+        heartbeat_s = await self._operator_hello(call)
+        self.attached = True
+        self._sent = 0
+        for slot in self._slots():
+            if slot.profile is not None:
+                self._profiles.put_nowait(slot)
+        # Whichever ends first ends the stream; the others are cancelled with the group.
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                outgoing = _Writer(call)
+                tasks.create_task(self._listen(call))
+                tasks.create_task(self._beat(outgoing, heartbeat_s))
+                tasks.create_task(self._tell_events(outgoing))
+                tasks.create_task(self._tell_profiles(outgoing))
+                tasks.create_task(self._say_hello_again(outgoing))
+        except* grpc.RpcError as group:
+            raise group.exceptions[0] from None
+        except* Transient as group:
+            raise group.exceptions[0] from None
+
+    async def _operator_hello(self, call: Call) -> float:
+        async with asyncio.timeout(_HELLO_WITHIN_S):
+            first = await call.read()
+        if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
+            raise Transient("it did not say hello")
+        if first.hello.protocol_version != PROTOCOL_VERSION:
+            raise Transient(
+                f"it speaks protocol {first.hello.protocol_version}, this agent {PROTOCOL_VERSION}"
+            )
+        _log.info("attached to operator %s", first.hello.operator_version)
+        return first.hello.heartbeat_seconds or 1.0
+
+    async def _listen(self, call: Call) -> None:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            await self._obey(message)
+        raise Transient("it ended the stream")
+
+    async def _beat(self, out: _Writer, interval_s: float) -> None:
+        while True:
+            for slot in self._slots():
+                await out.write(attach_pb2.SidecarMessage(heartbeat=slot.heartbeat()))
+            await asyncio.sleep(interval_s)
+
+    async def _tell_events(self, out: _Writer) -> None:
+        while True:
+            number, event = await self._outbox.after(self._sent)
+            await out.write(attach_pb2.SidecarMessage(job_event=event))
+            self._sent = number
+            await self._outbox.note_carried()
+
+    async def _tell_profiles(self, out: _Writer) -> None:
+        while True:
+            slot = await self._profiles.get()
+            if slot.profile is not None:
+                report = attach_pb2.ProfileReport(
+                    slot=slot.index,
+                    key=slot.profile.key,
+                    profile_json=slot.profile.profile_json,
+                )
+                await out.write(attach_pb2.SidecarMessage(profile=report))
+
+    async def _say_hello_again(self, out: _Writer) -> None:
+        while True:
+            await self._facts_changed.wait()
+            self._facts_changed.clear()
+            await out.write(self._hello())
+
+    def _hello(self) -> attach_pb2.SidecarMessage:
+        settings = self._settings
+        slots = list(self._slots())
+        return attach_pb2.SidecarMessage(
+            hello=attach_pb2.SidecarHello(
+                protocol_version=PROTOCOL_VERSION,
+                windrow_version=version("windrow"),
+                pod_namespace=settings.pod_namespace,
+                pod_name=settings.pod_name,
+                pod_uid=settings.pod_uid,
+                node_name=settings.node_name,
+                slots=[facts for slot in slots if (facts := slot.facts()) is not None],
+                running=[run for slot in slots if (run := slot.unsettled()) is not None],
+            )
+        )
+
+
+class _Writer:
+    """One message at a time: gRPC allows no two writes at once."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._lock = call, asyncio.Lock()
+
+    async def write(self, message: attach_pb2.SidecarMessage) -> None:
+        async with self._lock:
+            await self._call.write(message)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

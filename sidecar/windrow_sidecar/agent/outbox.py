@@ -1,0 +1,64 @@
+"""Job events on their way to the operator: kept until a later run proves that they have arrived."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from windrow.proto import attach_pb2
+
+_Key = tuple[str, int, int]
+# Kinds are few and jobs come one after the other: this many are weeks of a busy slot.
+_KEPT_MAX = 256
+
+
+class Outbox:
+    """The newest event of each kind of each run, in the order in which they happened.
+
+    The wire acknowledges nothing, so every new stream gets all of them again; the operator knows
+    them by (job UID, epoch, kind).
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[_Key, tuple[int, attach_pb2.JobEvent]] = {}
+        self._sequence = 0
+        self._changed = asyncio.Condition()
+
+    async def add(self, event: attach_pb2.JobEvent) -> None:
+        """Keep an event and wake whoever waits for one."""
+        key = (event.job_uid, event.epoch, event.kind)
+        self._kept.pop(key, None)
+        self._sequence += 1
+        self._kept[key] = (self._sequence, event)
+        while len(self._kept) > _KEPT_MAX:
+            del self._kept[next(iter(self._kept))]
+        async with self._changed:
+            self._changed.notify_all()
+
+    def settle(self, job_uid: str, epoch: int) -> None:
+        """The operator has assigned this run: it knows of the end of all others."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[:2] == (job_uid, epoch)}
+
+    async def after(self, sequence: int) -> tuple[int, attach_pb2.JobEvent]:
+        """The first event after that number (0: from the beginning), as soon as there is one."""
+        async with self._changed:
+            while True:
+                for number, event in self._kept.values():
+                    if number > sequence:
+                        return number, event
+                await self._changed.wait()
+
+    async def note_carried(self) -> None:
+        """The stream has carried one more."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def carried(self, everything: Callable[[], bool]) -> None:
+        """Wait until the stream has carried what it should."""
+        async with self._changed:
+            await self._changed.wait_for(everything)
+
+    @property
+    def last(self) -> int:
+        """Number of the newest event; 0: none yet."""
+        return self._sequence

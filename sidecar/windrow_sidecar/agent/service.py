@@ -1,0 +1,125 @@
+"""What engine and worker call: the Agent service on the pod's Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+import grpc.aio
+
+from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.rundir import PROTOCOL_VERSION
+from windrow_sidecar.agent.channel import Channel
+from windrow_sidecar.agent.jobrun import JobRun
+from windrow_sidecar.agent.slot import Slot
+
+_log = logging.getLogger(__name__)
+M = TypeVar("M")
+R = TypeVar("R", agent_pb2.EngineReport, agent_pb2.WorkerReport)
+
+
+class AgentService(agent_pb2_grpc.AgentServicer):
+    """Hands reports to slots and runs, and their commands back.
+
+    Args:
+        slot_at: the slot of that index; made when it is new.
+        find_run: the run that a worker says it is; None when nobody started such a worker.
+        on_profile: a latency profile has come.
+    """
+
+    def __init__(
+        self,
+        slot_at: Callable[[int], Slot],
+        find_run: Callable[[str, int], JobRun | None],
+        on_profile: Callable[[Slot], None],
+    ) -> None:
+        self._slot_at, self._find_run, self._on_profile = slot_at, find_run, on_profile
+
+    async def Engine(
+        self,
+        requests: AsyncIterator[agent_pb2.EngineReport],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """One decode engine, for as long as it lives."""
+        hello = (await _first(requests, context)).hello
+        channel: Channel[agent_pb2.EngineCommand] = Channel()
+        slot = self._slot_at(hello.slot)
+        _log.info("slot %d: %s serves %s", hello.slot, hello.engine, hello.model)
+        async with _pumped(channel, context.write):
+            try:
+                await slot.engine_attached(hello, channel)
+                async for report in requests:
+                    self._take_report(slot, report)
+            finally:
+                slot.engine_hung_up(channel)
+
+    def _take_report(self, slot: Slot, report: agent_pb2.EngineReport) -> None:
+        kind = report.WhichOneof("message")
+        if kind == "stats":
+            slot.stats = report.stats
+        elif kind == "profile":
+            slot.profile = report.profile
+            self._on_profile(slot)
+
+    async def Worker(
+        self,
+        requests: AsyncIterator[agent_pb2.WorkerReport],
+        context: grpc.aio.ServicerContext,
+    ) -> None:
+        """One worker, from its hello to its last words."""
+        hello = (await _first(requests, context)).hello
+        run = self._find_run(hello.job_uid, hello.epoch)
+        if run is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND,
+                f"job {hello.job_uid} epoch {hello.epoch} is not placed here",
+            )
+            return
+        channel: Channel[agent_pb2.WorkerCommand] = Channel()
+        async with _pumped(channel, context.write):
+            try:
+                run.attached(channel)
+                async for report in requests:
+                    await run.heard(report)
+            finally:
+                run.hung_up()
+
+
+@asynccontextmanager
+async def _pumped(
+    channel: Channel[M], write: Callable[[M], Awaitable[object]]
+) -> AsyncIterator[None]:
+    """Write what is sent to the channel while the block runs."""
+    pump = asyncio.create_task(channel.pump(write))
+    try:
+        yield
+    finally:
+        pump.cancel()
+        await asyncio.gather(pump, return_exceptions=True)
+
+
+async def _first(requests: AsyncIterator[R], context: grpc.aio.ServicerContext) -> R:
+    """The hello; ends the stream when there is none or it speaks another protocol."""
+    first = await anext(aiter(requests), None)
+    if first is None or first.WhichOneof("message") != "hello":
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the first message is no hello")
+        raise ConnectionAbortedError
+    spoken = first.hello.protocol_version
+    if spoken != PROTOCOL_VERSION:
+        await context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            f"protocol {spoken} is unknown: this agent speaks {PROTOCOL_VERSION}",
+        )
+    return first
+
+
+async def serve(service: AgentService, socket: str) -> grpc.aio.Server:
+    """Listen on the socket; one that a killed agent left behind is replaced."""
+    server = grpc.aio.server()
+    agent_pb2_grpc.add_AgentServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    return server

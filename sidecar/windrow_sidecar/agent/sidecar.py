@@ -1,0 +1,129 @@
+"""The agent put together: slots, the service in the pod, the line to the operator, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from contextlib import suppress
+
+from windrow.proto import agent_pb2, attach_pb2
+from windrow_sidecar.agent.exporter import Exporter
+from windrow_sidecar.agent.jobrun import JobRun
+from windrow_sidecar.agent.operator_link import OperatorLink
+from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.service import AgentService, serve
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.worker_process import Command, worker_command
+
+_log = logging.getLogger(__name__)
+
+# After the last worker has ended: for its last event to reach the operator.
+_FAREWELL_S = 2.0
+
+
+class Sidecar:
+    """One agent. `run` serves until `stop` is set, then ends the workers with a checkpoint."""
+
+    def __init__(self, settings: AgentSettings, *, command: Command = worker_command) -> None:
+        self._settings, self._command = settings, command
+        self._outbox = Outbox()
+        self._slots: dict[int, Slot] = {}
+        self._policy = agent_pb2.EnginePolicy()
+        self._orders: set[asyncio.Task[None]] = set()
+        self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until asked to stop."""
+        settings = self._settings
+        settings.run_dir.root.mkdir(parents=True, exist_ok=True)
+        service = AgentService(self._slot_at, self._find_run, self._link.profile_taken)
+        server = await serve(service, str(settings.run_dir.agent_socket))
+        exporter = Exporter(self._all_slots, lambda: self._link.attached)
+        exporter.start(settings)
+        link = asyncio.create_task(self._link.run()) if settings.operator_address else None
+        if link is None:
+            _log.warning("no operator is named: no policy will come, nothing is harvested")
+        try:
+            await stop.wait()
+            await self._end_workers()
+        finally:
+            if link:
+                link.cancel()
+                with suppress(asyncio.CancelledError):
+                    await link
+            await server.stop(grace=0.5)
+            exporter.close()
+            settings.run_dir.agent_socket.unlink(missing_ok=True)
+
+    async def _end_workers(self) -> None:
+        await asyncio.gather(*(slot.close() for slot in self._slots.values()))
+        await self._link.delivered(_FAREWELL_S)
+
+    def _all_slots(self) -> list[Slot]:
+        return [self._slots[index] for index in sorted(self._slots)]
+
+    def _slot_at(self, index: int) -> Slot:
+        slot = self._slots.get(index)
+        if slot is None:
+            slot = self._slots[index] = Slot(
+                index,
+                self._settings,
+                self._outbox,
+                on_facts=self._link.facts_changed,
+                command=self._command,
+            )
+            slot.set_policy(self._policy)
+        return slot
+
+    def _find_run(self, job_uid: str, epoch: int) -> JobRun | None:
+        for slot in self._slots.values():
+            if slot.run and slot.run.is_of(job_uid, epoch):
+                return slot.run
+        return None
+
+    async def _obey(self, message: attach_pb2.OperatorMessage) -> None:
+        """Orders to a slot wait for each other there, never in the stream."""
+        match message.WhichOneof("message"):
+            case "policy":
+                self._set_policy(message.policy)
+            case "assign":
+                self._order(self._assign(message.assign))
+            case "command":
+                self._order(self._command_run(message.command))
+
+    def _order(self, order: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(order)
+        self._orders.add(task)
+        task.add_done_callback(self._ordered)
+
+    def _ordered(self, task: asyncio.Task[None]) -> None:
+        self._orders.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            _log.error("an order of the operator failed", exc_info=error)
+
+    async def _assign(self, assign: attach_pb2.Assign) -> None:
+        await self._slot_at(assign.slot).assign(assign)
+
+    async def _command_run(self, command: attach_pb2.JobCommand) -> None:
+        for slot in self._all_slots():
+            if slot.run and slot.run.is_of(command.job_uid, command.epoch):
+                await slot.command(command)
+                return
+        await self._slot_at(0).command(command)
+
+    def _set_policy(self, policy: attach_pb2.PolicyConfig) -> None:
+        _log.info("policy %r: %s, %s", policy.name, policy.policy, policy.mode)
+        self._policy = agent_pb2.EnginePolicy(
+            name=policy.name,
+            policy=policy.policy,
+            mode=policy.mode,
+            objective_seconds=policy.objective_seconds,
+            percentile=policy.percentile,
+            scope=policy.scope,
+            max_compute_percent=policy.max_compute_percent,
+            max_memory_percent=policy.max_memory_percent,
+        )
+        for slot in self._slots.values():
+            slot.set_policy(self._policy)

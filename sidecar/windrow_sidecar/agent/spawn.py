@@ -1,0 +1,46 @@
+"""Becomes the worker: sets what a child must have from its first moment, then replaces itself.
+
+A program of its own, because code between fork and exec in a process with gRPC's threads can
+deadlock. `python -m windrow_sidecar.agent.spawn PARENT_PID -- COMMAND...`. The affinity mask stays
+as it is: it says what the device is, and the worker takes its share of it by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_NICE = 19
+_FIRST_TO_GO = "1000"
+
+
+def main(argv: list[str]) -> None:
+    """Die with the agent, yield to decode in everything, then run the command."""
+    parent, separator, *command = argv
+    if separator != "--" or not command:
+        sys.exit("usage: spawn PARENT_PID -- COMMAND...")
+    _die_with(int(parent))
+    os.nice(_NICE)
+    # Raising one's own score needs no right; a read-only /proc is no reason not to work.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_GO, encoding="ascii")
+    os.execvp(command[0], command)
+
+
+def _die_with(parent: int) -> None:
+    """SIGKILL when the parent dies. The flag survives exec."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    # It may have died before the flag was set; then nobody would ever send the signal.
+    if os.getppid() != parent:
+        sys.exit("the agent is gone")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

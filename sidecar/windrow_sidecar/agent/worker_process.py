@@ -1,0 +1,142 @@
+"""One worker as a child process: how it is started, ended and reaped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from windrow.proto import attach_pb2
+from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR
+from windrow_sidecar.agent.settings import AgentSettings
+
+_LOG_TAIL_BYTES = 2000
+
+Command = Callable[[AgentSettings, attach_pb2.Assign], Sequence[str]]
+
+
+def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
+    """The worker's command line, as the contract between agent and worker has it."""
+    return [
+        sys.executable,
+        "-m",
+        "windrow_sidecar.finetune.worker",
+        "--run-dir",
+        str(settings.run_dir.root),
+        "--slot",
+        str(assign.slot),
+        "--job-uid",
+        assign.job_uid,
+        "--epoch",
+        str(assign.epoch),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a worker ended."""
+
+    code: int  # below 0: by that signal
+    log_tail: str
+
+    def describe(self) -> str:
+        """For a condition's message."""
+        if self.code < 0:
+            how = f"killed by {signal.Signals(-self.code).name}"
+        else:
+            how = f"ended with exit code {self.code}"
+        return f"worker {how}; last lines of its log:\n{self.log_tail}" if self.log_tail else how
+
+
+class WorkerProcess:
+    """A running worker. Ends with the agent, whatever happens to that."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self._process, self._log = process, log
+
+    @classmethod
+    async def start(
+        cls,
+        settings: AgentSettings,
+        assign: attach_pb2.Assign,
+        command: Command = worker_command,
+    ) -> WorkerProcess:
+        """Write the job's spec to its directory and start the worker."""
+        folder = settings.run_dir.job_dir(assign.job_uid)
+        folder.mkdir(parents=True, exist_ok=True)
+        job = {
+            "namespace": assign.job_namespace,
+            "name": assign.job_name,
+            "uid": assign.job_uid,
+            "epoch": assign.epoch,
+            "spec": json.loads(assign.spec_json),
+        }
+        (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
+        log = folder / "worker.log"
+        with log.open("ab") as out:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "windrow_sidecar.agent.spawn",
+                str(os.getpid()),
+                "--",
+                *command(settings, assign),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=_environment(settings),
+                # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
+                # session, because niceness counts only within one (autogroup).
+                process_group=0,
+            )
+        return cls(process, log)
+
+    @property
+    def pid(self) -> int:
+        """Of the worker."""
+        return self._process.pid
+
+    async def wait(self) -> Exit:
+        """Reap it."""
+        code = await self._process.wait()
+        return Exit(code, _tail(self._log) if code else "")
+
+    def terminate(self) -> None:
+        """Ask it to checkpoint and end (SIGTERM)."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, and whatever it has started."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+def _environment(settings: AgentSettings) -> dict[str, str]:
+    own = {
+        # A team that spins at a barrier would take decode's cores (p99 from 10 to 100 ms).
+        "OMP_WAIT_POLICY": "passive",
+        # While it loads; from its first grant on, the worker sets its threads by its level.
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        ENV_RUN_DIR: str(settings.run_dir.root),
+    }
+    if settings.log_dir:
+        own[ENV_LOG_DIR] = str(settings.log_dir)
+    return {**os.environ, **own}
+
+
+def _tail(log: Path) -> str:
+    with log.open("rb") as lines:
+        lines.seek(0, os.SEEK_END)
+        lines.seek(max(0, lines.tell() - _LOG_TAIL_BYTES))
+        return lines.read().decode(errors="replace").strip()

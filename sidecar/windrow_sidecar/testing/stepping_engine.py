@@ -1,0 +1,64 @@
+"""A decode engine reduced to its arena and the calls of its step hook: no model, no time passes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from windrow.eventlog import EventLog
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
+from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.view import Decision
+
+UNITS = 2
+# A step of batch 4 takes 4 ms on both cores and 6 ms on one, whatever its context.
+PROFILE: dict[str, Any] = {
+    "solo": [
+        {"units": 1, "c0Us": 2000, "b0Us": 1000, "k0NsPerToken": 0},
+        {"units": 2, "c0Us": 2000, "b0Us": 500, "k0NsPerToken": 0},
+    ]
+}
+
+
+class SteppingEngine:
+    """Steps when it is told to, and takes as long as it is told."""
+
+    def __init__(self, folder: Path, settings: HarvestSettings | None = None) -> None:
+        geometry = Geometry(
+            layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=131072, chunks=32
+        )
+        self.arena = Arena.create(geometry, reserved_chunks=2)
+        self.socket = str(folder / "arena-0.sock")
+        self.arena.serve(self.socket)
+        self.log = EventLog(folder / "engine.events.jsonl", source="engine")
+        self.hook = HarvestHook(
+            self.arena, host_levels(UNITS), PROFILE, settings or HarvestSettings(), log=self.log
+        )
+        self._steps = 0
+
+    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Decision:
+        """One step of that batch, 500 context tokens each."""
+        self._steps += 1
+        now_ns = time.monotonic_ns()
+        decision = self.hook.before_step(
+            StepFacts(
+                step=self._steps,
+                start_ns=now_ns,
+                batch=batch,
+                context_tokens=500 * batch,
+                waiting=waiting,
+                admitted_tokens=0,
+                slo_debt_us=0,
+            )
+        )
+        self.hook.after_step(now_ns + latency_us * 1000, latency_us)
+        return decision
+
+    def close(self) -> None:
+        """Revoke, check the table, unmap."""
+        self.hook.close()
+        self.arena.check()
+        self.arena.close()
