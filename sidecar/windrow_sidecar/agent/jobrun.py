@@ -13,7 +13,7 @@ from windrow_sidecar.agent.channel import Channel
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_process import Command, Exit, WorkerProcess, worker_command
+from windrow_sidecar.agent.worker_process import Exit, WorkerProcess
 
 _log = logging.getLogger(__name__)
 
@@ -37,9 +37,8 @@ class JobRun:
         *,
         on_tokens: Callable[[int], None] = lambda n: None,
         on_exit: Callable[[str], None] = lambda outcome: None,
-        command: Command = worker_command,
     ) -> None:
-        self._settings, self._outbox, self._command = settings, outbox, command
+        self._settings, self._outbox = settings, outbox
         self._on_tokens, self._on_exit = on_tokens, on_exit
         self.assign = assign
         self.meter = ProgressMeter()
@@ -71,7 +70,7 @@ class JobRun:
     async def start(self) -> None:
         """Start the worker; a start that fails is reported as the run's end."""
         try:
-            self._process = await WorkerProcess.start(self._settings, self.assign, self._command)
+            self._process = await WorkerProcess.start(self._settings, self.assign)
         except (OSError, ValueError) as error:
             await self._end(Event.FAILED, Reason.WORKER_ERROR, f"cannot start a worker: {error}")
             self._supervisor = asyncio.create_task(asyncio.sleep(0))

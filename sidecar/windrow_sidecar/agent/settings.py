@@ -52,6 +52,7 @@ class AgentSettings:
     log_dir: Path | None = None
     metrics_port: int = 0
     metrics_host: str = ""
+    worker_module: str = "windrow_sidecar.finetune.worker"
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
     engine_absence_s: float = 5.0  # an engine that is away for longer is gone
 
@@ -150,6 +151,12 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         help="address of the Prometheus endpoint (default: every one, but loopback for port 0)",
     )
     parser.add_argument(
+        "--worker-module",
+        default=AgentSettings.worker_module,
+        metavar="X",
+        help="what is run as the finetune worker [%(default)s]",
+    )
+    parser.add_argument(
         "--grace-seconds",
         type=float,
         default=AgentSettings.grace_s,
@@ -176,5 +183,6 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         log_dir=Path(args.log_dir) if args.log_dir else None,
         metrics_port=int(args.metrics_port),
         metrics_host=args.metrics_host,
+        worker_module=args.worker_module,
         grace_s=args.grace_seconds,
     )

@@ -15,7 +15,6 @@ from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import Slot
-from windrow_sidecar.agent.worker_process import Command, worker_command
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +25,8 @@ _FAREWELL_S = 2.0
 class Sidecar:
     """One agent. `run` serves until `stop` is set, then ends the workers with a checkpoint."""
 
-    def __init__(self, settings: AgentSettings, *, command: Command = worker_command) -> None:
-        self._settings, self._command = settings, command
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
         self._outbox = Outbox()
         self._slots: dict[int, Slot] = {}
         self._policy = agent_pb2.EnginePolicy()
@@ -72,7 +71,6 @@ class Sidecar:
                 self._settings,
                 self._outbox,
                 on_facts=self._link.facts_changed,
-                command=self._command,
             )
             slot.set_policy(self._policy)
         return slot
@@ -108,7 +106,7 @@ class Sidecar:
 
     async def _command_run(self, command: attach_pb2.JobCommand) -> None:
         for slot in self._all_slots():
-            if slot.run and slot.run.is_of(command.job_uid, command.epoch):
+            if slot.is_for(command.job_uid, command.epoch):
                 await slot.command(command)
                 return
         await self._slot_at(0).command(command)

@@ -15,7 +15,6 @@ from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.utilization import Utilization, make_meter
-from windrow_sidecar.agent.worker_process import Command, worker_command
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +32,9 @@ class Slot:
         outbox: Outbox,
         *,
         on_facts: Callable[[], None],
-        command: Command = worker_command,
     ) -> None:
         self.index = index
         self._settings, self._outbox, self._on_facts = settings, outbox, on_facts
-        self._command = command
         self.engine_state = "starting"
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
@@ -52,6 +49,7 @@ class Slot:
         self._policy = agent_pb2.EnginePolicy()
         self._arena: _core.Arena | None = None
         self._absence: asyncio.Task[None] | None = None
+        self._assigned = ("", 0)  # the newest assignment, which may still wait for the one before
         self._inbox = asyncio.Lock()  # assignments and commands, one after the other
 
     # The engine
@@ -127,6 +125,7 @@ class Slot:
 
     async def assign(self, assign: attach_pb2.Assign) -> None:
         """Start a job's worker, or say why not. The same assignment twice is one."""
+        self._assigned = (assign.job_uid, assign.epoch)
         async with self._inbox:
             run = self.run
             if run and run.is_of(assign.job_uid, assign.epoch):
@@ -140,6 +139,11 @@ class Slot:
                 await (run.wait() if run.ended is not None else run.abort())
             self._outbox.settle(assign.job_uid, assign.epoch)
             await self._start(assign)
+
+    def is_for(self, job_uid: str, epoch: int) -> bool:
+        """Whether that placement is here, or about to be."""
+        here = self.run is not None and self.run.is_of(job_uid, epoch)
+        return here or self._assigned == (job_uid, epoch)
 
     def _refusal(self, assign: attach_pb2.Assign) -> tuple[Reason, str] | None:
         if self.engine_state != "serving":
@@ -178,7 +182,6 @@ class Slot:
             self._outbox,
             on_tokens=count_tokens,
             on_exit=count_exit,
-            command=self._command,
         )
         await self.run.start()
         self.worker_starts += 1

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,15 +17,13 @@ from windrow_sidecar.agent.settings import AgentSettings
 
 _LOG_TAIL_BYTES = 2000
 
-Command = Callable[[AgentSettings, attach_pb2.Assign], Sequence[str]]
-
 
 def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
     """The worker's command line, as the contract between agent and worker has it."""
     return [
         sys.executable,
         "-m",
-        "windrow_sidecar.finetune.worker",
+        settings.worker_module,
         "--run-dir",
         str(settings.run_dir.root),
         "--slot",
@@ -65,7 +62,6 @@ class WorkerProcess:
         cls,
         settings: AgentSettings,
         assign: attach_pb2.Assign,
-        command: Command = worker_command,
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker."""
         folder = settings.run_dir.job_dir(assign.job_uid)
@@ -86,7 +82,7 @@ class WorkerProcess:
                 "windrow_sidecar.agent.spawn",
                 str(os.getpid()),
                 "--",
-                *command(settings, assign),
+                *worker_command(settings, assign),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -1,0 +1,129 @@
+"""A worker reduced to its talk with the agent: reports, obeys, ends as its job's spec says.
+
+The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
+after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.rundir import PROTOCOL_VERSION, RunDir
+
+_STEP_S = 0.05
+_STEPS = 1000
+
+
+class JobWorker:
+    """One run."""
+
+    def __init__(self, run_dir: RunDir, job_uid: str, epoch: int) -> None:
+        job = json.loads((run_dir.job_dir(job_uid) / "job.json").read_text(encoding="utf-8"))
+        self._behave = str(job["spec"]["behave"])
+        self._run_dir, self._job_uid, self._epoch = run_dir, job_uid, epoch
+        self._out: queue.Queue[agent_pb2.WorkerReport | None] = queue.Queue()
+        self._told_to_end = threading.Event()
+
+    def run(self) -> int:
+        """Report to the agent until the end; the exit code."""
+        with grpc.insecure_channel(f"unix:{self._run_dir.agent_socket}") as channel:
+            stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+            call = stub.Worker(self._reports())
+            listener = threading.Thread(target=self._listen, args=(call,), daemon=True)
+            listener.start()
+            code = self._work()
+            self._out.put(None)
+            listener.join(timeout=5)
+        return code
+
+    def _work(self) -> int:
+        self._event("STARTED", "Started", "from the beginning")
+        if self._behave == "crash":
+            os.abort()
+        for step in range(1, _STEPS):
+            self._progress(step)
+            if self._told_to_end.wait(_STEP_S) and self._behave != "stubborn":
+                self._event("STOPPED", "Stopped", f"checkpoint of step {step}")
+                return 0
+            if step == 5 and self._behave == "succeed":
+                self._event("SUCCEEDED", "Completed", "", adapter_path="/adapters/1")
+                return 0
+            if step == 5 and self._behave == "fail":
+                self._event("FAILED", "DatasetInvalid", "rows.jsonl:3", user_error=True)
+                return 3
+        return 1
+
+    def _listen(self, call: Iterator[agent_pb2.WorkerCommand]) -> None:
+        try:
+            for command in call:
+                if command.action == "STOP":
+                    self._told_to_end.set()
+                elif command.action == "PAUSE":
+                    self._event("PAUSED", "Paused", command.reason)
+        except grpc.RpcError:
+            self._told_to_end.set()
+
+    def _reports(self) -> Iterator[agent_pb2.WorkerReport]:
+        yield agent_pb2.WorkerReport(
+            hello=agent_pb2.WorkerHello(
+                protocol_version=PROTOCOL_VERSION,
+                pid=os.getpid(),
+                job_uid=self._job_uid,
+                epoch=self._epoch,
+            )
+        )
+        while (report := self._out.get()) is not None:
+            yield report
+
+    def _progress(self, step: int) -> None:
+        progress = agent_pb2.WorkerProgress(
+            step=step,
+            total_steps=_STEPS,
+            loss=3.0 - step / _STEPS,
+            tokens=100 * step,
+            checkpoint_step=step,
+            checkpoint_path=f"/checkpoints/{step}",
+        )
+        self._out.put(agent_pb2.WorkerReport(progress=progress))
+
+    def _event(
+        self,
+        kind: str,
+        reason: str,
+        detail: str,
+        *,
+        user_error: bool = False,
+        adapter_path: str = "",
+    ) -> None:
+        event = agent_pb2.WorkerEvent(
+            kind=kind,
+            reason=reason,
+            detail=detail,
+            user_error=user_error,
+            adapter_path=adapter_path,
+        )
+        self._out.put(agent_pb2.WorkerReport(event=event))
+
+
+def main() -> int:
+    """Parse the worker's command line and run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--slot", type=int, required=True)
+    parser.add_argument("--job-uid", required=True)
+    parser.add_argument("--epoch", type=int, required=True)
+    args = parser.parse_args()
+    return JobWorker(RunDir(args.run_dir), args.job_uid, args.epoch).run()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,510 @@
+"""The agent as a process, between an engine's hook, its workers, and an operator over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from windrow.metrics import AGENT_METRICS
+from windrow.proto import agent_pb2, attach_pb2, attach_pb2_grpc
+from windrow.rundir import RunDir
+from windrow_sidecar.engines.harvest import AgentLink
+from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.testing.stepping_engine import SteppingEngine
+
+Event = attach_pb2.JobEvent
+Ask = attach_pb2.JobCommand
+
+
+def certificate() -> tuple[bytes, bytes]:
+    """Key and self-signed certificate for 127.0.0.1, as PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "operator of a test")])
+    now = datetime.datetime.now(datetime.UTC)
+    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=1))
+        .not_valid_after(now + datetime.timedelta(hours=1))
+        .add_extension(address, critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    return (
+        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        cert.public_bytes(pem),
+    )
+
+
+class Operator(attach_pb2_grpc.AttachServicer):
+    """An operator that only keeps what it hears and says what a test tells it to say."""
+
+    def __init__(self) -> None:
+        self.key, self.cert = certificate()
+        self.heard: list[attach_pb2.SidecarMessage] = []
+        self.tokens: list[str] = []
+        self.orders: asyncio.Queue[attach_pb2.OperatorMessage] = asyncio.Queue()
+        self.port = 0
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        server = self._server = grpc.aio.server()
+        attach_pb2_grpc.add_AttachServicer_to_server(self, server)
+        credentials = grpc.ssl_server_credentials([(self.key, self.cert)])
+        self.port = server.add_secure_port(f"127.0.0.1:{self.port}", credentials)
+        await server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=0)
+
+    async def Attach(self, requests, context):
+        self.tokens.append(dict(context.invocation_metadata())["authorization"])
+        await context.write(
+            attach_pb2.OperatorMessage(
+                hello=attach_pb2.OperatorHello(protocol_version=1, heartbeat_seconds=0.1)
+            )
+        )
+
+        async def talk():
+            while True:
+                await context.write(await self.orders.get())
+
+        talker = asyncio.create_task(talk())
+        try:
+            async for message in requests:
+                self.heard.append(message)
+        finally:
+            talker.cancel()
+
+    def say(self, **message) -> None:
+        self.orders.put_nowait(attach_pb2.OperatorMessage(**message))
+
+    def assign(self, behave: str, uid: str = "uid-1", epoch: int = 1) -> None:
+        self.say(
+            assign=attach_pb2.Assign(
+                slot=0,
+                job_namespace="team-a",
+                job_name="support-tone",
+                job_uid=uid,
+                epoch=epoch,
+                spec_json=json.dumps({"behave": behave}),
+            )
+        )
+
+    def command(self, action: int, uid: str = "uid-1", epoch: int = 1) -> None:
+        self.say(command=Ask(job_uid=uid, epoch=epoch, action=action, reason="test"))
+
+    @property
+    def events(self) -> list[attach_pb2.JobEvent]:
+        return [m.job_event for m in self.heard if m.WhichOneof("message") == "job_event"]
+
+    @property
+    def heartbeats(self) -> list[attach_pb2.SlotHeartbeat]:
+        return [m.heartbeat for m in self.heard if m.WhichOneof("message") == "heartbeat"]
+
+    @property
+    def hellos(self) -> list[attach_pb2.SidecarHello]:
+        return [m.hello for m in self.heard if m.WhichOneof("message") == "hello"]
+
+    def event(self, kind: int, epoch: int = 1) -> attach_pb2.JobEvent | None:
+        return next((e for e in self.events if e.kind == kind and e.epoch == epoch), None)
+
+    def kinds(self) -> list[str]:
+        return [Event.Kind.Name(e.kind) for e in self.events]
+
+
+async def until(condition, within_s: float = 20.0):
+    deadline = time.monotonic() + within_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+    return value
+
+
+class Engine:
+    """A stepping engine with its link to the agent; steps 200 times a second on a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = SteppingEngine(folder)
+        hello = agent_pb2.EngineHello(
+            protocol_version=1,
+            slot=0,
+            pid=os.getpid(),
+            engine="stepping",
+            device="host:2-cores",
+            driver="host",
+            model="tiny",
+            model_fingerprint="f" * 64,
+            compute_units=2,
+            finetune_levels=[1, 2],
+            chunk_bytes=1 << 20,
+            chunks=32,
+            tensor_parallel=1,
+            arena_socket=self.engine.socket,
+        )
+        self.link = AgentLink(
+            RunDir(folder).agent_socket,
+            hello,
+            self.engine.hook,
+            Profile("key-1", '{"key": "key-1"}'),
+            interval_s=0.05,
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._decode)
+
+    def start(self) -> None:
+        self.link.start()
+        self._thread.start()
+
+    def _decode(self) -> None:
+        while not self._stop.wait(0.005):
+            self.engine.step()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.link.close()
+        self.engine.close()
+
+
+class Agent:
+    """The program, with the worker that only talks."""
+
+    def __init__(self, folder: Path, operator: Operator) -> None:
+        self.folder = folder
+        (folder / "token").write_text("secret-1\n")
+        self._arguments = [
+            f"--run-dir={folder}",
+            f"--operator-address=127.0.0.1:{operator.port}",
+            f"--operator-ca={operator.cert.decode()}",
+            f"--token-file={folder / 'token'}",
+            "--pod-namespace=serving",
+            "--pod-name=decode-0",
+            "--pod-uid=pod-uid-1",
+            "--grace-seconds=3",
+            "--worker-module=windrow_sidecar.testing.job_worker",
+        ]
+        self.process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with (self.folder / "agent.log").open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "windrow_sidecar.agent",
+                *self._arguments,
+                stdout=log,
+                stderr=log,
+                process_group=0,
+            )
+
+    async def end(self, number: int = signal.SIGTERM) -> int:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        async with asyncio.timeout(15):
+            return await self.process.wait()
+
+    def worker_pids(self) -> list[int]:
+        """Children of the agent, or of nobody any more, that run the worker in this directory."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = path.read_bytes().split(b"\0")
+                if {b"windrow_sidecar.testing.job_worker", str(self.folder).encode()} <= set(words):
+                    found.append(int(path.parent.name))
+        return found
+
+    @staticmethod
+    def oom_score_adj(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+    def metrics(self) -> str:
+        port = int((self.folder / "metrics.port").read_text())
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            return answer.read().decode()
+
+
+@pytest.fixture
+async def pod():
+    """Operator, engine and agent, attached to each other."""
+    with tempfile.TemporaryDirectory(prefix="wr-") as name:
+        folder = Path(name)
+        operator = Operator()
+        await operator.start()
+        agent = Agent(folder, operator)
+        engine = Engine(folder)
+        await agent.start()
+        engine.start()
+        try:
+            await until(lambda: any(h.slots for h in operator.hellos))
+            yield operator, agent, engine
+            print((folder / "agent.log").read_text())
+        finally:
+            await agent.end()
+            engine.close()
+            await operator.stop()
+        assert agent.worker_pids() == []
+
+
+async def test_hello_names_pod_and_slot_and_the_token_is_shown(pod):
+    operator, _, _ = pod
+    hello = operator.hellos[-1]
+    assert (hello.pod_name, hello.pod_uid, hello.protocol_version) == ("decode-0", "pod-uid-1", 1)
+    slot = hello.slots[0]
+    assert (slot.engine, slot.compute_units, list(slot.finetune_levels)) == ("stepping", 2, [1, 2])
+    assert slot.arena_bytes == 32 << 20
+    assert operator.tokens == ["Bearer secret-1"]
+    profile = await until(
+        lambda: next((m.profile for m in operator.heard if m.HasField("profile")), None)
+    )
+    assert (profile.key, profile.slot) == ("key-1", 0)
+
+
+async def test_heartbeats_carry_load_and_memory_and_a_policy_reaches_the_engine(pod):
+    operator, _, engine = pod
+    operator.say(
+        policy=attach_pb2.PolicyConfig(
+            name="chat", policy="windrow", mode="harvest", objective_seconds=0.012, percentile=99
+        )
+    )
+    terms = await until(lambda: engine.engine.hook.controller.terms)
+    assert (terms.name, terms.objective_us, terms.max_compute_percent) == ("chat", 12_000, 100)
+    beat = await until(
+        lambda: next((b for b in operator.heartbeats if b.predicted_tokens_per_second), None)
+    )
+    assert beat.engine_state == "serving"
+    assert beat.steps > 0
+    assert beat.tpot_p50_seconds == pytest.approx(0.005)
+    total = beat.chunks_kv + beat.chunks_lent + beat.chunks_reserved + beat.chunks_free
+    assert total + beat.chunks_draining == 32
+    assert not beat.HasField("job")
+
+
+async def test_an_unknown_policy_is_named_in_the_breaker_and_nothing_is_harvested(pod):
+    operator, _, engine = pod
+    operator.say(
+        policy=attach_pb2.PolicyConfig(
+            name="chat", policy="winrow", mode="harvest", objective_seconds=0.012
+        )
+    )
+    beat = await until(lambda: next((b for b in operator.heartbeats if b.breaker), None))
+    assert "there is no policy 'winrow'" in beat.breaker
+    assert engine.engine.hook.controller.terms is None
+
+
+async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
+    operator, agent, _ = pod
+    operator.assign("succeed")
+    operator.assign("succeed")  # the same again is the same
+    done = await until(lambda: operator.event(Event.SUCCEEDED))
+    assert done.adapter_path == "/adapters/1"
+    assert done.progress.step == 5
+    assert operator.kinds() == ["STARTED", "SUCCEEDED"]
+    await until(lambda: not operator.heartbeats[-1].HasField("job"))
+    await until(lambda: not agent.worker_pids())
+    text = agent.metrics()
+    assert 'windrow_worker_exits_total{outcome="succeeded",slot="0"} 1.0' in text
+    assert 'windrow_harvested_tokens_total{slot="0"} 400.0' in text  # of steps 2 to 5
+
+
+async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
+    operator, agent, _ = pod
+    operator.assign("run")
+    beat = await until(
+        lambda: next((b for b in operator.heartbeats if b.job.progress.step > 5), None)
+    )
+    assert (beat.job.job_uid, beat.job.epoch) == ("uid-1", 1)
+    assert beat.job.progress.tokens_per_second > 0
+    assert beat.job.progress.eta_seconds > 0
+    (pid,) = agent.worker_pids()
+    assert os.getpriority(os.PRIO_PROCESS, pid) == 19
+    assert agent.oom_score_adj(pid) == 1000
+    assert "windrow_job_step" in agent.metrics()
+
+
+@pytest.mark.parametrize(
+    ("behave", "reason", "user_error", "detail"),
+    [
+        ("fail", "DatasetInvalid", True, "rows.jsonl:3"),
+        ("crash", "WorkerDied", False, "SIGABRT"),
+    ],
+)
+async def test_a_failed_job_says_why_and_whether_a_retry_helps(
+    pod, behave, reason, user_error, detail
+):
+    operator, agent, _ = pod
+    operator.assign(behave)
+    failed = await until(lambda: operator.event(Event.FAILED))
+    assert (failed.reason, failed.user_error) == (reason, user_error)
+    assert detail in failed.detail
+    await until(lambda: not agent.worker_pids())
+    assert operator.kinds().count("FAILED") == 1
+
+
+async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead(pod):
+    operator, agent, engine = pod
+    operator.assign("run", epoch=4)
+    await until(lambda: operator.event(Event.STARTED, epoch=4))
+    await until(lambda: engine.engine.hook._live_epoch == 4)
+    os.kill(agent.worker_pids()[0], signal.SIGKILL)
+    failed = await until(lambda: operator.event(Event.FAILED, epoch=4))
+    assert (failed.reason, failed.user_error) == ("WorkerDied", False)
+    assert "SIGKILL" in failed.detail
+    await until(lambda: engine.engine.hook._live_epoch == 0)
+
+
+async def test_stop_ends_with_a_checkpoint_and_abort_without(pod):
+    operator, agent, _ = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    operator.command(Ask.STOP)
+    stopped = await until(lambda: operator.event(Event.STOPPED))
+    assert "checkpoint of step" in stopped.detail
+    assert stopped.progress.checkpoint_path
+    operator.assign("stubborn", epoch=2)
+    await until(lambda: operator.event(Event.STARTED, epoch=2))
+    operator.command(Ask.ABORT, epoch=2)
+    aborted = await until(lambda: operator.event(Event.STOPPED, epoch=2))
+    assert "SIGKILL" in aborted.detail
+    await until(lambda: not agent.worker_pids())
+
+
+async def test_a_worker_that_ignores_stop_is_killed_after_the_grace(pod):
+    operator, agent, _ = pod
+    operator.assign("stubborn")
+    await until(lambda: operator.event(Event.STARTED))
+    operator.command(Ask.STOP)
+    assert await until(lambda: operator.event(Event.STOPPED))
+    await until(lambda: not agent.worker_pids())
+
+
+async def test_a_slot_takes_one_job_and_newer_epochs_only(pod):
+    operator, agent, _ = pod
+    operator.assign("run", epoch=3)
+    await until(lambda: operator.event(Event.STARTED, epoch=3))
+    operator.assign("run", uid="uid-2", epoch=1)
+    busy = await until(lambda: next((e for e in operator.events if e.job_uid == "uid-2"), None))
+    assert (busy.kind, busy.reason) == (Event.REJECTED, "Busy")
+    operator.assign("run", epoch=2)
+    stale = await until(lambda: operator.event(Event.REJECTED, epoch=2))
+    assert stale.reason == "StaleEpoch"
+    (old,) = agent.worker_pids()
+    operator.assign("run", epoch=5)
+    await until(lambda: operator.event(Event.STARTED, epoch=5))
+    assert old not in agent.worker_pids()
+    assert len(agent.worker_pids()) == 1
+
+
+async def test_a_stop_for_a_run_that_is_not_here_is_answered(pod):
+    operator, _, _ = pod
+    operator.command(Ask.STOP, uid="uid-9", epoch=7)
+    assert await until(lambda: operator.event(Event.STOPPED, epoch=7))
+
+
+async def test_what_happened_while_the_operator_was_away_is_told_when_it_is_back(pod):
+    operator, agent, _ = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    await operator.stop()
+    operator.heard.clear()
+    (agent.folder / "token").write_text("secret-2\n")
+    os.kill(agent.worker_pids()[0], signal.SIGKILL)
+    await until(lambda: not agent.worker_pids())
+    await operator.start()
+    await until(lambda: operator.event(Event.FAILED))
+    # The run that ended is still in the hello, so that its end is not taken for a loss; all that
+    # was told before is told again.
+    assert [r.epoch for r in operator.hellos[0].running] == [1]
+    assert operator.kinds() == ["STARTED", "FAILED"]
+    assert operator.tokens[-1] == "Bearer secret-2"
+
+
+async def test_the_worker_dies_with_a_killed_agent_and_decode_goes_on(pod):
+    operator, agent, engine = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    await agent.end(signal.SIGKILL)
+    await until(lambda: not agent.worker_pids())
+    steps = engine.engine.hook.snapshot().steps
+    await until(lambda: engine.engine.hook.snapshot().steps > steps + 20)
+    operator.heard.clear()
+    await agent.start()
+    await until(lambda: any(h.slots for h in operator.hellos))
+    assert not any(h.running for h in operator.hellos)
+    await until(lambda: engine.engine.hook._live_epoch == 0)
+
+
+async def test_sigterm_stops_the_worker_with_a_checkpoint_and_leaves_no_file(pod):
+    operator, agent, _ = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    assert await agent.end() == 0
+    stopped = await until(lambda: operator.event(Event.STOPPED))
+    assert (stopped.reason, stopped.detail) == ("SlotLost", "the sidecar was asked to end")
+    assert not (agent.folder / "agent.sock").exists()
+    assert not (agent.folder / "metrics.port").exists()
+
+
+async def test_an_engine_that_goes_away_takes_its_job_with_it(pod):
+    operator, agent, engine = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    engine.link.close()
+    stopped = await until(lambda: operator.event(Event.STOPPED))
+    assert stopped.reason == "EngineNotServing"
+    assert await until(lambda: operator.heartbeats[-1].engine_state == "gone")
+    operator.assign("run", epoch=2)
+    rejected = await until(lambda: operator.event(Event.REJECTED, epoch=2))
+    assert rejected.reason == "EngineNotServing"
+    assert agent.worker_pids() == []
+
+
+async def test_every_metric_of_the_table_is_served(pod):
+    operator, agent, _ = pod
+    operator.assign("run")
+    await until(lambda: operator.event(Event.STARTED))
+    text = await asyncio.to_thread(agent.metrics)
+    missing = [
+        metric.name
+        for metric in AGENT_METRICS
+        if f"# HELP {metric.name.removesuffix('_total')}" not in text
+    ]
+    assert missing == []
+    assert 'windrow_chunks{slot="0",state="free"}' in text
+    assert 'windrow_decode_tpot_seconds_bucket{le="0.005",slot="0"}' in text
+
+
+async def test_settings_that_cannot_work_are_refused_at_once():
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "windrow_sidecar.agent",
+        "--run-dir=/tmp/" + "x" * 100,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, err = await process.communicate()
+    assert process.returncode == 2
+    assert b"WINDROW_RUN_DIR" in err
+    assert b"shorter run directory" in err
