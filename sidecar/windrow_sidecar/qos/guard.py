@@ -107,7 +107,7 @@ class Guard:
     def _judge(self, now_ns: int) -> None:
         settings, beside = self._settings, self._beside
         bound = self._alone.share + settings.excess_factor * self._allowed_share
-        if beside.seen < settings.min_steps or beside.share <= bound:
+        if self.reason or beside.seen < settings.min_steps or beside.share <= bound:
             return
         self.reason = (
             f"{beside.share:.1%} of {min(beside.seen, settings.window_steps)} steps beside the "

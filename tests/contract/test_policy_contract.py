@@ -1,0 +1,109 @@
+"""What every policy promises, whatever it is shown."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windrow_sidecar.qos.control import Controller
+from windrow_sidecar.qos.levels import host_levels, overlapping_levels
+from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
+from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.solo import SoloModel
+from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.view import Action, Offer, View
+
+LEVELS = [host_levels(2), host_levels(8), overlapping_levels(132, (16, 32, 64, 96))]
+SOLO = {u: SoloModel(500 + 2000 / u, 800 / u, 1 / u) for u in (*range(1, 9), 132)}
+
+times = st.integers(0, 10**12)
+small = st.integers(0, 10**6)
+views = st.builds(
+    View,
+    batch=st.integers(0, 512),
+    context_tokens=st.integers(0, 10**7),
+    waiting=small,
+    objective_us=st.integers(1, 10**7),
+    slo_debt_us=st.integers(-(10**9), 10**9),
+)
+offers = st.builds(
+    Offer,
+    job_epoch=st.integers(0, 5),
+    starving=st.integers(0, 1),
+    in_flight_us=small,
+    pause_epoch_seen=st.integers(0, 3),
+    wanted_chunks=small,
+)
+
+
+@st.composite
+def contexts(draw) -> Context:
+    levels = draw(st.sampled_from(LEVELS))
+    n = len(levels.splits)
+    percent = draw(st.integers(1, 100))
+    return Context(
+        levels=levels,
+        allowed=levels.allowed(percent),
+        idle_units=levels.units * percent // 100,
+        predicted_us=draw(st.lists(st.floats(1, 1e9), min_size=n, max_size=n)),
+        margin=draw(st.floats(0, 1)),
+        current=draw(st.integers(0, n - 1)),
+        since_switch_ns=draw(times),
+        per_request=draw(st.booleans()),
+        in_flight_bound_us=draw(small),
+    )
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(view=views, offer=offers, ctx=contexts())
+def test_an_answer_stays_within_the_limits_and_is_repeatable(name, view, offer, ctx):
+    policy = make_policy(name)
+    decision = policy.decide(view, offer, ctx)
+    assert decision == policy.decide(view, offer, ctx)
+    most = max(s.finetune_units for s in ctx.levels.splits[: ctx.allowed])
+    if view.batch == 0:
+        most = max(most, ctx.idle_units)
+    assert 0 <= decision.finetune_units <= most
+    assert 1 <= decision.decode_units <= ctx.levels.units
+    assert (decision.finetune_units > 0) == (decision.action == Action.GO)
+    assert decision.hold_admission_until_ns == 0
+    assert math.isfinite(decision.predicted_us)
+    if offer.job_epoch == 0 or offer.starving:
+        assert decision.action == Action.PAUSE
+    shared = decision.action == Action.GO and view.batch > 0
+    if shared:
+        index = ctx.levels.index_of(decision.finetune_units)
+        assert ctx.levels.splits[index].decode_units == decision.decode_units
+    if shared and name != "static":
+        bound = view.objective_us * (2 if ctx.per_request else 1)
+        assert ctx.predicted_us[index] * (1 + ctx.margin) <= bound * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@given(
+    steps=st.lists(
+        st.tuples(views, offers, st.integers(1, 10**8), st.integers(0, 10**7)), max_size=40
+    ),
+    percent=st.integers(1, 100),
+    mode=st.sampled_from(["harvest", "observe", "off"]),
+)
+@settings(max_examples=60)
+def test_over_any_history_the_slot_is_never_granted_beyond_its_limits(name, steps, percent, mode):
+    levels = host_levels(8)
+    controller = Controller(levels, Predictor(levels, SOLO))
+    controller.set_terms(Terms("p", name, mode, 10_000, max_compute_percent=percent))
+    now_ns, pause_epoch = 1, 0
+    for view, offer, gap_ns, latency_us in steps:
+        now_ns += gap_ns
+        decision = controller.decide(view, offer, now_ns, present=offer.job_epoch > 0)
+        assert decision.finetune_units <= levels.units * percent // 100
+        assert 1 <= decision.decode_units <= levels.units
+        assert decision.pause_epoch >= pause_epoch
+        pause_epoch = decision.pause_epoch
+        if mode != "harvest":
+            assert decision.action == Action.PAUSE
+        if view.batch:
+            controller.observe(now_ns + latency_us * 1000, latency_us)

@@ -1,0 +1,208 @@
+"""Policy, predictor, guard and handover together, step by step."""
+
+from __future__ import annotations
+
+import pytest
+
+from windrow.errors import UserError
+from windrow_sidecar.qos.control import Controller
+from windrow_sidecar.qos.guard import SECOND_NS
+from windrow_sidecar.qos.handover import Handover
+from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.solo import SoloModel
+from windrow_sidecar.qos.terms import Terms, make_terms
+from windrow_sidecar.qos.view import Action, Decision, Offer, View
+
+MS = 1_000_000
+# Two cores: batch 4 takes 4 ms on both and 6 ms on one, batch 16 takes 10 and 18 ms.
+SOLO = {1: SoloModel(2000, 1000, 0), 2: SoloModel(2000, 500, 0)}
+TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
+SMALL, BURST = 4, 16
+
+
+class Pod:
+    """A controller with a clock, and a worker that answers when it is told to."""
+
+    def __init__(self, terms: Terms | None = TERMS, predictor: bool = True) -> None:
+        levels = host_levels(2)
+        self.controller = Controller(levels, Predictor(levels, SOLO) if predictor else None)
+        self.controller.set_terms(terms)
+        self.now_ns = SECOND_NS
+        self.offer = Offer(job_epoch=1)
+        self.last = Decision()
+
+    def step(
+        self, batch: int = SMALL, latency_us: int = 5000, present: bool = True, slack_us: int = 0
+    ) -> Decision:
+        self.now_ns += 10 * MS
+        objective = self.controller.terms.objective_us if self.controller.terms else 0
+        view = View(batch=batch, objective_us=objective, slo_debt_us=slack_us)
+        self.last = self.controller.decide(
+            view, self.offer if present else Offer(), self.now_ns, present=present
+        )
+        if batch:
+            self.controller.observe(self.now_ns + latency_us * 1000, latency_us)
+        return self.last
+
+    def worker_answers(self, in_flight_us: int = 0) -> None:
+        self.offer = Offer(
+            job_epoch=1, in_flight_us=in_flight_us, pause_epoch_seen=self.last.pause_epoch
+        )
+
+
+def units(decision: Decision) -> tuple[int, int]:
+    return decision.finetune_units, decision.decode_units
+
+
+def test_headroom_is_shared_and_a_burst_takes_it_back():
+    pod = Pod()
+    assert units(pod.step()) == (1, 1)
+    first = pod.step(BURST)
+    assert units(first) == (0, 1)  # the worker still runs on the other core
+    assert first.pause_epoch == 1
+    assert pod.controller.why_paused == "objective"
+    pod.worker_answers(in_flight_us=900)
+    assert units(pod.step(BURST)) == (0, 1)
+    pod.worker_answers(in_flight_us=0)
+    assert units(pod.step(BURST)) == (0, 2)
+    assert units(pod.step()) == (1, 1)
+
+
+def test_decode_takes_everything_when_the_worker_is_gone():
+    pod = Pod()
+    pod.step()
+    assert units(pod.step(present=False)) == (0, 2)
+    assert pod.controller.why_paused == "no worker"
+
+
+@pytest.mark.parametrize(
+    ("terms", "predictor", "why"),
+    [
+        (None, True, "no policy"),
+        (Terms("p", "windrow", "off", 12_000), True, "off"),
+        (TERMS, False, "no latency profile"),
+    ],
+)
+def test_without_policy_or_profile_nothing_is_granted(terms, predictor, why):
+    pod = Pod(terms, predictor)
+    for batch in (0, SMALL, BURST):
+        assert units(pod.step(batch)) == (0, 2)
+    assert pod.controller.why_paused == why
+    assert pod.controller.headroom_units(View(batch=SMALL)) == 0
+
+
+def test_a_policy_that_is_taken_away_pauses_the_worker():
+    pod = Pod()
+    assert units(pod.step()) == (1, 1)
+    pod.controller.set_terms(None)
+    assert (pod.step().action, pod.last.pause_epoch) == (Action.PAUSE, 1)
+
+
+def test_observe_grants_nothing_and_remembers_what_it_would():
+    pod = Pod(Terms("p", "windrow", "observe", 12_000))
+    assert units(pod.step(present=False)) == (0, 2)
+    assert pod.controller.would_units == 1
+    pod.step(BURST, present=False)
+    assert pod.controller.would_units == 0
+    assert pod.last.pause_epoch == 0
+
+
+def test_an_idle_decode_gives_all_and_takes_back_at_its_next_step_without_a_pause():
+    pod = Pod()
+    pod.step()
+    assert units(pod.step(0)) == (2, 1)
+    back = pod.step()
+    assert (units(back), back.action, back.pause_epoch) == ((1, 1), Action.GO, 1)
+
+
+def test_the_guard_pauses_a_worker_that_the_policy_would_let_run():
+    pod = Pod()
+    pod.step(latency_us=13_000)
+    pod.step(latency_us=13_000)
+    assert pod.step().action == Action.PAUSE
+    assert pod.controller.why_paused == "guard"
+
+
+def test_limits_bind_the_idle_device_too():
+    pod = Pod(Terms("p", "windrow", "harvest", 12_000, max_compute_percent=60))
+    assert pod.step().finetune_units == 1
+    assert pod.step(0).finetune_units == 1
+    none = Pod(Terms("p", "windrow", "harvest", 12_000, max_compute_percent=40))
+    assert none.step().action == Action.PAUSE
+    assert none.step(0).action == Action.PAUSE
+
+
+def test_steps_beside_the_worker_teach_and_steps_between_two_partitions_do_not():
+    pod = Pod()
+    for _ in range(400):
+        pod.step(latency_us=7800)
+    predictor = pod.controller.predictor
+    assert predictor.predict_us(SMALL, 0)[1] == pytest.approx(7800, rel=0.02)
+    learned = predictor.co_run
+    pod.step(BURST, latency_us=50_000)  # paused, but decode is still on one core
+    assert predictor.co_run == learned
+
+
+def test_by_request_a_long_step_is_no_breach_while_there_is_slack():
+    pod = Pod(Terms("p", "windrow", "harvest", 12_000, per_request=True))
+    for _ in range(10):
+        pod.step(latency_us=13_000, slack_us=100_000)
+    assert pod.controller.guard.trips == 0
+    for _ in range(2):
+        pod.step(latency_us=13_000, slack_us=-1)
+    assert pod.controller.guard.trips == 1
+
+
+def test_headroom_is_what_an_eager_worker_would_get_though_none_is_there():
+    pod = Pod()
+    pod.step(present=False)
+    assert pod.controller.headroom_units(View(batch=SMALL, objective_us=12_000)) == 1
+    assert pod.controller.headroom_units(View(batch=BURST, objective_us=12_000)) == 0
+    assert pod.controller.headroom_units(View(batch=0, objective_us=12_000)) == 2
+
+
+def test_after_a_grant_shrinks_decode_waits_for_the_acknowledgement_only():
+    handover = Handover(4)
+    handover.grant(Action.GO, 3, 1, Offer(), True)
+    handover.grant(Action.GO, 1, 3, Offer(in_flight_us=500), True)
+    assert (handover.pause_epoch, handover.decode_units) == (1, 1)
+    # What is in flight now was launched within the new grant.
+    handover.grant(Action.GO, 1, 3, Offer(in_flight_us=500, pause_epoch_seen=1), True)
+    assert handover.decode_units == 3
+
+
+def test_narrowing_decode_is_immediate():
+    handover = Handover(2)
+    handover.grant(Action.GO, 1, 1, Offer(), True)
+    assert (handover.decode_units, handover.pause_epoch) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"mode": "always"}, "spec.mode"),
+        ({"policy": "best"}, "spec.policy"),
+        ({"scope": "perDay"}, "spec.objective.scope"),
+        ({"objective_seconds": 0.0}, "spec.objective.tpot"),
+        ({"objective_seconds": float("nan")}, "spec.objective.tpot"),
+    ],
+)
+def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
+    asked = {
+        "name": "p",
+        "policy": "harli",
+        "mode": "harvest",
+        "objective_seconds": 0.04,
+        "percentile": 0.0,
+        "scope": "",
+        "max_compute_percent": 0,
+        "max_memory_percent": 50,
+    }
+    terms = make_terms(**asked)
+    assert (terms.objective_us, terms.percentile) == (40_000, 99.0)
+    assert (terms.max_compute_percent, terms.max_memory_percent) == (100, 50)
+    assert make_terms(**{**asked, "name": ""}) is None
+    with pytest.raises(UserError) as refused:
+        make_terms(**{**asked, **changes})
+    assert refused.value.field == field

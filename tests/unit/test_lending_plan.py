@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windrow_sidecar.qos.lending import (
+    GROW_REST_NS,
+    AdmissionRate,
+    Chunks,
+    LendingPlan,
+    plan_lending,
+    reserve_chunks,
+)
+
+LONG_AGO = 1 << 60
+MS = 1_000_000
+
+
+def plan(chunks: Chunks, **changes) -> LendingPlan:
+    values = {
+        "wanted": 64,
+        "limit": 64,
+        "reserve": 4,
+        "kv_short": False,
+        "since_revoke_ns": LONG_AGO,
+    }
+    return plan_lending(chunks, **{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("situation", "chunks", "changes", "expected"),
+    [
+        (
+            "free chunks are lent, but for a second reserve",
+            Chunks(100, 24, 0, 4, 0),
+            {},
+            LendingPlan(64, lend=64),
+        ),
+        ("up to what is wanted", Chunks(100, 24, 3, 4, 0), {"wanted": 8}, LendingPlan(8, lend=5)),
+        ("up to the limit", Chunks(100, 24, 0, 4, 0), {"limit": 10}, LendingPlan(10, lend=10)),
+        (
+            "a short reserve is filled first",
+            Chunks(12, 100, 0, 2, 0),
+            {},
+            LendingPlan(6, lend=6),
+        ),
+        ("nothing to spare", Chunks(4, 100, 20, 4, 0), {}, LendingPlan(20)),
+        (
+            "not right after a revocation",
+            Chunks(50, 54, 20, 4, 0),
+            {"since_revoke_ns": GROW_REST_NS - 1},
+            LendingPlan(20),
+        ),
+        (
+            "the reserve is eaten into: as much comes back",
+            Chunks(0, 105, 20, 1, 2),
+            {},
+            LendingPlan(19, revoke=1),
+        ),
+        (
+            "what drains already counts as asked for",
+            Chunks(0, 105, 20, 1, 3),
+            {},
+            LendingPlan(20),
+        ),
+        (
+            "a request finds no room: a quarter comes back, whatever is free",
+            Chunks(3, 101, 20, 4, 0),
+            {"kv_short": True},
+            LendingPlan(15, revoke=5),
+        ),
+        (
+            "but not twice before it has drained",
+            Chunks(3, 96, 20, 4, 5),
+            {"kv_short": True},
+            LendingPlan(20),
+        ),
+        (
+            "a lower limit takes the rest back",
+            Chunks(80, 24, 20, 4, 0),
+            {"limit": 5},
+            LendingPlan(5, revoke=15),
+        ),
+        (
+            "a worker that wants less",
+            Chunks(80, 24, 20, 4, 0),
+            {"wanted": 0},
+            LendingPlan(0, revoke=20),
+        ),
+    ],
+)
+def test_what_is_lent_and_asked_back(situation, chunks, changes, expected):
+    assert plan(chunks, **changes) == expected, situation
+
+
+counts = st.integers(0, 64)
+
+
+@given(
+    st.builds(Chunks, counts, counts, counts, counts, counts),
+    counts,
+    counts,
+    counts,
+    st.booleans(),
+)
+def test_a_plan_never_exceeds_what_there_is_nor_touches_the_reserve(
+    chunks, wanted, limit, reserve, kv_short
+):
+    made = plan(chunks, wanted=wanted, limit=limit, reserve=reserve, kv_short=kv_short)
+    assert 0 <= made.revoke <= chunks.lent
+    assert 0 <= made.lend <= max(0, chunks.free)
+    assert made.target == chunks.lent + made.lend - made.revoke
+    assert not (made.lend and made.revoke)
+    if made.lend:
+        assert made.target <= min(wanted, limit)
+        assert chunks.free - made.lend + min(chunks.reserved, reserve) >= reserve
+
+
+def test_lending_and_revoking_come_to_rest():
+    """From any start, repeated plans with a quiet decode reach a fixed point within two rounds."""
+    free, lent = 100, 0
+    seen = []
+    for _ in range(4):
+        made = plan(Chunks(free, 20, lent, 4, 0))
+        free, lent = free - made.lend + made.revoke, lent + made.lend - made.revoke
+        seen.append(lent)
+    assert seen == [64, 64, 64, 64]
+
+
+def test_the_reserve_covers_growth_and_prompts_while_the_worker_lets_go():
+    figures = {
+        "release_us": 50_000,
+        "objective_us": 50_000,
+        "max_batch": 128,
+        "admitted_q99_tokens": 0,
+        "slots_per_chunk": 1024,
+        "total": 128,
+    }
+    # Harli's formula alone: 128 tokens, a fraction of a chunk.
+    assert reserve_chunks(**figures) == 1
+    # With the conversation trace's prompts: 6,352 tokens within 50 ms are seven chunks.
+    assert reserve_chunks(**{**figures, "admitted_q99_tokens": 6352}) == 7
+    assert reserve_chunks(**{**figures, "admitted_q99_tokens": 10**9}) == 32
+    assert reserve_chunks(**{**figures, "objective_us": 0}) == 1
+
+
+def test_admitted_tokens_are_summed_by_window_and_empty_windows_count():
+    rate = AdmissionRate(50 * MS)
+    now = 10**12
+    for _ in range(99):
+        rate.add(now, 10)
+        now += 50 * MS
+    rate.add(now, 4000)
+    rate.add(now + MS, 4000)
+    assert rate.q99() == 10
+    rate.add(now + 50 * MS, 6000)
+    assert rate.q99() == 6000  # now two bursts of 101 windows
+    rate.add(now + 10**11, 0)
+    assert rate.q99() == 0
+
+
+def test_a_young_rate_knows_its_largest_window():
+    rate = AdmissionRate(50 * MS)
+    rate.add(10**12, 700)
+    assert rate.q99() == 700
