@@ -47,13 +47,15 @@ TEST_F(ChunkTableTest, TakesTheLowestFreeThenTheReserveThenNothing) {
   EXPECT_EQ(owner_.take_kv(), -1);
 }
 
-TEST_F(ChunkTableTest, TakesALowChunkAgainThatThePeerGaveBack) {
+TEST_F(ChunkTableTest, PrefersALowChunkThatThePeerGaveBackToAHigherFreeOne) {
   owner_.set_reserve(0);
   owner_.lend(kChunks, 5);
-  peer_.give_back(6, 5);
-  EXPECT_EQ(owner_.take_kv(), 6);
+  peer_.give_back(5, 5);
+  EXPECT_EQ(owner_.take_kv(), 5);
+  peer_.give_back(7, 5);
   peer_.give_back(1, 5);
   EXPECT_EQ(owner_.take_kv(), 1);
+  EXPECT_EQ(owner_.take_kv(), 7);
 }
 
 TEST_F(ChunkTableTest, LendsFromTheHighestFreeIdAndNeverTheReserve) {

@@ -42,5 +42,35 @@ TEST(TableThreads, NoChunkIsEverInTwoHands) {
   owner.table().check();
 }
 
+// Owner and borrower reach for the same word all the time. Each transition grows its epoch by one,
+// so one that overwrote the other's shows as an epoch that is too low.
+TEST(TableThreads, ARevokeThatMeetsAGiveBackOverwritesNothing) {
+  constexpr std::int64_t kBorrower = 3;
+  constexpr std::uint32_t kMeetings = 300'000;
+  SharedMemory memory(ChunkTable::bytes(1));
+  ChunkTable::format(memory.data(), 1, 0);
+  ChunkTable owner(memory.data(), 1, Side::kOwner);
+  std::atomic<bool> done = false;
+  std::atomic<std::uint32_t> given_back = 0;
+  std::thread borrower([&] {
+    ChunkTable table(memory.data(), 1, Side::kPeer);
+    while (!done.load()) {
+      const ChunkState state = table.chunk(0).word.state;
+      if (state == ChunkState::kLent || state == ChunkState::kDraining) {
+        table.give_back(0, kBorrower);
+        ++given_back;
+      }
+    }
+  });
+  std::size_t owners = 0;
+  while (given_back.load() < kMeetings) {
+    owners += owner.lend(1, kBorrower).size();
+    owners += owner.revoke(1).size();
+  }
+  done.store(true);
+  borrower.join();
+  EXPECT_EQ(owner.chunk(0).word.epoch, owners + given_back.load());
+}
+
 }  // namespace
 }  // namespace windrow::testing
