@@ -12,7 +12,9 @@ SUBJECT = Subject("host:2-cores", "host", "builtin", "0.1.0", "f" * 64)
 
 
 def test_every_split_of_a_small_set_is_measured_with_several_contexts():
-    points = plan(host_splits(2), EFFORTS["quick"], max_batch=64, max_tokens=16384)
+    points = plan(
+        host_splits(2), EFFORTS["quick"], max_batch=64, max_tokens=16384, max_context=32768
+    )
     assert {point.units for point in points} == {1, 2}
     assert {(p.batch, p.context) for p in points if p.units == 1} >= {
         (1, 256),
@@ -20,6 +22,11 @@ def test_every_split_of_a_small_set_is_measured_with_several_contexts():
         (16, 1024),
     }
     assert all(point.batch * point.context <= 16384 for point in points)
+
+
+def test_no_point_is_longer_than_a_request_may_be():
+    points = plan(host_splits(2), EFFORTS["quick"], max_batch=8, max_tokens=9999, max_context=1024)
+    assert {point.context for point in points} == {256}
 
 
 @pytest.mark.parametrize("units", [1, 2, 3, 8, 9, 64, 192])

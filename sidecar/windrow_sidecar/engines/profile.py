@@ -20,6 +20,10 @@ _QUICK_CONTEXTS = (256, 1024, 2048)
 _FULL_CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 
 
+# The first steps of a batch carry its admission, or find the caches cold.
+WARM_UP_STEPS = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Effort:
     """How much time goes into a profile."""
@@ -75,8 +79,17 @@ def host_splits(units: int) -> Levels:
     return Levels(units, tuple(Split(share, units - share) for share in shares))
 
 
-def plan(levels: Levels, effort: Effort, *, max_batch: int, max_tokens: int) -> list[Point]:
-    """Return what to measure: every split by every batch and context that fits into `max_tokens`.
+def plan(
+    levels: Levels, effort: Effort, *, max_batch: int, max_tokens: int, max_context: int
+) -> list[Point]:
+    """Return what to measure: every split by every batch and context that fits.
+
+    Args:
+        levels: the splits.
+        effort: which batches and contexts.
+        max_batch: requests at once.
+        max_tokens: context tokens of a batch.
+        max_context: of one request, the tokens that it generates meanwhile included.
 
     Without several contexts per batch the coefficients of batch and context cannot be told apart.
     """
@@ -85,7 +98,9 @@ def plan(levels: Levels, effort: Effort, *, max_batch: int, max_tokens: int) -> 
         for split in levels.splits
         for context in effort.contexts
         for batch in effort.batches
-        if batch <= max_batch and batch * context <= max_tokens
+        if batch <= max_batch
+        and batch * context <= max_tokens
+        and context + effort.steps + WARM_UP_STEPS <= max_context
     ]
 
 

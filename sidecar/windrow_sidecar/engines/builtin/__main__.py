@@ -7,6 +7,8 @@ import os
 import sys
 
 from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 
 # OpenMP reads these when torch is loaded. Idle threads sleep, for the worker may have their core;
@@ -22,12 +24,23 @@ def main() -> int:
         settings = EngineSettings.from_command_line(None, os.environ)
         for name, value in OPENMP.items():
             os.environ.setdefault(name, value)
-        from windrow_sidecar.engines.builtin.server import serve
+        config = read_config(settings.model_path)
+        front = FrontProcess(settings, eos_token_ids=config.eos_token_ids, cpus=_last_core())
+        try:
+            # Loads torch: after the environment is set, and while the front starts.
+            from windrow_sidecar.engines.builtin.server import serve
 
-        return serve(settings)
+            return serve(settings, config, front)
+        finally:
+            front.stop()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _last_core() -> list[int]:
+    """Decode takes its cores from the other end."""
+    return sorted(os.sched_getaffinity(0))[-1:]
 
 
 if __name__ == "__main__":

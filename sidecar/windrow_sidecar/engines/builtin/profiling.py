@@ -15,12 +15,9 @@ from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.messages import Submit
 from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
-from windrow_sidecar.engines.profile import Effort, Point
+from windrow_sidecar.engines.profile import WARM_UP_STEPS, Effort, Point
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Decision
-
-# The first steps of a batch carry its admission, or find the caches cold.
-_WARM_UP_STEPS = 2
 
 
 class _OnUnits(NullHook):
@@ -55,13 +52,13 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
 
 def _measure_one(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> SoloSample:
     for i in range(point.batch):
-        parts.scheduler.submit(_request(i, point.context, _WARM_UP_STEPS + steps))
+        parts.scheduler.submit(_request(i, point.context, WARM_UP_STEPS + steps))
     events: list[StepEvent] = []
     while not parts.scheduler.is_empty:
         event = loop.step()
         if event is not None and event.batch == point.batch and not event.admitted:
             events.append(event)
-    warm = events[_WARM_UP_STEPS - 1 :]
+    warm = events[WARM_UP_STEPS - 1 :]
     return SoloSample(
         units=point.units,
         batch=point.batch,

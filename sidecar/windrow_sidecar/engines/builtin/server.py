@@ -24,7 +24,7 @@ from windrow_sidecar._core import Arena, LiveTensorsError, SharedWeights
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.channel import PeerGone
-from windrow_sidecar.engines.builtin.config import LlamaConfig, read_config
+from windrow_sidecar.engines.builtin.config import LlamaConfig
 from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.kvcache import KvCache
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
@@ -75,18 +75,15 @@ def _ignore() -> None:
     """A second signal changes nothing."""
 
 
-def serve(settings: EngineSettings) -> int:
+def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) -> int:
     """Serve until SIGTERM or SIGINT (returns 0) or until the front dies (returns 1).
 
-    Raises UserError for a model, an address or a size that cannot be had.
+    Raises UserError for weights or sizes that cannot be had.
     """
     signals = _Signals()
     signals.install()
-    config = read_config(settings.model_path)
     partition = HostPartition.from_affinity() if settings.run_dir else WholeDevice()
     with ExitStack() as on_exit:
-        front = FrontProcess(settings, eos_token_ids=config.eos_token_ids, cpus=partition.cpus[-1:])
-        on_exit.callback(front.stop)
         arena = _make_arena(settings, config)
         on_exit.callback(_close_arena, arena)
         log = _open_log(settings)
@@ -116,7 +113,7 @@ def _run(
         engine_version=version("windrow"),
         model_fingerprint=fingerprint,
     )
-    profile = _take_profile(settings, parts, arena, subject)
+    profile = _take_profile(settings, parts, arena, subject, max_context)
     harvesting = None
     if settings.run_dir is not None and isinstance(partition, HostPartition):
         harvesting = _start_harvesting(settings, arena, partition, subject, profile, log)
@@ -253,7 +250,7 @@ def _load(
 
 
 def _take_profile(
-    settings: EngineSettings, parts: Parts, arena: Arena, subject: Subject
+    settings: EngineSettings, parts: Parts, arena: Arena, subject: Subject, max_context: int
 ) -> Mapping[str, Any] | None:
     """Measure, fit and leave the result in the run directory; None where it was not asked for."""
     if settings.profile == "none":
@@ -266,6 +263,7 @@ def _take_profile(
         max_batch=settings.max_running,
         # Half of the arena: growth and the reserve take their part.
         max_tokens=arena.geometry.chunks * arena.geometry.slots_per_chunk // 2,
+        max_context=max_context,
     )
     samples = profiling.measure(parts, points, effort)
     profile = document(subject, samples, taken_at=datetime.now(UTC))
