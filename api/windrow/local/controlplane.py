@@ -97,6 +97,7 @@ class ControlPlane:
         self._keeper, self._owns_keeper = keeper, keeper is None
         self._children: dict[str, Child] = {}
         self._directory: Path | None = None
+        self._new_client: Callable[[], httpx.Client] | None = None
 
     def start(self) -> None:
         """Start all components and wait until pods can be created.
@@ -113,6 +114,11 @@ class ControlPlane:
             self._stop(keep_logs=True)
             raise
         log.info("kubernetes %s serves at %s", self.version, self.server)
+
+    def client(self) -> httpx.Client:
+        """Return a new HTTP client with the rights of a cluster administrator."""
+        assert self._new_client is not None, "start() comes first"
+        return self._new_client()
 
     def stop(self) -> None:
         """End all components and remove the files; harmless when repeated."""
@@ -160,7 +166,8 @@ class ControlPlane:
                 files, etcd_port.number, server_port.number, token
             )
             self._start("kube-apiserver", arguments)
-            with _client(self.server, token, files.authority) as client:
+            self._new_client = lambda: _client(self.server, token, files.authority)
+            with self.client() as client:
                 self._await("kube-apiserver", deadline, lambda: _answers(client, "/readyz"))
                 self.version = client.get("/version").json()["gitVersion"]
                 self._start("kube-controller-manager", self._manager_arguments(files))

@@ -34,7 +34,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--kubeconfig", type=Path, required=True, help="of the API server")
     parser.add_argument("--name", default=socket.gethostname().lower(), help="of the Node object")
-    parser.add_argument("--dir", type=Path, required=True, help="volumes and logs; a short path")
+    parser.add_argument("--dir", type=Path, required=True, help="volumes; a short path")
+    parser.add_argument(
+        "--logs", type=Path, help="<namespace>_<pod>/<container>.log below it; default: <dir>/logs"
+    )
     parser.add_argument(
         "--log-root", type=Path, help="set WINDROW_LOG_DIR=<log-root>/<pod> in each container"
     )
@@ -69,7 +72,7 @@ async def run(options: argparse.Namespace) -> None:
                 recorder=Recorder(api, options.name),
                 prober=prober,
                 pods_dir=directory / "p",
-                logs_dir=directory / "logs",
+                logs_dir=options.logs.absolute() if options.logs else directory / "logs",
                 launch=LaunchSettings(
                     inherited_environment(os.environ) | _variables(options.env), options.log_root
                 ),
