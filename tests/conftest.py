@@ -5,16 +5,32 @@ import uuid
 import pytest
 from kubernetes import client, config
 
+from windrow.errors import UserError
+from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
-from windrow.local.tools import find_tools
+from windrow.local.progress import LineProgress
+
+TOOLS = pytest.StashKey()
+
+
+def pytest_collection_finish(session):
+    """Build the control plane before the tests that need it, since it outlasts their time-outs."""
+    if session.config.option.collectonly:
+        return
+    if any("tools" in item.fixturenames for item in session.items):
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        try:
+            session.config.stash[TOOLS] = ensure_tools(LineProgress(reporter.write_line))
+        except UserError as error:
+            session.config.stash[TOOLS] = error
 
 
 @pytest.fixture(scope="session")
-def tools():
+def tools(request):
     """The executables of a control plane."""
-    found = find_tools()
-    if found is None:
-        pytest.skip("no etcd, kube-apiserver and kube-controller-manager on this machine")
+    found = request.config.stash[TOOLS]
+    if isinstance(found, UserError):
+        pytest.skip(f"no control plane: {found}")
     return found
 
 

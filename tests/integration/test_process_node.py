@@ -238,6 +238,7 @@ def test_a_native_sidecar_starts_before_and_ends_after_the_containers(node, kube
     pods.create("decode-0", **decode_like_pod())
     pod = pods.await_ready("decode-0")
     run = node.directory / "p" / pod.metadata.uid[:13] / "run"
+    wait_until(lambda: "serving" in node.log_of(pods.namespace, "decode-0", "decode"), "it serves")
     assert (run / "order").read_text() == "init sidecar main "
 
     review = client.AuthenticationV1Api(kube).create_token_review(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,18 +17,22 @@ _COLLECTION = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 def apply_crds(client: httpx.Client, within: timedelta = timedelta(seconds=30)) -> list[str]:
     """Apply `crds/*.yaml` and wait until they are served; returns their names."""
-    names = [_apply(client, path) for path in sorted(resource_directory("crds").glob("*.yaml"))]
+    paths = sorted(resource_directory("crds").glob("*.yaml"))
+    collections = {name: served_at for path in paths for name, served_at in [_apply(client, path)]}
     deadline = time.monotonic() + within.total_seconds()
-    while missing := list(_not_served(client, names)):
+    # Listed, not only Established: for a moment after that the server answers 429.
+    while missing := [name for name, path in collections.items() if client.get(path).is_error]:
         if time.monotonic() > deadline:
             raise WindrowError(f"custom resources are not served yet: {', '.join(missing)}")
         time.sleep(0.05)
-    return names
+    return list(collections)
 
 
-def _apply(client: httpx.Client, path: Path) -> str:
+def _apply(client: httpx.Client, path: Path) -> tuple[str, str]:
+    """Apply one definition; returns its name and the path of the collection that it defines."""
     text = path.read_text(encoding="utf-8")
-    name: str = yaml.safe_load(text)["metadata"]["name"]
+    definition = yaml.safe_load(text)
+    name, spec = definition["metadata"]["name"], definition["spec"]
     answer = client.patch(
         f"{_COLLECTION}/{name}",
         params={"fieldManager": "windrow", "force": "true"},
@@ -38,12 +41,5 @@ def _apply(client: httpx.Client, path: Path) -> str:
     )
     if answer.is_error:
         raise WindrowError(f"{path} was refused: {answer.json().get('message', answer.text)}")
-    return name
-
-
-def _not_served(client: httpx.Client, names: list[str]) -> Iterator[str]:
-    for name in names:
-        status = client.get(f"{_COLLECTION}/{name}").json().get("status", {})
-        conditions = {entry["type"]: entry["status"] for entry in status.get("conditions") or []}
-        if conditions.get("Established") != "True":
-            yield name
+    version = spec["versions"][0]["name"]
+    return name, f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"

@@ -1,0 +1,90 @@
+"""A local cluster has control plane, operator and node, and ends without a trace."""
+
+import os
+import signal
+import time
+
+import pytest
+from kubernetes import client, config
+
+from windrow.local.cluster import ClusterError, ClusterSettings, LocalCluster
+from windrow.local.keeper import descendants
+
+DEADLINE_SECONDS = 60
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture(scope="module")
+def cluster(tools, tmp_path_factory):
+    before = descendants(os.getpid())
+    settings = ClusterSettings(
+        tools=tools.etcd.parent, log_dir=tmp_path_factory.mktemp("logs"), node_name="laptop"
+    )
+    with LocalCluster(settings) as running:
+        yield running
+    assert descendants(os.getpid()) <= before
+    assert not running.kubeconfig.exists()
+
+
+@pytest.fixture
+def api(cluster):
+    with config.new_client_from_config(str(cluster.kubeconfig)) as found:
+        yield found
+
+
+def test_our_resources_are_served_and_the_node_is_ready(cluster, api):
+    custom = client.CustomObjectsApi(api)
+    for plural in ("finetunejobs", "harvestpolicies", "harvestslots", "latencyprofiles"):
+        listed = custom.list_cluster_custom_object("windrow.dev", "v1alpha1", plural)
+        assert listed["items"] == []
+    node = client.CoreV1Api(api).read_node("laptop")
+    assert {c.type: c.status for c in node.status.conditions}["Ready"] == "True"
+    assert not node.spec.taints
+
+
+def test_a_decode_pod_is_injected_and_what_it_logs_is_in_the_log_directory(cluster, api):
+    core = client.CoreV1Api(api)
+    pod = {
+        "metadata": {
+            "name": "decode-0",
+            "labels": {"rbg.workloads.x-k8s.io/role-name": "decode"},
+        },
+        "spec": {
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {"name": "decode", "image": "none", "command": ["sh", "-c", "echo up; sleep 600"]}
+            ],
+        },
+    }
+    created = core.create_namespaced_pod("default", pod)
+    assert [c.name for c in created.spec.init_containers], "the webhook added its sidecar"
+    log = cluster.log_dir / "default_decode-0" / "decode.log"
+    wait_until(lambda: log.exists() and log.read_text() == "up\n", "the container runs")
+    core.delete_namespaced_pod("decode-0", "default")
+
+
+def test_an_operator_that_is_killed_runs_again(cluster):
+    first = cluster.operator.child.pid
+    os.kill(first, signal.SIGKILL)
+    wait_until(
+        lambda: cluster.operator.child.pid != first and cluster.operator.child.poll() is None,
+        "another operator",
+    )
+    assert cluster.operator.restarts == 1
+
+
+def test_an_operator_that_cannot_start_is_shown_by_its_log(tools, tmp_path):
+    before = descendants(os.getpid())
+    settings = ClusterSettings(
+        tools=tools.etcd.parent, log_dir=tmp_path, operator_arguments=("--no-such-flag",)
+    )
+    with pytest.raises(ClusterError, match="no-such-flag"):
+        LocalCluster(settings).start()
+    assert descendants(os.getpid()) <= before
