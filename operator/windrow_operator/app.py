@@ -32,6 +32,7 @@ from windrow_operator.world import World
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 0.7
+_START_SECONDS = 30.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -111,10 +112,12 @@ class App:
     async def run(self) -> None:
         """Serve until `stop` or until a part fails, which then is raised."""
         async with AsyncExitStack() as stack:
-            await self._load()
+            await self._load_patiently()
             # First, so that it ends last: kopf waits for every task that was made after its start.
             watching = await self._watch(stack)
             ports = await self._listen(stack)
+            # Sidecars can come back from now on, so their grace begins here.
+            self.world.started_at = utc_now()
             tasks = [
                 watching,
                 asyncio.create_task(self.driver.run(), name="driver"),
@@ -129,6 +132,18 @@ class App:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+
+    async def _load_patiently(self) -> None:
+        """Load; an API server that has just started, or just got our CRDs, refuses for a moment."""
+        deadline = asyncio.get_running_loop().time() + _START_SECONDS
+        while True:
+            try:
+                return await self._load()
+            except ApiError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+                log.info("waiting for the API server: %s", error)
+            await asyncio.sleep(0.5)
 
     async def _load(self) -> None:
         """Know every object before a sidecar speaks: an unknown job would look stale."""

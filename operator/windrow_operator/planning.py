@@ -10,7 +10,7 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from windrow_operator.model import Job, Slot, name_in
+from windrow_operator.model import Job, Slot
 
 # A message lists so many slots one by one; a cluster may have thousands.
 SLOTS_LISTED = 8
@@ -42,7 +42,7 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
         else:
             open_slots.append(slot)
     if not open_slots:
-        return NoPlacement(_explain(refusals))
+        return NoPlacement(_explain(job, refusals))
     best = min(
         open_slots,
         key=lambda slot: (
@@ -104,7 +104,12 @@ def _unfit(slot: Slot) -> str:
 
 def _praise(job: Job, slot: Slot) -> str:
     shared = ", shares the served model's weights" if serves_model(job, slot) else ""
-    return f"{name_in(slot.key)} predicts {rate(slot.predicted_tokens_per_second)} tok/s{shared}"
+    return f"{_name(job, slot)} predicts {rate(slot.predicted_tokens_per_second)} tok/s{shared}"
+
+
+def _name(job: Job, slot: Slot) -> str:
+    """Return the slot's name, with its namespace where that is not the job's."""
+    return slot.key.removeprefix(f"{job.namespace}/")
 
 
 def rate(tokens_per_second: float) -> str:
@@ -114,9 +119,9 @@ def rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second / 1000:.1f}k"
 
 
-def _explain(refusals: list[tuple[Slot, str]]) -> str:
+def _explain(job: Job, refusals: list[tuple[Slot, str]]) -> str:
     if not refusals:
         return "There is no harvested slot: no sidecar of a decode pod has attached"
-    listed = [f"{name_in(slot.key)} {why}" for slot, why in refusals[:SLOTS_LISTED]]
+    listed = [f"{_name(job, slot)} {why}" for slot, why in refusals[:SLOTS_LISTED]]
     more = len(refusals) - len(listed)
     return "; ".join(listed) + (f"; and {more} more slots refuse" if more else "")

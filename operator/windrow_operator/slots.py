@@ -182,7 +182,6 @@ class SlotWriter:
                 pod_uid=spec["podUid"],
                 node=spec.get("nodeName", ""),
                 facts=_facts(spec),
-                lost_at=self._world.started_at,
             )
             self._status[key] = body.get("status") or {}
 

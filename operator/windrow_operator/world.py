@@ -119,7 +119,18 @@ class World:
     def slot_views(self, now: datetime) -> dict[str, Slot]:
         """Return every known slot as placement sees it."""
         holders = self._holders()
-        return {key: self._slot_view(live, holders, now) for key, live in self.slots.items()}
+        unknown = {key: self._unknown_slot(key) for key in holders if key not in self.slots}
+        known = {key: self._slot_view(live, holders, now) for key, live in self.slots.items()}
+        return {**unknown, **known}
+
+    def _unknown_slot(self, key: str) -> Slot:
+        """Return a slot that a job is on by its status and nothing else tells of.
+
+        After a restart of the operator its sidecar has yet to come back.
+        """
+        pods = {key_of(pod.namespace, pod.name) for pod in self.pods.values() if not pod.ending}
+        gone = key not in pods and key.rpartition(".")[0] not in pods
+        return Slot(key=key, attached=False, lost_at=self.started_at, pod_gone=gone)
 
     def _slot_view(self, live: LiveSlot, holders: Mapping[str, str], now: datetime) -> Slot:
         pod = self.pods.get(live.pod_uid)

@@ -1,0 +1,284 @@
+"""The operator as a process, and a sidecar that a test scripts: a real client of the wire."""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import grpc
+from kubernetes import client
+
+from windrow.proto import attach_pb2 as pb
+from windrow.proto import attach_pb2_grpc as pb_grpc
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN_NAMESPACE = "windrow-system"
+DEADLINE_SECONDS = 20
+
+
+def wait_until(condition, what, *, seconds=DEADLINE_SECONDS):
+    """Return the first true value of `condition`; fail after the deadline, saying `what` lacked."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+    return value
+
+
+class OperatorProcess:
+    """`python -m windrow_operator` on loopback ports; may be killed and started again."""
+
+    def __init__(self, kubeconfig, directory, *arguments):
+        self.state_file, self.log = directory / "state.json", directory / "operator.log"
+        self._command = [
+            *(sys.executable, "-m", "windrow_operator", "--kubeconfig", str(kubeconfig)),
+            *("--attach-host", "127.0.0.1", "--advertise-address", "127.0.0.1"),
+            *("--attach-port", "0", "--webhook-port", "0", "--metrics-port", "0"),
+            *("--namespace", OWN_NAMESPACE, "--state-file", str(self.state_file)),
+            *arguments,
+        ]
+        self.process = None
+
+    def start(self):
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        wait_until(self._is_ready, f"the operator is ready; see\n{self.log.read_text()}")
+
+    def _is_ready(self):
+        assert self.process.poll() is None, f"the operator ended:\n{self.log.read_text()}"
+        state = self.state
+        return state.get("pid") == self.process.pid and state.get("ready")
+
+    @property
+    def state(self):
+        return json.loads(self.state_file.read_text()) if self.state_file.exists() else {}
+
+    def end(self, signum=signal.SIGTERM):
+        """Signal the process; return how long it took to end, in seconds."""
+        began = time.monotonic()
+        self.process.send_signal(signum)
+        self.process.wait(timeout=DEADLINE_SECONDS)
+        return time.monotonic() - began
+
+
+class FakeSidecar:
+    """One stream of a sidecar: says what the test says, and keeps what it is told."""
+
+    def __init__(self, address, authority, token, *, facts=True, running=(), pod_uid="", version=1):
+        credentials = grpc.ssl_channel_credentials(authority)
+        self._channel = grpc.secure_channel(address, credentials)
+        self._outbox = queue.SimpleQueue()
+        self.told = deque()
+        self.error = None
+        slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, chunks=128, tensor_parallel=1)]
+        hello = pb.SidecarHello(
+            protocol_version=version,
+            pod_uid=pod_uid,
+            slots=slots if facts else [],
+            running=running,
+        )
+        self._outbox.put(pb.SidecarMessage(hello=hello))
+        self._stream = pb_grpc.AttachStub(self._channel).Attach(
+            iter(self._outbox.get, None), metadata=(("authorization", f"Bearer {token}"),)
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        try:
+            for message in self._stream:
+                self.told.append(message)
+        except grpc.RpcError as error:
+            self.error = error
+
+    def close(self):
+        self._outbox.put(None)
+        self._stream.cancel()
+        self._reader.join(DEADLINE_SECONDS)
+        self._channel.close()
+
+    def refusal(self):
+        """Return the status code with which the operator ended the stream."""
+        wait_until(lambda: self.error, "a refusal")
+        return self.error.code()
+
+    def next(self, kind, *, what=lambda message: True):
+        """Return the next message of `kind` that `what` accepts, in the order of arrival."""
+
+        def found():
+            while self.told:
+                message = self.told.popleft()
+                if message.WhichOneof("message") == kind and what(getattr(message, kind)):
+                    return getattr(message, kind)
+            assert self.error is None, f"the stream ended: {self.error}"
+            return None
+
+        return wait_until(found, f"a message of kind {kind}")
+
+    def beat(self, job=None, **fields):
+        beat = pb.SlotHeartbeat(
+            slot=0, engine_state="serving", predicted_tokens_per_second=9600, chunks_free=100
+        )
+        beat.MergeFrom(pb.SlotHeartbeat(**fields))
+        if job is not None:
+            beat.job.CopyFrom(job)
+        self._outbox.put(pb.SidecarMessage(heartbeat=beat))
+
+    def report(self, assigned, kind, **fields):
+        event = pb.JobEvent(
+            kind=pb.JobEvent.Kind.Value(kind),
+            job_uid=assigned.job_uid,
+            epoch=assigned.epoch,
+            **fields,
+        )
+        self._outbox.put(pb.SidecarMessage(job_event=event))
+
+    def send_profile(self, key, spec):
+        report = pb.ProfileReport(slot=0, key=key, profile_json=json.dumps(spec))
+        self._outbox.put(pb.SidecarMessage(profile=report))
+
+
+def running(assigned, **progress):
+    """Return what a sidecar says of a job that it runs."""
+    return pb.RunningJob(
+        slot=0,
+        job_uid=assigned.job_uid,
+        epoch=assigned.epoch,
+        progress=pb.Progress(**progress),
+    )
+
+
+class Cluster:
+    """What a test does to the API server: our objects, decode pods, and their tokens."""
+
+    def __init__(self, kube, namespace, operator):
+        self.core = client.CoreV1Api(kube)
+        self.custom = client.CustomObjectsApi(kube)
+        self.namespace, self.operator = namespace, operator
+        self.sidecars = []
+        wait_until(
+            lambda: self.core.list_namespaced_service_account(namespace).items,
+            "the default service account",
+        )
+
+    # --- our objects ------------------------------------------------------------------------------
+
+    def apply(self, plural, name, spec):
+        kind = {"finetunejobs": "FinetuneJob", "harvestpolicies": "HarvestPolicy"}[plural]
+        body = {
+            "apiVersion": "windrow.dev/v1alpha1",
+            "kind": kind,
+            "metadata": {"name": name},
+            "spec": spec,
+        }
+        return self.custom.create_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, plural, body
+        )
+
+    def policy(self, name="chat", **changes):
+        # Open to this test's jobs only: tests share the API server and the operator.
+        own = {"matchLabels": {"kubernetes.io/metadata.name": self.namespace}}
+        spec = {
+            "selector": {"matchLabels": {"app": "chat"}},
+            "objective": {"tpot": "40ms"},
+            "access": {"namespaceSelector": own},
+        }
+        return self.apply("harvestpolicies", name, {**spec, **changes})
+
+    def job(self, name="tone", **changes):
+        spec = {
+            "model": {"name": "/m"},
+            "dataset": {"source": "/d/rows.jsonl"},
+            "training": {"maxSteps": 100, "learningRate": "2e-4"},
+            "output": {"destination": f"/out/{self.namespace}/{name}"},
+        }
+        return self.apply("finetunejobs", name, {**spec, **changes})
+
+    def get(self, plural, name):
+        return self.custom.get_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, plural, name
+        )
+
+    def patch_job(self, name="tone", **spec):
+        self.custom.patch_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, "finetunejobs", name, {"spec": spec}
+        )
+
+    def delete_job(self, name="tone"):
+        self.custom.delete_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, "finetunejobs", name
+        )
+
+    def has_job(self, name="tone"):
+        found = self.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, "finetunejobs"
+        )
+        return any(item["metadata"]["name"] == name for item in found["items"])
+
+    def status(self, name="tone"):
+        return self.get("finetunejobs", name).get("status") or {}
+
+    def condition(self, type_, name="tone"):
+        held = self.status(name).get("conditions") or []
+        return next((c for c in held if c["type"] == type_), {})
+
+    def await_state(self, state, name="tone"):
+        wait_until(
+            lambda: self.status(name).get("state") == state,
+            f"job {name} is {state}, it is {self.status(name)}",
+        )
+        return self.status(name)
+
+    # --- decode pods ------------------------------------------------------------------------------
+
+    def pod(self, name="decode-0", **labels):
+        spec = {
+            "containers": [
+                {
+                    "name": "decode",
+                    "image": "none",
+                    "command": ["python", "-m", "engine", "--disaggregation-mode", "decode"],
+                }
+            ]
+        }
+        metadata = {"name": name, "labels": {"app": "chat", **labels}}
+        return self.core.create_namespaced_pod(self.namespace, {"metadata": metadata, "spec": spec})
+
+    def token(self, pod, audience="windrow"):
+        """Return a token of the default service account, bound to the pod as a projected one is."""
+        spec = {
+            "audiences": [audience],
+            "expirationSeconds": 3600,
+            "boundObjectRef": {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "name": pod.metadata.name,
+                "uid": pod.metadata.uid,
+            },
+        }
+        review = self.core.create_namespaced_service_account_token(
+            "default", self.namespace, {"spec": spec}
+        )
+        return review.status.token
+
+    def authority(self):
+        secret = self.core.read_namespaced_secret("windrow-operator-ca", OWN_NAMESPACE)
+        return base64.b64decode(secret.data["tls.crt"])
+
+    def attach(self, pod, token=None, **hello):
+        address = f"127.0.0.1:{self.operator.state['attachPort']}"
+        sidecar = FakeSidecar(address, self.authority(), token or self.token(pod), **hello)
+        self.sidecars.append(sidecar)
+        return sidecar
+
+    def close(self):
+        for sidecar in self.sidecars:
+            sidecar.close()

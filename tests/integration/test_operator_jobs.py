@@ -1,0 +1,358 @@
+"""Jobs, the operator and a sidecar, on a real API server."""
+
+import signal
+import subprocess
+
+import grpc
+import pytest
+from kubernetes import client
+from operator_process import ROOT, Cluster, OperatorProcess, running, wait_until
+
+
+@pytest.fixture(scope="module")
+def operator(control_plane, tmp_path_factory):
+    subprocess.run(
+        ["kubectl", "--kubeconfig", control_plane.kubeconfig, "apply", "-f", ROOT / "crds"],
+        check=True,
+        capture_output=True,
+    )
+    process = OperatorProcess(
+        control_plane.kubeconfig,
+        tmp_path_factory.mktemp("operator"),
+        *("--gone-grace-seconds", "1", "--lost-grace-seconds", "3"),
+        *("--backoff-base-seconds", "0.2", "--stop-timeout-seconds", "4"),
+    )
+    process.start()
+    yield process
+    if process.process.poll() is None:
+        process.end()
+    print(process.log.read_text()[-20000:])
+
+
+@pytest.fixture
+def cluster(kube, namespace, operator):
+    cluster = Cluster(kube, namespace, operator)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def placed(cluster):
+    """A job that is on its way to a sidecar: (cluster, sidecar, assignment)."""
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job()
+    return cluster, sidecar, sidecar.next("assign")
+
+
+def start(sidecar, assigned, **progress):
+    sidecar.report(assigned, "STARTED")
+    sidecar.beat(running(assigned, **{"step": 1, "total_steps": 100, "loss": 3.5, **progress}))
+
+
+def test_a_job_runs_from_placement_to_its_adapter(placed):
+    cluster, sidecar, assigned = placed
+    config = sidecar.next("policy") if sidecar.told else None
+    assert config is None or config.name == "chat"
+    status = cluster.status()
+    assert (assigned.epoch, status["epoch"], status["state"]) == (1, 1, "Placed")
+    assert "decode-0 predicts 9.6k tok/s" in cluster.condition("Placed")["message"]
+
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    sidecar.beat(
+        running(
+            assigned,
+            step=40,
+            total_steps=100,
+            loss=2.25,
+            tokens_per_second=9840,
+            tokens=4000,
+            eta_seconds=72,
+            checkpoint_step=25,
+            checkpoint_path="/out/c",
+        )
+    )
+    wait_until(lambda: cluster.status().get("step") == "40/100", "progress in the status")
+    status = cluster.status()
+    assert (status["loss"], status["eta"]) == ("2.250", "1m12s")
+    assert status["checkpoint"] == {"step": 25, "path": "/out/c"}
+
+    sidecar.report(assigned, "EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0)
+    sidecar.report(assigned, "SUCCEEDED", adapter_path="/out/tone")
+    status = cluster.await_state("Succeeded")
+    assert status["adapter"] == {"path": "/out/tone"}
+    assert status["evaluation"] == {"baseLoss": 3.0, "tunedLoss": 2.0}
+    assert "slot" not in status
+    wait_until(
+        lambda: not cluster.get("finetunejobs", "tone")["metadata"].get("finalizers"),
+        "no finalizer is left",
+    )
+
+
+def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
+    sidecar = cluster.attach(cluster.pod())
+    assert sidecar.next("hello").protocol_version == 1
+    assert sidecar.next("policy").mode == "off"
+    cluster.policy()
+    config = sidecar.next("policy", what=lambda config: config.mode == "harvest")
+    assert (config.name, config.objective_seconds, config.percentile) == ("chat", 0.04, 99)
+    sidecar.beat(tpot_p99_seconds=0.0151, decode_units=1, finetune_units=1, chunks_lent=8)
+
+    def shown():
+        slots = cluster.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", cluster.namespace, "harvestslots"
+        )["items"]
+        return [s for s in slots if s.get("status", {}).get("tpotP99") == "15.1ms"]
+
+    (slot,) = wait_until(shown, "a HarvestSlot with the reported figures")
+    status = slot["status"]
+    assert (status["objective"], status["decode"], status["lent"]) == ("40ms", "1/2", "8/128")
+    assert slot["metadata"]["ownerReferences"][0]["name"] == "decode-0"
+    wait_until(
+        lambda: (cluster.get("harvestpolicies", "chat").get("status") or {}).get("slots") == 1,
+        "the policy counts its slot",
+    )
+
+
+def test_a_policy_that_selects_no_pod_says_so(cluster):
+    cluster.policy(selector={"matchLabels": {"app": "nobody"}})
+    held = wait_until(
+        lambda: (cluster.get("harvestpolicies", "chat").get("status") or {}).get("conditions"),
+        "conditions",
+    )
+    assert {c["type"]: c["reason"] for c in held} == {"Accepted": "Valid", "SelectsPods": "NoPods"}
+
+
+def test_a_suspended_job_stops_with_a_checkpoint_and_resumes(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+
+    cluster.patch_job(suspend=True)
+    command = sidecar.next("command")
+    assert (command.action, command.epoch) == (command.STOP, 1)
+    sidecar.report(
+        assigned,
+        "STOPPED",
+        progress={"step": 7, "total_steps": 100, "checkpoint_step": 7, "checkpoint_path": "/c7"},
+    )
+    sidecar.beat()
+    status = cluster.await_state("Suspended")
+    assert status["checkpoint"] == {"step": 7, "path": "/c7"}
+
+    cluster.patch_job(suspend=False)
+    again = sidecar.next("assign")
+    assert (again.job_uid, again.epoch) == (assigned.job_uid, 2)
+    assert cluster.condition("Suspended")["status"] == "False"
+
+
+def test_a_job_deleted_while_running_stops_before_it_goes(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    cluster.delete_job()
+    assert sidecar.next("command").action == sidecar_stop()
+    assert cluster.has_job()
+    sidecar.report(assigned, "STOPPED")
+    wait_until(lambda: not cluster.has_job(), "the job is gone")
+
+
+def sidecar_stop():
+    from windrow.proto import attach_pb2
+
+    return attach_pb2.JobCommand.STOP
+
+
+def test_a_deleted_job_goes_even_if_the_worker_never_answers(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    cluster.delete_job()
+    wait_until(lambda: not cluster.has_job(), "the job is gone")
+    assert sidecar.next("command", what=lambda c: c.action == c.ABORT).epoch == 1
+
+
+def test_a_restarted_operator_adopts_the_job_that_runs(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    pod = cluster.core.read_namespaced_pod("decode-0", cluster.namespace)
+    sidecar.close()
+
+    cluster.operator.end(signal.SIGKILL)
+    cluster.operator.start()
+    now = running(assigned, step=60, total_steps=100, loss=2.0)
+    again = cluster.attach(pod, running=[now])
+    again.beat(now)
+    wait_until(lambda: cluster.status().get("step") == "60/100", "progress of the adopted job")
+    assert cluster.status()["epoch"] == 1
+    again.report(assigned, "SUCCEEDED", adapter_path="/out/tone")
+    cluster.await_state("Succeeded")
+    assert all(message.WhichOneof("message") not in ("assign", "command") for message in again.told)
+
+
+def test_a_job_whose_assignment_was_lost_is_placed_again_under_a_new_epoch(placed):
+    cluster, sidecar, _ = placed
+    pod = cluster.core.read_namespaced_pod("decode-0", cluster.namespace)
+    sidecar.close()
+    again = cluster.attach(pod)
+    again.beat()
+    assert again.next("assign").epoch == 2
+
+
+def test_a_stale_epoch_is_aborted_and_its_reports_do_not_count(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    old = type(assigned)()
+    old.CopyFrom(assigned)
+    old.epoch = 0
+    sidecar.report(old, "SUCCEEDED", adapter_path="/stale")
+    sidecar.report(old, "STARTED")
+    command = sidecar.next("command")
+    assert (command.action, command.epoch) == (command.ABORT, 0)
+    assert cluster.status()["state"] == "Running"
+
+
+def test_a_job_moves_to_the_other_pod_when_its_own_is_gone(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned, checkpoint_step=10, checkpoint_path="/c10")
+    cluster.await_state("Running")
+    other = cluster.attach(cluster.pod("decode-1"))
+    other.beat()
+    cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
+    sidecar.close()
+    moved = other.next("assign")
+    assert (moved.job_uid, moved.epoch) == (assigned.job_uid, 2)
+    assert cluster.status()["slot"] == f"{cluster.namespace}/decode-1"
+
+
+def test_a_worker_that_fails_is_tried_again_until_the_limit(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(backoffLimit=1)
+    first = sidecar.next("assign")
+    sidecar.report(first, "FAILED", reason="WorkerDied", detail="signal 9")
+    second = sidecar.next("assign")
+    assert (second.epoch, cluster.status()["attempts"]) == (2, 1)
+    sidecar.report(second, "FAILED", reason="WorkerDied", detail="signal 9")
+    cluster.await_state("Failed")
+    assert cluster.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
+    cluster, sidecar, assigned = placed
+    detail = "rows.jsonl:17: 'messages' is missing. Write chat rows."
+    sidecar.report(assigned, "FAILED", reason="DatasetInvalid", detail=detail, user_error=True)
+    cluster.await_state("Failed")
+    failed = cluster.condition("Failed")
+    assert (failed["reason"], failed["message"]) == ("DatasetInvalid", detail)
+
+
+def test_a_job_without_a_slot_says_why_each_refuses(cluster):
+    cluster.policy(mode="observe")
+    cluster.attach(cluster.pod()).beat()
+    cluster.job()
+    wait_until(
+        lambda: (
+            "decode-0 may not be harvested now" in cluster.condition("Placed").get("message", "")
+        ),
+        "the slot's refusal in the condition",
+    )
+    assert cluster.condition("Placed")["reason"] == "NoSlot"
+
+
+def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
+    cluster, _, _ = placed
+    cluster.job("late", output={"destination": f"/out/{cluster.namespace}/x/../tone"})
+    cluster.await_state("Invalid", "late")
+    accepted = cluster.condition("Accepted", "late")
+    assert accepted["reason"] == "DestinationInUse"
+    assert f"{cluster.namespace}/tone" in accepted["message"]
+
+
+def test_a_finished_job_is_deleted_after_its_time(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(ttlSecondsAfterFinished=0)
+    sidecar.report(sidecar.next("assign"), "SUCCEEDED", adapter_path="/a")
+    wait_until(lambda: not cluster.has_job(), "the job is deleted")
+
+
+def test_events_tell_the_story(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+
+    def told():
+        events = cluster.core.list_namespaced_event(cluster.namespace).items
+        return {event.reason for event in events if event.involved_object.name == "tone"}
+
+    wait_until(lambda: {"Placed", "Started"} <= told(), "events of the job")
+
+
+@pytest.mark.parametrize(
+    ("hello", "code"),
+    [
+        ({"token": "not-a-token"}, grpc.StatusCode.UNAUTHENTICATED),
+        ({"pod_uid": "another"}, grpc.StatusCode.PERMISSION_DENIED),
+        ({"version": 99}, grpc.StatusCode.FAILED_PRECONDITION),
+    ],
+)
+def test_a_sidecar_that_is_not_who_it_says_is_refused(cluster, hello, code):
+    assert cluster.attach(cluster.pod(), **hello).refusal() == code
+
+
+def test_a_token_for_another_audience_is_refused(cluster):
+    pod = cluster.pod()
+    sidecar = cluster.attach(pod, token=cluster.token(pod, audience="vault"))
+    assert sidecar.refusal() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_token_of_a_pod_that_was_replaced_is_refused(cluster):
+    old = cluster.pod()
+    token = cluster.token(old)
+    cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
+    wait_until(lambda: not pod_names(cluster), "the old pod is gone")
+    new = cluster.pod()
+    refusal = cluster.attach(new, token=token).refusal()
+    assert refusal in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+def pod_names(cluster):
+    return [pod.metadata.name for pod in cluster.core.list_namespaced_pod(cluster.namespace).items]
+
+
+def test_a_profile_is_stored_once_for_its_kind(cluster, kube):
+    profile = {
+        "key": "abc",
+        "device": "host:2-cores",
+        "engine": "builtin",
+        "solo": [{"units": 2, "c0Us": 100.0, "b0Us": 10.0, "k0NsPerToken": 5.0}],
+        "takenAt": "2025-01-01T00:00:00Z",
+    }
+    for name in ("decode-0", "decode-1"):
+        cluster.attach(cluster.pod(name)).send_profile("abc", profile)
+    custom = client.CustomObjectsApi(kube)
+
+    def stored():
+        return custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", cluster.namespace, "latencyprofiles"
+        )["items"]
+
+    wait_until(stored, "a LatencyProfile")
+    assert [item["spec"]["key"] for item in stored()] == ["abc"]
+
+
+def test_the_operator_ends_within_two_seconds_with_a_sidecar_attached(placed):
+    cluster, _, _ = placed
+    seconds = cluster.operator.end(signal.SIGTERM)
+    state = cluster.operator.state
+    cluster.operator.start()
+    assert cluster.operator.state["attachPort"] == state["attachPort"]
+    assert not state["ready"]
+    assert seconds < 4  # two, and as much again for a machine that is busy with other tests
