@@ -14,6 +14,7 @@ from collections import deque
 from pathlib import Path
 
 import grpc
+import yaml
 from kubernetes import client
 
 from windrow.proto import attach_pb2 as pb
@@ -31,6 +32,25 @@ def wait_until(condition, what, *, seconds=DEADLINE_SECONDS):
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.05)
     return value
+
+
+def install_crds(kube):
+    """Install our CRDs, and wait until the API server serves them."""
+    api = client.ApiextensionsV1Api(kube)
+    there = {found.metadata.name for found in api.list_custom_resource_definition().items}
+    for path in sorted((ROOT / "crds").glob("*.yaml")):
+        body = yaml.safe_load(path.read_text())
+        if body["metadata"]["name"] not in there:
+            api.create_custom_resource_definition(body)
+
+    def served():
+        found = api.list_custom_resource_definition().items
+        return all(
+            any(c.type == "Established" and c.status == "True" for c in item.status.conditions)
+            for item in found
+        )
+
+    wait_until(served, "the CRDs are established")
 
 
 class OperatorProcess:

@@ -7,7 +7,14 @@ from datetime import UTC, datetime, time, tzinfo
 from typing import Annotated, Final, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from windrow.crd.common import Condition, LabelSelector
 from windrow.crd.values import TEXT_MAX, Duration, Quantity, Record, cel, invalid
@@ -46,7 +53,11 @@ def _hours(text: str) -> str:
     return text
 
 
-Hours = Annotated[str, AfterValidator(_hours), Field(pattern=HOURS_PATTERN, max_length=96)]
+Hours = Annotated[
+    str,
+    AfterValidator(_hours),
+    WithJsonSchema({"type": "string", "pattern": HOURS_PATTERN, "maxLength": 96}),
+]
 
 
 class ObjectiveSpec(Record):

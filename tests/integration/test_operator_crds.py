@@ -1,0 +1,171 @@
+"""What the API server itself refuses of our resources, and what it prints."""
+
+import json
+
+import pytest
+from kubernetes import client
+from operator_process import install_crds, wait_until
+
+JOB = {
+    "model": {"name": "/m"},
+    "dataset": {"source": "/d/rows.jsonl"},
+    "training": {"maxSteps": 100, "learningRate": "2e-4"},
+    "output": {"destination": "/out"},
+}
+POLICY = {"selector": {}, "objective": {"tpot": "40ms"}}
+
+
+class Api:
+    """Our resources in one namespace; no operator is at work."""
+
+    def __init__(self, kube, namespace):
+        self.custom, self.namespace = client.CustomObjectsApi(kube), namespace
+
+    def create(self, plural, kind, spec, name="x"):
+        body = {
+            "apiVersion": "windrow.dev/v1alpha1",
+            "kind": kind,
+            "metadata": {"name": name},
+            "spec": spec,
+        }
+        return self.custom.create_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, plural, body, field_validation="Strict"
+        )
+
+    def patch(self, spec, **kwargs):
+        return self.custom.patch_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, "finetunejobs", "x", {"spec": spec}
+        )
+
+    def place(self):
+        self.custom.patch_namespaced_custom_object_status(
+            "windrow.dev",
+            "v1alpha1",
+            self.namespace,
+            "finetunejobs",
+            "x",
+            {"status": {"epoch": 1}},
+        )
+
+
+@pytest.fixture
+def api(kube, namespace):
+    install_crds(kube)
+    api = Api(kube, namespace)
+    # The server serves a new kind a moment after it has said so.
+    wait_until(lambda: served(api), "the kinds are served")
+    return api
+
+
+def served(api):
+    try:
+        api.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", api.namespace, "finetunejobs"
+        )
+    except client.ApiException:
+        return False
+    return True
+
+
+def test_defaults_are_filled_in(api):
+    spec = api.create("finetunejobs", "FinetuneJob", JOB)["spec"]
+    assert spec["adapter"]["lora"]["rank"] == 16
+    assert spec["backoffLimit"] == 6
+    assert spec["training"]["warmupRatio"] == "0.03"
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("training", {"maxSteps": 0}, "should be greater than or equal to 1"),
+        ("training", {"maxSteps": 1, "epochs": 1}, "exactly one of epochs and maxSteps"),
+        ("training", {}, "exactly one of epochs and maxSteps"),
+        ("training", {"maxSteps": 1, "learningRate": "0"}, "learningRate must be above zero"),
+        ("training", {"maxSteps": 1, "learningRate": "-1e-4"}, "should match"),
+        ("training", {"maxSteps": 1, "learningRate": "NaN"}, "should match"),
+        ("training", {"maxSteps": 1, "warmupRatio": "1.5"}, "warmupRatio must be between"),
+        ("adapter", {"lora": {"rank": 0}}, "should be greater than or equal to 1"),
+        ("adapter", {"type": "dora"}, 'supported values: \\"lora\\"'),
+        ("dataset", {"source": ""}, "should be at least 1 chars long"),
+        ("output", {"destination": "/o", "deploy": {"enabled": True}}, "not supported yet"),
+        ("colour", "blue", "unknown field"),
+    ],
+)
+def test_a_wrong_job_is_refused_by_the_server(api, part, value, words):
+    with pytest.raises(client.ApiException) as refused:
+        api.create("finetunejobs", "FinetuneJob", {**JOB, part: value})
+    assert words in refused.value.body
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("objective", {"tpot": "40"}, "should match"),
+        ("mode", "on", "supported values"),
+        ("limits", {"hours": ["late"]}, "should match"),
+        (
+            "sidecar",
+            {"volumes": [{"name": "a", "mountPath": "/a"}]},
+            "exactly one of persistentVolumeClaim and hostPath",
+        ),
+    ],
+)
+def test_a_wrong_policy_is_refused_by_the_server(api, part, value, words):
+    with pytest.raises(client.ApiException) as refused:
+        api.create("harvestpolicies", "HarvestPolicy", {**POLICY, part: value})
+    assert words in refused.value.body
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"name": "/other"}},
+        {"dataset": {"source": "/other"}},
+        {"adapter": {"lora": {"rank": 8}}},
+        {"output": {"destination": "/other"}},
+    ],
+)
+def test_what_a_checkpoint_depends_on_is_fixed_once_the_job_was_placed(api, change):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    api.place()
+    with pytest.raises(client.ApiException) as refused:
+        api.patch(change)
+    assert "cannot change once the job has been placed" in refused.value.body
+    api.patch({"suspend": True})
+
+
+def test_a_job_that_was_never_placed_can_be_changed(api):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    assert api.patch({"adapter": {"lora": {"rank": 8}}})["spec"]["adapter"]["lora"]["rank"] == 8
+
+
+def test_kubectl_prints_the_columns_that_people_look_for(api, kube):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    wanted = {
+        "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Age",
+        "harvestslots": "Name Node Model Objective TPOT-P99 Decode Finetune Lent Job Age",
+    }
+    for plural, columns in wanted.items():
+        table = kube.call_api(
+            *kube.param_serialize(
+                "GET",
+                f"/apis/windrow.dev/v1alpha1/namespaces/{api.namespace}/{plural}",
+                header_params={"Accept": "application/json;as=Table;v=v1;g=meta.k8s.io"},
+                auth_settings=["BearerToken"],
+            )
+        )
+        table.read()
+        names = [column["name"] for column in json.loads(table.data)["columnDefinitions"]]
+        assert " ".join(names) == columns
+
+
+def test_short_names_and_the_category_work(api, kube):
+    discovered = client.CustomObjectsApi(kube).get_api_resources("windrow.dev", "v1alpha1")
+    kinds = {item.name: item for item in discovered.resources if "/" not in item.name}
+    assert {name: item.short_names for name, item in kinds.items()} == {
+        "finetunejobs": ["ftj"],
+        "harvestpolicies": ["hp"],
+        "harvestslots": ["hs"],
+        "latencyprofiles": ["lp"],
+    }
+    assert all(item.categories == ["windrow"] for item in kinds.values())

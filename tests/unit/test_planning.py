@@ -1,0 +1,126 @@
+"""Where a job goes, and what it is told when it cannot go anywhere."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from windrow.crd import parse_job_spec, parse_policy_spec
+from windrow_operator.model import Job, Pod, Policy, Slot, Terms
+from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
+from windrow_operator.policies import select, terms_of
+
+NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
+
+
+def job(model="/m", **changes):
+    spec = parse_job_spec(
+        {
+            "model": {"name": model},
+            "dataset": {"source": "/d"},
+            "training": {"maxSteps": 1},
+            "output": {"destination": "/o"},
+        }
+    )
+    values = {"namespace": "team", "name": "tone", "uid": "u", "generation": 1, "created": NOW}
+    return Job(**{**values, "spec": spec, **changes})
+
+
+def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
+    spec = {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}, **changes}
+    return Policy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
+
+
+def slot(name="decode-0", tokens=1000.0, **changes):
+    values = {"terms": Terms(policy(), "harvest"), "predicted_tokens_per_second": tokens}
+    return Slot(f"team/{name}", **{**values, **changes})
+
+
+def test_the_most_headroom_wins():
+    choice = place(job(), [slot("a", 900), slot("b", 9600), slot("c", 950)])
+    assert isinstance(choice, Placement)
+    assert choice.message == "b predicts 9.6k tok/s"
+
+
+def test_a_slot_that_serves_the_model_goes_before_more_headroom():
+    choice = place(job(), [slot("a", 9600, model="/other"), slot("b", 100, model="/m/")])
+    assert choice.message == "b predicts 100 tok/s, shares the served model's weights"
+
+
+def test_a_tie_goes_by_name():
+    assert place(job(), [slot("b"), slot("a")]).slot.key == "team/a"
+
+
+def test_a_slot_of_another_namespace_is_named_in_full():
+    assert place(job(namespace="other"), [slot("a")]).message.startswith("team/a predicts")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"attached": False}, "no sidecar attached"),
+        ({"pod_gone": True}, "a pod that is ending"),
+        ({"terms": None}, "no valid HarvestPolicy"),
+        ({"terms": Terms(policy(mode="observe"), "observe")}, "mode observe"),
+        ({"tensor_parallel": 2}, "2 tensor-parallel ranks"),
+        ({"engine_state": "starting"}, "an engine that is starting"),
+        ({"breaker": "too many slow steps"}, "gave up harvesting (too many slow steps)"),
+        ({"memory_full": True}, "no memory to lend"),
+        ({"holder": "x", "holder_name": "team/a"}, "runs job team/a"),
+    ],
+)
+def test_a_slot_that_cannot_take_the_job_says_why(changes, words):
+    choice = place(job(), [slot(**changes)])
+    assert isinstance(choice, NoPlacement)
+    assert words in choice.message
+
+
+def test_a_slot_that_the_job_already_holds_does_not_refuse_it():
+    assert refusal(job(uid="u"), slot(holder="u", holder_name="team/tone")) == ""
+
+
+def test_a_policy_closes_its_slots_to_other_namespaces():
+    closed = policy(access={"namespaceSelector": {"matchLabels": {"tenant": "yes"}}})
+    terms = Terms(closed, "harvest")
+    assert refusal(job(namespace_labels={"tenant": "yes"}), slot(terms=terms)) == ""
+    assert "closed to namespace team by policy chat" in refusal(job(), slot(terms=terms))
+
+
+def test_of_very_many_refusals_some_are_listed():
+    choice = place(job(), [slot(f"s{n}", attached=False) for n in range(100)])
+    assert choice.message.endswith("and 92 more slots refuse")
+
+
+def test_without_any_slot_the_message_says_so():
+    assert "no harvested slot" in place(job(), []).message
+
+
+@pytest.mark.parametrize(("tokens", "text"), [(940.4, "940"), (9600, "9.6k"), (0, "0")])
+def test_rates_are_short(tokens, text):
+    assert rate(tokens) == text
+
+
+def test_of_several_policies_the_oldest_has_the_pod():
+    pod = Pod("team", "decode-0", "p", labels={"app": "chat"})
+    old, new = policy("z", "2025-01-01T00:00:00Z"), policy("a", "2025-02-01T00:00:00Z")
+    assert select(pod, [new, old]) == old
+
+
+def test_the_annotation_names_the_policy_over_any_selector():
+    pod = Pod("team", "d", "p", labels={"app": "chat"}, annotations={"windrow.dev/policy": "b"})
+    other = policy("b", selector={"matchLabels": {"app": "none"}})
+    assert select(pod, [policy("a"), other]) == other
+
+
+def test_a_policy_of_another_namespace_has_no_pod_here():
+    assert select(Pod("prod", "d", "p", labels={"app": "chat"}), [policy()]) is None
+
+
+def test_hours_and_the_daily_quota_turn_harvesting_off():
+    night = policy(limits={"hours": ["20:00-08:00"]})
+    assert terms_of(night, NOW).mode == "off"
+    assert terms_of(night, NOW.replace(hour=21)).mode == "harvest"
+    capped = policy(access={"gpuSecondsPerDay": 60})
+    assert terms_of(capped, NOW, 59).mode == "harvest"
+    assert "has used its 60 seconds" in terms_of(capped, NOW, 60).why

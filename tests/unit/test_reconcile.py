@@ -1,0 +1,336 @@
+"""The next step of a job in every state that it can be found in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from windrow.conditions import LIFECYCLE, get_condition
+from windrow.crd import parse_job_spec, parse_policy_spec
+from windrow_operator.model import Job, Policy, Progress, Run, RunState, Slot, Terms
+from windrow_operator.reconcile import NOTHING, Command, Patience, reconcile
+
+NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
+PATIENCE = Patience()
+KEY = "team/decode-0"
+
+
+def later(**delta):
+    return NOW + timedelta(**delta)
+
+
+def spec(**changes):
+    return parse_job_spec(
+        {
+            "model": {"name": "/m"},
+            "dataset": {"source": "/d"},
+            "training": {"maxSteps": 100},
+            "output": {"destination": "/o"},
+            **changes,
+        }
+    )
+
+
+def slot(key=KEY, **changes):
+    policy = Policy(
+        "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
+    )
+    values = {"terms": Terms(policy, "harvest"), "predicted_tokens_per_second": 9600.0}
+    return Slot(key, **{**values, **changes})
+
+
+def run(state=RunState.RUNNING, **changes):
+    return Run(**{"uid": "u", "epoch": 1, "slot": KEY, "state": state, "since": NOW, **changes})
+
+
+class Life:
+    """A job that the decisions of `reconcile` are applied to, as the driver does."""
+
+    def __init__(self, spec_=None, *, slots=None, patience=PATIENCE, **changes):
+        values = {"namespace": "team", "name": "tone", "uid": "u", "generation": 1}
+        chosen = spec() if spec_ is None else spec_
+        self.job = Job(**{**values, "created": NOW, "spec": chosen, **changes})
+        self.slots = {KEY: slot()} if slots is None else slots
+        self.patience = patience
+
+    def step(self, run_=None, now=NOW):
+        actions = reconcile(self.job, run_, self.slots, now, self.patience)
+        if actions.status is not None:
+            self.job = replace(self.job, status=actions.status)
+        if actions.finalizer is not None:
+            self.job = replace(self.job, has_finalizer=actions.finalizer)
+        return actions
+
+    def placed(self):
+        self.step()
+        assert self.job.slot == KEY
+        return self
+
+    def running(self):
+        self.placed().step(run())
+        assert self.state == "Running"
+        return self
+
+    @property
+    def state(self):
+        return self.job.status["state"]
+
+    def condition(self, type_):
+        return get_condition(self.job.status["conditions"], type_)
+
+
+# --- placing --------------------------------------------------------------------------------------
+
+
+def test_a_new_job_is_placed_and_fenced_before_anybody_is_told():
+    life = Life()
+    actions = life.step()
+    assert actions.finalizer is True
+    assert actions.status["epoch"] == 1
+    assert actions.commands == (Command("ASSIGN", KEY, 1),)
+    assert life.state == "Placed"
+
+
+def test_a_job_without_a_slot_says_why_once():
+    life = Life(slots={KEY: slot(attached=False)})
+    first = life.step()
+    assert [event.reason for event in first.events] == ["NoSlot"]
+    assert life.condition("Placed")["message"] == "decode-0 has no sidecar attached"
+    assert life.step() == NOTHING
+
+
+def test_an_invalid_job_is_not_placed_and_names_the_field():
+    life = Life()
+    life.job = replace(life.job, spec=None, error="spec.adapter.lora.rank: 0 is wrong")
+    life.step()
+    assert life.state == "Invalid"
+    assert "rank" in life.condition("Accepted")["message"]
+
+
+def test_a_job_whose_destination_belongs_to_another_is_refused_until_that_one_ends():
+    life = Life(destination_owner="team/first")
+    life.step()
+    assert life.condition("Accepted")["reason"] == "DestinationInUse"
+    life.job = replace(life.job, destination_owner="")
+    life.step()
+    assert life.state == "Placed"
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def test_progress_goes_into_the_status_and_nothing_else_is_written():
+    life = Life().running()
+    progress = Progress(40, 100, 2.25, 9840.0, 4000, 72.0, 25, "/c25")
+    actions = life.step(run(progress=progress))
+    assert (actions.commands, actions.events) == ((), ())
+    assert life.job.status["step"] == "40/100"
+    assert life.job.status["checkpoint"] == {"step": 25, "path": "/c25"}
+    assert life.step(run(progress=progress)).status is None
+
+
+def test_a_short_pause_is_not_told_and_a_long_one_is():
+    life = Life().running()
+    paused = run(RunState.PAUSED, detail="burst")
+    life.step(paused, later(seconds=1))
+    assert life.condition("Running")["reason"] == "Started"
+    life.step(paused, later(seconds=11))
+    assert life.condition("Running")["reason"] == "Paused"
+
+
+def test_success_gives_the_slot_back_and_the_finalizer_goes_next():
+    life = Life().running()
+    life.step(run(RunState.SUCCEEDED, adapter_path="/o", base_loss=3.0, tuned_loss=2.0))
+    assert life.state == "Succeeded"
+    assert life.job.slot == ""
+    assert life.job.status["evaluation"] == {"baseLoss": 3.0, "tunedLoss": 2.0}
+    assert life.step().finalizer is False
+    assert life.step() == NOTHING
+
+
+def test_a_worker_that_gives_no_sign_counts_as_failed():
+    life = Life().placed()
+    assert life.step(run(RunState.ASSIGNED)).wake_at == NOW + PATIENCE.start_timeout
+    actions = life.step(run(RunState.ASSIGNED), NOW + PATIENCE.start_timeout)
+    assert [command.action for command in actions.commands] == ["ABORT"]
+    assert life.job.status["attempts"] == 1
+
+
+# --- failing --------------------------------------------------------------------------------------
+
+
+def test_a_failure_waits_longer_each_time():
+    life = Life()
+    waits = []
+    for epoch in (1, 2, 3):
+        life.step(now=later(hours=epoch))
+        failed = run(RunState.FAILED, epoch=epoch, reason="WorkerDied", detail="signal 9")
+        waits.append(life.step(failed, later(hours=epoch)).wake_at - later(hours=epoch))
+    assert waits == [timedelta(seconds=2), timedelta(seconds=4), timedelta(seconds=8)]
+    assert life.step(now=later(hours=3, seconds=1)).wake_at == later(hours=3, seconds=8)
+    assert life.step(now=later(hours=3, seconds=8)).status["epoch"] == 4
+
+
+def test_the_last_failure_within_the_limit_is_final():
+    life = Life(spec(backoffLimit=0)).placed()
+    life.step(run(RunState.FAILED, reason="WorkerDied", detail="signal 9"))
+    assert life.state == "Failed"
+    assert life.condition("Failed")["reason"] == "BackoffLimitExceeded"
+
+
+def test_an_error_of_the_user_is_final_at_once():
+    life = Life().placed()
+    life.step(run(RunState.FAILED, reason="DatasetInvalid", detail="row 17", user_error=True))
+    assert life.condition("Failed")["reason"] == "DatasetInvalid"
+    assert life.condition("Failed")["message"] == "row 17"
+
+
+def test_a_rejection_is_no_failure():
+    life = Life().placed()
+    life.step(run(RunState.REJECTED, reason="Busy", detail="another job"))
+    assert "attempts" not in life.job.status
+    assert life.condition("Placed")["reason"] == "Rejected"
+    assert life.step(now=later(seconds=2)).status["epoch"] == 2
+
+
+# --- losing a slot --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pod_gone", "grace"), [(True, PATIENCE.gone_grace), (False, PATIENCE.lost_grace)]
+)
+def test_a_silent_sidecar_is_waited_for_and_then_the_job_moves(pod_gone, grace):
+    life = Life().running()
+    life.slots[KEY] = slot(attached=False, lost_at=NOW, pod_gone=pod_gone)
+    life.slots["team/decode-1"] = slot("team/decode-1")
+    before = life.step(run(), NOW + grace - timedelta(seconds=1))
+    assert (before.status, before.wake_at) == (None, NOW + grace)
+    life.step(run(), NOW + grace)
+    assert life.condition("Placed")["reason"] == "SlotLost"
+    moved = life.step(None, NOW + grace)
+    assert moved.commands == (Command("ASSIGN", "team/decode-1", 2),)
+
+
+def test_an_attached_sidecar_that_knows_nothing_of_the_job_has_lost_it():
+    life = Life().running()
+    life.step(None)
+    assert life.condition("Placed")["reason"] == "SlotLost"
+    assert life.step().commands == (Command("ASSIGN", KEY, 2),)
+
+
+def test_a_restarted_operator_waits_for_the_sidecar_before_it_decides():
+    life = Life().running()
+    life.slots[KEY] = slot(attached=False, lost_at=NOW)
+    assert life.step(None, later(seconds=30)).status is None
+    life.slots[KEY] = slot()
+    life.step(run(), later(seconds=31))
+    assert (life.state, life.job.epoch) == ("Running", 1)
+
+
+# --- stopping -------------------------------------------------------------------------------------
+
+
+def test_a_suspended_job_is_asked_to_stop_now_and_then_until_it_has():
+    life = Life().running()
+    life.job = replace(life.job, spec=spec(suspend=True))
+    assert life.step(run()).commands == (Command("STOP", KEY, 1, "Suspended"),)
+    assert life.state == "Stopping"
+    asked = run(stop_asked_at=NOW, stop_sent_at=NOW)
+    assert life.step(asked, later(seconds=5)).commands == ()
+    assert life.step(asked, later(seconds=10)).commands[0].action == "STOP"
+    life.step(run(RunState.STOPPED, progress=Progress(7, 100, checkpoint_path="/c")), later())
+    assert life.state == "Suspended"
+    assert life.job.slot == ""
+
+
+def test_a_worker_that_does_not_stop_is_aborted():
+    life = Life().running()
+    life.job = replace(life.job, spec=spec(suspend=True))
+    asked = run(stop_asked_at=NOW, stop_sent_at=NOW)
+    actions = life.step(asked, NOW + PATIENCE.stop_timeout)
+    assert actions.commands == (Command("ABORT", KEY, 1, "Suspended"),)
+    assert life.state == "Suspended"
+
+
+def test_a_job_that_was_never_placed_is_suspended_at_once_and_resumes():
+    life = Life(spec(suspend=True))
+    life.step()
+    assert life.state == "Suspended"
+    assert life.step() == NOTHING
+    life.job = replace(life.job, spec=spec())
+    life.step()
+    assert life.state == "Placed"
+
+
+def test_a_policy_that_closes_stops_the_job_and_it_waits():
+    life = Life().running()
+    terms = life.slots[KEY].terms
+    life.slots[KEY] = slot(terms=replace(terms, mode="off", why="hours"))
+    assert life.step(run()).commands[0].action == "STOP"
+    life.step(run(RunState.STOPPED, stop_asked_at=NOW))
+    assert life.condition("Placed")["reason"] == "PolicyChanged"
+    life.step()
+    assert life.condition("Placed")["reason"] == "NoSlot"
+
+
+# --- the ends of a job ----------------------------------------------------------------------------
+
+
+def test_a_running_job_that_is_deleted_stops_first():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    asked = life.step(run())
+    assert (asked.finalizer, asked.commands[0].action) == (None, "STOP")
+    assert life.step(run(RunState.STOPPED)).finalizer is False
+
+
+def test_a_deleted_job_goes_when_its_bound_is_over():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    actions = life.step(run(), NOW + PATIENCE.stop_timeout)
+    assert (actions.finalizer, actions.commands[0].action) == (False, "ABORT")
+
+
+def test_a_deleted_job_whose_pod_is_gone_goes_at_once():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    life.slots[KEY] = slot(attached=False, lost_at=NOW, pod_gone=True)
+    assert life.step(run()).finalizer is False
+
+
+def test_a_deleted_job_after_a_restart_waits_for_the_sidecar():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    life.slots[KEY] = slot(attached=False, lost_at=NOW)
+    actions = life.step(None)
+    assert (actions.finalizer, actions.wake_at) == (None, NOW + PATIENCE.stop_timeout)
+
+
+def test_the_deadline_fails_the_job_wherever_it_is():
+    life = Life(spec(activeDeadlineSeconds=60)).running()
+    actions = life.step(run(), later(seconds=60))
+    assert actions.commands == (Command("ABORT", KEY, 1, "DeadlineExceeded"),)
+    assert life.condition("Failed")["reason"] == "DeadlineExceeded"
+
+
+def test_a_finished_job_is_deleted_when_its_time_has_come():
+    life = Life(spec(ttlSecondsAfterFinished=60)).running()
+    life.step(run(RunState.SUCCEEDED))
+    assert life.step(now=later(seconds=59)).wake_at == later(seconds=60)
+    assert life.step(now=later(seconds=60)).delete
+
+
+def test_every_reason_that_a_life_writes_stands_in_the_table():
+    known = {(row.type, row.status, row.reason) for row in LIFECYCLE}
+    lives = [Life().running(), Life(spec(suspend=True)), Life(slots={})]
+    lives[0].step(run(RunState.SUCCEEDED))
+    for life in lives[1:]:
+        life.step()
+    written = {
+        (c["type"], c["status"], c["reason"])
+        for life in lives
+        for c in life.job.status["conditions"]
+    }
+    assert written <= known
