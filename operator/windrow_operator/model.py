@@ -108,6 +108,7 @@ class Run:
     detail: str = ""
     user_error: bool = False
     resumed: bool = False
+    started: str = ""  # what the worker said when it had loaded the job
     progress: Progress = Progress()
     adapter_path: str = ""
     base_loss: float = float("nan")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
+from windrow.conditions import Reason
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.model import ALIVE, Pod, Progress, Run, RunState, key_of
 from windrow_operator.world import LiveSlot, World
@@ -142,6 +143,7 @@ def _current(world: World, slot: str, uid: str, epoch: int, now: datetime) -> Ru
 
 def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
     state = _STATE.get(event.kind, run.state)
+    begins = event.kind == pb.JobEvent.STARTED
     progress = run.progress
     if event.HasField("progress"):
         progress = _merged(progress, event.progress)
@@ -153,7 +155,8 @@ def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
         reason=event.reason,
         detail=event.detail,
         user_error=event.user_error,
-        resumed=progress.step > 0 if event.kind == pb.JobEvent.STARTED else run.resumed,
+        resumed=event.reason == Reason.RESUMED if begins else run.resumed,
+        started=event.detail if begins else run.started,
         progress=progress,
         adapter_path=event.adapter_path or run.adapter_path,
         base_loss=_known(event.base_eval_loss, run.base_loss),

@@ -82,9 +82,9 @@ def running(job: Job, run: Run, now: datetime) -> Body:
     elif run.state is RunState.PAUSED and now - run.since >= NOTABLE_PAUSE:
         fact = (Reason.PAUSED, run.detail or "Decode has all compute for now")
     elif run.resumed:
-        fact = (Reason.RESUMED, run.detail or "The worker resumed from a checkpoint")
+        fact = (Reason.RESUMED, run.started or "The worker resumed from a checkpoint")
     else:
-        fact = (Reason.STARTED, "The worker has loaded the job")
+        fact = (Reason.STARTED, run.started or "The worker has loaded the job")
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
 
