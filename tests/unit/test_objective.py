@@ -5,7 +5,7 @@ import pytest
 from windrow.crd import LatencyProfileSpec, SoloModel
 from windrow.errors import UserError
 from windrow.local import load
-from windrow.local.objective import objective_for, play
+from windrow.local.objective import bearable_rate, objective_for, play
 from windrow.local.trace import Request
 
 
@@ -63,3 +63,16 @@ def test_a_profile_without_models_and_a_load_without_requests_are_refused():
         objective_for([Request(0, 1, 1)], profile())
     with pytest.raises(UserError, match="no request arrives"):
         objective_for([], profile(model()))
+
+
+def test_a_slow_machine_gets_a_load_that_it_can_bear():
+    def schedule_at(rate):
+        return load.schedule(seconds=60, rate=rate, seed=7, endpoints=1, trace=None)
+
+    fast, slow, dead = (profile(model(c0=c0, k0=100.0)) for c0 in (500, 9000, 10_000_000))
+    assert bearable_rate(schedule_at, fast) == 1.0
+    rate = bearable_rate(schedule_at, slow)
+    assert 0.05 < rate < 1.0
+    assert play(schedule_at(rate), slow.solo[0]).mean_batch <= 6.0
+    assert play(schedule_at(rate + 0.05), slow.solo[0]).mean_batch > 6.0
+    assert bearable_rate(schedule_at, dead) == 0.05

@@ -32,8 +32,6 @@ from windrow.local.trace import Request, paced, read_trace
 DEVICE_PER_SECOND = 3.0
 # SGLang's address of a prefill instance that does not exist: its fake transfer backend.
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
-# Tokens that come in one piece of the stream: TPOT needs the first and the last moment only.
-STREAM_INTERVAL = 64
 MOST_IN_FLIGHT = 512
 
 
@@ -82,7 +80,6 @@ def body_of(request: Request, room: int, draw: random.Random) -> bytes:
             "ignore_eos": True,
             "temperature": 0,
             "stream": True,
-            "stream_interval": STREAM_INTERVAL,
             "stream_options": {"include_usage": True},
             "bootstrap_host": FAKE_BOOTSTRAP_HOST,
             "bootstrap_room": room,

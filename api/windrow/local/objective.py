@@ -7,7 +7,7 @@ schedule is played through the profile's solo model, step by step, with decode a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windrow.crd import LatencyProfileSpec, SoloModel
@@ -16,6 +16,9 @@ from windrow.local.trace import Request
 
 FACTOR = 2.0
 PERCENTILE = 0.9
+# A decode instance in the middle of its range: the Azure trace keeps 5.8 requests in the batch
+# of an unthrottled instance. Far above, a small device is merely overloaded.
+WANTED_BATCH = 6.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,22 @@ def _shape(batches: list[tuple[int, int, float]]) -> LoadShape:
         steps=len(batches),
         busy_s=busy_s,
     )
+
+
+def bearable_rate(
+    schedule_at: Callable[[float], Sequence[Request]], profile: LatencyProfileSpec
+) -> float:
+    """Return the highest rate up to 1.0 at which the mean batch of busy time stays in range.
+
+    `schedule_at` gives one device's schedule at a rate. Steps of 5%, so that small differences
+    between two profiles of one machine seldom change the load.
+    """
+    model = solo_model(profile)
+    for twentieths in range(20, 1, -1):
+        requests = schedule_at(twentieths / 20)
+        if requests and play(requests, model).mean_batch <= WANTED_BATCH:
+            return twentieths / 20
+    return 0.05
 
 
 def objective_for(requests: Sequence[Request], profile: LatencyProfileSpec) -> Objective:

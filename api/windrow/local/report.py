@@ -67,7 +67,7 @@ def write_report(folder: Path, summary: dict[str, Any], rows: Sequence[tuple[str
 
 def figure(events: Events, window: Window, summary: dict[str, Any]) -> go.Figure:
     """Return TPOT, harvested throughput, memory and loss, one below the other."""
-    sources = sorted({source for source, _ in events.steps})
+    sources = sorted({source for source, s in events.steps if window.holds(s.end_ns)})
     titles = [
         "Time per output token of each decode step, ms",
         f"Harvested tokens per second (alone on the device: "

@@ -1,0 +1,68 @@
+"""The `windrow` command.
+
+Exit codes: 0 done; 1 it failed; 2 the command line, a manifest or a file must be mended; 3
+something is not reachable just now: try again; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from windrow.cli import clusters, doctor, jobs, top
+from windrow.errors import Transient, UserError, WindrowError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 mend the input, 3 not reachable now, 130 interrupted.",
+)
+
+
+@app.callback()
+def windrow() -> None:
+    """Harvest idle decode compute for LoRA finetuning."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+
+
+app.command("demo")(clusters.demo)
+app.command("up")(clusters.up)
+app.command("down")(clusters.down)
+app.command("submit")(jobs.submit)
+app.command("get")(jobs.get)
+app.command("logs")(jobs.logs)
+app.command("top")(top.top)
+app.command("adapter")(jobs.adapter)
+app.command("doctor")(doctor.doctor)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    try:
+        app(arguments, prog_name="windrow")
+    except SystemExit as e:
+        return e.code if isinstance(e.code, int) else EXIT_FAILED
+    except UserError as e:
+        return _tell(e, EXIT_USAGE)
+    except Transient as e:
+        return _tell(e, EXIT_TRANSIENT)
+    except (WindrowError, TimeoutError) as e:
+        return _tell(e, EXIT_FAILED)
+    return 0
+
+
+def _tell(error: Exception, code: int) -> int:
+    sys.stderr.write(f"windrow: {error}\n")
+    return code
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    raise SystemExit(run())

@@ -1,0 +1,167 @@
+"""`windrow demo | up | down`: a whole cluster on this machine."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windrow.cli.output import Json, print_json, print_line
+from windrow.errors import UserError
+
+Pods = Annotated[
+    int | None,
+    typer.Option(help="Decode pods. Default: one on 2 or 3 cores, two from 4 on."),
+]
+
+
+def demo(
+    seconds: Annotated[float, typer.Option(help="How long requests arrive.")] = 60.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Load. 1.0: 3 requests a second for each pod. Default: 1.0, or less on a machine "
+            "that decodes so slowly that the batch would pass 6 requests."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this trace (Azure's or BurstGPT's format) instead.")
+    ] = None,
+    pods: Pods = None,
+    policy: Annotated[
+        str, typer.Option(help="Who decides: windrow, harli, static, ...")
+    ] = "windrow",
+    seed: Annotated[int, typer.Option(help="Of the load.")] = 7,
+    objective: Annotated[
+        float | None, typer.Option(help="TPOT objective in ms. Default: by rule, from the profile.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="The same load four times: see what sharing costs.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="New folder for logs, report, adapter.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the summary there as well.")
+    ] = None,
+) -> None:
+    """Watch the whole system do its job: serving under load, a FinetuneJob harvested beside it.
+
+    Example: windrow demo --seconds 60 --json out.json
+    """
+    # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
+    from windrow.local import compare as comparison
+    from windrow.local import demo as whole
+    from windrow.local.report import rows_of
+
+    console = Console()
+    settings = whole.DemoSettings(
+        out=_new_folder(out),
+        seconds=seconds,
+        rate=rate,
+        seed=seed,
+        trace=trace,
+        pods=pods,
+        policy=policy,
+        model=model,
+        rows=rows,
+        objective_ms=objective,
+        steps=steps,
+    )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UserError(
+            f"{json_file.parent} is no directory", field="--json", remedy="Create it first."
+        )
+    if compare:
+        summary = comparison.run(settings, console)
+    else:
+        summary = whole.run(settings, console)
+        console.print(_summary_table(rows_of(summary)))
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
+    console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
+
+
+def _summary_table(rows: list[tuple[str, str]]) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for label, figure in rows:
+        table.add_row(label, figure)
+    return table
+
+
+def _new_folder(out: Path | None) -> Path:
+    folder = out or Path("out") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(
+            f"{folder} is not an empty folder", field="--out", remedy="Name one that is new."
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(
+            f"{folder} cannot be written: {e}", field="--out", remedy="Name another folder."
+        ) from e
+    return folder.absolute()
+
+
+def up(
+    pods: Pods = None,
+    model: Annotated[Path | None, typer.Option(help="Model that the pods serve.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Leave a cluster running: control plane, operator and decode pods, to try kubectl on.
+
+    Run it where relative paths of jobs shall begin: local containers start in this directory.
+
+    Example: windrow up && windrow submit examples/finetunejob.yaml
+    """
+    from windrow.client import WindrowClient
+    from windrow.local import assets, serving
+    from windrow.local.cluster import ClusterSettings
+    from windrow.local.demo import PODS_WITHIN
+    from windrow.local.devices import devices, usable_cores
+    from windrow.local.standing import up as start
+
+    plan = serving.plan_pods(
+        devices(usable_cores(), pods),
+        assets.find(assets.MODEL, option="--model", given=model),
+    )
+    info = start(ClusterSettings(), console=Console(stderr=True))
+    client = WindrowClient(Path(info.kubeconfig))
+    serving.create(client, plan)
+    serving.await_ready(client, plan, PODS_WITHIN)
+    if as_json:
+        print_json(info)
+        return
+    print_line(f"kubernetes {info.version} at {info.server}, {len(plan.decodes)} decode pod(s)")
+    print_line(f"logs: {info.log_dir}")
+    print_line("Try:")
+    print_line(f"  export KUBECONFIG={info.kubeconfig}")
+    print_line("  kubectl apply -f examples/harvestpolicy.yaml -f examples/finetunejob.yaml")
+    print_line("  kubectl get ftj,hs,hp,lp")
+    print_line("End it with: windrow down")
+
+
+def down(as_json: Json = False) -> None:
+    """End the cluster that `windrow up` left running; its logs stay.
+
+    Example: windrow down
+    """
+    from windrow.local.standing import down as end
+
+    ended = end()
+    if as_json:
+        print_json(ended)
+    elif ended is None:
+        print_line("nothing was up")
+    else:
+        print_line(f"ended; logs: {ended.log_dir}")

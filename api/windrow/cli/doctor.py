@@ -1,0 +1,105 @@
+"""`windrow doctor`: what this machine and this cluster have of what Windrow needs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line, table
+from windrow.errors import Transient, UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at; `remedy` is empty where it is as it should be."""
+
+    what: str
+    found: str
+    ok: bool
+    remedy: str = ""
+
+
+def doctor(as_json: Json = False, kubeconfig: Kubeconfig = None) -> None:
+    """Check Python, compiler, native module, torch, cores, memory, control plane and cluster.
+
+    Ends with 1 when something is missing that the demo needs. A cluster need not be there.
+
+    Example: windrow doctor
+    """
+    findings = [check() for check in (_python, _compiler, _native, _torch, _cores, _memory, _tools)]
+    failed = any(not finding.ok for finding in findings)
+    findings.append(_cluster(kubeconfig))
+    if as_json:
+        print_json(findings)
+    else:
+        rows = [(f.what, "ok" if f.ok else "missing", f.found, f.remedy) for f in findings]
+        print_line(table(("WHAT", "STATE", "FOUND", "REMEDY"), rows))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _python() -> Finding:
+    return Finding("python", sys.version.split()[0], sys.version_info >= (3, 11))
+
+
+def _compiler() -> Finding:
+    found = next((p for name in ("c++", "g++", "clang++") if (p := shutil.which(name))), "")
+    return Finding("compiler", found, bool(found), "" if found else "apt-get install g++")
+
+
+def _native() -> Finding:
+    # In a process of its own: the client knows the sidecar's package by name only.
+    run = _python_says("import windrow_sidecar._core as c; print('layout', c.LAYOUT_VERSION)")
+    return Finding("native module", *run, "" if run[1] else "make setup")
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", importlib.metadata.version("torch"), ok=True)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("torch", "", ok=False, remedy="pip install 'windrow[sidecar]'")
+
+
+def _cores() -> Finding:
+    n = len(os.sched_getaffinity(0))
+    return Finding("cores", str(n), n >= 2, "" if n >= 2 else "two cores make one device")
+
+
+def _memory() -> Finding:
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return Finding("memory", f"{gib:.1f} GiB", gib >= 4, "" if gib >= 4 else "the demo needs 4 GiB")
+
+
+def _tools() -> Finding:
+    from windrow.local.tools import find_tools
+
+    tools = find_tools()
+    if tools is not None:
+        return Finding("control plane", f"{tools.kube_apiserver} ({tools.origin})", ok=True)
+    return Finding(
+        "control plane", "not built yet", ok=True, remedy="built by the first `windrow demo`"
+    )
+
+
+def _cluster(kubeconfig: Path | None) -> Finding:
+    try:
+        talk = client(kubeconfig)
+        version, jobs = talk.version(), talk.jobs()
+    except (UserError, Transient) as e:
+        return Finding("cluster", str(e), ok=False, remedy="windrow up, or set KUBECONFIG")
+    return Finding("cluster", f"{version}, {len(jobs)} FinetuneJobs", ok=True)
+
+
+def _python_says(code: str) -> tuple[str, bool]:
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    text = (run.stdout if run.returncode == 0 else run.stderr).strip().splitlines()
+    return (text[-1] if text else ""), run.returncode == 0

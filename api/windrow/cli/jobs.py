@@ -1,0 +1,152 @@
+"""`windrow submit | get | logs | adapter`: finetune jobs from the command line."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from windrow.cli.output import Json, Kubeconfig, Namespace, client, print_json, print_line, table
+from windrow.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from windrow.views import JobView
+
+HEAD = ("NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "ETA", "SLOT", "MODEL")
+Name = Annotated[str, typer.Argument(help="Name of the FinetuneJob.")]
+
+
+def row_of(job: JobView) -> tuple[str, ...]:
+    """Return a job as a row under HEAD."""
+    return (
+        job.name,
+        job.state,
+        f"{job.step}/{job.total_steps}" if job.total_steps else "-",
+        f"{job.loss:.3f}" if job.loss is not None else "-",
+        f"{job.tokens_per_second:,.0f}" if job.tokens_per_second else "-",
+        f"{job.eta_s:.0f}s" if job.eta_s is not None and not job.finished else "-",
+        job.slot or "-",
+        job.model,
+    )
+
+
+def submit(
+    manifest: Annotated[Path, typer.Argument(help="YAML file with one FinetuneJob.")],
+    namespace: Annotated[
+        str, typer.Option("--namespace", "-n", help="Instead of the manifest's.")
+    ] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
+    within: Annotated[float, typer.Option(help="Seconds to wait at most; 0: no limit.")] = 0.0,
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Create a FinetuneJob. The spec is checked before anything is sent.
+
+    Example: windrow submit examples/finetunejob.yaml --wait
+    """
+    talk = client(kubeconfig)
+    job = talk.submit(manifest, namespace=namespace)
+    if not wait:
+        print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} created")
+        return
+    job = talk.wait(
+        job.name,
+        namespace=job.namespace,
+        within=timedelta(seconds=within) if within else None,
+        on_change=None if as_json else _say_change(),
+    )
+    if as_json:
+        print_json(job)
+    if job.state != "Succeeded":
+        raise typer.Exit(1)
+
+
+def _say_change() -> Callable[[JobView], None]:
+    said = ""
+
+    def say(job: JobView) -> None:
+        nonlocal said
+        progress = f" step {job.step}/{job.total_steps}" if job.total_steps else ""
+        text = f"{job.name} {job.state}{progress}" + (f": {job.message}" if job.message else "")
+        if text != said:
+            print_line(text)
+        said = text
+
+    return say
+
+
+def get(
+    name: Annotated[str | None, typer.Argument(help="A job; without: all of them.")] = None,
+    namespace: Namespace = "default",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show jobs and how far they are.
+
+    Example: windrow get support-tone --json
+    """
+    talk = client(kubeconfig)
+    if name is not None:
+        job = talk.get(name, namespace=namespace)
+        if as_json:
+            print_json(job)
+            return
+        print_line(table(HEAD, [row_of(job)]))
+        if job.message:
+            print_line(job.message)
+        return
+    jobs = talk.jobs(namespace=namespace)
+    print_json(jobs) if as_json else print_line(table(HEAD, [row_of(job) for job in jobs]))
+
+
+def logs(
+    name: Name,
+    namespace: Namespace = "default",
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Until the job has ended.")
+    ] = False,
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show what has happened to a job: placements, pauses, checkpoints, failures.
+
+    Example: windrow logs support-tone --follow
+    """
+    talk = client(kubeconfig)
+    if as_json:
+        talk.get(name, namespace=namespace)
+        print_json(talk.events(name, namespace=namespace))
+        return
+    for line in talk.logs(name, namespace=namespace, follow=follow):
+        print_line(line)
+
+
+def adapter(
+    name: Name,
+    out: Annotated[Path | None, typer.Option("--out", help="Copy the adapter there.")] = None,
+    namespace: Namespace = "default",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Say where a finished job's adapter is, or copy it.
+
+    Example: windrow adapter support-tone --out ./support-tone
+    """
+    path = client(kubeconfig).adapter(name, namespace=namespace)
+    if out is not None:
+        if not Path(path).is_dir():
+            raise UserError(
+                f"{path} is a path in the decode pod, not on this machine",
+                field="--out",
+                remedy="Copy it from the volume that the job's output.destination names.",
+            )
+        if out.exists():
+            raise UserError(f"{out} exists", field="--out", remedy="Name a directory that is new.")
+        shutil.copytree(path, out, ignore=shutil.ignore_patterns(".windrow"))
+        path = str(out)
+    print_json({"adapter": path}) if as_json else print_line(path)

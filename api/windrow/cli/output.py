@@ -1,0 +1,67 @@
+"""What commands have in common: their options, tables and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from windrow.client import WindrowClient
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the job.")]
+Kubeconfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--kubeconfig",
+        help="Of the cluster. Default: KUBECONFIG, else that of `windrow up`, else kubectl's.",
+    ),
+]
+
+
+def client(kubeconfig: Path | None) -> WindrowClient:
+    """Return a client of the cluster that is meant."""
+    # Importing the Kubernetes client takes most of a second: `--help` shall not wait for it.
+    from windrow.client import WindrowClient
+    from windrow.local.cluster import running_kubeconfig
+
+    if kubeconfig is None and not os.environ.get("KUBECONFIG"):
+        kubeconfig = running_kubeconfig()
+    return WindrowClient(kubeconfig)
+
+
+def plain(value: object) -> Any:  # noqa: ANN401 - JSON is any
+    """Return dataclasses, and lists of them, as JSON takes them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def print_json(value: object) -> None:
+    """Write a value to standard output as indented JSON."""
+    sys.stdout.write(json.dumps(plain(value), indent=2, default=str) + "\n")
+
+
+def print_line(text: str) -> None:
+    """Write a line to standard output, at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns as kubectl prints them: left-aligned, three blanks apart."""
+    lines = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    return "\n".join(
+        "   ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

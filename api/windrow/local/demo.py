@@ -1,0 +1,298 @@
+"""The whole system doing its job, from an empty machine to an adapter: `windrow demo`.
+
+Read `run` from top to bottom: it is the story. Everything in it is real: the API server, the
+operator, the injected pods, the load, the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from windrow.client import WindrowClient, read_manifest
+from windrow.errors import WindrowError
+from windrow.eventlog import MarkEvent
+from windrow.local import assets, manifests, measure, serving
+from windrow.local.cluster import ClusterSettings, LocalCluster
+from windrow.local.devices import Device, devices, usable_cores
+from windrow.local.load import schedule, share_of
+from windrow.local.manifests import NAMESPACE
+from windrow.local.objective import Objective, bearable_rate, objective_for
+from windrow.local.processes import Keeper
+from windrow.local.report import rows_of, write_report
+from windrow.local.summary import LOAD_BEGIN, LOAD_END, PODS, run_log, summarize
+from windrow.local.trace import Request
+from windrow.local.watcher import Watcher
+from windrow.views import JobView
+
+PODS_WITHIN = timedelta(seconds=120)
+JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load
+DRAIN_S = 60.0  # for the requests that are still answered when the last one has been sent
+_TAIL_LINES = 15
+
+
+@dataclass(frozen=True)
+class DemoSettings:
+    """What was asked for.
+
+    Attributes:
+        out: folder of event logs, report and adapter; made by the run, must not exist.
+        rate: None: 1.0, or what this machine's decode can bear.
+        pods: None: as many as the machine's cores make devices.
+        objective_ms: None: by the rule of `windrow.local.objective`.
+        steps: of the job; None: as many as surely end within the load.
+    """
+
+    out: Path
+    seconds: float = 60.0
+    rate: float | None = None
+    seed: int = 7
+    trace: Path | None = None
+    pods: int | None = None
+    policy: str = "windrow"
+    model: Path | None = None
+    rows: Path | None = None
+    objective_ms: float | None = None
+    steps: int | None = None
+
+
+class DemoFailed(WindrowError):
+    """The run ended before its job succeeded; the message says where and shows the logs' ends."""
+
+
+@dataclass
+class Stage:
+    """What a run acts on: a control plane, this machine's devices, the files it needs."""
+
+    settings: DemoSettings
+    cluster: LocalCluster
+    client: WindrowClient
+    keeper: Keeper
+    watcher: Watcher
+    devices: list[Device]
+    model: Path
+    example: dict[str, Any]
+    rows: Path
+    log_dir: Path
+    rate: float = 1.0
+    _doing: str = field(default="starting")
+
+    def say(self, doing: str) -> None:
+        """Name what comes next, on the screen and in an error."""
+        self._doing = doing
+        self.watcher.say(doing)
+
+    @property
+    def doing(self) -> str:
+        """What was named last."""
+        return self._doing
+
+    @property
+    def load_plan(self) -> measure.LoadPlan:
+        """What the load client is told."""
+        asked = self.settings
+        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace)
+
+    def schedule_of_a_device(self, rate: float) -> list[Request]:
+        """Return the requests that the first pod gets at a rate."""
+        n = len(self.devices)
+        asked = self.settings
+        requests = schedule(
+            seconds=asked.seconds, rate=rate, seed=asked.seed, endpoints=n, trace=asked.trace
+        )
+        return share_of(requests, 0, n)
+
+    def job(self, destination: Path, steps: int) -> dict[str, Any]:
+        """Return the run's FinetuneJob."""
+        return manifests.finetune_job(
+            self.example, model=self.model, rows=self.rows, destination=destination, steps=steps
+        )
+
+
+def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
+    """Run the demo and return its summary, which also stands in `summary.json`.
+
+    Raises DemoFailed, and whatever the control plane raises when it cannot start; nothing is left
+    running in either case.
+    """
+    with stage(settings, console) as on:
+        pods = serve(on)
+        objective = settle_objective(on, pods)
+        job = harvest(on, pods, objective)
+    return conclude(on, job, objective)
+
+
+@contextlib.contextmanager
+def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
+    """Check the input, start a control plane with operator and node, and end all of it."""
+    held = devices(usable_cores(), settings.pods)
+    if held[0].oversubscribed:
+        console.print(f"{len(held)} pods share the cores of fewer devices: figures mean nothing")
+    # Made here only to refuse a bad rate, length or trace before anything starts.
+    schedule(
+        seconds=settings.seconds,
+        rate=1.0 if settings.rate is None else settings.rate,
+        seed=settings.seed,
+        endpoints=len(held),
+        trace=settings.trace,
+    )
+    model = assets.find(assets.MODEL, option="--model", given=settings.model)
+    rows = assets.find(assets.ROWS, option="--rows", given=settings.rows)
+    example = read_manifest(assets.find(assets.JOB, option="--job"))
+    (settings.out / PODS).mkdir(parents=True)
+    log_dir = settings.out / "logs"
+    asked = ClusterSettings(log_dir=log_dir, event_log_root=settings.out / PODS)
+    with Keeper() as keeper, LocalCluster(asked, console=console) as cluster:
+        client = WindrowClient(cluster.kubeconfig)
+        watcher = Watcher(
+            WindrowClient(cluster.kubeconfig),
+            console,
+            kubernetes=cluster.version,
+            policy=settings.policy,
+        )
+        on = Stage(
+            settings=settings,
+            cluster=cluster,
+            client=client,
+            keeper=keeper,
+            watcher=watcher,
+            devices=held,
+            model=model,
+            example=example,
+            rows=rows,
+            log_dir=log_dir,
+        )
+        with watcher, _explained(on):
+            yield on
+
+
+@contextlib.contextmanager
+def _explained(on: Stage) -> Iterator[None]:
+    try:
+        yield
+    except serving.NotReady as e:
+        tails = [text for name in e.logs if (text := log_tail(on, name))]
+        raise DemoFailed("\n".join([f"{on.doing}: {e}", *tails, f"logs: {on.log_dir}"])) from e
+
+
+def log_tail(on: Stage, name: str) -> str:
+    """Return the end of a log, or of each log of a folder, with its path."""
+    found = [on.settings.out / name, *on.log_dir.rglob(name), *on.log_dir.rglob(f"{name}.log")]
+    files = [f for path in found for f in ([path] if path.is_file() else path.glob("*.log"))]
+    tails = []
+    for path in files:
+        lines = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        tails.append("\n".join([f"--- the end of {path}", *lines]))
+    return "\n".join(tails)
+
+
+def serve(on: Stage) -> serving.Pods:
+    """Create the decode pods and return once they serve."""
+    pods = serving.plan_pods(on.devices, on.model)
+    on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
+    serving.create(on.client, pods)
+    serving.await_ready(on.client, pods, PODS_WITHIN)
+    return pods
+
+
+def settle_objective(on: Stage, pods: serving.Pods) -> Objective:
+    """Return the objective that the load deserves, from the profile that the pods took.
+
+    Settles the load's rate as well, where none was asked for.
+    """
+    profile = serving.await_profile(on.client, pods, PODS_WITHIN)
+    on.rate = on.settings.rate or bearable_rate(on.schedule_of_a_device, profile)
+    objective = objective_for(on.schedule_of_a_device(on.rate), profile)
+    if on.settings.objective_ms is not None:
+        objective = Objective(on.settings.objective_ms, objective.solo_ms, objective.shape)
+    on.watcher.objective(objective.milliseconds)
+    return objective
+
+
+def affordable_steps(on: Stage) -> int:
+    """Measure the job alone on the device and return how many steps surely end within the load."""
+    on.say(f"dedicated: the job alone on the whole device for {measure.DEDICATED_S:g} s")
+    job = on.job(on.settings.out / "dedicated" / "adapter", 1_000_000)
+    alone = measure.measure_dedicated(on.keeper, job, on.devices[0], on.settings.out)
+    return manifests.steps_that_end(
+        seconds=on.settings.seconds,
+        dedicated_tokens_per_second=alone.tokens_per_second,
+        tokens_per_step=alone.tokens / alone.steps,
+    )
+
+
+def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
+    """Apply a policy, start load and job together; return the job once both have ended."""
+    settings = on.settings
+    policy = manifests.harvest_policy("demo", objective.milliseconds, settings.policy)
+    on.client.apply_policy(policy)
+    serving.await_slots(on.client, pods, PODS_WITHIN)
+    steps = settings.steps or affordable_steps(on)
+    log = run_log(settings.out)
+    on.say(f"load (rate {on.rate:g}) for {settings.seconds:g} s, a FinetuneJob of {steps} steps")
+    _mark(log.append, LOAD_BEGIN, {"objective_ms": objective.milliseconds})
+    load = measure.start_load(on.keeper, on.load_plan, pods.endpoints, settings.out)
+    job = on.client.submit(on.job(settings.out / "adapter", steps))
+    on.watcher.follow(job.name)
+    measure.await_exit(
+        load, "the load client", timedelta(seconds=settings.seconds + DRAIN_S), "load.log"
+    )
+    _mark(log.append, LOAD_END, {})
+    log.flush()
+    on.say("the load has ended, the job goes on to its end")
+    try:
+        done = on.client.wait(job.name, namespace=NAMESPACE, within=JOB_ENDS_WITHIN)
+    except TimeoutError as e:
+        raise serving.NotReady(str(e), logs=[*pods.logs, "operator"]) from e
+    on.say(f"the job has ended: {done.state}")
+    serving.delete(on.client, pods, PODS_WITHIN)
+    return done
+
+
+def _mark(append: Callable[[MarkEvent], None], what: str, detail: dict[str, Any]) -> None:
+    append(MarkEvent(time.monotonic_ns(), what, json.dumps(detail)))
+
+
+def conclude(on: Stage, job: JobView, objective: Objective) -> dict[str, Any]:
+    """Compute the summary from the event logs, write it and the report, and return it.
+
+    Raises DemoFailed, after all is written, when the job has not succeeded.
+    """
+    settings, shape = on.settings, objective.shape
+    summary = summarize(settings.out)
+    summary["kubernetes"] = {"version": on.cluster.version}
+    summary["job"]["phase"] = job.state
+    summary["adapter"] = {"path": job.adapter_path}
+    summary["objective"] = {
+        "rule": "twice the median solo step at the load's p90 batch",
+        "solo_step_ms": round(objective.solo_ms, 3),
+        "p90_batch": shape.p90_batch,
+        "p90_context_tokens": shape.p90_context_tokens,
+        "predicted_mean_batch": round(shape.mean_batch, 2),
+    }
+    summary["run"] = {
+        "seconds": settings.seconds,
+        "rate": on.rate,
+        "seed": settings.seed,
+        "policy": settings.policy,
+        "trace": str(settings.trace) if settings.trace else None,
+        "pods": len(on.devices),
+    }
+    write_summary(settings.out / "summary.json", summary)
+    write_report(settings.out, summary, rows_of(summary))
+    if job.state != "Succeeded":
+        raise DemoFailed(f"the job is {job.state}: {job.message}; logs: {on.log_dir}")
+    return summary
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """Write a summary as indented JSON."""
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")

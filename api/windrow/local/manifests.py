@@ -1,0 +1,141 @@
+"""What the demo applies: decode pods, a policy, a job. Plain Kubernetes objects, built purely."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from windrow.crd import (
+    ANNOTATION_INJECT,
+    API_VERSION,
+    FINETUNE_JOB,
+    HARVEST_POLICY,
+    format_duration,
+)
+from windrow.local.devices import Device
+from windrow.local.node.launch import ANNOTATION_CPUSET, ANNOTATION_NICE
+
+Json = dict[str, Any]
+
+NAMESPACE = "default"
+APP = "chat"
+DECODE_CONTAINER = "decode"
+# Tokens of one piece of a stream. Writing each token out by itself costs the front process, which
+# shares the device's cores, as much as a decode step; TPOT needs the first and the last moment.
+STREAM_INTERVAL = 32
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One decode pod.
+
+    Attributes:
+        inject: False keeps the webhook away: a plain decode server, for comparisons.
+        environment: for the decode container.
+    """
+
+    name: str
+    port: int
+    device: Device
+    model: Path
+    inject: bool = True
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+def decode_pod(decode: Decode) -> Json:
+    """Return a decode pod with the labels and arguments of a PD-disaggregated SGLang deployment."""
+    annotations = {
+        ANNOTATION_CPUSET: decode.device.cpuset,
+        ANNOTATION_NICE + DECODE_CONTAINER: "0",
+    }
+    if not decode.inject:
+        annotations[ANNOTATION_INJECT] = "disabled"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": decode.name,
+            "namespace": NAMESPACE,
+            "labels": {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"},
+            "annotations": annotations,
+        },
+        "spec": {
+            "terminationGracePeriodSeconds": 5,
+            "containers": [
+                {
+                    "name": DECODE_CONTAINER,
+                    "image": "windrow/builtin",
+                    "command": ["python", "-m", "windrow_sidecar.engines.builtin"],
+                    "args": [
+                        f"--model-path={decode.model}",
+                        "--disaggregation-mode=decode",
+                        "--disaggregation-transfer-backend=fake",
+                        "--host=127.0.0.1",
+                        f"--port={decode.port}",
+                        f"--stream-interval={STREAM_INTERVAL}",
+                    ],
+                    "env": [{"name": n, "value": v} for n, v in decode.environment],
+                    "ports": [{"containerPort": decode.port}],
+                    "readinessProbe": {
+                        "httpGet": {"path": "/health", "port": decode.port},
+                        "periodSeconds": 1,
+                        "timeoutSeconds": 2,
+                    },
+                }
+            ],
+        },
+    }
+
+
+def harvest_policy(name: str, objective_ms: float, policy: str) -> Json:
+    """Return a policy over the demo's decode pods."""
+    tpot = format_duration(timedelta(milliseconds=objective_ms))
+    return {
+        "apiVersion": API_VERSION,
+        "kind": HARVEST_POLICY.kind,
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": {
+            "selector": {"matchLabels": {"app": APP}},
+            "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
+            "mode": "harvest",
+            "policy": policy,
+        },
+    }
+
+
+def finetune_job(
+    example: Json, *, model: Path, rows: Path, destination: Path, steps: int, name: str = ""
+) -> Json:
+    """Return the example's job with this run's paths and length."""
+    job = copy.deepcopy(example)
+    job["metadata"] = {"name": name or job["metadata"]["name"], "namespace": NAMESPACE}
+    spec = job["spec"]
+    spec["model"]["name"] = str(model)
+    spec["dataset"]["source"] = str(rows)
+    spec["output"]["destination"] = str(destination)
+    spec["training"].pop("epochs", None)
+    spec["training"]["maxSteps"] = steps
+    assert (job["apiVersion"], job["kind"]) == (API_VERSION, FINETUNE_JOB.kind)
+    return job
+
+
+def steps_that_end(
+    *, seconds: float, dedicated_tokens_per_second: float, tokens_per_step: float
+) -> int:
+    """Return how many optimizer steps fit into a load of `seconds` on harvested compute.
+
+    A worker spends `START_S` until its first step (libraries, model, the base model's loss) and
+    then gets at least `LOWEST_SHARE` of its dedicated rate. One that gets more ends earlier; one
+    that gets less ends on the idle device after the load.
+    """
+    budget_s = max(5.0, seconds - START_S)
+    steps = LOWEST_SHARE * dedicated_tokens_per_second * budget_s / tokens_per_step
+    return max(FEWEST_STEPS, int(steps))
+
+
+START_S = 15.0
+LOWEST_SHARE = 0.3
+FEWEST_STEPS = 4

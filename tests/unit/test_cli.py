@@ -1,0 +1,126 @@
+"""Every command explains itself, and says by its exit code who must act."""
+
+import json
+
+import pytest
+import yaml
+
+from windrow import cli
+from windrow.cli import doctor, jobs, top
+from windrow.cli.output import plain, table
+from windrow.errors import Transient
+from windrow.views import JobView, SlotView
+
+COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor")
+JOB = {
+    "apiVersion": "windrow.dev/v1alpha1",
+    "kind": "FinetuneJob",
+    "metadata": {"name": "tone"},
+    "spec": {
+        "model": {"name": "m"},
+        "dataset": {"source": "rows.jsonl"},
+        "training": {"maxSteps": 3},
+        "output": {"destination": "out"},
+    },
+}
+
+
+@pytest.fixture
+def nowhere(tmp_path):
+    """A kubeconfig of a server that does not listen."""
+    path = tmp_path / "kubeconfig"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "c",
+                "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+                "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
+                "users": [{"name": "u", "user": {"token": "t"}}],
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help_with_an_example(command, capsys):
+    assert cli.run([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Example: windrow {command}" in " ".join(shown.split())
+
+
+def test_an_unknown_option_and_an_unknown_command_end_with_two(capsys):
+    assert cli.run(["get", "--nonsense"]) == cli.EXIT_USAGE
+    assert cli.run(["harvest"]) == cli.EXIT_USAGE
+    assert "nonsense" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"kind": "Job"}, "kind"),
+        ({"metadata": {}}, "metadata.name"),
+        ({"spec": {**JOB["spec"], "training": {"maxSteps": 0}}}, "spec.training.maxSteps"),
+        ({"spec": {**JOB["spec"], "trainning": {}}}, "spec.trainning"),
+    ],
+)
+def test_a_bad_manifest_is_refused_before_anything_is_sent(
+    change, field, tmp_path, nowhere, capsys
+):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(yaml.safe_dump(JOB | change))
+    assert cli.run(["submit", str(manifest), "--kubeconfig", str(nowhere)]) == cli.EXIT_USAGE
+    assert capsys.readouterr().err.startswith(f"windrow: {field}: ")
+
+
+def test_a_missing_manifest_and_a_missing_kubeconfig_end_with_two(tmp_path, nowhere, capsys):
+    none = str(tmp_path / "none")
+    assert cli.run(["submit", none, "--kubeconfig", str(nowhere)]) == cli.EXIT_USAGE
+    assert cli.run(["get", "--kubeconfig", none]) == cli.EXIT_USAGE
+    assert "windrow up" in capsys.readouterr().err
+
+
+def test_an_api_server_that_does_not_answer_ends_with_three(monkeypatch, capsys):
+    def silent(_):
+        raise Transient("the API server does not answer")
+
+    monkeypatch.setattr(jobs, "client", silent)
+    assert cli.run(["get"]) == cli.EXIT_TRANSIENT
+    assert "does not answer" in capsys.readouterr().err
+
+
+def test_demo_refuses_bad_input_before_anything_starts(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.run(["demo", "--seconds", "0", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["demo", "--trace", "none.csv", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["demo", "--pods", "0", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["demo", "--json", "no/such/dir.json", "--out", str(out)]) == cli.EXIT_USAGE
+    (out / "old").mkdir(parents=True)
+    assert cli.run(["demo", "--out", str(out)]) == cli.EXIT_USAGE
+    told = capsys.readouterr().err
+    for field in ("--seconds", "none.csv", "--pods", "--json", "--out"):
+        assert f"windrow: {field}" in told
+
+
+def test_rows_fit_their_heads_and_json_is_plain():
+    job = JobView.of(JOB | {"metadata": {"name": "tone", "namespace": "a", "uid": "u"}})
+    slot = SlotView.of({"metadata": {"name": "s", "namespace": "a"}, "spec": {"podName": "p"}})
+    assert len(jobs.row_of(job)) == len(jobs.HEAD)
+    assert len(top.row_of(slot)) == len(top.HEAD)
+    assert json.loads(json.dumps(plain([job, slot])))[1]["chunks"]["kv"] == 0
+    assert table(("A", "LONG"), [("xyz", "1")]) == "A     LONG\nxyz   1"
+
+
+def test_doctor_finds_what_the_demo_needs(monkeypatch, capsys, nowhere):
+    monkeypatch.setattr(doctor, "client", lambda _: _raise())
+    assert cli.run(["doctor", "--json"]) == 0
+    found = {entry["what"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert found["native module"]["ok"]
+    assert found["torch"]["ok"]
+    assert not found["cluster"]["ok"]
+
+
+def _raise():
+    raise Transient("no cluster")

@@ -1,0 +1,124 @@
+"""Devices, pods, policy and job of a demo, as plain data; and the table of a comparison."""
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from windrow.crd import parse_job_spec, parse_policy_spec
+from windrow.errors import UserError
+from windrow.local import assets, compare, manifests
+from windrow.local.compare import Arm
+from windrow.local.devices import Device, devices
+from windrow.local.manifests import Decode
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("cores", "pods", "expected"),
+    [
+        (2, None, ["0,1"]),
+        (3, None, ["0,1,2"]),
+        (4, None, ["0,1", "2,3"]),
+        (16, None, ["0,1,2,3,4,5,6,7", "8,9,10,11,12,13,14,15"]),
+        (2, 2, ["0,1", "0,1"]),
+        (4, 1, ["0,1,2,3"]),
+        (5, 3, ["0,1", "2,3", "0,1"]),
+    ],
+)
+def test_cores_become_devices_of_two_and_more(cores, pods, expected):
+    found = devices(range(cores), pods)
+    assert [d.cpuset for d in found] == expected
+    assert found[0].oversubscribed == (pods is not None and pods > cores // 2)
+
+
+def test_one_core_is_no_device():
+    with pytest.raises(UserError, match="too few"):
+        devices([0])
+
+
+def test_a_decode_pod_looks_like_one_of_sglang():
+    pod = manifests.decode_pod(Decode("decode-0", 8001, Device((0, 1)), Path("/m")))
+    container = pod["spec"]["containers"][0]
+    assert pod["metadata"]["labels"]["rbg.workloads.x-k8s.io/role-name"] == "decode"
+    assert "--disaggregation-mode=decode" in container["args"]
+    assert pod["metadata"]["annotations"]["windrow.dev/cpuset"] == "0,1"
+    assert "windrow.dev/inject" not in pod["metadata"]["annotations"]
+    plain = manifests.decode_pod(Decode("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
+    assert plain["metadata"]["annotations"]["windrow.dev/inject"] == "disabled"
+
+
+def test_policy_and_job_of_the_demo_are_valid(tmp_path):
+    policy = manifests.harvest_policy("demo", 18.3, "windrow")
+    assert parse_policy_spec(policy["spec"]).objective.tpot.total_seconds() == 0.0183
+    example = yaml.safe_load((ROOT / "examples/finetunejob.yaml").read_text())
+    job = manifests.finetune_job(
+        example, model=tmp_path, rows=tmp_path / "r", destination=tmp_path / "o", steps=7
+    )
+    spec = parse_job_spec(job["spec"])
+    assert spec.training.max_steps == 7
+    assert spec.output.destination == str(tmp_path / "o")
+    assert example["spec"]["training"]["maxSteps"] != 7, "the example itself stays as it was"
+
+
+@pytest.mark.parametrize("name", ["finetunejob", "harvestpolicy", "decode-pod"])
+def test_the_examples_are_valid(name):
+    found = yaml.safe_load((ROOT / f"examples/{name}.yaml").read_text())
+    if found["kind"] == "FinetuneJob":
+        spec = parse_job_spec(found["spec"])
+        assert (ROOT / spec.dataset.source).is_file()
+        assert (ROOT / spec.model.name / "config.json").is_file()
+    elif found["kind"] == "HarvestPolicy":
+        labels = yaml.safe_load((ROOT / "examples/decode-pod.yaml").read_text())["metadata"][
+            "labels"
+        ]
+        assert parse_policy_spec(found["spec"]).selector.matches(labels)
+    else:
+        assert "--disaggregation-mode=decode" in found["spec"]["containers"][0]["args"]
+
+
+def test_the_job_is_sized_to_end_within_the_load():
+    def steps(seconds, rate=5000.0):
+        return manifests.steps_that_end(
+            seconds=seconds, dedicated_tokens_per_second=rate, tokens_per_step=1500
+        )
+
+    assert steps(60) == int(0.3 * 5000 * (60 - manifests.START_S) / 1500)
+    assert steps(600) > steps(60)
+    assert steps(1, rate=1.0) == manifests.FEWEST_STEPS
+
+
+def test_assets_are_found_in_the_checkout_or_by_hand(tmp_path):
+    assert assets.find(assets.MODEL, option="--model") == ROOT / assets.MODEL
+    assert assets.find(assets.MODEL, option="--model", given=tmp_path) == tmp_path
+    with pytest.raises(UserError, match=r"--model: .* does not exist"):
+        assets.find(assets.MODEL, option="--model", given=tmp_path / "no")
+    with pytest.raises(UserError, match="--rows"):
+        assets.find(Path("no/such/rows"), option="--rows")
+
+
+def arm(name, p50=None, p99=None, over=None, rate=None):
+    return Arm(name, p50, p99, 100 if p50 else None, over, 10, rate, None)
+
+
+def test_the_comparison_marks_the_best_rival_in_each_column_whoever_it_is():
+    arms = [
+        arm(compare.ALONE, 5.0, 7.0, 0.0),
+        arm(compare.NAIVE, 8.0, 500.0, 0.4, 1600.0),
+        arm(compare.TUNED, 5.9, 20.0, 0.05, 11000.0),
+        arm(compare.WINDROW, 6.1, 9.0, 0.01, 9000.0),
+        arm(compare.DEDICATED, rate=20000.0),
+    ]
+    arms = [compare.with_eta(a, 20000.0) for a in arms]
+    best = {c.title: c.best(arms) for c in compare.COLUMNS}
+    assert best["TPOT p50 ms"] == {compare.TUNED}
+    assert best["TPOT p99 ms"] == best["over objective"] == {compare.WINDROW}
+    assert best["finetune tok/s"] == best["eta"] == {compare.TUNED}
+    console = Console(file=StringIO(), width=120, color_system=None)
+    console.print(compare.table(arms))
+    shown = console.file.getvalue()
+    for wanted in ("serving alone", "0.45", "11,000 *", "1.00%", "1.00"):
+        assert wanted in shown, shown
