@@ -131,14 +131,16 @@ def is_running(pid):
         return False
 
 
-def test_a_wanted_port_that_is_in_use_is_named_before_anything_runs(tools):
+def test_a_wanted_port_that_is_in_use_is_named_before_anything_runs(tools, tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        plane = ControlPlane(ControlPlaneSettings(tools, port=port))
+        directory = tmp_path / "cp"
+        plane = ControlPlane(ControlPlaneSettings(tools, directory=directory, port=port))
         with pytest.raises(UserError, match=f"port {port} .* cannot be used"):
             plane.start()
+    assert not directory.exists()
 
 
 def test_a_component_that_fails_shows_the_end_of_its_log(tools, tmp_path):

@@ -110,8 +110,8 @@ class ControlPlane:
         self._directory = self._make_directory()
         try:
             self._start_components()
-        except BaseException:
-            self._stop(keep_logs=True)
+        except BaseException as error:
+            self._stop(keep_logs=isinstance(error, ControlPlaneError))
             raise
         log.info("kubernetes %s serves at %s", self.version, self.server)
 

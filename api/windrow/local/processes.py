@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -146,9 +147,9 @@ class Keeper:
         """End all children at once and the supervisor with them; harmless when repeated."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with self._write_lock:
-            if not self._process.stdin.closed:
-                self._process.stdin.close()
+        # Broken: the supervisor was killed, and its children with it.
+        with self._write_lock, contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
         self._reader.join()
         self._process.stdout.close()
