@@ -357,6 +357,21 @@ def test_a_request_waits_while_its_memory_is_lent_and_runs_once_it_is_back(bench
     assert len(one.run_dry()[1]) == 2
 
 
+def test_pages_that_do_not_add_up_end_harvesting_and_not_decode(bench, caplog):
+    caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
+    one = bench()
+    one.scheduler.submit(request(1, max_tokens=3))
+    one.run_dry()
+    one.arena.take_kv()  # a chunk that nobody accounts for
+    one.loop._tidy()
+    assert one.parts.hook.failed
+    one.scheduler.submit(request(2, max_tokens=3))
+    while not one.scheduler.is_empty:
+        one.loop.step()
+    ended = [event.id for event in one.events() if isinstance(event, RequestEvent)]
+    assert ended == ["r1", "r2"]
+
+
 def test_a_profile_measures_every_point_and_leaves_nothing_behind(bench):
     one = bench()
     points = [Point(units, batch, 40) for units in (2, 1) for batch in (1, 4)]

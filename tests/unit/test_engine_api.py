@@ -39,6 +39,14 @@ def test_a_bootstrap_host_or_room_says_that_the_kv_arrives():
     assert api.parse_body({"prompt": "x", "bootstrap_room": 0}).kv_arrives
 
 
+def test_kv_from_elsewhere_is_refused_where_none_can_arrive():
+    body = api.parse_body({"prompt": "x", "bootstrap_room": 3})
+    api.check_source(body, disaggregated=True)
+    with pytest.raises(UserError) as refused:
+        api.check_source(body, disaggregated=False)
+    assert refused.value.field == "bootstrap_room"
+
+
 @pytest.mark.parametrize(("n_prompt", "max_tokens"), [(0, 1), (10, 91), (100, 1)])
 def test_what_could_never_fit_is_refused(n_prompt, max_tokens):
     with pytest.raises(UserError):

@@ -121,8 +121,13 @@ class FailClosed:
         except Exception as error:  # noqa: BLE001
             self._switch_off("close", error)
 
+    def give_up(self, error: Exception) -> None:
+        """Switch the inner hook off for a reason that the engine has found, once."""
+        if not self.failed:
+            self._switch_off("the engine's check", error)
+
     def _switch_off(self, method: str, error: Exception) -> Decision:
-        _log.error("harvesting is switched off: %s of the step hook raised", method, exc_info=error)
+        _log.error("harvesting is switched off: %s failed", method, exc_info=error)
         self.failed = True
         broken, self._inner = self._inner, NullHook()
         self._on_failure(f"{method}: {error!r}")

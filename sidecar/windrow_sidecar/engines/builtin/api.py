@@ -74,6 +74,16 @@ def parse_body(raw: Any) -> CompletionBody:  # noqa: ANN401 - whatever JSON a cl
 _UNION_ARMS = {"str", "list[constrained-int]", "list[str]"}
 
 
+def check_source(body: CompletionBody, *, disaggregated: bool) -> None:
+    """Refuse KV from elsewhere where none can arrive. Raises UserError."""
+    if body.kv_arrives and not disaggregated:
+        raise UserError(
+            "names a prefill instance, but this is no decode instance",
+            field="bootstrap_host" if body.bootstrap_host is not None else "bootstrap_room",
+            remedy="Leave it out, or start the engine with --disaggregation-mode decode.",
+        )
+
+
 def check_length(n_prompt: int, max_tokens: int, max_context: int) -> None:
     """Refuse what could never fit. Raises UserError."""
     if n_prompt == 0:

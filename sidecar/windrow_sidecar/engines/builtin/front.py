@@ -46,6 +46,7 @@ class FrontSettings:
     model_path: str
     served_name: str
     eos_token_ids: list[int]
+    disaggregated: bool
     cpus: list[int]  # where it runs: away from decode's first cores
 
     def to_json(self) -> str:
@@ -107,6 +108,7 @@ class Front:
                 f"the body is not JSON ({error})", remedy="Send a JSON object."
             ) from error
         body = api.parse_body(raw)
+        api.check_source(body, disaggregated=self._settings.disaggregated)
         prompt = self._tokens(body.prompt)
         api.check_length(len(prompt), body.max_tokens, self._link.max_context)
         name = f"cmpl-{secrets.token_hex(12)}"

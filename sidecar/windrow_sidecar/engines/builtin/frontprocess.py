@@ -34,6 +34,7 @@ class FrontProcess:
                 model_path=str(settings.model_path),
                 served_name=settings.served_name,
                 eos_token_ids=list(eos_token_ids),
+                disaggregated=settings.disaggregated,
                 cpus=list(cpus),
             )
             # It stays in our process group: across sessions its niceness would mean nothing.

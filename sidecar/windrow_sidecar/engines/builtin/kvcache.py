@@ -72,8 +72,8 @@ class KvCache:
     def extend(self, kv: SequenceKv, pages: Sequence[int]) -> None:
         """Append pages to a request."""
         begin, end = len(kv.pages), len(kv.pages) + len(pages)
-        if end > len(kv.row_index):
-            grown = torch.empty(max(end, 2 * len(kv.row_index)), dtype=torch.int64)
+        if end > kv.row_index.shape[0]:
+            grown = torch.empty(max(end, 2 * kv.row_index.shape[0]), dtype=torch.int64)
             grown[:begin] = kv.row_index[:begin]
             kv.row_index = grown
         kv.row_index[begin:end] = torch.tensor([self._row(page) for page in pages])

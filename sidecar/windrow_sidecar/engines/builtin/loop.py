@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.kvcache import KvCache
@@ -162,10 +163,17 @@ class DecodeLoop:
         self._outbox.flush()
         self._hold_until_ns = parts.hook.idle(parts.clock_ns()).hold_admission_until_ns
         if not self._collected:
-            gc.collect()
-            self._scheduler.check_integrity()
-            self._collected = True
+            self._tidy()
         self._channel.wait(IDLE_WAIT_S)
+
+    def _tidy(self) -> None:
+        """What a step has no time for. A table that does not add up ends lending, not decode."""
+        self._collected = True
+        gc.collect()
+        try:
+            self._scheduler.check_integrity()
+        except InvariantBroken as broken:
+            self._parts.hook.give_up(broken)
 
     def _take_messages(self) -> None:
         for message in self._channel.receive():

@@ -89,7 +89,7 @@ class LlamaModel:
         x = functional.embedding(torch.tensor(tokens), self._embedding)
         for i, layer in enumerate(self._layers):
             qkv = functional.linear(self._rms_norm(x, layer.attention_norm), layer.qkv)
-            qk = qkv[:, :q_and_k].view(len(qkv), -1, config.head_dim)
+            qk = qkv[:, :q_and_k].view(qkv.shape[0], -1, config.head_dim)
             qk = self._rotary.rotate(qk, cos, sin)
             cache.key_slots[i].index_copy_(0, slot_index, qk[:, config.heads :].flatten(1))
             cache.value_slots[i].index_copy_(0, slot_index, qkv[:, q_and_k:])
@@ -107,7 +107,7 @@ class LlamaModel:
         them cost as much.
         """
         cache, config = self._cache, self._config
-        if len(self._attended) < len(kvs):
+        if self._attended.shape[0] < len(kvs):
             self._attended = self._attended.new_empty(len(kvs), *self._attended.shape[1:])
         attended = self._attended[: len(kvs)]
         plan = []

@@ -39,14 +39,18 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
     hook = _OnUnits()
     began_s = time.monotonic()
     best: dict[Point, SoloSample] = {}
-    with _muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
-        for point in [*points] * effort.rounds:
-            late = time.monotonic() - began_s > effort.soft_limit_s
-            hook.units = point.units
-            sample = _measure_one(loop, parts, point, max(1, effort.steps // (3 if late else 1)))
-            if point not in best or sample.step_us < best[point].step_us:
-                best[point] = sample
-    parts.partition.activate_decode(0)
+    try:
+        with _muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
+            for point in [*points] * effort.rounds:
+                late = time.monotonic() - began_s > effort.soft_limit_s
+                steps = max(1, effort.steps // 3) if late else effort.steps
+                hook.units = point.units
+                sample = _measure_one(loop, parts, point, steps)
+                if point not in best or sample.step_us < best[point].step_us:
+                    best[point] = sample
+    finally:
+        parts.scheduler.clear()
+        parts.partition.activate_decode(0)
     return list(best.values())
 
 

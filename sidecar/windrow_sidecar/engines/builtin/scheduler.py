@@ -90,6 +90,11 @@ class Scheduler:
                 place.remove(request)
         self._drop_kv(request)
 
+    def clear(self) -> None:
+        """Forget all requests."""
+        for request in (*self.running, *self.prefilling, *self.waiting):
+            self.remove(request)
+
     def admit(self) -> list[Request]:
         """Give pages to waiting requests, in order, as far as there is room.
 

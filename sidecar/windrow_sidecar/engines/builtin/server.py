@@ -113,10 +113,11 @@ def _run(
         engine_version=version("windrow"),
         model_fingerprint=fingerprint,
     )
-    profile = _take_profile(settings, parts, arena, subject, max_context)
     harvesting = None
-    if settings.run_dir is not None and isinstance(partition, HostPartition):
-        harvesting = _start_harvesting(settings, arena, partition, subject, profile, log)
+    if isinstance(partition, HostPartition):
+        harvesting = _start_harvesting(settings, parts, arena, partition, subject, max_context, log)
+    else:
+        _take_profile(settings, parts, arena, subject, max_context)
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
     outbox = Outbox(front.channel, interval=settings.stream_interval)
@@ -139,10 +140,11 @@ def _run(
 
 def _start_harvesting(
     settings: EngineSettings,
+    parts: Parts,
     arena: Arena,
     partition: HostPartition,
     subject: Subject,
-    profile: Mapping[str, Any] | None,
+    max_context: int,
     log: EventLog | None,
 ) -> Harvesting | None:
     """Return the harvesting side; None, with the reason in the log, where it does not start."""
@@ -150,6 +152,9 @@ def _start_harvesting(
     try:
         from windrow_sidecar.engines.builtin import harvesting
 
+        profile = _take_profile(settings, parts, arena, subject, max_context)
+        if profile is not None:
+            harvesting.write_profile(settings.run_dir, profile)
         return harvesting.start(
             settings,
             settings.run_dir,
@@ -252,7 +257,7 @@ def _load(
 def _take_profile(
     settings: EngineSettings, parts: Parts, arena: Arena, subject: Subject, max_context: int
 ) -> Mapping[str, Any] | None:
-    """Measure, fit and leave the result in the run directory; None where it was not asked for."""
+    """Measure and fit; None where it was not asked for."""
     if settings.profile == "none":
         return None
     effort = EFFORTS[settings.profile]
@@ -268,10 +273,6 @@ def _take_profile(
     samples = profiling.measure(parts, points, effort)
     profile = document(subject, samples, taken_at=datetime.now(UTC))
     _log.info("profile: %d points in %.1f s", len(samples), time.monotonic() - began_s)
-    if settings.run_dir is not None:
-        from windrow_sidecar.engines.builtin.harvesting import write_profile
-
-        write_profile(settings.run_dir, profile)
     return profile
 
 

@@ -40,6 +40,7 @@ class EngineSettings:
     reserve_tokens: int
     context_length: int  # 0: the model's own
     profile: str  # "none", "quick", "full"
+    disaggregated: bool  # prompts may arrive with their KV
     run_dir: RunDir | None  # None: an ordinary decode server, nothing is harvested
     log_dir: Path | None
     source: str  # names this engine in event logs
@@ -67,6 +68,7 @@ class EngineSettings:
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
             profile=given.profile or ("quick" if run_dir else "none"),
+            disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir else None,
             log_dir=Path(log_dir) if log_dir else None,
             source=environment.get(ENV_POD_NAME) or f"engine-{given.port}",
