@@ -237,6 +237,13 @@ class Agent:
         return found
 
     @staticmethod
+    def is_gone(pid: int) -> bool:
+        try:
+            return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return True
+
+    @staticmethod
     def oom_score_adj(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
 
@@ -454,6 +461,17 @@ async def test_the_worker_dies_with_a_killed_agent_and_decode_goes_on(pod):
     await until(lambda: any(h.slots for h in operator.hellos))
     assert not any(h.running for h in operator.hellos)
     await until(lambda: engine.engine.hook._live_epoch == 0)
+
+
+async def test_a_new_agent_waits_for_a_worker_that_outlives_the_old_one(pod):
+    operator, agent, engine = pod
+    operator.assign("lingering")
+    await until(lambda: operator.event(Event.STARTED))
+    await agent.end(signal.SIGKILL)
+    (pid,) = agent.worker_pids()
+    await agent.start()
+    await until(lambda: engine.engine.hook._live_epoch == 0)
+    assert agent.is_gone(pid)
 
 
 async def test_sigterm_stops_the_worker_with_a_checkpoint_and_leaves_no_file(pod):

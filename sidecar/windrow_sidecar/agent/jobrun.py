@@ -10,6 +10,7 @@ from collections.abc import Callable
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.channel import Channel
+from windrow_sidecar.agent.orphans import forget_worker, note_worker
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
@@ -76,6 +77,7 @@ class JobRun:
             self._supervisor = asyncio.create_task(asyncio.sleep(0))
             return
         _log.info("job %s epoch %d: worker %d", self.assign.job_uid, self.assign.epoch, self.pid)
+        note_worker(self._settings.run_dir.root, self.assign.slot, self.pid)
         self._supervisor = asyncio.create_task(self._supervise(self._process))
 
     async def wait(self) -> None:
@@ -167,6 +169,7 @@ class JobRun:
 
     async def _supervise(self, process: WorkerProcess) -> None:
         end = await process.wait()
+        forget_worker(self._settings.run_dir.root, self.assign.slot)
         if self._killer:
             self._killer.cancel()
         try:

@@ -11,6 +11,7 @@ from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.exporter import Exporter
 from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.operator_link import OperatorLink
+from windrow_sidecar.agent.orphans import end_orphans
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
@@ -37,6 +38,7 @@ class Sidecar:
         """Serve until asked to stop."""
         settings = self._settings
         settings.run_dir.root.mkdir(parents=True, exist_ok=True)
+        await end_orphans(settings.run_dir.root, grace_s=settings.grace_s)
         service = AgentService(self._slot_at, self._find_run, self._link.profile_taken)
         server = await serve(service, str(settings.run_dir.agent_socket))
         exporter = Exporter(self._all_slots, lambda: self._link.attached)

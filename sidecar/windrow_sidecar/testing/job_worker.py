@@ -1,16 +1,20 @@
 """A worker reduced to its talk with the agent: reports, obeys, ends as its job's spec says.
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
-after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP).
+after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP),
+`lingering` (outlives its agent by a second, as one that writes a checkpoint does).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import queue
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +23,8 @@ import grpc
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION, RunDir
 
-_STEP_S = 0.05
+_STEP_S, _LINGER_S = 0.05, 1.0
+_PR_SET_PDEATHSIG = 1
 _STEPS = 1000
 
 
@@ -45,13 +50,23 @@ class JobWorker:
             listener.join(timeout=5)
         return code
 
+    def _linger(self) -> None:
+        """Not killed with the agent, nor by a polite request."""
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *_: None)
+
     def _work(self) -> int:
+        if self._behave == "lingering":
+            self._linger()
         self._event("STARTED", "Started", "from the beginning")
         if self._behave == "crash":
             os.abort()
         for step in range(1, _STEPS):
             self._progress(step)
-            if self._told_to_end.wait(_STEP_S) and self._behave != "stubborn":
+            if self._told_to_end.wait(_STEP_S) and self._behave == "lingering":
+                time.sleep(_LINGER_S)
+                return 0
+            if self._told_to_end.is_set() and self._behave != "stubborn":
                 self._event("STOPPED", "Stopped", f"checkpoint of step {step}")
                 return 0
             if step == 5 and self._behave == "succeed":
