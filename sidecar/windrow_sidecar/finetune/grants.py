@@ -1,0 +1,178 @@
+"""Whether the next tasklet may run now, as decode has granted it, and what decode is told.
+
+The worker asks before every launch and never holds on to an answer: it has at most one tasklet in
+flight. Silence of decode means pause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow_sidecar._core import Page
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.qos.view import Action, Decision
+
+# Decode beats every step, and every 50 ms at most when it is idle.
+DECODE_STALE_NS = 1_000_000_000
+# Decode that is merely slow (a long prefill) is heard again within this.
+ASK_AFTER_SILENCE_NS = 2_000_000_000
+# While waiting: often enough that decode, which takes a second of silence for death, sees us beat.
+WAIT_S = 0.2
+_DECODE, _WORKER = 0, 1
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFacts:
+    """What the worker tells with each offer besides the tasklet."""
+
+    job_epoch: int
+    wanted_chunks: int = 0
+    held_chunks: int = 0
+    tokens_done: int = 0
+    starving: bool = False
+
+
+@dataclass(slots=True)
+class Used:
+    """What of the current grant has been used."""
+
+    tasklets: int = 0
+    us: float = 0.0
+
+
+def may_launch(grant: Decision, used: Used, estimate_us: int, *, decode_silent_ns: int) -> bool:
+    """Decide whether a tasklet of that estimate may run under the grant."""
+    if decode_silent_ns > DECODE_STALE_NS:
+        return False
+    if grant.action != Action.GO or grant.finetune_units < 1:
+        return False
+    if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
+        return False
+    return not (grant.budget_us and used.us + estimate_us > grant.budget_us)
+
+
+class GrantGate:
+    """The worker's side of the shared page.
+
+    Args:
+        page: of the slot.
+        partition: moves this process to the units it is granted.
+        estimates: shown in offers.
+        facts: what else offers say, asked at each.
+        decode_answers: whether the decode process is there, asked once it has been silent for long.
+        clock: nanoseconds of CLOCK_MONOTONIC.
+    """
+
+    def __init__(
+        self,
+        page: Page,
+        partition: Partition,
+        estimates: Estimates,
+        facts: Callable[[], OfferFacts],
+        *,
+        decode_answers: Callable[[], bool],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._page, self._partition, self._estimates = page, partition, estimates
+        self._facts, self._decode_answers, self._clock = facts, decode_answers, clock
+        self._seq = -1
+        self._grant = Decision()
+        self._used = Used()
+        self._launched = 0
+        self._begun_ns = 0
+
+    @property
+    def grant(self) -> Decision:
+        """The newest grant that was read."""
+        return self._grant
+
+    @property
+    def units(self) -> int:
+        """Compute units of the newest grant."""
+        return self._grant.finetune_units
+
+    def decode_gone(self) -> bool:
+        """Whether decode is silent for so long, and nobody answers at its door."""
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return silent_ns > ASK_AFTER_SILENCE_NS and not self._decode_answers()
+
+    def launch(self, tasklet: Tasklet) -> bool:
+        """Claim the right to run `tasklet` now; True: run it, then call `landed`.
+
+        The offer that says "in flight" is out before the grant is looked at for the last time: a
+        decode that revokes meanwhile sees either that offer or one that has seen its pause.
+        """
+        self._read()
+        estimate = self._estimates.estimate_us(tasklet, self.units)
+        if not self._allowed(estimate):
+            return False
+        self._partition.activate_finetune(self.units)
+        self._publish(tasklet, in_flight_us=max(1, estimate))
+        while self._read():
+            if not self._allowed(estimate):
+                return False
+            self._partition.activate_finetune(self.units)
+            self._publish(tasklet, in_flight_us=max(1, estimate))
+        self._begun_ns = self._clock()
+        return True
+
+    def landed(self, tasklet: Tasklet) -> tuple[int, int]:
+        """Account for a tasklet that has run. Returns when it began and ended, in nanoseconds."""
+        ended_ns = self._clock()
+        elapsed_us = (ended_ns - self._begun_ns) / 1e3
+        self._estimates.learn(tasklet, self.units, elapsed_us)
+        self._used.tasklets += 1
+        self._used.us += elapsed_us
+        self._launched += 1
+        return self._begun_ns, ended_ns
+
+    def quiet(self, tasklet: Tasklet | None) -> None:
+        """Say that nothing runs, and which pause has been seen. `tasklet`: the next one."""
+        self._read()
+        self._publish(tasklet, in_flight_us=0)
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Sleep until the next grant or the timeout."""
+        self._page.wait_grant(self._seq, timeout_s=timeout_s)
+        self._page.beat(_WORKER)
+
+    def _read(self) -> bool:
+        seq = self._page.grant_seq
+        if seq == self._seq:
+            return False
+        self._seq = seq
+        self._grant = Decision(*self._page.read_grant())
+        self._used = Used()
+        return True
+
+    def _allowed(self, estimate_us: int) -> bool:
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return may_launch(self._grant, self._used, estimate_us, decode_silent_ns=silent_ns)
+
+    def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:
+        now = self._facts()
+        layer = tasklet.layer if tasklet else 0
+        micro = tasklet.micro if tasklet else None
+        self._page.publish_offer(
+            now.job_epoch,
+            tasklet.step if tasklet else 0,
+            self._launched,
+            int(tasklet.phase) if tasklet else 0,
+            layer,
+            layer + 1 if micro else layer,
+            tasklet.tokens if tasklet else 0,
+            len(micro.rows) if micro else 0,
+            self._estimates.by_level(tasklet) if tasklet else (),
+            0,
+            0,
+            int(now.starving),
+            in_flight_us,
+            self._grant.pause_epoch,
+            now.wanted_chunks,
+            now.held_chunks,
+            now.tokens_done,
+        )

@@ -1,0 +1,90 @@
+"""How fast steps of finetuning go: the same count for our engine and for a plain loop."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from windrow.crd import FinetuneJobSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One finished optimizer step."""
+
+    tokens: int  # real ones
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Steps after a first one that warms up and does not count; loading does not count either."""
+
+    engine: str
+    units: int
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    step_seconds_median: float
+    loss_first: float
+    loss_last: float
+
+    def write(self, to: Path | None) -> None:
+        """Print it as JSON, and write it where a file is named."""
+        text = json.dumps(asdict(self), indent=2)
+        print(text)
+        if to is not None:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            to.write_text(text + "\n")
+
+
+def measure(
+    run_step: Callable[[], Step],
+    *,
+    engine: str,
+    units: int,
+    seconds: float | None,
+    steps: int | None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Measurement:
+    """Run steps until one of the bounds is reached (at least one step counts)."""
+    run_step()
+    done: list[Step] = []
+    times: list[float] = []
+    begun = last = clock()
+    while not done or not _enough(len(done), last - begun, steps, seconds):
+        done.append(run_step())
+        now = clock()
+        times.append(now - last)
+        last = now
+    tokens = sum(step.tokens for step in done)
+    return Measurement(
+        engine=engine,
+        units=units,
+        steps=len(done),
+        tokens=tokens,
+        seconds=last - begun,
+        tokens_per_second=tokens / (last - begun),
+        step_seconds_median=statistics.median(times),
+        loss_first=done[0].loss,
+        loss_last=done[-1].loss,
+    )
+
+
+def endless(spec: FinetuneJobSpec) -> FinetuneJobSpec:
+    """Return the spec of a run that is only measured: it never ends, and evaluates nothing."""
+    return spec.model_copy(
+        update={
+            "training": spec.training.model_copy(update={"epochs": None, "max_steps": 10**8}),
+            "dataset": spec.dataset.model_copy(update={"eval_fraction": 0.0}),
+        }
+    )
+
+
+def _enough(done: int, elapsed: float, steps: int | None, seconds: float | None) -> bool:
+    return (steps is not None and done >= steps) or (seconds is not None and elapsed >= seconds)

@@ -1,0 +1,218 @@
+"""What the worker tells the agent, and what the agent asks of it, over agent.sock.
+
+Threads of their own carry both ways; the training thread only leaves words behind and picks
+commands up between two tasklets.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import grpc
+
+from windrow.eventlog import EventLog
+from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.rundir import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "ABORT"]
+EventKind = Literal[
+    "STARTED",
+    "PAUSED",
+    "RESUMED",
+    "CHECKPOINTED",
+    "STOPPED",
+    "SUCCEEDED",
+    "FAILED",
+    "EVALUATED",
+]
+
+PROGRESS_EVERY_S = 1.0
+# The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
+RECONNECT_S = 0.5
+# While closing, to deliver last words over a stream that is lost.
+LAST_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the job is (`WorkerProgress`)."""
+
+    step: int = 0
+    total_steps: int = 0
+    loss: float = 0.0
+    learning_rate: float = 0.0
+    gradient_norm: float = 0.0
+    tokens: int = 0
+    checkpoint_step: int = 0
+    checkpoint_path: str = ""
+    held_chunks: int = 0
+    busy_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEvent:
+    """Something that happened to the job (`WorkerEvent`)."""
+
+    kind: EventKind
+    reason: str = ""
+    detail: str = ""
+    user_error: bool = False
+    adapter_path: str = ""
+    base_eval_loss: float = 0.0
+    tuned_eval_loss: float = 0.0
+
+
+class Reporter(Protocol):
+    """Whom a worker reports to."""
+
+    def event(self, event: WorkerEvent) -> None:
+        """Tell that something happened; never waits."""
+
+    def take_command(self) -> Action | None:
+        """Return the oldest command that was not picked up yet."""
+
+
+class LogReporter:
+    """Reports to the log: a run without an agent."""
+
+    def event(self, event: WorkerEvent) -> None:
+        """Log it."""
+        log.info("%s %s %s", event.kind, event.reason, event.detail)
+
+    def take_command(self) -> Action | None:
+        """Nobody asks for anything."""
+        return None
+
+
+class AgentLink:
+    """The stream to the agent. Use as a context manager: leaving it waits until all was taken.
+
+    Args:
+        socket: of the agent.
+        hello: sent first, on every connection.
+        progress: asked once a second.
+        log_file: flushed once a second by the same thread.
+    """
+
+    def __init__(
+        self,
+        socket: Path,
+        hello: agent_pb2.WorkerHello,
+        progress: Callable[[], Progress],
+        log_file: EventLog | None = None,
+    ) -> None:
+        self._target, self._hello, self._progress = f"unix:{socket}", hello, progress
+        self._log_file = log_file
+        self._unsent: deque[agent_pb2.WorkerReport] = deque()
+        self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._wake = threading.Event()
+        self._closing = False
+        self._generation = 0
+        self._thread = threading.Thread(target=self._run, name="agent-link", daemon=True)
+
+    def __enter__(self) -> AgentLink:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+
+    def event(self, event: WorkerEvent) -> None:
+        """Send an event as soon as there is a stream."""
+        self._unsent.append(
+            agent_pb2.WorkerReport(
+                event=agent_pb2.WorkerEvent(
+                    kind=event.kind,
+                    reason=event.reason,
+                    detail=event.detail,
+                    user_error=event.user_error,
+                    adapter_path=event.adapter_path,
+                    base_eval_loss=event.base_eval_loss,
+                    tuned_eval_loss=event.tuned_eval_loss,
+                )
+            )
+        )
+        self._wake.set()
+
+    def take_command(self) -> Action | None:
+        """Return the oldest command that was not picked up yet."""
+        try:
+            return self._commands.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _run(self) -> None:
+        last_attempts = LAST_ATTEMPTS
+        with grpc.insecure_channel(self._target) as channel:
+            stub = agent_pb2_grpc.AgentStub(channel)  # type: ignore[no-untyped-call]
+            while last_attempts:
+                self._generation += 1
+                try:
+                    for command in stub.Worker(self._reports(self._generation)):
+                        self._commands.put(cast(Action, command.action))
+                except grpc.RpcError as error:
+                    log.warning("agent not reached: %s", error)
+                if self._closing:
+                    last_attempts = last_attempts - 1 if self._unsent else 0
+                if last_attempts:
+                    time.sleep(RECONNECT_S)
+
+    def _reports(self, generation: int) -> Iterator[agent_pb2.WorkerReport]:
+        """Hello, then events as they come and progress once a second, until closing."""
+        yield agent_pb2.WorkerReport(hello=self._hello)
+        due = 0.0
+        # The library may ask a lost stream's iterator once more, while the next one is at work.
+        while generation == self._generation:
+            if self._unsent:
+                # What the agent makes of an event, it says with the progress that it has.
+                yield agent_pb2.WorkerReport(progress=_progress_message(self._progress()))
+                yield self._unsent[0]
+                # Only now has it gone out: a stream that is lost before repeats the event.
+                if generation == self._generation:
+                    self._unsent.popleft()
+                continue
+            if self._closing:
+                yield agent_pb2.WorkerReport(progress=_progress_message(self._progress()))
+                return
+            now = time.monotonic()
+            if now >= due:
+                due = now + PROGRESS_EVERY_S
+                yield agent_pb2.WorkerReport(progress=_progress_message(self._progress()))
+                if self._log_file:
+                    self._log_file.flush()
+            self._wake.wait(timeout=due - now)
+            self._wake.clear()
+
+
+def worker_hello(job_uid: str, epoch: int, pid: int) -> agent_pb2.WorkerHello:
+    """Return the first message of a stream."""
+    return agent_pb2.WorkerHello(
+        protocol_version=PROTOCOL_VERSION, pid=pid, job_uid=job_uid, epoch=epoch
+    )
+
+
+def _progress_message(now: Progress) -> agent_pb2.WorkerProgress:
+    return agent_pb2.WorkerProgress(
+        step=now.step,
+        total_steps=now.total_steps,
+        loss=now.loss,
+        learning_rate=now.learning_rate,
+        grad_norm=now.gradient_norm,
+        tokens=now.tokens,
+        checkpoint_step=now.checkpoint_step,
+        checkpoint_path=now.checkpoint_path,
+        held_chunks=now.held_chunks,
+        busy_seconds=now.busy_seconds,
+    )

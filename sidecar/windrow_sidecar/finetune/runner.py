@@ -1,0 +1,129 @@
+"""How a job runs to its end: tasklet by tasklet, as decode and the agent allow."""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+
+from windrow.conditions import Reason
+from windrow_sidecar.finetune.device import Gate, Memory
+from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.report import Reporter, WorkerEvent
+from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.tasklets import Tasklet
+
+# A wait that is shorter is ordinary sharing, not worth an event for people.
+PAUSE_EVENT_AFTER_S = 1.0
+
+
+class Ending(IntEnum):
+    """How a worker ended; its exit status."""
+
+    SUCCEEDED = 0
+    FAILED = 1
+    USER_ERROR = 2
+    STOPPED = 3  # as asked, after a checkpoint
+    FENCED = 4  # another worker has the job, or the assignment was withdrawn
+    DECODE_GONE = 5  # after a checkpoint
+
+
+class Runner:
+    """Runs the tasklets of one job.
+
+    Args:
+        stream: what to run.
+        gate, memory: what limits it.
+        ledger: where it is written down.
+        reporter: who may give commands.
+        standing: where a signal asks to stop.
+    """
+
+    def __init__(
+        self,
+        stream: TaskletStream,
+        gate: Gate,
+        memory: Memory,
+        ledger: Ledger,
+        reporter: Reporter,
+        standing: Standing,
+    ) -> None:
+        self._stream, self._gate, self._memory = stream, gate, memory
+        self._ledger, self._reporter, self._standing = ledger, reporter, standing
+        self._told_to_pause = False
+        self._waiting_since: float | None = None
+        self._said_paused = False
+
+    def run(self) -> Ending:
+        """Run until the job has ended or someone ends it.
+
+        Raises:
+            NotFinite, Fenced, OSError, MemoryError: see the parts; the last checkpoint stands.
+        """
+        self._ledger.restore()
+        while (tasklet := self._stream.peek()) is not None:
+            if (ending := self._obey()) is not None:
+                return ending
+            self._memory.settle()
+            tasklet = self._stream.peek() or tasklet
+            if self._may_run(tasklet):
+                self._resumed()
+                outcome = self._stream.run(tasklet)
+                self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.units)
+                if outcome is not None:
+                    self._gate.quiet(self._stream.peek())
+                    self._ledger.came(outcome)
+            elif (ending := self._wait(tasklet)) is not None:
+                return ending
+        self._gate.quiet(None)
+        self._ledger.succeeded()
+        return Ending.SUCCEEDED
+
+    def _may_run(self, tasklet: Tasklet) -> bool:
+        if self._told_to_pause or self._memory.starving(tasklet):
+            return False
+        return self._gate.launch(tasklet)
+
+    def _obey(self) -> Ending | None:
+        """Follow signals and commands; an ending where they ask for one."""
+        if self._standing.stop_asked:
+            return self._stop(self._standing.stop_asked)
+        while (command := self._reporter.take_command()) is not None:
+            if command == "STOP":
+                return self._stop("asked to stop")
+            if command == "ABORT":
+                self._reporter.event(WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"))
+                return Ending.FENCED
+            if command == "CHECKPOINT":
+                self._gate.quiet(None)
+                self._ledger.checkpoint()
+            else:
+                self._told_to_pause = command == "PAUSE"
+        return None
+
+    def _stop(self, why: str) -> Ending:
+        self._gate.quiet(None)
+        detail = f"{why}; {self._ledger.checkpoint()}"
+        self._reporter.event(WorkerEvent("STOPPED", Reason.STOPPED, detail))
+        return Ending.STOPPED
+
+    def _wait(self, tasklet: Tasklet) -> Ending | None:
+        now = time.monotonic()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        elif not self._said_paused and now - self._waiting_since > PAUSE_EVENT_AFTER_S:
+            self._said_paused = True
+            why = "by command" if self._told_to_pause else "decode has the device"
+            self._reporter.event(WorkerEvent("PAUSED", Reason.PAUSED, why))
+        self._gate.quiet(tasklet)
+        self._gate.wait()
+        if not self._gate.decode_gone():
+            return None
+        detail = f"the decode process has ended; {self._ledger.checkpoint()}"
+        self._reporter.event(WorkerEvent("STOPPED", Reason.SLOT_LOST, detail))
+        return Ending.DECODE_GONE
+
+    def _resumed(self) -> None:
+        if self._said_paused and self._waiting_since is not None:
+            waited = time.monotonic() - self._waiting_since
+            self._reporter.event(WorkerEvent("RESUMED", Reason.RESUMED, f"after {waited:.1f} s"))
+        self._waiting_since, self._said_paused = None, False

@@ -1,0 +1,161 @@
+"""The process that finetunes beside decode, or on a device of its own with --standalone."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch starts its threads: two teams that spin against each other ruin both (an idle thread
+# has to leave the core to decode).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import argparse
+import ctypes
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow.eventlog import EventLog
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir
+
+log = logging.getLogger(__name__)
+
+NICENESS = 19
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker; the exit status is a `runner.Ending`."""
+    options = _options(argv)
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
+    )
+    if options.standalone:
+        from windrow_sidecar.finetune.dedicated import run_dedicated
+
+        return run_dedicated(options)
+    return _run_beside_decode(options)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m windrow_sidecar.finetune.worker", description=__doc__
+    )
+    beside = parser.add_argument_group("beside decode")
+    beside.add_argument("--run-dir", type=Path, help="run directory of the decode pod")
+    beside.add_argument("--slot", type=int, default=0, help="which GPU of the pod (default 0)")
+    beside.add_argument("--job-uid", help="UID of the FinetuneJob")
+    beside.add_argument("--epoch", type=int, help="fencing token of the assignment")
+    own = parser.add_argument_group("on a device of its own")
+    own.add_argument("--standalone", action="store_true", help="no decode, no grants, all cores")
+    own.add_argument("--job", type=Path, help="FinetuneJob manifest, or a job.json")
+    own.add_argument("--seconds", type=float, help="measure for so long, then stop; no adapter")
+    own.add_argument("--steps", type=int, help="measure so many steps, then stop; no adapter")
+    own.add_argument("--units", type=int, help="cores to use, the last ones (default: all)")
+    own.add_argument("--json", type=Path, help="write what was measured there")
+    own.add_argument("--log-dir", type=Path, help="event log goes there")
+    options = parser.parse_args(argv)
+    needed = ["job"] if options.standalone else ["run_dir", "job_uid", "epoch"]
+    missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
+    if missing:
+        parser.error(f"wanted: {', '.join(missing)}")
+    return options
+
+
+def _run_beside_decode(options: argparse.Namespace) -> int:
+    _die_with_parent()
+    os.nice(max(0, NICENESS - os.nice(0)))
+    from windrow_sidecar.compute.host import HostPartition
+
+    partition = HostPartition.from_affinity()
+    # Loading is not granted by anyone: it takes the one core that decode needs least.
+    os.sched_setaffinity(0, partition.cpus[-1:])
+    partition.activate_finetune(1)
+
+    from windrow_sidecar.finetune.ledger import Standing
+    from windrow_sidecar.finetune.report import AgentLink, worker_hello
+    from windrow_sidecar.finetune.runner import Ending
+
+    run_dir, standing = RunDir(options.run_dir), Standing()
+    signal.signal(signal.SIGTERM, lambda *_: setattr(standing, "stop_asked", "SIGTERM"))
+    events = _event_log(run_dir.job_dir(options.job_uid), options)
+    hello = worker_hello(options.job_uid, options.epoch, os.getpid())
+    with AgentLink(run_dir.agent_socket, hello, standing.report, events) as agent:
+        try:
+            ending = _finetune(options, run_dir, partition, standing, agent, events)
+        except Exception as error:
+            # The edge of the process: whatever went wrong, the agent hears of it.
+            event, ending = failure(error, standing.progress.checkpoint_path)
+            log.exception("the job failed")
+            agent.event(event)
+        finally:
+            events.flush()
+    return int(Ending(ending))
+
+
+def _finetune(
+    options: argparse.Namespace,
+    run_dir: RunDir,
+    partition: Any,  # noqa: ANN401
+    standing: Any,  # noqa: ANN401
+    agent: Any,  # noqa: ANN401
+    events: EventLog,
+) -> int:
+    """Load the job into the slot and run it; decode gets everything back however it ends."""
+    from windrow_sidecar.finetune.checkpoint import JobFolder
+    from windrow_sidecar.finetune.harvested import open_slot
+    from windrow_sidecar.finetune.job import read_job
+    from windrow_sidecar.finetune.ledger import Ledger
+    from windrow_sidecar.finetune.runner import Runner
+
+    job = replace(read_job(run_dir.job_dir(options.job_uid) / "job.json"), epoch=options.epoch)
+    folder = JobFolder(job.destination, job.uid, job.epoch)
+    folder.claim()
+    slot = open_slot(job, run_dir, options.slot, partition, standing)
+    try:
+        ledger = Ledger(slot.session, folder, agent, events, standing)
+        runner = Runner(slot.session.stream, slot.gate, slot.memory, ledger, agent, standing)
+        return runner.run()
+    finally:
+        slot.close()
+
+
+def failure(error: Exception, checkpoint: str) -> tuple[Any, int]:
+    """Say what an error means for the job: the event that tells, and how the worker ends."""
+    from windrow_sidecar.finetune.checkpoint import Fenced
+    from windrow_sidecar.finetune.optimizer import NotFinite
+    from windrow_sidecar.finetune.report import WorkerEvent
+    from windrow_sidecar.finetune.runner import Ending
+
+    if isinstance(error, UserError):
+        event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
+        return event, Ending.USER_ERROR
+    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else "; no checkpoint yet"
+    if isinstance(error, Fenced):
+        return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
+    if isinstance(error, NotFinite):
+        return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
+    reason = Reason.OUT_OF_MEMORY if isinstance(error, MemoryError) else Reason.WORKER_ERROR
+    detail = f"{type(error).__name__}: {error}{kept}"
+    return WorkerEvent("FAILED", reason, detail), Ending.FAILED
+
+
+def _event_log(fallback: Path, options: argparse.Namespace) -> EventLog:
+    folder = Path(os.environ.get(ENV_LOG_DIR) or fallback)
+    source = os.environ.get(ENV_POD_NAME) or "worker"
+    name = f"worker-{options.job_uid}-{options.epoch}-{os.getpid()}.events.jsonl"
+    return EventLog(folder / name, source=source)
+
+
+def _die_with_parent() -> None:
+    """SIGTERM when the agent dies: a worker that nobody controls writes a checkpoint and ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
