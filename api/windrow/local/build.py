@@ -32,6 +32,7 @@ from windrow.local.tools_cache import (
 _NEEDED_BYTES = 4 << 30
 # A line of `go build -v` that names a package, not a download or an error.
 _PACKAGE = re.compile(r"^[\w.-]+(/[\w.~+-]+)*$")
+_DOWNLOADING = "go: downloading "
 _SCRATCH = "build-"
 _LOOK_EVERY_SECONDS = 0.2
 
@@ -140,8 +141,8 @@ class _Build:
         """Download what the programs consist of; returns the number of packages."""
         n_packages = 0
         for line in self._lines_of(module, ["list", "-deps", *module.programs]):
-            if line.startswith("go: downloading "):
-                task.note(line.removeprefix("go: downloading "))
+            if line.startswith(_DOWNLOADING):
+                task.note(line.removeprefix(_DOWNLOADING))
             n_packages += bool(_PACKAGE.match(line))
         return n_packages
 
@@ -159,7 +160,8 @@ class _Build:
         child = self.keeper.start(Command(argv, log, env=self.go.environment, cwd=folder))
         tail: deque[str] = deque(maxlen=8)
         for line in _follow(log, child):
-            tail.append(line)
+            if not (_PACKAGE.match(line) or line.startswith(_DOWNLOADING)):
+                tail.append(line)
             yield line
         if child.exited.result() != 0:
             raise _explained("\n".join(tail))

@@ -102,7 +102,7 @@ def _install(directory: Path, environment: Mapping[str, str]) -> None:
     target = ["--target", str(directory), "--no-deps", "--only-binary", ":all:", _REQUIREMENT]
     installer = _installer(environment)
     run = subprocess.run(
-        [*installer, "install", "--quiet", *target],
+        [*installer, "--quiet", *target],
         capture_output=True,
         text=True,
         env=dict(environment),
@@ -122,12 +122,12 @@ def _installer(environment: Mapping[str, str]) -> list[str]:
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv", path=environment.get("PATH"))
     if uv:
-        return [uv, "pip", "--python", sys.executable]
+        return [uv, "pip", "install", "--python", sys.executable]
     has_pip = subprocess.run(
         [sys.executable, "-m", "pip", "--version"], capture_output=True, check=False
     )
     if has_pip.returncode == 0:
-        return [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     raise UserError(
         "Go is needed to build the control plane once, and neither go, pip nor uv is there to "
         "fetch it with",
