@@ -32,7 +32,8 @@ class Effort:
     steps: int  # of which the median is taken, per point and round
     batches: tuple[int, ...]
     contexts: tuple[int, ...]  # tokens per request
-    # Past it a point gets a third of the steps: a late profile is worse than a rough one.
+    # Past it a point gets a third of the steps, and no second round is begun or finished: a late
+    # profile is worse than a rough one.
     soft_limit_s: float
 
 

@@ -43,6 +43,8 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
         with _muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
             for point in [*points] * effort.rounds:
                 late = time.monotonic() - began_s > effort.soft_limit_s
+                if late and point in best:
+                    break
                 steps = max(1, effort.steps // 3) if late else effort.steps
                 hook.units = point.units
                 sample = _measure_one(loop, parts, point, steps)
