@@ -38,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.standalone:
         from windrow_sidecar.finetune.dedicated import run_dedicated
 
-        return run_dedicated(options)
+        try:
+            return run_dedicated(options)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return 2
     return _run_beside_decode(options)
 
 

@@ -1,0 +1,119 @@
+"""The pure plans of the worker: micro-batches, grants, memory, rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.grants import DECODE_STALE_NS, Used, may_launch
+from windrow_sidecar.finetune.memory import Run, chunks_needed, runs_of, tokens_that_fit
+from windrow_sidecar.finetune.schedule import Schedule
+from windrow_sidecar.finetune.tasklets import (
+    MicroBatch,
+    Tasklet,
+    by_length,
+    next_micro_batch,
+    tasklets_of,
+)
+from windrow_sidecar.qos.view import Action, Decision, Phase
+
+GO = Decision(action=Action.GO, finetune_units=1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    max_tokens=st.integers(0, 200),
+    max_rows=st.integers(0, 5),
+)
+def test_micro_batches_take_every_row_once_within_the_bounds(lengths, max_tokens, max_rows):
+    todo = by_length(range(len(lengths)), lengths)
+    taken = []
+    while todo:
+        micro = next_micro_batch(0, todo, lengths, max_tokens=max_tokens, max_rows=max_rows)
+        assert len(micro.rows) == 1 or micro.padded_tokens <= max_tokens
+        assert not max_rows or len(micro.rows) <= max_rows
+        assert micro.width == max(lengths[row] for row in micro.rows)
+        assert micro.tokens == sum(lengths[row] for row in micro.rows)
+        taken += micro.rows
+        todo = todo[len(micro.rows) :]
+    assert sorted(taken) == list(range(len(lengths)))
+
+
+def test_a_micro_batch_goes_up_to_the_loss_and_down_again():
+    micro = MicroBatch(3, (0,), 4, 4)
+    order = [(t.phase, t.layer) for t in tasklets_of(micro, 2)]
+    forward, loss, backward = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
+    assert order == [(forward, 0), (forward, 1), (loss, 2), (backward, 1), (backward, 0)]
+
+
+@pytest.mark.parametrize(
+    ("grant", "used", "silent_ns", "answer"),
+    [
+        (GO, Used(), 0, True),
+        (Decision(), Used(), 0, False),
+        (Decision(action=Action.GO, finetune_units=0), Used(), 0, False),
+        (Decision(action=Action.FUSE, finetune_units=1), Used(), 0, False),
+        (GO, Used(), DECODE_STALE_NS + 1, False),
+        (Decision(action=Action.GO, finetune_units=1, n_tasklets=2), Used(1, 0), 0, True),
+        (Decision(action=Action.GO, finetune_units=1, n_tasklets=2), Used(2, 0), 0, False),
+        (Decision(action=Action.GO, finetune_units=1, budget_us=150), Used(1, 50), 0, True),
+        (Decision(action=Action.GO, finetune_units=1, budget_us=149), Used(1, 50), 0, False),
+    ],
+)
+def test_a_tasklet_of_100_us_runs_only_under_a_grant_that_covers_it(grant, used, silent_ns, answer):
+    assert may_launch(grant, used, 100, decode_silent_ns=silent_ns) is answer
+
+
+def test_chunks_side_by_side_form_runs_the_highest_first():
+    assert runs_of([2, 3, 5, 8, 9]) == (Run(8, 10), Run(5, 6), Run(2, 4))
+    assert runs_of([]) == ()
+
+
+@given(
+    chunks=st.sets(st.integers(0, 30)),
+    boundaries=st.integers(1, 12),
+    per_token=st.sampled_from([64, 256, 1024]),
+)
+def test_what_is_said_to_fit_fits_and_one_token_more_does_not(chunks, boundaries, per_token):
+    runs = runs_of(sorted(chunks))
+    sizes = {"chunk_bytes": 8192, "boundaries": boundaries, "bytes_per_token": per_token}
+    tokens = tokens_that_fit(runs, **sizes)
+
+    def room(n: int) -> int:
+        return sum(run.chunks * 8192 // (n * per_token) for run in runs)
+
+    assert tokens == 0 or room(tokens) >= boundaries
+    assert room(tokens + 1) < boundaries
+    if len(runs) == 1 and tokens:
+        assert chunks_needed(tokens, **sizes) <= runs[0].chunks
+
+
+def test_estimates_scale_with_tokens_and_follow_the_machine():
+    estimates = Estimates()
+    small, large = (Tasklet(0, Phase.BACKWARD, 0, MicroBatch(0, (0,), n, n)) for n in (100, 300))
+    assert estimates.estimate_us(small, 1) == 0
+    assert estimates.tokens_within(5000, 1) == 0
+    estimates.learn(small, 1, 4000)
+    assert estimates.estimate_us(large, 1) == 12000
+    assert estimates.by_level(large)[:2] == (12000, 0)
+    assert estimates.tokens_within(5000, 1) == 125
+    for _ in range(30):
+        estimates.learn(small, 1, 8000)
+    assert estimates.estimate_us(small, 1) == pytest.approx(8000, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("warmup", [0.0, 0.3])
+def test_rates_are_those_of_transformers(kind, warmup):
+    ours = Schedule(kind, 0.01, 20, warmup)
+    name = "constant_with_warmup" if kind == "constant" else kind
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+    theirs = transformers.get_scheduler(name, adamw, ours.warmup_steps, 20)
+    for step in range(20):
+        assert ours.rate(step) == pytest.approx(adamw.param_groups[0]["lr"])
+        adamw.step()
+        theirs.step()
