@@ -4,143 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import ipaddress
-import json
 import os
 import signal
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from pathlib import Path
 
-import grpc
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from windrow.metrics import AGENT_METRICS
-from windrow.proto import agent_pb2, attach_pb2, attach_pb2_grpc
+from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.engines.harvest import AgentLink
 from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.testing.attached_operator import AttachedOperator as Operator
+from windrow_sidecar.testing.attached_operator import until
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
 Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand
-
-
-def certificate() -> tuple[bytes, bytes]:
-    """Key and self-signed certificate for 127.0.0.1, as PEM."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "operator of a test")])
-    now = datetime.datetime.now(datetime.UTC)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    cert = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(minutes=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(address, critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    return (
-        key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-        cert.public_bytes(pem),
-    )
-
-
-class Operator(attach_pb2_grpc.AttachServicer):
-    """An operator that only keeps what it hears and says what a test tells it to say."""
-
-    def __init__(self) -> None:
-        self.key, self.cert = certificate()
-        self.heard: list[attach_pb2.SidecarMessage] = []
-        self.tokens: list[str] = []
-        self.orders: asyncio.Queue[attach_pb2.OperatorMessage] = asyncio.Queue()
-        self.port = 0
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self) -> None:
-        server = self._server = grpc.aio.server()
-        attach_pb2_grpc.add_AttachServicer_to_server(self, server)
-        credentials = grpc.ssl_server_credentials([(self.key, self.cert)])
-        self.port = server.add_secure_port(f"127.0.0.1:{self.port}", credentials)
-        await server.start()
-
-    async def stop(self) -> None:
-        await self._server.stop(grace=0)
-
-    async def Attach(self, requests, context):
-        self.tokens.append(dict(context.invocation_metadata())["authorization"])
-        await context.write(
-            attach_pb2.OperatorMessage(
-                hello=attach_pb2.OperatorHello(protocol_version=1, heartbeat_seconds=0.1)
-            )
-        )
-
-        async def talk():
-            while True:
-                await context.write(await self.orders.get())
-
-        talker = asyncio.create_task(talk())
-        try:
-            async for message in requests:
-                self.heard.append(message)
-        finally:
-            talker.cancel()
-
-    def say(self, **message) -> None:
-        self.orders.put_nowait(attach_pb2.OperatorMessage(**message))
-
-    def assign(self, behave: str, uid: str = "uid-1", epoch: int = 1) -> None:
-        self.say(
-            assign=attach_pb2.Assign(
-                slot=0,
-                job_namespace="team-a",
-                job_name="support-tone",
-                job_uid=uid,
-                epoch=epoch,
-                spec_json=json.dumps({"behave": behave}),
-            )
-        )
-
-    def command(self, action: int, uid: str = "uid-1", epoch: int = 1) -> None:
-        self.say(command=Ask(job_uid=uid, epoch=epoch, action=action, reason="test"))
-
-    @property
-    def events(self) -> list[attach_pb2.JobEvent]:
-        return [m.job_event for m in self.heard if m.WhichOneof("message") == "job_event"]
-
-    @property
-    def heartbeats(self) -> list[attach_pb2.SlotHeartbeat]:
-        return [m.heartbeat for m in self.heard if m.WhichOneof("message") == "heartbeat"]
-
-    @property
-    def hellos(self) -> list[attach_pb2.SidecarHello]:
-        return [m.hello for m in self.heard if m.WhichOneof("message") == "hello"]
-
-    def event(self, kind: int, epoch: int = 1) -> attach_pb2.JobEvent | None:
-        return next((e for e in self.events if e.kind == kind and e.epoch == epoch), None)
-
-    def kinds(self) -> list[str]:
-        return [Event.Kind.Name(e.kind) for e in self.events]
-
-
-async def until(condition, within_s: float = 20.0):
-    deadline = time.monotonic() + within_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        await asyncio.sleep(0.01)
-    return value
 
 
 class Engine:
@@ -291,10 +175,8 @@ async def test_hello_names_pod_and_slot_and_the_token_is_shown(pod):
 
 async def test_heartbeats_carry_load_and_memory_and_a_policy_reaches_the_engine(pod):
     operator, _, engine = pod
-    operator.say(
-        policy=attach_pb2.PolicyConfig(
-            name="chat", policy="windrow", mode="harvest", objective_seconds=0.012, percentile=99
-        )
+    operator.set_policy(
+        name="chat", policy="windrow", mode="harvest", objective_seconds=0.012, percentile=99
     )
     terms = await until(lambda: engine.engine.hook.controller.terms)
     assert (terms.name, terms.objective_us, terms.max_compute_percent) == ("chat", 12_000, 100)
@@ -311,11 +193,7 @@ async def test_heartbeats_carry_load_and_memory_and_a_policy_reaches_the_engine(
 
 async def test_an_unknown_policy_is_named_in_the_breaker_and_nothing_is_harvested(pod):
     operator, _, engine = pod
-    operator.say(
-        policy=attach_pb2.PolicyConfig(
-            name="chat", policy="winrow", mode="harvest", objective_seconds=0.012
-        )
-    )
+    operator.set_policy(name="chat", policy="winrow", mode="harvest", objective_seconds=0.012)
     beat = await until(lambda: next((b for b in operator.heartbeats if b.breaker), None))
     assert "there is no policy 'winrow'" in beat.breaker
     assert engine.engine.hook.controller.terms is None
@@ -323,8 +201,8 @@ async def test_an_unknown_policy_is_named_in_the_breaker_and_nothing_is_harveste
 
 async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
     operator, agent, _ = pod
-    operator.assign("succeed")
-    operator.assign("succeed")  # the same again is the same
+    operator.assign({"behave": "succeed"})
+    operator.assign({"behave": "succeed"})  # the same again is the same
     done = await until(lambda: operator.event(Event.SUCCEEDED))
     assert done.adapter_path == "/adapters/1"
     assert done.progress.step == 5
@@ -338,7 +216,7 @@ async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
 
 async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     operator, agent, _ = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     beat = await until(
         lambda: next((b for b in operator.heartbeats if b.job.progress.step > 5), None)
     )
@@ -362,7 +240,7 @@ async def test_a_failed_job_says_why_and_whether_a_retry_helps(
     pod, behave, reason, user_error, detail
 ):
     operator, agent, _ = pod
-    operator.assign(behave)
+    operator.assign({"behave": behave})
     failed = await until(lambda: operator.event(Event.FAILED))
     assert (failed.reason, failed.user_error) == (reason, user_error)
     assert detail in failed.detail
@@ -372,7 +250,7 @@ async def test_a_failed_job_says_why_and_whether_a_retry_helps(
 
 async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead(pod):
     operator, agent, engine = pod
-    operator.assign("run", epoch=4)
+    operator.assign({"behave": "run"}, epoch=4)
     await until(lambda: operator.event(Event.STARTED, epoch=4))
     await until(lambda: engine.engine.hook._live_epoch == 4)
     os.kill(agent.worker_pids()[0], signal.SIGKILL)
@@ -384,13 +262,13 @@ async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead
 
 async def test_stop_ends_with_a_checkpoint_and_abort_without(pod):
     operator, agent, _ = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     operator.command(Ask.STOP)
-    stopped = await until(lambda: operator.event(Event.STOPPED))
+    stopped = await until(lambda: operator.event(Event.STOPPED), 30)
     assert "checkpoint of step" in stopped.detail
     assert stopped.progress.checkpoint_path
-    operator.assign("stubborn", epoch=2)
+    operator.assign({"behave": "stubborn"}, epoch=2)
     await until(lambda: operator.event(Event.STARTED, epoch=2))
     operator.command(Ask.ABORT, epoch=2)
     aborted = await until(lambda: operator.event(Event.STOPPED, epoch=2))
@@ -400,25 +278,25 @@ async def test_stop_ends_with_a_checkpoint_and_abort_without(pod):
 
 async def test_a_worker_that_ignores_stop_is_killed_after_the_grace(pod):
     operator, agent, _ = pod
-    operator.assign("stubborn")
+    operator.assign({"behave": "stubborn"})
     await until(lambda: operator.event(Event.STARTED))
     operator.command(Ask.STOP)
-    assert await until(lambda: operator.event(Event.STOPPED))
+    assert await until(lambda: operator.event(Event.STOPPED), 30)
     await until(lambda: not agent.worker_pids())
 
 
 async def test_a_slot_takes_one_job_and_newer_epochs_only(pod):
     operator, agent, _ = pod
-    operator.assign("run", epoch=3)
+    operator.assign({"behave": "run"}, epoch=3)
     await until(lambda: operator.event(Event.STARTED, epoch=3))
-    operator.assign("run", uid="uid-2", epoch=1)
+    operator.assign({"behave": "run"}, uid="uid-2", epoch=1)
     busy = await until(lambda: next((e for e in operator.events if e.job_uid == "uid-2"), None))
     assert (busy.kind, busy.reason) == (Event.REJECTED, "Busy")
-    operator.assign("run", epoch=2)
+    operator.assign({"behave": "run"}, epoch=2)
     stale = await until(lambda: operator.event(Event.REJECTED, epoch=2))
     assert stale.reason == "StaleEpoch"
     (old,) = agent.worker_pids()
-    operator.assign("run", epoch=5)
+    operator.assign({"behave": "run"}, epoch=5)
     await until(lambda: operator.event(Event.STARTED, epoch=5))
     assert old not in agent.worker_pids()
     assert len(agent.worker_pids()) == 1
@@ -432,7 +310,7 @@ async def test_a_stop_for_a_run_that_is_not_here_is_answered(pod):
 
 async def test_what_happened_while_the_operator_was_away_is_told_when_it_is_back(pod):
     operator, agent, _ = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     await operator.stop()
     operator.heard.clear()
@@ -450,7 +328,7 @@ async def test_what_happened_while_the_operator_was_away_is_told_when_it_is_back
 
 async def test_the_worker_dies_with_a_killed_agent_and_decode_goes_on(pod):
     operator, agent, engine = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     await agent.end(signal.SIGKILL)
     await until(lambda: not agent.worker_pids())
@@ -465,7 +343,7 @@ async def test_the_worker_dies_with_a_killed_agent_and_decode_goes_on(pod):
 
 async def test_a_new_agent_waits_for_a_worker_that_outlives_the_old_one(pod):
     operator, agent, engine = pod
-    operator.assign("lingering")
+    operator.assign({"behave": "lingering"})
     await until(lambda: operator.event(Event.STARTED))
     await agent.end(signal.SIGKILL)
     (pid,) = agent.worker_pids()
@@ -476,10 +354,10 @@ async def test_a_new_agent_waits_for_a_worker_that_outlives_the_old_one(pod):
 
 async def test_sigterm_stops_the_worker_with_a_checkpoint_and_leaves_no_file(pod):
     operator, agent, _ = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     assert await agent.end() == 0
-    stopped = await until(lambda: operator.event(Event.STOPPED))
+    stopped = await until(lambda: operator.event(Event.STOPPED), 30)
     assert (stopped.reason, stopped.detail) == ("SlotLost", "the sidecar was asked to end")
     assert not (agent.folder / "agent.sock").exists()
     assert not (agent.folder / "metrics.port").exists()
@@ -487,21 +365,21 @@ async def test_sigterm_stops_the_worker_with_a_checkpoint_and_leaves_no_file(pod
 
 async def test_an_engine_that_goes_away_takes_its_job_with_it(pod):
     operator, agent, engine = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     engine.link.close()
-    stopped = await until(lambda: operator.event(Event.STOPPED))
+    stopped = await until(lambda: operator.event(Event.STOPPED), 30)
     assert stopped.reason == "EngineNotServing"
     assert await until(lambda: operator.heartbeats[-1].engine_state == "gone")
-    operator.assign("run", epoch=2)
+    operator.assign({"behave": "run"}, epoch=2)
     rejected = await until(lambda: operator.event(Event.REJECTED, epoch=2))
     assert rejected.reason == "EngineNotServing"
-    assert agent.worker_pids() == []
+    await until(lambda: not agent.worker_pids())
 
 
 async def test_every_metric_of_the_table_is_served(pod):
     operator, agent, _ = pod
-    operator.assign("run")
+    operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
     text = await asyncio.to_thread(agent.metrics)
     missing = [
