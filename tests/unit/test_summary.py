@@ -34,8 +34,8 @@ def figures() -> dict:
 
 @pytest.fixture(scope="module")
 def window() -> tuple[int, int]:
-    begin, end = sorted(mark["at_ns"] for mark in lines("run.events.jsonl", "mark"))
-    return begin, end
+    at = {mark["what"]: mark["at_ns"] for mark in lines("run.events.jsonl", "mark")}
+    return at["measure-begin"], at["measure-end"]
 
 
 def test_serving_figures_are_those_of_the_steps_within_the_load(figures, window):
@@ -55,8 +55,8 @@ def test_serving_figures_are_those_of_the_steps_within_the_load(figures, window)
     assert serving["objective_ms"] == 12.0
 
 
-def test_requests_that_failed_or_ended_before_the_load_are_not_completed(figures):
-    assert figures["serving"]["requests_completed"] == 8
+def test_requests_count_until_the_last_is_answered_unless_they_failed_or_came_before(figures):
+    assert figures["serving"]["requests_completed"] == 9
     assert figures["serving"]["requests_failed"] == 1
 
 
@@ -91,6 +91,14 @@ def test_a_run_whose_load_never_ended_says_so(tmp_path):
         summary.summarize(tmp_path)
 
 
+def test_the_marks_of_a_load_are_read_back():
+    marks = summary.load_marks(5, seconds=2, drained_ns=3_000_000_000, objective_ms=9.5)
+    window = summary.window_of(("run", mark) for mark in marks)
+    assert window == summary.Window(5, 2_000_000_005, 9.5, 3_000_000_000)
+    assert window.holds(2_000_000_005)
+    assert not window.holds(2_000_000_006)
+
+
 def test_a_run_without_harvest_has_no_eta_and_no_losses(tmp_path):
     shutil.copytree(RUN, tmp_path / "run")
     for worker in (tmp_path / "run").rglob("worker.events.jsonl"):
@@ -123,7 +131,7 @@ def test_the_report_opens_without_network_and_holds_every_plot(figures, tmp_path
 
 def test_the_plotted_step_times_keep_the_slowest_steps():
     events = summary.Events.read(RUN / summary.PODS)
-    window = summary.Window(0, 2**62, 12.0)
+    window = summary.Window(0, 2**62, 12.0, 2**62)
     steps = [step for _, step in events.steps]
     many = thinned(steps * 100, window)
     assert len(many.x) <= 4000

@@ -11,8 +11,6 @@ Arms, one after the other, each with the same requests and the same objective:
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -22,12 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from windrow.eventlog import EventLog, MarkEvent
+from windrow.eventlog import EventLog
 from windrow.local import demo, measure, serving
 from windrow.local.objective import Objective
 from windrow.local.summary import (
-    LOAD_BEGIN,
-    LOAD_END,
     PODS,
     RUN_LOG,
     Events,
@@ -40,7 +36,7 @@ from windrow.local.summary import serving as serving_of
 # the naive arm sets decode back to what a plain server would have.
 SPINNING = (("GOMP_SPINCOUNT", "300000"),)
 ARMS = "arms"
-NAIVE_DRAIN_S = 240.0  # naive sharing makes a backlog; its requests are answered all the same
+LOOP_ENDS = timedelta(seconds=240)  # it starts slowly where it is starved
 ALONE, NAIVE, TUNED, WINDROW, DEDICATED = (
     "serving alone",
     "naive",
@@ -132,22 +128,17 @@ def _plain_arm(on: demo.Stage, objective: Objective, name: str) -> Arm:
     serving.create(on.client, pods)
     serving.await_ready(on.client, pods, demo.PODS_WITHIN)
     on.say(f"{name}: load for {settings.seconds:g} s")
-    log = EventLog(folder / RUN_LOG, source=name)
-    detail = json.dumps({"objective_ms": objective.milliseconds})
-    log.append(MarkEvent(time.monotonic_ns(), LOAD_BEGIN, detail))
-    load = measure.start_load(on.keeper, on.load_plan, pods.endpoints, folder)
+    load = measure.Load.start(on.keeper, on.load_plan, pods.endpoints, folder)
     loop = None
     if name != ALONE:
         job = on.job(folder / "adapter", 1_000_000)
         loop = measure.start_baseline(
             on.keeper, job, on.devices[0], folder, settings.seconds, tuned=name == TUNED
         )
-    within = timedelta(seconds=settings.seconds + NAIVE_DRAIN_S)
-    measure.await_exit(load, f"{name}: the load client", within, f"{ARMS}/{slug}/load.log")
-    log.append(MarkEvent(time.monotonic_ns(), LOAD_END, ""))
-    log.flush()
+    log = EventLog(folder / RUN_LOG, source=name)
+    load.finish(log, objective.milliseconds, drain_within=demo.DRAIN, cut=True)
     if loop is not None:
-        measure.await_exit(loop, f"{name}: the loop", within, f"{ARMS}/{slug}/baseline.log")
+        measure.await_exit(loop, f"{name}: the loop", LOOP_ENDS, str(folder / "baseline.log"))
     serving.delete(on.client, pods, demo.PODS_WITHIN)
     return arm_of(settings.out, folder, name)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,6 @@ from rich.console import Console
 
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
-from windrow.eventlog import MarkEvent
 from windrow.local import assets, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, devices, usable_cores
@@ -28,14 +26,14 @@ from windrow.local.manifests import NAMESPACE
 from windrow.local.objective import Objective, bearable_rate, objective_for
 from windrow.local.processes import Keeper
 from windrow.local.report import rows_of, write_report
-from windrow.local.summary import LOAD_BEGIN, LOAD_END, PODS, run_log, summarize
+from windrow.local.summary import PODS, run_log, summarize
 from windrow.local.trace import Request
 from windrow.local.watcher import Watcher
 from windrow.views import JobView
 
 PODS_WITHIN = timedelta(seconds=120)
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load
-DRAIN_S = 60.0  # for the requests that are still answered when the last one has been sent
+DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
 
 
@@ -236,17 +234,11 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     on.client.apply_policy(policy)
     serving.await_slots(on.client, pods, PODS_WITHIN)
     steps = settings.steps or affordable_steps(on)
-    log = run_log(settings.out)
     on.say(f"load (rate {on.rate:g}) for {settings.seconds:g} s, a FinetuneJob of {steps} steps")
-    _mark(log.append, LOAD_BEGIN, {"objective_ms": objective.milliseconds})
-    load = measure.start_load(on.keeper, on.load_plan, pods.endpoints, settings.out)
+    load = measure.Load.start(on.keeper, on.load_plan, pods.endpoints, settings.out)
     job = on.client.submit(on.job(settings.out / "adapter", steps))
     on.watcher.follow(job.name)
-    measure.await_exit(
-        load, "the load client", timedelta(seconds=settings.seconds + DRAIN_S), "load.log"
-    )
-    _mark(log.append, LOAD_END, {})
-    log.flush()
+    load.finish(run_log(settings.out), objective.milliseconds, drain_within=DRAIN)
     on.say("the load has ended, the job goes on to its end")
     try:
         done = on.client.wait(job.name, namespace=NAMESPACE, within=JOB_ENDS_WITHIN)
@@ -255,10 +247,6 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     on.say(f"the job has ended: {done.state}")
     serving.delete(on.client, pods, PODS_WITHIN)
     return done
-
-
-def _mark(append: Callable[[MarkEvent], None], what: str, detail: dict[str, Any]) -> None:
-    append(MarkEvent(time.monotonic_ns(), what, json.dumps(detail)))
 
 
 def conclude(on: Stage, job: JobView, objective: Objective) -> dict[str, Any]:

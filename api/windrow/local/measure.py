@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any
 
 import yaml
 
+from windrow.eventlog import EventLog
 from windrow.local.devices import Device
 from windrow.local.processes import Child, Command, Keeper
 from windrow.local.serving import NotReady
-from windrow.local.summary import DEDICATED, Events, Throughput, throughput
+from windrow.local.summary import DEDICATED, Events, Throughput, load_marks, throughput
 
 DEDICATED_S = 12.0  # of training; at least ten are promised
 _WORKER_START_S = 60.0
@@ -32,24 +34,65 @@ class LoadPlan:
     trace: Path | None
 
 
-def start_load(keeper: Keeper, plan: LoadPlan, endpoints: Sequence[str], out: Path) -> Child:
-    """Start the load client; its answers go to `load.json`, its words to `load.log`."""
-    argv = [sys.executable, "-m", "windrow.local.load", f"--seconds={plan.seconds:g}"]
-    argv += [f"--rate={plan.rate:g}", f"--seed={plan.seed}", f"--json={out / 'load.json'}"]
-    argv += [f"--endpoint={endpoint}" for endpoint in endpoints]
-    if plan.trace is not None:
-        argv.append(f"--trace={plan.trace}")
-    return keeper.start(Command(argv, log=out / "load.log"))
+@dataclass(frozen=True)
+class Load:
+    """A load client at work."""
+
+    plan: LoadPlan
+    child: Child
+    began_ns: int
+    out: Path
+
+    @classmethod
+    def start(cls, keeper: Keeper, plan: LoadPlan, endpoints: Sequence[str], out: Path) -> Load:
+        """Start the client; its answers go to `load.json`, its words to `load.log`."""
+        argv = [sys.executable, "-m", "windrow.local.load", f"--seconds={plan.seconds:g}"]
+        argv += [f"--rate={plan.rate:g}", f"--seed={plan.seed}", f"--json={out / 'load.json'}"]
+        argv += [f"--endpoint={endpoint}" for endpoint in endpoints]
+        if plan.trace is not None:
+            argv.append(f"--trace={plan.trace}")
+        began_ns = time.monotonic_ns()
+        return cls(plan, keeper.start(Command(argv, log=out / "load.log")), began_ns, out)
+
+    def finish(
+        self, log: EventLog, objective_ms: float, *, drain_within: timedelta, cut: bool = False
+    ) -> None:
+        """Return when the last answer is in, and note in `log` when the load ran.
+
+        What is not answered within `drain_within` after the last arrival is given up where `cut`
+        is set, and raises NotReady where it is not. Failed requests are counted by the summary.
+        """
+        within = timedelta(seconds=self.plan.seconds) + drain_within
+        try:
+            log_file = str(self.out / "load.log")
+            await_exit(self.child, "the load client", within, log_file, well=(0, 1))
+        except NotReady:
+            if not cut:
+                raise
+        marks = load_marks(
+            self.began_ns,
+            seconds=self.plan.seconds,
+            drained_ns=time.monotonic_ns(),
+            objective_ms=objective_ms,
+        )
+        for mark in marks:
+            log.append(mark)
+        log.flush()
 
 
-def await_exit(child: Child, what: str, within: timedelta, log: str) -> None:
-    """Return when a process has ended well; raise NotReady when it has not, or not in time."""
+def await_exit(
+    child: Child, what: str, within: timedelta, log: str, *, well: Sequence[int] = (0,)
+) -> None:
+    """Return when a process has ended with a status in `well`.
+
+    Raises NotReady when it ends otherwise, or not in time: it is stopped then.
+    """
     try:
         status = child.exited.result(timeout=within.total_seconds())
     except FutureTimeout:
         child.stop()
         raise NotReady(f"{what} has not ended after {within}", logs=[log]) from None
-    if status != 0:
+    if status not in well:
         raise NotReady(f"{what} ended with status {status}", logs=[log])
 
 

@@ -31,15 +31,21 @@ PODS = "pods"
 DEDICATED = "dedicated"
 LOAD_BEGIN = "measure-begin"
 LOAD_END = "measure-end"
+LOAD_DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """When the load ran, and the objective it ran under."""
+    """When requests arrived, and the objective that serving had.
+
+    What is measured by time counts until `end_ns`, so that every way of sharing is judged over the
+    same stretch; requests may be answered until `drained_ns`.
+    """
 
     begin_ns: int
     end_ns: int
     objective_ms: float
+    drained_ns: int
 
     def holds(self, at_ns: int) -> bool:
         """Return whether a moment lies within."""
@@ -125,19 +131,28 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def window_of(marks: Iterable[tuple[str, MarkEvent]]) -> Window:
     """Return when the load ran, by the marks of the run's own log."""
-    begin = end = objective = None
-    for _, mark in marks:
-        if mark.what == LOAD_BEGIN:
-            begin, objective = mark.at_ns, json.loads(mark.detail)["objective_ms"]
-        elif mark.what == LOAD_END:
-            end = mark.at_ns
-    if begin is None or end is None or objective is None:
+    by_name = {mark.what: mark for _, mark in marks}
+    begin, end = by_name.get(LOAD_BEGIN), by_name.get(LOAD_END)
+    if begin is None or end is None:
         raise UserError(
             f"no {LOAD_BEGIN} and {LOAD_END}",
             field=RUN_LOG,
             remedy="The run ended before its load did: run it again.",
         )
-    return Window(begin, end, float(objective))
+    objective_ms = float(json.loads(begin.detail)["objective_ms"])
+    drained = by_name.get(LOAD_DRAINED, end)
+    return Window(begin.at_ns, end.at_ns, objective_ms, drained.at_ns)
+
+
+def load_marks(
+    begin_ns: int, *, seconds: float, drained_ns: int, objective_ms: float
+) -> list[MarkEvent]:
+    """Return the marks of a load, as `window_of` reads them."""
+    return [
+        MarkEvent(begin_ns, LOAD_BEGIN, json.dumps({"objective_ms": objective_ms})),
+        MarkEvent(begin_ns + round(seconds * 1e9), LOAD_END, ""),
+        MarkEvent(drained_ns, LOAD_DRAINED, ""),
+    ]
 
 
 def serving(events: Events, window: Window) -> Serving:
@@ -145,7 +160,7 @@ def serving(events: Events, window: Window) -> Serving:
     steps = [step for _, step in events.steps if window.holds(step.end_ns)]
     tpots = sorted((s.end_ns - s.start_ns) / 1e6 for s in steps)
     busy_ms = sum(tpots)
-    requests = [r for r in events.requests if window.holds(r.end_ns)]
+    requests = [r for r in events.requests if window.begin_ns <= r.end_ns <= window.drained_ns]
     failed = sum(1 for r in requests if r.error)
     return Serving(
         objective_ms=window.objective_ms,
