@@ -233,7 +233,8 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     policy = manifests.harvest_policy("demo", objective.milliseconds, settings.policy)
     on.client.apply_policy(policy)
     serving.await_slots(on.client, pods, PODS_WITHIN)
-    steps = settings.steps or affordable_steps(on)
+    affordable = affordable_steps(on)
+    steps = settings.steps or affordable
     on.say(f"load (rate {on.rate:g}) for {settings.seconds:g} s, a FinetuneJob of {steps} steps")
     load = measure.Load.start(on.keeper, on.load_plan, pods.endpoints, settings.out)
     job = on.client.submit(on.job(settings.out / "adapter", steps))
