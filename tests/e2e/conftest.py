@@ -1,0 +1,39 @@
+"""One cluster for all end-to-end tests: starting it costs more than any of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from farm import MODEL, OBJECTIVE_MS, Farm, left_over
+
+from windrow.client import WindrowClient
+from windrow.local import manifests, serving
+from windrow.local.cluster import ClusterSettings, LocalCluster
+from windrow.local.devices import devices, usable_cores
+
+
+@pytest.fixture(scope="session")
+def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+    """Two decode pods under a policy that always lets the worker run."""
+    out = tmp_path_factory.mktemp("farm")
+    events = out / "pods"
+    settings = ClusterSettings(log_dir=out / "logs", event_log_root=events)
+    with LocalCluster(settings, console=Console(stderr=True)) as cluster:
+        client = WindrowClient(cluster.kubeconfig)
+        pods = serving.plan_pods(devices(usable_cores(), 2), MODEL)
+        serving.create(client, pods)
+        serving.await_ready(client, pods, timedelta(seconds=120))
+        client.apply_policy(manifests.harvest_policy("farm", OBJECTIVE_MS, "windrow"))
+        serving.await_slots(client, pods, timedelta(seconds=60))
+        yield Farm(cluster, client, pods, events, out)
+        directory = cluster.directory
+    assert left_over(directory) == []
+    assert not directory.exists()

@@ -1,0 +1,207 @@
+"""Two decode pods, a policy and a job on a real API server, with hands to break things by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import psutil
+
+from windrow.client import WindrowClient, read_manifest
+from windrow.eventlog import TaskletEvent, read_events
+from windrow.local import manifests, serving
+from windrow.local.cluster import LocalCluster
+from windrow.local.manifests import NAMESPACE
+from windrow.views import JobView
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = ROOT / "models" / "windrow-tiny"
+ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
+EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
+
+# Two pods share the cores of one device here, so latencies mean nothing: the objective is one that
+# always lets the worker run.
+OBJECTIVE_MS = 2000.0
+WITHIN_S = 90.0
+
+
+def until(what: str, read: Callable[[], object], within_s: float = WITHIN_S) -> None:
+    """Return once `read()` is true; fail with `what` and its last value at the deadline."""
+    deadline = time.monotonic() + within_s
+    while not (found := read()):
+        assert time.monotonic() < deadline, f"not in {within_s:g} s: {what} (last: {found!r})"
+        time.sleep(0.1)
+
+
+@dataclass
+class Requests:
+    """Completions asked of one pod, one after the other, until stopped; each must be answered."""
+
+    endpoint: str
+    answered: int = 0
+    failures: list[str] = field(default_factory=list)
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def __enter__(self) -> Requests:
+        self._thread = threading.Thread(target=self._ask)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        with httpx.Client(timeout=60) as http:
+            while not self._stop.is_set():
+                body = {"model": "m", "prompt": "A coffee machine", "max_tokens": 24}
+                try:
+                    answer = http.post(f"{self.endpoint}/v1/completions", json=body)
+                    answer.raise_for_status()
+                    assert answer.json()["usage"]["completion_tokens"] > 0
+                    self.answered += 1
+                except (httpx.HTTPError, AssertionError) as e:
+                    self.failures.append(repr(e))
+
+
+@dataclass
+class Farm:
+    """A running cluster with decode pods `decode-0` and `decode-1`."""
+
+    cluster: LocalCluster
+    client: WindrowClient
+    pods: serving.Pods
+    events: Path
+    out: Path
+
+    def submit(self, name: str, steps: int) -> JobView:
+        job = manifests.finetune_job(
+            read_manifest(EXAMPLE),
+            model=MODEL,
+            rows=ROWS,
+            destination=self.out / name,
+            steps=steps,
+            name=name,
+        )
+        job["spec"]["checkpoint"] = {"everySteps": 4, "keep": 2}
+        job["spec"]["training"]["batchSize"] = 4
+        return self.client.submit(job)
+
+    def job(self, name: str) -> JobView:
+        return self.client.get(name)
+
+    def at_step(self, name: str, step: int, *, epoch: int = 1) -> JobView:
+        """Wait until the job has finished `step` steps under an epoch of at least `epoch`."""
+        until(
+            f"{name} at step {step}",
+            lambda: self.job(name).step >= step and self.job(name).epoch >= epoch,
+        )
+        return self.job(name)
+
+    def succeeded(self, name: str) -> JobView:
+        job = self.client.wait(name, within=timedelta(seconds=150))
+        assert job.state == "Succeeded", f"{job.state}: {job.message}"
+        assert (Path(job.adapter_path) / "adapter_model.safetensors").is_file()
+        return job
+
+    def pod_of(self, job: JobView) -> str:
+        """Name of the pod whose slot has the job."""
+        slot = job.slot.rpartition("/")[2]
+        return next(s.pod for s in self.client.slots() if s.name == slot)
+
+    def endpoint(self, pod: str) -> str:
+        return next(
+            f"http://127.0.0.1:{decode.port}" for decode in self.pods.decodes if decode.name == pod
+        )
+
+    def other(self, pod: str) -> str:
+        return next(decode.name for decode in self.pods.decodes if decode.name != pod)
+
+    def workers(self, uid: str) -> list[psutil.Process]:
+        """Processes that train a job right now."""
+        return list(_processes("windrow_sidecar.finetune.worker", uid))
+
+    def agent(self, pod: str) -> psutil.Process:
+        """The agent of a pod's sidecar."""
+        found = [
+            process
+            for process in _processes("windrow_sidecar.agent")
+            if process.environ().get("WINDROW_POD_NAME") == pod
+            and process.environ().get("WINDROW_RUN_DIR", "").startswith(str(self.cluster.directory))
+        ]
+        assert len(found) == 1, found
+        return found[0]
+
+    def decode_pids(self, pod: str) -> set[int]:
+        return {
+            process.pid
+            for process in _processes("windrow_sidecar.engines.builtin")
+            if process.environ().get("WINDROW_POD_NAME") == pod
+        }
+
+    def tasklets(self, uid: str) -> list[tuple[str, TaskletEvent]]:
+        """(folder's name, event) of everything that was ever run for a job, in order of time."""
+        found = [
+            (source, event)
+            for source, event in read_events(self.events)
+            if isinstance(event, TaskletEvent) and event.job_uid == uid
+        ]
+        return sorted(found, key=lambda pair: pair[1].start_ns)
+
+    def assert_never_ran_twice(self, uid: str) -> None:
+        """No two epochs of a job overlap in time, and each epoch is of one worker."""
+        spans: dict[int, tuple[int, int]] = {}
+        for _, event in self.tasklets(uid):
+            first, last = spans.get(event.epoch, (event.start_ns, event.end_ns))
+            spans[event.epoch] = (min(first, event.start_ns), max(last, event.end_ns))
+        ordered = [spans[epoch] for epoch in sorted(spans)]
+        assert ordered, "the job left no tasklet in the event log"
+        for (_, ended), (began, _) in zip(ordered, ordered[1:], strict=False):
+            assert ended <= began, f"two workers at once: {spans}"
+
+    def finished_steps(self, uid: str) -> list[int]:
+        """Optimizer steps that were finished, in order of time; replayed ones appear again."""
+        return [event.step for _, event in self.tasklets(uid) if event.phase == "opt"]
+
+
+def _processes(*words: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            line = " ".join(process.cmdline())
+            ended = process.status() == psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue
+        if not ended and all(word in line for word in words):
+            yield process
+
+
+def left_over(directory: Path) -> list[str]:
+    """Processes whose environment or command line names the cluster's directory."""
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        try:
+            told = " ".join(process.cmdline()) + json.dumps(process.environ())
+        except psutil.Error:
+            continue
+        if str(directory) in told and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
+    return found
+
+
+def kill(process: psutil.Process | int) -> None:
+    """SIGKILL: no chance to clean up."""
+    os.kill(process if isinstance(process, int) else process.pid, signal.SIGKILL)
+
+
+__all__ = ["NAMESPACE", "Farm", "Requests", "kill", "left_over", "until"]
