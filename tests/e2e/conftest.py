@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from farm import MODEL, OBJECTIVE_MS, Farm, left_over
+from rich.console import Console
 
 from windrow.client import WindrowClient
 from windrow.local import manifests, serving

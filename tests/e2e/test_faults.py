@@ -158,7 +158,10 @@ def _renamed(farm: Farm, name: str, new_name: str) -> dict[str, object]:
 def _create_again(farm: Farm, name: str) -> None:
     within = timedelta(seconds=90)
     core = k8s.CoreV1Api(farm.client.api)
-    until("gone", lambda: name not in {p.metadata.name for p in core.list_namespaced_pod(NAMESPACE).items})
+    until(
+        "gone",
+        lambda: name not in {p.metadata.name for p in core.list_namespaced_pod(NAMESPACE).items},
+    )
     (decode,) = [decode for decode in farm.pods.decodes if decode.name == name]
     core.create_namespaced_pod(NAMESPACE, decode_pod(decode))
     serving.await_ready(farm.client, farm.pods, within)

@@ -78,6 +78,7 @@ class LocalCluster:
         server: URL of the API server.
         version: of Kubernetes, as the server says it.
         log_dir: logs of all its processes.
+        directory: its own, with the sockets and files of its pods; gone when it has stopped.
         operator: the operator's process, started again when it ends.
         node: the process node, started again when it ends.
     """
@@ -86,6 +87,7 @@ class LocalCluster:
     server: str
     version: str
     log_dir: Path
+    directory: Path
     operator: Service
     node: Service
 
@@ -94,7 +96,6 @@ class LocalCluster:
         self._settings = settings
         self._console = console or Console(stderr=True)
         self._keeper: Keeper | None = None
-        self._directory: Path | None = None
         self._control_plane: ControlPlane | None = None
         self._services: list[Service] = []
 
@@ -107,13 +108,13 @@ class LocalCluster:
         tools = ensure_tools(progress_for(self._console), self._settings.tools)
         self._keeper = Keeper()
         # A short path: the sockets of pods are below it.
-        self._directory = Path(tempfile.mkdtemp(prefix="windrow-"))
-        self._keeper.own(self._directory)
-        self.log_dir = (self._settings.log_dir or self._directory / "logs").absolute()
+        self.directory = Path(tempfile.mkdtemp(prefix="windrow-"))
+        self._keeper.own(self.directory)
+        self.log_dir = (self._settings.log_dir or self.directory / "logs").absolute()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         plane = ControlPlaneSettings(
             tools,
-            directory=self._directory / "c",
+            directory=self.directory / "c",
             log_dir=self.log_dir,
             port=self._settings.port,
             nice=self._settings.nice,
@@ -135,7 +136,7 @@ class LocalCluster:
 
     def stop(self) -> None:
         """End pods, operator and control plane, and remove the files; harmless when repeated."""
-        if self._keeper is None or self._directory is None:
+        if self._keeper is None:
             return
         # The node first: its pods may still want to tell the operator that they end.
         for service in reversed(self._services):
@@ -145,7 +146,7 @@ class LocalCluster:
             self._control_plane.stop()
         self._keeper.close()
         self._keeper = None
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def __enter__(self) -> Self:
         self.start()
@@ -160,11 +161,10 @@ class LocalCluster:
         self.stop()
 
     def _start_services(self) -> None:
-        assert self._directory is not None
         deadline = time.monotonic() + self._settings.start_within.total_seconds()
-        state = self._directory / "operator.json"
+        state = self.directory / "operator.json"
         self.operator = self._service(OPERATOR, self._operator_arguments(state))
-        self.node = self._service(NODE, self._node_arguments(self._directory / "n"))
+        self.node = self._service(NODE, self._node_arguments(self.directory / "n"))
         self._await(self.operator, deadline, lambda: self._operator_is_ready(state))
         self._await(self.node, deadline, self._node_is_ready)
 
