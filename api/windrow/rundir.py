@@ -26,6 +26,7 @@ ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus e
 
 TOKEN_AUDIENCE = "windrow"
 PROTOCOL_VERSION = 1
+WORKER_LOG = "worker.log"  # in the directory of its job
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -165,7 +166,7 @@ class Farm:
             spans[event.epoch] = (min(first, event.start_ns), max(last, event.end_ns))
         ordered = [spans[epoch] for epoch in sorted(spans)]
         assert ordered, "the job left no tasklet in the event log"
-        for (_, ended), (began, _) in zip(ordered, ordered[1:], strict=False):
+        for (_, ended), (began, _) in itertools.pairwise(ordered):
             assert ended <= began, f"two workers at once: {spans}"
 
     def finished_steps(self, uid: str) -> list[int]:

@@ -89,6 +89,7 @@ class Agent:
             "--pod-uid=pod-uid-1",
             "--grace-seconds=3",
             "--worker-module=windrow_sidecar.testing.job_worker",
+            "--no-standby",
         ]
         self.process: asyncio.subprocess.Process | None = None
 

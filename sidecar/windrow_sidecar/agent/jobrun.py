@@ -14,7 +14,7 @@ from windrow_sidecar.agent.orphans import forget_worker, note_worker
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_process import Exit, WorkerProcess
+from windrow_sidecar.agent.worker_process import Exit, Standby, WorkerProcess
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +36,11 @@ class JobRun:
         assign: attach_pb2.Assign,
         outbox: Outbox,
         *,
+        standby: Standby | None = None,
         on_tokens: Callable[[int], None] = lambda n: None,
         on_exit: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        self._settings, self._outbox = settings, outbox
+        self._settings, self._outbox, self._standby = settings, outbox, standby
         self._on_tokens, self._on_exit = on_tokens, on_exit
         self.assign = assign
         self.meter = ProgressMeter()
@@ -71,7 +72,7 @@ class JobRun:
     async def start(self) -> None:
         """Start the worker; a start that fails is reported as the run's end."""
         try:
-            self._process = await WorkerProcess.start(self._settings, self.assign)
+            self._process = await WorkerProcess.start(self._settings, self.assign, self._standby)
         except (OSError, ValueError) as error:
             await self._end(Event.FAILED, Reason.WORKER_ERROR, f"cannot start a worker: {error}")
             self._supervisor = asyncio.create_task(asyncio.sleep(0))

@@ -15,6 +15,7 @@ from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.utilization import Utilization, make_meter
+from windrow_sidecar.agent.worker_process import Standby
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Slot:
         self._absence: asyncio.Task[None] | None = None
         self._assigned = ("", 0)  # the newest assignment, which may still wait for the one before
         self._inbox = asyncio.Lock()  # assignments and commands, one after the other
+        self._standby = Standby(settings, index)
+        self._preparing: asyncio.Task[None] | None = None
 
     # The engine
 
@@ -72,6 +75,7 @@ class Slot:
         channel.send(agent_pb2.EngineCommand(policy=self._policy))
         self._tell_who_lives()
         await self._enter_arena()
+        self._prepare()
 
     def engine_hung_up(self, channel: EngineChannel) -> None:
         """Its stream has ended; after a while without another one the engine counts as gone."""
@@ -93,6 +97,13 @@ class Slot:
         self._policy = policy
         if self._channel:
             self._channel.send(agent_pb2.EngineCommand(policy=policy))
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Have a worker wait ahead of its job where one may come: beside an engine, to harvest."""
+        busy = self.run is not None and not self.run.is_over
+        if self._policy.mode == "harvest" and self._channel and self.hello and not busy:
+            self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 
     def _tell_who_lives(self) -> None:
         if self._channel:
@@ -174,18 +185,23 @@ class Slot:
 
         def count_exit(outcome: str) -> None:
             self.worker_exits[outcome] += 1
-            asyncio.get_running_loop().call_soon(self._tell_who_lives)
+            asyncio.get_running_loop().call_soon(self._after_worker)
 
         self.run = JobRun(
             self._settings,
             assign,
             self._outbox,
+            standby=self._standby,
             on_tokens=count_tokens,
             on_exit=count_exit,
         )
         await self.run.start()
         self.worker_starts += 1
         self._tell_who_lives()
+
+    def _after_worker(self) -> None:
+        self._tell_who_lives()
+        self._prepare()
 
     async def command(self, command: attach_pb2.JobCommand) -> None:
         """Pass a command on; one for a run that is not here is answered as done."""
@@ -211,6 +227,7 @@ class Slot:
         if self.run and not self.run.is_over:
             self.run.give_up(Reason.SLOT_LOST, "the sidecar was asked to end")
             await self.run.wait()
+        await self._standby.close()
         self._leave_arena()
 
     # Reports

@@ -1,4 +1,4 @@
-"""One worker as a child process: how it is started, ended and reaped."""
+"""One worker as a child process: how it waits ahead of its job, is started, ended and reaped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.proto import attach_pb2
-from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR
+from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
 from windrow_sidecar.agent.settings import AgentSettings
 
 _LOG_TAIL_BYTES = 2000
@@ -62,8 +62,9 @@ class WorkerProcess:
         cls,
         settings: AgentSettings,
         assign: attach_pb2.Assign,
+        standby: Standby | None = None,
     ) -> WorkerProcess:
-        """Write the job's spec to its directory and start the worker."""
+        """Write the job's spec to its directory and start the worker, the waiting one if it is."""
         folder = settings.run_dir.job_dir(assign.job_uid)
         folder.mkdir(parents=True, exist_ok=True)
         job = {
@@ -74,23 +75,11 @@ class WorkerProcess:
             "spec": json.loads(assign.spec_json),
         }
         (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
-        log = folder / "worker.log"
-        with log.open("ab") as out:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "windrow_sidecar.agent.spawn",
-                str(os.getpid()),
-                "--",
-                *worker_command(settings, assign),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                env=_environment(settings),
-                # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
-                # session, because niceness counts only within one (autogroup).
-                process_group=0,
-            )
+        log = folder / WORKER_LOG
+        process = standby.take(assign) if standby else None
+        if process is None:
+            command = worker_command(settings, assign)
+            process = await _spawn(settings, command, log, stdin=asyncio.subprocess.DEVNULL)
         return cls(process, log)
 
     @property
@@ -115,6 +104,78 @@ class WorkerProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
+
+
+class Standby:
+    """At most one worker that has loaded everything but its job; see `finetune.standby`."""
+
+    def __init__(self, settings: AgentSettings, slot: int) -> None:
+        self._settings, self._slot = settings, slot
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def prepare(self, served_model: str) -> None:
+        """Have one from now on. Harmless when there is one; one that cannot start is done without.
+
+        Raises OSError when no process can be started.
+        """
+        async with self._starting:
+            if self._closed or not self._settings.standby or self._alive():
+                return
+            command = [
+                *(sys.executable, "-m", self._settings.worker_module),
+                *("--run-dir", str(self._settings.run_dir.root), "--slot", str(self._slot)),
+                *("--standby", "--served-model", served_model),
+            ]
+            log = self._settings.run_dir.root / f"standby-{self._slot}.log"
+            self._process = await _spawn(
+                self._settings, command, log, stdin=asyncio.subprocess.PIPE
+            )
+
+    def take(self, assign: attach_pb2.Assign) -> asyncio.subprocess.Process | None:
+        """Give the waiting process its job; None when none waits."""
+        process, self._process = self._process, None
+        if process is None or process.returncode is not None or process.stdin is None:
+            return None
+        order = {"job_uid": assign.job_uid, "epoch": assign.epoch}
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.close()
+        return process
+
+    async def close(self) -> None:
+        """End the one that waits: nothing is lost with it."""
+        self._closed = True
+        async with self._starting:
+            process, self._process = self._process, None
+            if process is not None and process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
+
+    def _alive(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+
+async def _spawn(
+    settings: AgentSettings, command: list[str], log: Path, *, stdin: int
+) -> asyncio.subprocess.Process:
+    with log.open("ab") as out:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "windrow_sidecar.agent.spawn",
+            str(os.getpid()),
+            "--",
+            *command,
+            stdin=stdin,
+            stdout=out,
+            stderr=out,
+            env=_environment(settings),
+            # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
+            # session, because niceness counts only within one (autogroup).
+            process_group=0,
+        )
 
 
 def _environment(settings: AgentSettings) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
-from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     beside.add_argument("--slot", type=int, default=0, help="which GPU of the pod (default 0)")
     beside.add_argument("--job-uid", help="UID of the FinetuneJob")
     beside.add_argument("--epoch", type=int, help="fencing token of the assignment")
+    beside.add_argument(
+        "--standby",
+        action="store_true",
+        help="load the libraries, then wait for a line on stdin that names the job",
+    )
+    beside.add_argument("--served-model", default="", help="standby: load its code ahead as well")
     own = parser.add_argument_group("on a device of its own")
     own.add_argument("--standalone", action="store_true", help="no decode, no grants, all cores")
     own.add_argument("--job", type=Path, help="FinetuneJob manifest, or a job.json")
@@ -64,7 +70,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     own.add_argument("--json", type=Path, help="write what was measured there")
     own.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
-    needed = ["job"] if options.standalone else ["run_dir", "job_uid", "epoch"]
+    if options.standalone:
+        needed = ["job"]
+    else:
+        needed = ["run_dir"] if options.standby else ["run_dir", "job_uid", "epoch"]
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
     if missing:
         parser.error(f"wanted: {', '.join(missing)}")
@@ -80,6 +89,8 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     # Loading is not granted by anyone: it takes the one core that decode needs least.
     os.sched_setaffinity(0, partition.cpus[-1:])
     partition.activate_finetune(1)
+    if options.standby and not _take_order(options):
+        return 0
 
     from windrow_sidecar.finetune.ledger import Standing
     from windrow_sidecar.finetune.report import AgentLink, worker_hello
@@ -100,6 +111,23 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         finally:
             events.flush()
     return int(Ending(ending))
+
+
+def _take_order(options: argparse.Namespace) -> bool:
+    """Warm up, then become the worker of the job that stdin names; False: there will be none."""
+    from windrow_sidecar.finetune.standby import await_order, warm_up
+
+    warm_up(options.served_model)
+    order = await_order(sys.stdin)
+    if order is None:
+        return False
+    options.job_uid, options.epoch = order.job_uid, order.epoch
+    # From here on its words belong to the job, as if it had been started for it.
+    job_log = RunDir(options.run_dir).job_dir(order.job_uid) / WORKER_LOG
+    with job_log.open("ab") as out:
+        os.dup2(out.fileno(), sys.stdout.fileno())
+        os.dup2(out.fileno(), sys.stderr.fileno())
+    return True
 
 
 def _finetune(
