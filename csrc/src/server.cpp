@@ -21,6 +21,7 @@ namespace {
 // A pod attaches a worker and perhaps an observer or two; a loop gone wrong must not eat all
 // descriptors of the decode process.
 constexpr std::size_t kMostPeers = 64;
+constexpr int kAcceptAgainMs = 100;
 
 Reply reply_with(const Geometry& geometry) {
   Reply reply{};
@@ -127,6 +128,10 @@ void ArenaServer::run() {
 void ArenaServer::welcome() {
   OwnedFd socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!socket) {
+    // Out of descriptors, most likely: the peer stays queued, so a pause keeps this from spinning
+    // on decode's cores until one is free. Being told to stop ends it.
+    pollfd entry{.fd = stop_.get(), .events = POLLIN, .revents = 0};
+    ::poll(&entry, 1, kAcceptAgainMs);
     return;
   }
   try {

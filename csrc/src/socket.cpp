@@ -67,7 +67,8 @@ void remove_stale(const std::string& path, const sockaddr_un& address) {
   ::unlink(path.c_str());
 }
 
-void send_message(int socket, const void* data, std::size_t bytes, const std::vector<int>& fds) {
+// False when the other end has hung up.
+bool send_message(int socket, const void* data, std::size_t bytes, const std::vector<int>& fds) {
   iovec part{const_cast<void*>(data), bytes};
   msghdr message{};
   message.msg_iov = &part;
@@ -83,9 +84,13 @@ void send_message(int socket, const void* data, std::size_t bytes, const std::ve
     head->cmsg_len = CMSG_LEN(fds_bytes);
     std::memcpy(CMSG_DATA(head), fds.data(), fds_bytes);
   }
-  if (::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) != static_cast<ssize_t>(bytes)) {
-    throw attach_error("sending on the arena's socket");
+  if (::sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) == static_cast<ssize_t>(bytes)) {
+    return true;
   }
+  if (errno == EPIPE || errno == ECONNRESET) {
+    return false;
+  }
+  throw attach_error("sending on the arena's socket");
 }
 
 std::vector<OwnedFd> take_fds(msghdr& message) {
@@ -141,11 +146,14 @@ void require_accepted(const Reply& reply) {
 }  // namespace
 
 void send_request(int socket, const Request& request) {
-  send_message(socket, &request, sizeof(request), {});
+  // A server that refuses says why before it hangs up: receive_reply finds that.
+  static_cast<void>(send_message(socket, &request, sizeof(request), {}));
 }
 
 void send_reply(int socket, const Reply& reply, const std::vector<int>& fds) {
-  send_message(socket, &reply, sizeof(reply), fds);
+  if (!send_message(socket, &reply, sizeof(reply), fds)) {
+    throw AttachError("the peer hung up before it had its answer");
+  }
 }
 
 std::optional<Request> receive_request(int socket) {
@@ -168,7 +176,12 @@ Received receive_reply(int socket, std::int64_t deadline_ns) {
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  const ssize_t got = ::recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  constexpr int kFlags = MSG_CMSG_CLOEXEC | MSG_DONTWAIT;
+  ssize_t got = ::recvmsg(socket, &message, kFlags);
+  if (got < 0 && errno == ECONNRESET) {
+    // Hung up before our request was read. Linux reports that once and then what was sent before.
+    got = ::recvmsg(socket, &message, kFlags);
+  }
   received.fds = take_fds(message);
   if (got != static_cast<ssize_t>(sizeof(received.reply))) {
     throw AttachError("the arena's server hung up; does it run as the same user?");

@@ -115,6 +115,33 @@ TEST_F(ServerTest, GarbageAndAnotherVersionAreTurnedAwayAndOthersStillServed) {
   EXPECT_NO_THROW(static_cast<void>(Arena::attach(host_driver(), path_, soon())));
 }
 
+TEST_F(ServerTest, AnotherUserIsRefusedWithTheReason) {
+  if (::geteuid() != 0) {
+    GTEST_SKIP() << "only root can become another user";
+  }
+  const auto owner = serve();
+  ::chmod(folder_.c_str(), 0755);
+  ::chmod(path_.c_str(), 0666);  // past the first door, so that the second one is tried
+  const pid_t child = ::fork();
+  if (child == 0) {
+    try {
+      if (::setuid(65534) != 0) {
+        ::_exit(2);
+      }
+      static_cast<void>(Arena::attach(host_driver(), path_, soon()));
+      ::_exit(3);
+    } catch (const AttachError& error) {
+      const bool told = std::string(error.what()).find("may not attach") != std::string::npos;
+      ::_exit(told ? 0 : 1);
+    }
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(owner->peers().empty());
+}
+
 TEST_F(ServerTest, APeerThatIsKilledIsNoPeerAnyMore) {
   const auto owner = serve();
   int ready[2];

@@ -183,6 +183,7 @@ def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
             assert decode.step().action == Action.PAUSE
     assert decode.hook.controller.would_units == 1
     assert decode.arena.counts()[2] == 0
+    decode.hook.idle(time.monotonic_ns())  # judges the last steps
     snapshot = decode.hook.snapshot()
     assert snapshot.steps == 20
     assert snapshot.tpot_p50_s == 0.005

@@ -36,7 +36,8 @@ struct Reply {
 };
 static_assert(sizeof(Reply) == 328);
 
-// Sends with SIGPIPE suppressed, never blocking. Throws AttachError.
+// Both send without SIGPIPE and never block; they throw AttachError. A request to a server that has
+// hung up is no error yet: its refusal may lie waiting.
 void send_request(int socket, const Request& request);
 void send_reply(int socket, const Reply& reply, const std::vector<int>& fds);
 

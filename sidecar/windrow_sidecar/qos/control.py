@@ -96,8 +96,13 @@ class Controller:
             wish.in_flight_bound_us,
         )
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the last decision is in force as it was wished: no units are changing hands."""
+        return self._during[0] >= 0
+
     def observe(self, now_ns: int, latency_us: int) -> None:
-        """Learn from the step that was decided last. Belongs after the step."""
+        """Judge the step that was decided last, and learn from it. Belongs after the step."""
         split, batch, context_tokens, harvested, slack_us = self._during
         terms = self._terms
         if terms is None or batch == 0:

@@ -71,7 +71,8 @@ class Predictor:
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
         ]
-        self._co_run = co_run or CoRunModel()
+        start = co_run or CoRunModel()
+        self._b1, self._k1 = start.b1, start.k1
         # Information about (b1, k1), symmetric; the prior counts as much as one step.
         self._i00, self._i01, self._i11 = 1.0, 0.0, 1.0
         self.margin = START_MARGIN
@@ -80,7 +81,7 @@ class Predictor:
     @property
     def co_run(self) -> CoRunModel:
         """Stage 2 as it stands."""
-        return self._co_run
+        return CoRunModel(self._b1, self._k1)
 
     def predict_us(self, batch: int, context_tokens: int) -> list[float]:
         """Predicted latency under each split, without a margin. The first is decode alone."""
@@ -109,12 +110,10 @@ class Predictor:
         i01 = FORGETTING * self._i01 + x0 * x1
         i11 = FORGETTING * self._i11 + x1 * x1 + leak
         self._i00, self._i01, self._i11 = i00, i01, i11
-        b1, k1 = self._co_run.b1, self._co_run.k1
-        error = ratio - (b1 * x0 + k1 * x1)
+        error = ratio - (self._b1 * x0 + self._k1 * x1)
         pull = max(-_MAX_INNOVATION, min(_MAX_INNOVATION, error)) / (i00 * i11 - i01 * i01)
-        self._co_run = CoRunModel(
-            b1 + pull * (i11 * x0 - i01 * x1), k1 + pull * (i00 * x1 - i01 * x0)
-        )
+        self._b1 += pull * (i11 * x0 - i01 * x1)
+        self._k1 += pull * (i00 * x1 - i01 * x0)
         self._fold()
 
     def _move_margin(self, residual: float) -> None:
@@ -125,12 +124,10 @@ class Predictor:
             self.margin = max(MARGIN_MIN, self.margin - _MARGIN_PACE * (1 - MARGIN_QUANTILE))
 
     def _fold(self) -> None:
+        co_run = self.co_run
+        factors = [co_run.factor(*shares) for shares in self._shares]
+        factors[0] = 1.0  # decode alone, whatever stage 2 says of s_ft = 0
         self._folded: Sequence[tuple[float, float, float]] = [
             (m.c0_us * f, m.b0_us * f, m.k0_us * f)
-            for m, f in zip(self._solo, self._factors(), strict=True)
+            for m, f in zip(self._solo, factors, strict=True)
         ]
-
-    def _factors(self) -> list[float]:
-        """Of each split; decode alone has 1, whatever stage 2 says of s_ft = 0."""
-        co_run = self._co_run
-        return [1.0, *(co_run.factor(*shares) for shares in self._shares[1:])]

@@ -66,7 +66,11 @@ class HarvestHook:
         self._tokens_done = 0
         self._present = False
         self._prefilled = False
-        self._breaker = ""
+        self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
+        self._breaker, self._trips = "", 0
+        self._objective_us = 0
+        self._counts = (0, 0, 0, 0)  # kv, free, reserved, lent, as the view has them
+        self._steady_until_ns = 0  # until then the last decision stands, if facts stay the same
         self._cost_ns = 0
 
     @property
@@ -81,45 +85,85 @@ class HarvestHook:
     def worker_lives(self, epoch: int) -> None:
         """The only worker that lives is of this job epoch; 0: none does."""
         self._live_epoch = epoch
+        self._steady_until_ns = 0
 
     def before_step(self, facts: StepFacts) -> Decision:
-        """Show the view, decide, grant."""
+        """Show the view, decide, grant.
+
+        Between two torch steps caches are cold and every line of Python costs ten times what it
+        costs warm, so a decision is kept for a while when nothing has changed that it rests on.
+        """
         begin_ns = self._clock()
+        if (
+            begin_ns < self._steady_until_ns
+            and facts.batch == self._view.batch
+            and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
+            and not self._new_terms
+        ):
+            self._page.publish_view(
+                facts.step,
+                facts.start_ns,
+                *self._last_step,
+                facts.batch,
+                facts.context_tokens,
+                0,
+                0,
+                *self._counts,
+                self._objective_us,
+                facts.slo_debt_us,
+                self._stats.over,
+            )
+            decision = self._granted
+        else:
+            decision = self._decide_anew(facts, begin_ns)
+        self._cost_ns = self._clock() - begin_ns
+        return decision
+
+    def _decide_anew(self, facts: StepFacts, now_ns: int) -> Decision:
+        self._judge(now_ns)
         self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
         if facts.admitted_tokens:
-            self._desk.admit(begin_ns, facts.admitted_tokens)
-        # A step that computes a prompt is work even when nobody gets a token: not idle.
-        batch = facts.batch or 1
+            self._desk.admit(now_ns, facts.admitted_tokens)
         decision = self._decide(
-            begin_ns,
+            now_ns,
             facts.step,
             facts.start_ns,
-            batch,
+            # A step that computes a prompt is work even when nobody gets a token: not idle.
+            facts.batch or 1,
             facts.context_tokens,
             facts.waiting,
             facts.admitted_tokens,
             facts.slo_debt_us,
         )
-        self._cost_ns = self._clock() - begin_ns
+        if not self._prefilled and self.controller.is_settled:
+            self._steady_until_ns = now_ns + self._settings.steady_ns
         return decision
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
-        """Learn from it."""
+        """Take note; a step over the objective is judged at once, others at the next decision."""
         self._last_step = (end_ns, latency_us)
-        objective_us = self._view.objective_us
-        self._stats.add(latency_us, self._cost_ns, over=latency_us > objective_us > 0)
-        controller = self.controller
-        if not self._prefilled:
-            controller.observe(end_ns, latency_us)
-        self._desk.size_reserve(end_ns, controller.terms, controller.in_flight_bound_us)
-        if controller.guard.reason != self._breaker:
-            self._breaker = controller.guard.reason
-            self._mark(end_ns, "breaker" if self._breaker else "breaker-trial", self._breaker)
+        self._unjudged.append((latency_us, self._cost_ns))
+        if latency_us > self._objective_us > 0:
+            self._judge(end_ns)
+
+    def _judge(self, now_ns: int) -> None:
+        """Count and learn from the steps under the last decision. In one go: cold code is dear."""
+        unjudged, self._unjudged = self._unjudged, []
+        stats, controller = self._stats, self.controller
+        for latency_us, cost_ns in unjudged:
+            stats.add(latency_us, cost_ns, over=latency_us > self._objective_us > 0)
+            if not self._prefilled:
+                controller.observe(now_ns, latency_us)
+        guard = controller.guard
+        if guard.trips != self._trips or guard.reason != self._breaker:
+            self._steady_until_ns = 0
+            self._trips = guard.trips
+            self._mark_breaker(now_ns, guard.reason)
+        self._desk.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
 
     def idle(self, now_ns: int) -> Decision:
         """Decode runs dry: the worker may have the device."""
-        controller = self.controller
-        self._desk.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
+        self._judge(now_ns)
         return self._decide(now_ns, self._view.step, 0, 0, 0, 0, 0, 0)
 
     def close(self) -> None:
@@ -167,7 +211,10 @@ class HarvestHook:
         while self._new_terms:
             self._take_terms(now_ns, self._new_terms.pop(0))
         terms = self.controller.terms
+        self._steady_until_ns = 0
+        self._objective_us = terms.objective_us if terms else 0
         free, kv, lent, reserved, draining = self._arena.counts()
+        self._counts = (kv, free, reserved, lent)
         fields = (
             step,
             start_ns,
@@ -176,11 +223,8 @@ class HarvestHook:
             context_tokens,
             waiting,
             admitted_tokens,
-            kv,
-            free,
-            reserved,
-            lent,
-            terms.objective_us if terms else 0,
+            *self._counts,
+            self._objective_us,
             slo_debt_us,
             self._stats.over,
         )
@@ -275,6 +319,11 @@ class HarvestHook:
             if terms
             else "none",
         )
+
+    def _mark_breaker(self, now_ns: int, reason: str) -> None:
+        if reason != self._breaker:
+            self._breaker = reason
+            self._mark(now_ns, "breaker" if reason else "breaker-trial", reason)
 
     def _mark(self, now_ns: int, what: str, detail: str) -> None:
         if self._log:

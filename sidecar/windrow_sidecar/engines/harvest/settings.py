@@ -16,6 +16,8 @@ class HarvestSettings:
         admission_window_ns: over which arriving context tokens are summed for the reserve.
         worker_stale_ns: a worker whose heart has not beaten for so long counts as gone.
         regrant_ns: a grant that does not change is published again after so long.
+        steady_ns: how long a decision stands while batch, admissions, policy and guard say nothing
+            new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
     """
 
@@ -24,4 +26,5 @@ class HarvestSettings:
     admission_window_ns: int = 50_000_000
     worker_stale_ns: int = 1_000_000_000
     regrant_ns: int = 50_000_000
+    steady_ns: int = 80_000_000
     lending_every_ns: int = 20_000_000

@@ -1,0 +1,133 @@
+"""What a decision costs, part by part, in a warm interpreter: predictor, policies, the whole hook.
+
+Between real decode steps caches are cold and it costs several times as much: `benchmarks.demo`
+measures that. Example: python -m benchmarks.decision --json /tmp/decision.json
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
+from windrow_sidecar.engines.hook import NullHook, StepFacts, StepHook
+from windrow_sidecar.qos.control import EAGER
+from windrow_sidecar.qos.levels import Levels, host_levels, overlapping_levels
+from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
+from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.solo import SoloModel
+from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.view import Decision, Offer, View
+from windrow_sidecar.testing.stepping_engine import SteppingEngine
+
+# The levels of an H200, with decode on all SMs.
+GPU = overlapping_levels(132, (8, 16, 24, 32, 48, 64, 80))
+SOLO = {units: SoloModel(2000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 133)}
+
+
+def main() -> None:
+    """Time each part in batches of a thousand calls; print and write the figures."""
+    options = arguments(__doc__).parse_args()
+    env = environment()
+    repeats = 5 if options.quick else 40
+    results = [
+        *_predictor(repeats, host_levels(2), "2 cores"),
+        *_predictor(repeats, GPU, "8 levels"),
+        *_policies(repeats),
+        *_hook(repeats),
+    ]
+    write("decision", results, env, options.json)
+
+
+def _timed(call: Callable[[int], object], repeats: int) -> tuple[float, float]:
+    """Median and spread of microseconds a call."""
+    n = 1000
+    per_call = []
+    for _ in range(repeats):
+        begin = time.thread_time_ns()  # of this thread: whoever else runs here does not count
+        for i in range(n):
+            call(i)
+        per_call.append((time.thread_time_ns() - begin) / n / 1e3)
+    return middle(per_call)
+
+
+def _result(
+    name: str, timed: Sequence[float], goal: float | None = None, null: float | None = None
+) -> Result:
+    baseline = None if null is None else Baseline("no hook", round(null, 3))
+    return Result(name, round(timed[0], 3), "us", "lower", goal, round(timed[1], 3), baseline)
+
+
+def _predictor(repeats: int, levels: Levels, what: str) -> list[Result]:
+    predictor = Predictor(levels, SOLO)
+    predict = _timed(lambda i: predictor.predict_us(6 + i % 3, 7000 + i), repeats)
+    learn = _timed(
+        lambda i: predictor.observe(1, batch=6, context_tokens=7000, latency_us=6000 + i),
+        repeats,
+    )
+    return [
+        _result(f"predict every level, {what}", predict, goal=5.0),
+        _result(f"learn from a step, {what}", learn),
+    ]
+
+
+def _policies(repeats: int) -> list[Result]:
+    predictor = Predictor(GPU, SOLO)
+    predicted = predictor.predict_us(6, 7000)
+    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000)
+    view = View(batch=6, context_tokens=7000, objective_us=20_000)
+    results = []
+    for name in sorted(POLICIES):
+        decide = make_policy(name).decide
+        timed = _timed(partial(_decide, decide, view, ctx), repeats)
+        results.append(_result(f"policy {name}, 8 levels", timed))
+    return results
+
+
+def _decide(
+    decide: Callable[[View, Offer, Context], Decision], view: View, ctx: Context, _: int
+) -> Decision:
+    return decide(view, EAGER, ctx)
+
+
+def _hook(repeats: int) -> list[Result]:
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        engine = SteppingEngine(Path(folder))
+        engine.hook.set_terms(Terms("bench", "windrow", "harvest", objective_us=12_000))
+        try:
+            alone = _hook_without_worker(engine.hook, repeats)
+            null = _hook_without_worker(NullHook(), repeats)
+            beside = _hook_with_worker(engine, repeats)
+        finally:
+            engine.close()
+    return [
+        _result("before_step, no worker", alone, null=null[0]),
+        _result("before_step, with a worker's offers", beside, goal=25.0, null=null[0]),
+    ]
+
+
+def _hook_without_worker(hook: StepHook, repeats: int) -> tuple[float, float]:
+    facts = StepFacts(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
+    return _timed(lambda _: hook.before_step(facts), repeats)
+
+
+def _hook_with_worker(engine: SteppingEngine, repeats: int) -> tuple[float, float]:
+    facts = StepFacts(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
+    page, hook = engine.arena.page, engine.hook
+
+    def offer(i: int) -> None:
+        page.publish_offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i)
+
+    def step(i: int) -> None:
+        offer(i)
+        hook.before_step(facts)
+
+    both, offers = _timed(step, repeats), _timed(offer, repeats)
+    return both[0] - offers[0], both[1]
+
+
+if __name__ == "__main__":
+    main()
