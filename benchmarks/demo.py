@@ -29,6 +29,7 @@ from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.messages import Submit
 from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts, StepHook
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
@@ -85,10 +86,12 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
         ["--model-path", str(options.model)], {ENV_RUN_DIR: str(folder)}
     )
     config = read_config(settings.model_path)
-    partition = HostPartition.from_affinity()
-    arena = server._make_arena(settings, config)
+    threads = Threads()
+    partition = HostPartition.from_affinity(set_threads=threads)
+    arena = server.make_arena(settings, config)
     context = arena.geometry.chunks * arena.geometry.slots_per_chunk
-    parts = server._load(settings, config, partition, arena, None, context, "0" * 64)
+    parts = server.load(settings, config, partition, arena, None, context, "0" * 64)
+    profiling.settle_threads(parts, threads, batch=BATCH, context=PROMPT)
     profile = _profile(parts, context)
     hook = HarvestHook(
         arena, host_splits(parts.units), profile, HarvestSettings(max_batch=settings.max_running)
@@ -128,7 +131,7 @@ def _alternate(parts: Parts, hook: HarvestHook, rounds: int) -> dict[str, list[S
     switch = Switch()
     steps = rounds * len(WAYS) * BLOCK
     events: dict[str, list[StepEvent]] = defaultdict(list)
-    with profiling._muted(replace(parts, hook=FailClosed(switch))) as loop:
+    with profiling.muted(replace(parts, hook=FailClosed(switch))) as loop:
         for i in range(BATCH):
             parts.scheduler.submit(_request(i, steps + BLOCK))
         _block(loop)

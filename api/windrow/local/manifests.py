@@ -136,6 +136,6 @@ def steps_that_end(
     return max(FEWEST_STEPS, int(steps))
 
 
-START_S = 15.0
-LOWEST_SHARE = 0.3
+START_S = 5.0
+LOWEST_SHARE = 0.4
 FEWEST_STEPS = 4

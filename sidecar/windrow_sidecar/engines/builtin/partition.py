@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Protocol
-
-import torch
 
 
 class DecodePartition(Protocol):
@@ -24,9 +23,9 @@ class DecodePartition(Protocol):
 class WholeDevice:
     """Every core of this process, always: for a server that harvests nothing, even on one core."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, set_threads: Callable[[int], None]) -> None:
         self.cpus = tuple(sorted(os.sched_getaffinity(0)))
-        torch.set_num_threads(self.total_units)
+        self._set_threads = set_threads
 
     @property
     def total_units(self) -> int:
@@ -34,4 +33,5 @@ class WholeDevice:
         return len(self.cpus)
 
     def activate_decode(self, units: int) -> None:
-        """Nothing: it is active."""
+        """All of it, whatever is asked."""
+        self._set_threads(self.total_units)

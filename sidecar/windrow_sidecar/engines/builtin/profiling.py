@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -14,10 +15,15 @@ from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.messages import Submit
 from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.builtin.threads import Threads, most_useful
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
 from windrow_sidecar.engines.profile import WARM_UP_STEPS, Effort, Point
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Decision
+
+_log = logging.getLogger(__name__)
+
+_STEPS_PER_CANDIDATE = 16
 
 
 class _OnUnits(NullHook):
@@ -40,7 +46,7 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
     began_s = time.monotonic()
     best: dict[Point, SoloSample] = {}
     try:
-        with _muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
+        with muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
             for point in [*points] * effort.rounds:
                 late = time.monotonic() - began_s > effort.soft_limit_s
                 if late and point in best:
@@ -54,6 +60,36 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
         parts.scheduler.clear()
         parts.partition.activate_decode(0)
     return list(best.values())
+
+
+def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) -> None:
+    """Find how many threads are useful on the whole device, and use no more from then on.
+
+    Tried with that many requests of so many tokens, which have to fit into the arena; takes about
+    a third of a second for each candidate.
+    """
+    point = Point(parts.units, batch, context)
+    warmed = False
+
+    def step_us(candidate: int) -> float:
+        nonlocal warmed
+        if not warmed:
+            _measure_one(loop, parts, point, WARM_UP_STEPS)
+            warmed = True
+        threads.most = candidate
+        parts.partition.activate_decode(parts.units)
+        threads(parts.units)
+        rounds = [_measure_one(loop, parts, point, _STEPS_PER_CANDIDATE) for _ in range(2)]
+        return min(sample.step_us for sample in rounds)
+
+    hook = FailClosed(_OnUnits())
+    try:
+        with muted(replace(parts, hook=hook, log=None)) as loop:
+            threads.most = most_useful(parts.units, step_us)
+    finally:
+        parts.scheduler.clear()
+    threads(parts.units)
+    _log.info("decode uses %d of %d threads: more make no step faster", threads.most, parts.units)
 
 
 def _measure_one(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> SoloSample:
@@ -89,7 +125,7 @@ def _request(number: int, context: int, steps: int) -> Submit:
 
 
 @contextmanager
-def _muted(parts: Parts) -> Iterator[DecodeLoop]:
+def muted(parts: Parts) -> Iterator[DecodeLoop]:
     """A loop that nobody listens to."""
     ours, theirs = socket.socketpair()
     with ours, theirs:

@@ -36,6 +36,7 @@ from windrow_sidecar.engines.builtin.paging import PagePool
 from windrow_sidecar.engines.builtin.partition import WholeDevice
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout, write_manifest
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.hook import FailClosed, NullHook
@@ -50,6 +51,8 @@ _log = logging.getLogger(__name__)
 # How long a thread in the background may hold the interpreter while decode wants it; Python's own
 # 5 ms are a whole step.
 _SWITCH_INTERVAL_S = 0.0005
+# What the number of threads is tried with: a busy moment of a conversation service.
+_USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
 _EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena for them
 
 
@@ -82,20 +85,26 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     """
     signals = _Signals()
     signals.install()
-    partition = HostPartition.from_affinity() if settings.run_dir else WholeDevice()
+    threads = Threads(settings.threads)
+    partition = (
+        HostPartition.from_affinity(set_threads=threads)
+        if settings.run_dir
+        else WholeDevice(set_threads=threads)
+    )
     with ExitStack() as on_exit:
-        arena = _make_arena(settings, config)
+        arena = make_arena(settings, config)
         on_exit.callback(_close_arena, arena)
         log = _open_log(settings)
         if log is not None:
             on_exit.callback(LogFlusher(log).close)
-        return _run(settings, config, partition, front, arena, log, signals)
+        return _run(settings, config, partition, threads, front, arena, log, signals)
 
 
 def _run(
     settings: EngineSettings,
     config: LlamaConfig,
     partition: HostPartition | WholeDevice,
+    threads: Threads,
     front: FrontProcess,
     arena: Arena,
     log: EventLog | None,
@@ -104,8 +113,13 @@ def _run(
     """Load, profile, serve. All tensors over the arena are gone when it returns."""
     max_context = _max_context(settings, config, arena)
     fingerprint = model_fingerprint(settings.model_path)
-    parts = _load(settings, config, partition, arena, log, max_context, fingerprint)
+    parts = load(settings, config, partition, arena, log, max_context, fingerprint)
     front.wait_until_up()  # its start would disturb the profile
+    if not threads.most:
+        batch = min(_USUAL_BATCH, settings.max_running)
+        room = arena.geometry.chunks * arena.geometry.slots_per_chunk // (2 * batch)
+        context = max(1, min(_USUAL_CONTEXT, max_context // 2, room))
+        profiling.settle_threads(parts, threads, batch=batch, context=context)
     subject = Subject(
         device=f"host:{partition.total_units}-cores",
         driver="host",
@@ -169,7 +183,8 @@ def _start_harvesting(
         return None
 
 
-def _make_arena(settings: EngineSettings, config: LlamaConfig) -> Arena:
+def make_arena(settings: EngineSettings, config: LlamaConfig) -> Arena:
+    """Make the arena for the model's KV; raises UserError for sizes that do not fit."""
     shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype_bytes=4)
     geometry = geometry_for(
         shape, block_bytes=settings.block_bytes, arena_bytes=settings.arena_bytes
@@ -207,7 +222,7 @@ def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) ->
     return settings.context_length or bound
 
 
-def _load(
+def load(
     settings: EngineSettings,
     config: LlamaConfig,
     partition: HostPartition | WholeDevice,
@@ -216,6 +231,7 @@ def _load(
     max_context: int,
     fingerprint: str,
 ) -> Parts:
+    """Load the weights and put together what the loop drives, without a hook yet."""
     torch.set_flush_denormal(True)
     partition.activate_decode(0)
     layout = plan_layout(config)

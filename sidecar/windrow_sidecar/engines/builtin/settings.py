@@ -39,6 +39,7 @@ class EngineSettings:
     prefill_tokens: int
     reserve_tokens: int
     context_length: int  # 0: the model's own
+    threads: int  # at most so many compute a step; 0: as many as are found to be useful
     profile: str  # "none", "quick", "full"
     disaggregated: bool  # prompts may arrive with their KV
     run_dir: RunDir | None  # None: an ordinary decode server, nothing is harvested
@@ -67,6 +68,7 @@ class EngineSettings:
             prefill_tokens=given.chunked_prefill_size,
             reserve_tokens=given.num_reserved_decode_tokens,
             context_length=given.context_length,
+            threads=given.cpu_threads,
             profile=given.profile or ("quick" if run_dir else "none"),
             disaggregated=given.disaggregation_mode == "decode",
             run_dir=RunDir(Path(run_dir)) if run_dir else None,
@@ -103,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--arena-bytes", type=n_bytes, default="192MiB", help="memory for KV (%(default)s)")
     add("--block-bytes", type=n_bytes, default="128KiB", help="K or V of a layer in a chunk")
+    add(
+        "--cpu-threads",
+        type=_positive,
+        default=0,
+        help="threads of a step at most (default: tried out, up to one for each core)",
+    )
     add(
         "--profile",
         choices=["none", "quick", "full"],
