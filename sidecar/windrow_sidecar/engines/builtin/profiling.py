@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -44,22 +45,22 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
     """
     hook = _OnUnits()
     began_s = time.monotonic()
-    best: dict[Point, SoloSample] = {}
+    seen: dict[Point, list[StepEvent]] = defaultdict(list)
     try:
         with muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
             for point in [*points] * effort.rounds:
                 late = time.monotonic() - began_s > effort.soft_limit_s
-                if late and point in best:
+                if late and point in seen:
                     break
                 steps = max(1, effort.steps // 3) if late else effort.steps
                 hook.units = point.units
-                sample = _measure_one(loop, parts, point, steps)
-                if point not in best or sample.step_us < best[point].step_us:
-                    best[point] = sample
+                # Rounds apart in time are pooled: a machine has slow seconds and fast ones, and
+                # serving will see both.
+                seen[point] += _steps_at(loop, parts, point, steps)
     finally:
         parts.scheduler.clear()
         parts.partition.activate_decode(0)
-    return list(best.values())
+    return [_sample(point, steps) for point, steps in seen.items()]
 
 
 def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) -> None:
@@ -74,13 +75,12 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
     def step_us(candidate: int) -> float:
         nonlocal warmed
         if not warmed:
-            _measure_one(loop, parts, point, WARM_UP_STEPS)
+            _steps_at(loop, parts, point, WARM_UP_STEPS)
             warmed = True
         threads.most = candidate
         parts.partition.activate_decode(parts.units)
         threads(parts.units)
-        rounds = [_measure_one(loop, parts, point, _STEPS_PER_CANDIDATE) for _ in range(2)]
-        return min(sample.step_us for sample in rounds)
+        return _sample(point, _steps_at(loop, parts, point, _STEPS_PER_CANDIDATE)).step_us
 
     hook = FailClosed(_OnUnits())
     try:
@@ -92,7 +92,8 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
     _log.info("decode uses %d of %d threads: more make no step faster", threads.most, parts.units)
 
 
-def _measure_one(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> SoloSample:
+def _steps_at(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> list[StepEvent]:
+    """Decode so many steps with all requests of the point in the batch, after a warm-up."""
     for i in range(point.batch):
         parts.scheduler.submit(_request(i, point.context, WARM_UP_STEPS + steps))
     events: list[StepEvent] = []
@@ -100,12 +101,15 @@ def _measure_one(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> So
         event = loop.step()
         if event is not None and event.batch == point.batch and not event.admitted:
             events.append(event)
-    warm = events[WARM_UP_STEPS - 1 :]
+    return events[WARM_UP_STEPS - 1 :]
+
+
+def _sample(point: Point, steps: list[StepEvent]) -> SoloSample:
     return SoloSample(
         units=point.units,
         batch=point.batch,
-        context_tokens=round(median(event.context_tokens for event in warm)),
-        step_us=median((event.end_ns - event.start_ns) / 1000 for event in warm),
+        context_tokens=round(median(event.context_tokens for event in steps)),
+        step_us=median((event.end_ns - event.start_ns) / 1000 for event in steps),
     )
 
 
