@@ -11,12 +11,12 @@ ARGS ?=
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test lint types bench proto constraints cpp-test clean
+.PHONY: help setup demo test lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
-	@echo "make lint | bench | proto | clean"
+	@echo "make lint | bench | proto | figures | clean"
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "windrow needs Python 3.11+: install it, or set PYTHON=..."; exit 2; }
@@ -53,6 +53,9 @@ bench: setup
 
 proto: setup
 	$(PY) tools/generate_proto.py
+
+figures: setup
+	$(PY) tools/quote_figures.py
 
 constraints:
 	$(UV) pip compile pyproject.toml --extra dev --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt

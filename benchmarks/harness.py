@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import statistics
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
+from windrow.local.environment import environment
+
+__all__ = ["ROOT", "Baseline", "Result", "arguments", "environment", "middle", "write"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,26 +59,6 @@ def middle(repeats: Sequence[float]) -> tuple[float, float]:
     return median, high - low
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to judge the figures: processor, memory, GPU, versions, load before."""
-    versions = {}
-    for name in ("windrow", "torch", "transformers", "peft", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "-"
-    return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "gpu": _gpu(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "load_average_before": os.getloadavg()[0],
-    }
-
-
 def write(benchmark: str, results: Sequence[Result], env: dict[str, Any], to: Path | None) -> None:
     """Print a table, what is not met first, and write the JSON file where one is asked for."""
     print(f"\n{benchmark}")
@@ -114,23 +93,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quick", action="store_true", help="fewer repeats: to see that it runs")
     return parser
-
-
-def _cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _gpu() -> str | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
-    except (ImportError, OSError, pynvml.NVMLError):
-        return None
 
 
 def _commit() -> str:

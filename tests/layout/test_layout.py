@@ -68,3 +68,8 @@ def test_dependencies_by_role_are_declared():
     wanted = {"kopf", "kubernetes", "grpcio", "prometheus-client", "nvidia-ml-py", "pyyaml"}
     assert wanted | {"torch", "transformers", "peft"} <= names
     assert any(dependency.startswith("sglang") for dependency in extras["sglang"])
+
+
+def test_figures_in_the_readme_are_those_of_the_committed_results():
+    checked = [sys.executable, str(ROOT / "tools" / "quote_figures.py"), "--check"]
+    assert subprocess.run(checked).returncode == 0, "run `python tools/quote_figures.py`"

@@ -194,9 +194,9 @@ class HarvestPolicySpec(Record):
         default="harvest",
         description="observe: everything but the work, to see what harvesting would give.",
     )
-    policy: Literal[
-        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "static", "temporal"
-    ] = Field(default="windrow", description="Who decides at each decode step.")
+    policy: Literal["windrow", "harli", "static"] = Field(
+        default="windrow", description="Who decides at each decode step."
+    )
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(

@@ -21,6 +21,7 @@ from windrow.errors import WindrowError
 from windrow.local import assets, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, devices, usable_cores
+from windrow.local.environment import environment
 from windrow.local.load import schedule, share_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.objective import Objective, bearable_rate, objective_for
@@ -80,6 +81,7 @@ class Stage:
     example: dict[str, Any]
     rows: Path
     log_dir: Path
+    environment: dict[str, Any]
     rate: float = 1.0
     _doing: str = field(default="starting")
 
@@ -131,6 +133,7 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
 @contextlib.contextmanager
 def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
     """Check the input, start a control plane with operator and node, and end all of it."""
+    before = environment()
     held = devices(usable_cores(), settings.pods)
     if held[0].oversubscribed:
         console.print(f"{len(held)} pods share the cores of fewer devices: figures mean nothing")
@@ -167,6 +170,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
             example=example,
             rows=rows,
             log_dir=log_dir,
+            environment=before,
         )
         with watcher, _explained(on):
             yield on
@@ -267,6 +271,7 @@ def conclude(on: Stage, job: JobView, objective: Objective) -> dict[str, Any]:
         "p90_context_tokens": shape.p90_context_tokens,
         "predicted_mean_batch": round(shape.mean_batch, 2),
     }
+    summary["environment"] = on.environment
     summary["run"] = {
         "seconds": settings.seconds,
         "rate": on.rate,
