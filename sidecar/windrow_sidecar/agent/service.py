@@ -59,7 +59,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     def _take_report(self, slot: Slot, report: agent_pb2.EngineReport) -> None:
         kind = report.WhichOneof("message")
         if kind == "stats":
-            slot.stats = report.stats
+            slot.engine_reported(report.stats)
         elif kind == "profile":
             slot.profile = report.profile
             self._on_profile(slot)

@@ -77,6 +77,11 @@ class Slot:
         await self._enter_arena()
         self._prepare()
 
+    def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
+        """Once a second."""
+        self.stats = stats
+        self._prepare()
+
     def engine_hung_up(self, channel: EngineChannel) -> None:
         """Its stream has ended; after a while without another one the engine counts as gone."""
         if channel is not self._channel:
@@ -100,9 +105,14 @@ class Slot:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Have a worker wait ahead of its job where one may come: beside an engine, to harvest."""
-        busy = self.run is not None and not self.run.is_over
-        if self._policy.mode == "harvest" and self._channel and self.hello and not busy:
+        """Have a worker wait ahead of its job where one may come: beside an engine, to harvest.
+
+        Only while decode has nothing to do: loading libraries takes seconds of cache and memory
+        from a busy one. A job that comes before such a moment starts its worker itself.
+        """
+        taken = self.run is not None and not self.run.is_over
+        wanted = self._policy.mode == "harvest" and self._channel is not None and not taken
+        if wanted and self.hello and self.stats.batch == 0:
             self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 
     def _tell_who_lives(self) -> None:

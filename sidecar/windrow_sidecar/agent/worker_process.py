@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -15,7 +16,10 @@ from windrow.proto import attach_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
 from windrow_sidecar.agent.settings import AgentSettings
 
+_log = logging.getLogger(__name__)
+
 _LOG_TAIL_BYTES = 2000
+_REST_S = 60.0
 
 
 def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
@@ -114,6 +118,7 @@ class Standby:
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._closed = False
+        self._not_before_s = 0.0  # of the loop's clock
 
     async def prepare(self, served_model: str) -> None:
         """Have one from now on. Harmless when there is one; one that cannot start is done without.
@@ -121,7 +126,7 @@ class Standby:
         Raises OSError when no process can be started.
         """
         async with self._starting:
-            if self._closed or not self._settings.standby or self._alive():
+            if self._closed or not self._settings.standby or self._alive() or self._resting():
                 return
             command = [
                 *(sys.executable, "-m", self._settings.worker_module),
@@ -152,6 +157,14 @@ class Standby:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
+
+    def _resting(self) -> bool:
+        """One that ended by itself is not started again at once: it would end the same way."""
+        now_s = asyncio.get_running_loop().time()
+        if self._process is not None:
+            _log.warning("a waiting worker ended with exit code %s", self._process.returncode)
+            self._process, self._not_before_s = None, now_s + _REST_S
+        return now_s < self._not_before_s
 
     def _alive(self) -> bool:
         return self._process is not None and self._process.returncode is None
