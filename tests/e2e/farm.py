@@ -127,9 +127,14 @@ class Farm:
     def other(self, pod: str) -> str:
         return next(decode.name for decode in self.pods.decodes if decode.name != pod)
 
-    def workers(self, uid: str) -> list[psutil.Process]:
-        """Processes that train a job right now."""
-        return list(_processes("windrow_sidecar.finetune.worker", uid))
+    def workers(self) -> list[psutil.Process]:
+        """Processes that have a job right now; one that waits for a job is none of them."""
+        noted = {
+            int(note.read_text().split()[0])
+            for note in self.cluster.directory.rglob("worker-*.pid")
+        }
+        found = _processes("windrow_sidecar.finetune.worker")
+        return [process for process in found if process.pid in noted]
 
     def agent(self, pod: str) -> psutil.Process:
         """The agent of a pod's sidecar."""

@@ -25,7 +25,7 @@ def test_a_killed_worker_resumes_from_its_last_checkpoint(farm: Farm):
     decode = farm.decode_pids(pod)
 
     with Requests(farm.endpoint(pod)) as requests:
-        (worker,) = farm.workers(job.uid)
+        (worker,) = farm.workers()
         kill(worker)
         after = farm.succeeded(job.name)
 
@@ -47,7 +47,7 @@ def test_a_killed_sidecar_comes_back_and_its_job_goes_on(farm: Farm):
     decode = farm.decode_pids(pod)
 
     with Requests(farm.endpoint(pod)) as requests:
-        (worker,) = farm.workers(job.uid)
+        (worker,) = farm.workers()
         kill(farm.agent(pod))
         until("the worker dies with its agent", lambda: not worker.is_running())
         farm.succeeded(job.name)
@@ -80,7 +80,7 @@ def test_a_job_moves_to_the_other_pod_when_its_own_is_deleted(farm: Farm):
 def test_a_killed_operator_adopts_the_running_job(farm: Farm):
     job = farm.submit("operator-killed", STEPS)
     before = farm.at_step(job.name, BREAK_AT)
-    (worker,) = farm.workers(job.uid)
+    (worker,) = farm.workers()
 
     kill(farm.cluster.operator.child.pid)
     after = farm.succeeded(job.name)
@@ -99,7 +99,7 @@ def test_a_suspended_job_stops_at_a_checkpoint_and_resumes_from_it(farm: Farm):
 
     farm.client.suspend(job.name)
     until("suspended", lambda: farm.job(job.name).state == "Suspended")
-    until("no worker while suspended", lambda: not farm.workers(job.uid))
+    until("no worker while suspended", lambda: not farm.workers())
     stopped_at = farm.job(job.name)
     assert stopped_at.checkpoint_step >= BREAK_AT
     farm.client.resume(job.name)
@@ -118,7 +118,7 @@ def test_a_job_deleted_while_running_leaves_nothing_but_its_checkpoints(farm: Fa
     with Requests(farm.endpoint(pod)) as requests:
         farm.client.delete(job.name)
         until("the object is gone", lambda: job.name not in {j.name for j in farm.client.jobs()})
-        until("its worker is gone", lambda: not farm.workers(job.uid))
+        until("its worker is gone", lambda: not farm.workers())
         until("its chunks came home", lambda: _lent(farm, pod) == 0)
 
     assert requests.failures == []
@@ -134,7 +134,7 @@ def test_two_jobs_with_one_destination_are_told_apart(farm: Farm):
     assert first.name in farm.job(second.name).message
     for job in (first, second):
         farm.client.delete(job.name)
-    until("both are gone", lambda: not farm.workers(first.uid))
+    until("both are gone", lambda: not farm.workers())
 
 
 def _lent(farm: Farm, pod: str) -> int:
