@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -129,10 +130,10 @@ class Farm:
 
     def workers(self) -> list[psutil.Process]:
         """Processes that have a job right now; one that waits for a job is none of them."""
-        noted = {
-            int(note.read_text().split()[0])
-            for note in self.cluster.directory.rglob("worker-*.pid")
-        }
+        noted = set()
+        for note in self.cluster.directory.rglob("worker-*.pid"):
+            with contextlib.suppress(FileNotFoundError):  # its worker has just been reaped
+                noted.add(int(note.read_text().split()[0]))
         found = _processes("windrow_sidecar.finetune.worker")
         return [process for process in found if process.pid in noted]
 
