@@ -1,4 +1,4 @@
-"""One cluster for all end-to-end tests: starting it costs more than any of them."""
+"""One cluster for all tests of a module: starting it costs more than any of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import devices, usable_cores
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
     """Two decode pods under a policy that always lets the worker run."""
     out = tmp_path_factory.mktemp("farm")
