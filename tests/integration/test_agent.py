@@ -181,8 +181,16 @@ async def test_heartbeats_carry_load_and_memory_and_a_policy_reaches_the_engine(
     )
     terms = await until(lambda: engine.engine.hook.controller.terms)
     assert (terms.name, terms.objective_us, terms.max_compute_percent) == ("chat", 12_000, 100)
+    # A heartbeat of a second without a judged step has no TPOT to tell.
     beat = await until(
-        lambda: next((b for b in operator.heartbeats if b.predicted_tokens_per_second), None)
+        lambda: next(
+            (
+                b
+                for b in operator.heartbeats
+                if b.predicted_tokens_per_second and b.tpot_p50_seconds
+            ),
+            None,
+        )
     )
     assert beat.engine_state == "serving"
     assert beat.steps > 0
