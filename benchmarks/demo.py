@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +26,6 @@ from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling, server
 from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
-from windrow_sidecar.engines.builtin.messages import Submit
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
@@ -133,7 +131,7 @@ def _alternate(parts: Parts, hook: HarvestHook, rounds: int) -> dict[str, list[S
     events: dict[str, list[StepEvent]] = defaultdict(list)
     with profiling.muted(replace(parts, hook=FailClosed(switch))) as loop:
         for i in range(BATCH):
-            parts.scheduler.submit(_request(i, steps + BLOCK))
+            parts.scheduler.submit(profiling.request(i, PROMPT, steps + BLOCK))
         _block(loop)
         for _ in range(rounds):
             for way, terms in WAYS.items():
@@ -148,21 +146,6 @@ def _block(loop: DecodeLoop) -> list[StepEvent]:
     """Steps of one way, without the first ones, in which partition and caches change."""
     made = [event for _ in range(BLOCK) if (event := loop.step()) is not None]
     return made[5:]
-
-
-def _request(number: int, tokens: int) -> Submit:
-    return Submit(
-        id=number,
-        name=f"bench-{number}",
-        prompt=(0,) * PROMPT,
-        max_tokens=tokens,
-        temperature=0.0,
-        top_p=1.0,
-        seed=0,
-        stop_token_ids=frozenset(),
-        kv_arrives=True,
-        arrived_ns=time.monotonic_ns(),
-    )
 
 
 def _results(events: dict[str, list[StepEvent]]) -> list[Result]:

@@ -14,8 +14,6 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from windrow.errors import UserError
-
 log = logging.getLogger(__name__)
 
 _LIBRARIES = (
@@ -47,7 +45,7 @@ def warm_up(model: str) -> None:
 
         try:
             MODEL_FOR_CAUSAL_LM_MAPPING[type(AutoConfig.from_pretrained(model))]
-        except (KeyError, OSError, ValueError, UserError) as error:
+        except (KeyError, OSError, ValueError) as error:
             log.info("the code of %s is not loaded ahead: %s", model, error)
 
 

@@ -70,21 +70,16 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
     a third of a second for each candidate.
     """
     point = Point(parts.units, batch, context)
-    warmed = False
 
     def step_us(candidate: int) -> float:
-        nonlocal warmed
-        if not warmed:
-            _steps_at(loop, parts, point, WARM_UP_STEPS)
-            warmed = True
         threads.most = candidate
-        parts.partition.activate_decode(parts.units)
         threads(parts.units)
         return _sample(point, _steps_at(loop, parts, point, _STEPS_PER_CANDIDATE)).step_us
 
     hook = FailClosed(_OnUnits())
     try:
         with muted(replace(parts, hook=hook, log=None)) as loop:
+            _steps_at(loop, parts, point, WARM_UP_STEPS)
             threads.most = most_useful(parts.units, step_us)
     finally:
         parts.scheduler.clear()
@@ -95,7 +90,7 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
 def _steps_at(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> list[StepEvent]:
     """Decode so many steps with all requests of the point in the batch, after a warm-up."""
     for i in range(point.batch):
-        parts.scheduler.submit(_request(i, point.context, WARM_UP_STEPS + steps))
+        parts.scheduler.submit(request(i, point.context, WARM_UP_STEPS + steps))
     events: list[StepEvent] = []
     while not parts.scheduler.is_empty:
         event = loop.step()
@@ -113,7 +108,8 @@ def _sample(point: Point, steps: list[StepEvent]) -> SoloSample:
     )
 
 
-def _request(number: int, context: int, steps: int) -> Submit:
+def request(number: int, context: int, steps: int) -> Submit:
+    """A request of so many tokens that arrives with its KV and decodes for so many steps."""
     return Submit(
         id=number,
         name=f"profile-{number}",
