@@ -1,4 +1,6 @@
-"""What memory and page cost on decode's path, through the bindings, and how soon a revoke is seen.
+"""What memory and page cost, in the core and through the bindings, and how soon a revoke is seen.
+
+Builds the benchmark of the core (`benchmarks/native`) and runs it; takes the rest through Python.
 
 Example: python -m benchmarks.memory --json memory.json
 """
@@ -16,8 +18,17 @@ from pathlib import Path
 
 from rich.progress import track
 
-from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
-from windrow_sidecar._core import Arena, Geometry, Page, monotonic_ns
+from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
+from benchmarks.native.rows import measure_native
+from windrow_sidecar._core import (
+    Arena,
+    DeviceAllocator,
+    Geometry,
+    Page,
+    monotonic_ns,
+    small_pool_blocks_for,
+)
+from windrow_sidecar.memory.allocation_trace import peak_bytes, read_trace, replay
 
 # The demo's arena: 128 chunks of 1.5 MiB.
 GEOMETRY = Geometry(
@@ -27,6 +38,9 @@ RESERVED = 4
 WORKER = 7  # its job epoch
 REPEATS, CALLS = 31, 2_000
 REVOKES = 300
+TRACE = ROOT / "benchmarks" / "traces" / "lora-2x1024.txt"
+FRAGMENTATION_GOAL_MB = 100
+
 
 # Waits for a grant and answers with the time at which it saw it.
 CHILD = """
@@ -66,8 +80,10 @@ def nanoseconds_per_call(call: Callable[[], object], calls: int) -> float:
     return (time.perf_counter_ns() - began) / calls
 
 
-def calls_to_measure(arena: Arena, page: Page) -> dict[str, tuple[Callable[[], object], float]]:
-    """Each with its goal in nanoseconds."""
+def calls_to_measure(
+    arena: Arena, page: Page
+) -> dict[str, tuple[Callable[[], object], float | None]]:
+    """Each with its goal in nanoseconds, where it has one."""
 
     def take_and_return() -> None:
         arena.return_kv(arena.take_kv())
@@ -77,19 +93,19 @@ def calls_to_measure(arena: Arena, page: Page) -> dict[str, tuple[Callable[[], o
             arena.give_back(chunk, owner=WORKER)
 
     return {
-        "take_kv and return_kv": (take_and_return, 1_000),
-        "lend and give_back of one chunk": (lend_and_give_back, 2_000),
-        "counts": (arena.counts, 500),
-        "publish a view": (
+        "bindings: take_kv and return_kv": (take_and_return, None),
+        "bindings: lend and give_back of one chunk": (lend_and_give_back, None),
+        "bindings: counts": (arena.counts, None),
+        "bindings: publish a view": (
             lambda: page.publish_view(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-            250,
+            200,
         ),
-        "publish a grant": (
+        "bindings: publish a grant": (
             lambda: page.publish_grant(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14),
-            250,
+            None,
         ),
-        "read a grant": (page.read_grant, 250),
-        "check the pause epoch": (lambda: page.pause_epoch, 100),
+        "bindings: read a grant": (page.read_grant, 200),
+        "bindings: check the pause epoch": (lambda: page.pause_epoch, None),
     }
 
 
@@ -108,25 +124,76 @@ def measure_calls(arena: Arena, repeats: int) -> list[Result]:
                 CALLS,
             )
         )
-    results = []
-    for name, (_call, goal) in measured.items():
-        value, spread = middle(timings[name])
-        struct_on_mmap = Baseline("struct on mmap", middle(baseline)[0])
-        results.append(
-            Result(
-                name,
-                value,
-                "ns",
-                "lower",
-                goal,
-                spread,
-                struct_on_mmap if name == "publish a view" else None,
-            )
+    struct_on_mmap = Baseline("struct on mmap", middle(baseline)[0])
+    return [
+        Result(
+            name,
+            middle(timings[name])[0],
+            "ns",
+            "lower",
+            goal,
+            middle(timings[name])[1],
+            struct_on_mmap if name.endswith("publish a view") else None,
         )
-    return results
+        for name, (_call, goal) in measured.items()
+    ]
 
 
-def measure_revokes(arena: Arena, socket: Path, revokes: int) -> list[Result]:
+def measure_iteration() -> list[Result]:
+    """A recorded LoRA iteration on lent chunks: what it wastes, and what idle aliases save it.
+
+    Three times: the first maps, the second finds its mappings, the third finds them again after all
+    chunks were given back and lent anew.
+    """
+    steps = read_trace(TRACE)
+    chunk_bytes = 128 * 1024 * 1024
+    geometry = Geometry(
+        layers=32,
+        kv_heads=8,
+        head_dim=128,
+        dtype_bytes=2,
+        block_bytes=2 * 1024 * 1024,
+        chunks=-(-(peak_bytes(steps) + FRAGMENTATION_GOAL_MB * 10**6) // chunk_bytes),
+    )
+    arena = Arena.create(geometry, reserved_chunks=0)
+    allocator = DeviceAllocator.over(arena)
+
+    def lend_all() -> None:
+        for chunk in arena.lend(geometry.chunks, owner=WORKER):
+            allocator.lend(chunk)
+
+    lend_all()
+    allocator.keep_small(small_pool_blocks_for(steps))
+    first, second = replay(steps, allocator), replay(steps, allocator)
+    allocator.shrink_to(0)
+    for chunk in allocator.take_quiet():
+        arena.give_back(chunk, owner=WORKER)
+    lend_all()
+    again = replay(steps, allocator)
+    worst = max(r.most_fragmentation_bytes for r in (first, second, again))
+    allocator.check()
+    arena.close()
+    return [
+        Result(
+            "LoRA iteration of 2 x 1,024 tokens: held minus requested",
+            worst / 1e6,
+            "MB",
+            "lower",
+            FRAGMENTATION_GOAL_MB,
+        ),
+        Result(
+            "mapping calls of that iteration once chunks are lent again",
+            again.mapping_calls,
+            "calls",
+            "lower",
+            None,
+            None,
+            Baseline("without idle aliases", again.mapping_calls + again.saved_calls),
+        ),
+    ]
+
+
+def measure_return(arena: Arena, socket: Path, revokes: int) -> list[Result]:
     """From the revoke in decode until a waiting worker sees it, and until the chunk is back."""
     arena.serve(str(socket))
     worker = subprocess.Popen(
@@ -150,23 +217,36 @@ def measure_revokes(arena: Arena, socket: Path, revokes: int) -> list[Result]:
     seen, seen_spread = middle(seen_us)
     back, back_spread = middle(back_us)
     return [
-        Result("a revoke is seen by a waiting worker", seen, "us", "lower", 200, seen_spread),
-        Result("a revoked chunk is back", back, "us", "lower", 500, back_spread),
+        Result(
+            "bindings: a revoke is seen by a sleeping worker", seen, "us", "lower", 200, seen_spread
+        ),
+        Result("bindings: a revoked chunk is back", back, "us", "lower", 500, back_spread),
     ]
 
 
 def main() -> None:
     """Measure and write."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--driver",
+        choices=["host", "cuda"],
+        default="host",
+        help="whose create, map, unmap and copy are measured (default host); all else is "
+        "bookkeeping of the core, the same on both",
+    )
+    options = parser.parse_args()
     env = environment()
+    repeats = 5 if options.quick else REPEATS
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
         began = time.perf_counter()
         arena = Arena.create(GEOMETRY, reserved_chunks=RESERVED)
         created_ms = (time.perf_counter() - began) * 1e3
         results = [
+            *measure_native(TRACE, options.driver, quick=options.quick),
             Result("make an arena of 192 MiB, resident", created_ms, "ms", "lower", 1_000),
-            *measure_calls(arena, 5 if options.quick else REPEATS),
-            *measure_revokes(arena, Path(folder) / "arena.sock", 30 if options.quick else REVOKES),
+            *measure_calls(arena, repeats),
+            *measure_iteration(),
+            *measure_return(arena, Path(folder) / "arena.sock", 30 if options.quick else REVOKES),
         ]
         arena.check()
         arena.close()

@@ -8,14 +8,10 @@
 #include <string>
 
 #include "bind.h"
-#include "windrow/host_driver.h"
+#include "windrow/drivers.h"
 
 namespace windrow::bindings {
 namespace {
-
-nb::tuple to_tuple(const Counts& counts) {
-  return nb::make_tuple(counts[0], counts[1], counts[2], counts[3], counts[4]);
-}
 
 nb::bytes states_of(Arena& arena) {
   const auto states = arena.table().states();
@@ -38,7 +34,7 @@ void bind_chunk_info(nb::module_& module) {
 }
 
 void bind_table(nb::class_<Arena>& arena) {
-  arena.def("counts", [](Arena& self) { return to_tuple(self.table().counts()); })
+  arena.def("counts", [](Arena& self) { return counts_tuple(self.table().counts()); })
       .def(
           "chunk", [](Arena& self, std::int64_t chunk) { return self.table().chunk(chunk); },
           nb::arg("chunk"))
@@ -93,7 +89,27 @@ nb::object imported_tensor(Arena& arena, const std::string& name) {
   return make_tensor(std::move(mapping), 0, bytes);
 }
 
+std::unique_ptr<Arena> attach(const std::string& socket_path, double timeout_s, nb::object driver) {
+  const std::int64_t deadline = deadline_after(timeout_s);
+  if (driver.is_none()) {
+    nb::gil_scoped_release release;
+    return Arena::attach(named_driver, socket_path, deadline);
+  }
+  Driver& chosen = driver_from(driver);
+  nb::gil_scoped_release release;
+  return Arena::attach(chosen, socket_path, deadline);
+}
+
+nb::tuple kv_view(const Arena& arena, std::int64_t layer, bool value) {
+  const KvView view = arena.kv_view(layer, value);
+  return nb::make_tuple(view.offset, view.chunk_stride, view.slot_stride);
+}
+
 }  // namespace
+
+nb::tuple counts_tuple(const Counts& counts) {
+  return nb::make_tuple(counts[0], counts[1], counts[2], counts[3], counts[4]);
+}
 
 void bind_arena(nb::module_& module) {
   bind_chunk_info(module);
@@ -102,18 +118,16 @@ void bind_arena(nb::module_& module) {
   arena
       .def_static(
           "create",
-          [](const Geometry& geometry, std::int64_t reserved_chunks) {
+          [](const Geometry& geometry, std::int64_t reserved_chunks, nb::object driver) {
+            Driver& chosen = driver_from(driver);
             nb::gil_scoped_release release;
-            return Arena::create(host_driver(), geometry, reserved_chunks);
+            return Arena::create(chosen, geometry, reserved_chunks);
           },
-          nb::arg("geometry"), nb::kw_only(), nb::arg("reserved_chunks"))
-      .def_static(
-          "attach",
-          [](const std::string& socket_path, double timeout_s) {
-            nb::gil_scoped_release release;
-            return Arena::attach(host_driver(), socket_path, deadline_after(timeout_s));
-          },
-          nb::arg("socket_path"), nb::kw_only(), nb::arg("timeout_s") = 5.0)
+          nb::arg("geometry"), nb::kw_only(), nb::arg("reserved_chunks"),
+          nb::arg("driver") = "host", nb::keep_alive<0, 3>())
+      .def_static("attach", &attach, nb::arg("socket_path"), nb::kw_only(),
+                  nb::arg("timeout_s") = 5.0, nb::arg("driver") = nb::none(),
+                  nb::keep_alive<0, 3>())
       .def_prop_ro("geometry", [](const Arena& self) { return self.geometry(); })
       .def_prop_ro("is_owner", &Arena::is_owner)
       .def_prop_ro("page", &Arena::page)
@@ -124,9 +138,13 @@ void bind_arena(nb::module_& module) {
           },
           nb::arg("offset"), nb::arg("n_bytes"))
       .def("chunk_offset", &Arena::chunk_offset, nb::arg("chunk"))
+      .def_prop_ro("block_stride", [](const Arena& self) { return self.blocks()->block_stride(); })
+      .def("kv_view", &kv_view, nb::arg("layer"), nb::kw_only(), nb::arg("value"))
       .def("serve", &Arena::serve, nb::arg("socket_path"))
-      .def("export", &Arena::export_named, nb::arg("name"), nb::arg("fd"))
+      .def("export", &Arena::export_named, nb::arg("name"), nb::arg("fd"), nb::kw_only(),
+           nb::arg("n_bytes") = 0)
       .def("peers", &Arena::peers)
+      .def("owner_lives", &Arena::owner_lives)
       .def("imported", &imported_tensor, nb::arg("name"))
       .def("check", &Arena::check)
       .def("close", &Arena::close, nb::call_guard<nb::gil_scoped_release>());

@@ -10,6 +10,8 @@ void bind_errors(nb::module_& module) {
   nb::exception<AttachError>(module, "AttachError", base);
   nb::exception<OwnershipError>(module, "OwnershipError", base);
   nb::exception<LiveTensorsError>(module, "LiveTensorsError", base);
+  nb::exception<DriverUnavailable>(module, "DriverUnavailable", base);
+  nb::exception<BudgetError>(module, "BudgetError", base);
 }
 
 }  // namespace windrow::bindings

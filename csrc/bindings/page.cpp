@@ -104,14 +104,6 @@ std::uint64_t wait_for(SharedPage& page, std::uint64_t seen, double timeout_s) {
   }
 }
 
-Writer writer_of(int writer) {
-  if (writer != 0 && writer != 1) {
-    throw std::invalid_argument("writer is " + std::to_string(writer) +
-                                "; 0 is decode, 1 the worker");
-  }
-  return static_cast<Writer>(writer);
-}
-
 template <std::size_t N>
 nb::tuple names_tuple(const std::array<std::string_view, N>& names) {
   nb::list list;
@@ -122,6 +114,14 @@ nb::tuple names_tuple(const std::array<std::string_view, N>& names) {
 }
 
 }  // namespace
+
+Writer writer_of(int writer) {
+  if (writer != 0 && writer != 1) {
+    throw std::invalid_argument("writer is " + std::to_string(writer) +
+                                "; 0 is decode, 1 the worker");
+  }
+  return static_cast<Writer>(writer);
+}
 
 void bind_page(nb::module_& module) {
   module.attr("VIEW_FIELDS") = names_tuple(View::kNames);

@@ -3,7 +3,6 @@
 #include <nanobind/stl/unique_ptr.h>
 
 #include "bind.h"
-#include "windrow/host_driver.h"
 
 namespace windrow::bindings {
 
@@ -12,11 +11,12 @@ void bind_weights(nb::module_& module) {
                             "Sealed memory: written by its maker, read-only for everyone after.")
       .def_static(
           "create",
-          [](std::int64_t n_bytes) {
+          [](std::int64_t n_bytes, nb::object driver) {
+            Driver& chosen = driver_from(driver);
             nb::gil_scoped_release release;
-            return std::make_unique<SharedWeights>(host_driver(), n_bytes);
+            return std::make_unique<SharedWeights>(chosen, n_bytes);
           },
-          nb::arg("n_bytes"))
+          nb::arg("n_bytes"), nb::kw_only(), nb::arg("driver") = "host", nb::keep_alive<0, 2>())
       .def_prop_ro("fd", &SharedWeights::fd)
       .def("tensor",
            [](const SharedWeights& self) {

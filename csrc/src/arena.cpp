@@ -12,76 +12,92 @@
 namespace windrow {
 namespace {
 
-// The server answers from a thread that does nothing else; so long only if its process is stopped.
-constexpr std::int64_t kAnswerWithinNs = 5'000'000'000;
-
-std::size_t arena_bytes(const Geometry& geometry) {
-  return static_cast<std::size_t>(geometry.arena_bytes());
+std::size_t control_bytes_of(Driver& host, const Geometry& geometry) {
+  return control_bytes(geometry.chunks, host.granularity());
 }
 
-Request request_for(Ask ask, const std::string& name) {
-  Request request{};
-  request.magic = kMagic;
-  request.layout_version = kLayoutVersion;
-  request.ask = ask;
-  put_text(request.name, name);
-  return request;
+// Decode's half: the control region, a copy of it and three more once it is served.
+constexpr std::size_t kOtherDescriptors = 5;
+
+// Before anything is made: the kernel would not refuse, but kill the process that serves.
+void require_fits(const Driver& driver, const Geometry& geometry) {
+  const std::int64_t whole = driver.facts().memory_bytes;
+  if (geometry.arena_bytes() > whole) {
+    throw GeometryError("an arena of " + std::to_string(geometry.arena_bytes()) +
+                        " bytes is more than the device's " + std::to_string(whole) + "; at most " +
+                        std::to_string(whole / geometry.chunk_bytes()) + " chunks of " +
+                        std::to_string(geometry.chunk_bytes()) + " fit");
+  }
+  // One for each memory, and its copy for those who attach.
+  require_descriptors(2 * memories_of(driver, geometry) + kOtherDescriptors);
 }
 
-}  // namespace
-
-Arena::Arena(Driver& driver, const Geometry& geometry, Side side, std::unique_ptr<Memory> blocks,
-             std::unique_ptr<Memory> control)
-    : driver_(&driver),
-      geometry_(geometry),
-      side_(side),
-      blocks_memory_(std::move(blocks)),
-      control_memory_(std::move(control)),
-      blocks_(
-          std::make_shared<LeasedMapping>(map_whole(driver, *blocks_memory_, Access::kReadWrite))),
-      control_(std::make_shared<LeasedMapping>(
-          map_whole(driver, *control_memory_, Access::kReadWrite))) {}
-
-std::unique_ptr<Arena> Arena::create(Driver& driver, const Geometry& geometry,
-                                     std::int64_t reserved_chunks) {
-  geometry.validate(static_cast<std::int64_t>(driver.granularity()));
+void require_reserve(const Geometry& geometry, std::int64_t reserved_chunks) {
   if (reserved_chunks < 0 || reserved_chunks > geometry.chunks) {
     throw GeometryError("reserved_chunks is " + std::to_string(reserved_chunks) +
                         "; the arena has " + std::to_string(geometry.chunks) + " chunks");
   }
-  auto blocks = driver.create(arena_bytes(geometry), "windrow-arena");
-  auto control =
-      driver.create(control_bytes(geometry.chunks, driver.granularity()), "windrow-control");
-  std::unique_ptr<Arena> arena(
-      new Arena(driver, geometry, Side::kOwner, std::move(blocks), std::move(control)));
-  std::byte* base = arena->control_->data();
-  format_control(base, geometry, reserved_chunks);
-  arena->table_ = std::make_unique<ChunkTable>(base + kTableOffset, geometry.chunks, Side::kOwner);
-  return arena;
+}
+
+}  // namespace
+
+Arena::Arena(Driver& driver, const Geometry& geometry, Side side, std::unique_ptr<Blocks> blocks,
+             std::unique_ptr<Memory> control, std::unique_ptr<Reservation> mapped_control)
+    : driver_(&driver),
+      geometry_(geometry),
+      side_(side),
+      blocks_(std::move(blocks)),
+      control_memory_(std::move(control)),
+      control_(std::make_shared<LeasedMapping>(std::move(mapped_control))),
+      table_(std::make_unique<ChunkTable>(control_->data() + kTableOffset, geometry.chunks, side)) {
+}
+
+std::unique_ptr<Arena> Arena::create(Driver& driver, const Geometry& geometry,
+                                     std::int64_t reserved_chunks) {
+  geometry.validate(static_cast<std::int64_t>(driver.granularity()));
+  require_reserve(geometry, reserved_chunks);
+  require_fits(driver, geometry);
+  auto blocks = Blocks::create(driver, geometry);
+  Driver& host = driver.host();
+  auto control = host.create(control_bytes_of(host, geometry), "windrow-control");
+  auto mapped = map_whole(host, *control, Access::kReadWrite);
+  format_control(mapped->data(), geometry, reserved_chunks, driver.name());
+  return std::unique_ptr<Arena>(new Arena(driver, geometry, Side::kOwner, std::move(blocks),
+                                          std::move(control), std::move(mapped)));
 }
 
 std::unique_ptr<Arena> Arena::attach(Driver& driver, const std::string& socket_path,
                                      std::int64_t deadline_ns) {
-  OwnedFd connection = connect_to(socket_path, deadline_ns);
-  send_request(connection.get(), request_for(Ask::kAttach, ""));
-  Received received =
-      receive_reply(connection.get(), std::max(deadline_ns, monotonic_ns() + kAnswerWithinNs));
-  const Geometry geometry = received.reply.geometry;
-  try {
-    geometry.validate(static_cast<std::int64_t>(driver.granularity()));
-    if (received.fds.size() != 2) {
-      throw AttachError("the arena's server sent " + std::to_string(received.fds.size()) +
-                        " descriptors, not 2");
+  const auto only = [&driver](const std::string& name) -> Driver& {
+    if (name == driver.name()) {
+      return driver;
     }
-    auto blocks = driver.import_fd(std::move(received.fds[0]), arena_bytes(geometry));
-    auto control = driver.import_fd(std::move(received.fds[1]),
-                                    control_bytes(geometry.chunks, driver.granularity()));
-    std::unique_ptr<Arena> arena(
-        new Arena(driver, geometry, Side::kPeer, std::move(blocks), std::move(control)));
-    require_control(arena->control_->data(), geometry);
-    arena->table_ = std::make_unique<ChunkTable>(arena->control_->data() + kTableOffset,
-                                                 geometry.chunks, Side::kPeer);
-    arena->connection_ = std::move(connection);
+    if (name == driver.host().name()) {
+      return driver.host();
+    }
+    throw AttachError("the arena's blocks lie on the " + name + " driver; attach with that one");
+  };
+  return attach(only, socket_path, deadline_ns);
+}
+
+std::unique_ptr<Arena> Arena::attach(const DriverOf& driver_of, const std::string& socket_path,
+                                     std::int64_t deadline_ns) {
+  ArenaClient client(socket_path, deadline_ns);
+  try {
+    ArenaClient::Shared shared = client.attach();
+    const Geometry& geometry = shared.geometry;
+    Driver& host = driver_of("host");
+    geometry.validate(1);
+    auto control = host.import_fd(std::move(shared.control), control_bytes_of(host, geometry));
+    auto mapped = map_whole(host, *control, Access::kReadWrite);
+    require_control(mapped->data(), geometry);
+    Driver& driver = driver_of(windrow::driver_of(mapped->data()));
+    geometry.validate(static_cast<std::int64_t>(driver.granularity()));
+    auto blocks = Blocks::import(driver, geometry, std::move(shared.blocks));
+    std::unique_ptr<Arena> arena(new Arena(driver, geometry, Side::kPeer, std::move(blocks),
+                                           std::move(control), std::move(mapped)));
+    arena->table_->check();
+    arena->client_.emplace(std::move(client));
     return arena;
   } catch (const AttachError&) {
     throw;
@@ -103,15 +119,30 @@ std::shared_ptr<SharedPage> Arena::page() const {
 
 std::shared_ptr<LeasedMapping> Arena::mapping() const {
   require_open();
+  return blocks_->mapping();
+}
+
+std::shared_ptr<const Blocks> Arena::blocks() const {
+  require_open();
   return blocks_;
 }
 
 std::int64_t Arena::chunk_offset(std::int64_t chunk) const {
+  require_open();
   if (chunk < 0 || chunk >= geometry_.chunks) {
     throw std::out_of_range("chunk " + std::to_string(chunk) + " is none of the arena's " +
                             std::to_string(geometry_.chunks));
   }
-  return chunk * geometry_.chunk_bytes();
+  return blocks_->block_offset(chunk, 0);
+}
+
+KvView Arena::kv_view(std::int64_t layer, bool value) const {
+  require_open();
+  if (layer < 0 || layer >= geometry_.layers) {
+    throw std::out_of_range("layer " + std::to_string(layer) + " is none of the arena's " +
+                            std::to_string(geometry_.layers));
+  }
+  return blocks_->kv_view(layer, value);
 }
 
 void Arena::serve(const std::string& socket_path) {
@@ -120,26 +151,28 @@ void Arena::serve(const std::string& socket_path) {
   if (server_) {
     throw AttachError("the arena is served already");
   }
-  auto server = std::make_unique<ArenaServer>(socket_path, geometry_, blocks_memory_->export_fd(),
-                                              control_memory_->export_fd());
-  for (const auto& [name, fd] : exported_) {
-    server->add(name, fd.duplicate());
+  require_descriptors(memories_of(*driver_, geometry_));
+  // Given to the server before it listens: a worker may ask for them at once.
+  std::map<std::string, SizedFd> named;
+  for (const auto& [name, exported] : exported_) {
+    named.emplace(name, SizedFd{exported.fd.duplicate(), exported.bytes});
   }
-  server_ = std::move(server);
+  server_ = std::make_unique<ArenaServer>(socket_path, geometry_, control_memory_->export_fd(),
+                                          blocks_->export_fds(), std::move(named));
 }
 
-void Arena::export_named(const std::string& name, int fd) {
+void Arena::export_named(const std::string& name, int fd, std::size_t bytes) {
   require_open();
   require_owner("export");
-  require_sealed(fd);
+  driver_->require_sealed(fd);
   if (name.empty() || name.size() >= sizeof(Request::name)) {
     throw std::invalid_argument("the name '" + name + "' must have 1 to 63 bytes");
   }
-  OwnedFd copy = duplicate_fd(fd);
+  SizedFd exported{duplicate_fd(fd), bytes == 0 ? file_bytes(fd) : bytes};
   if (server_) {
-    server_->add(name, copy.duplicate());
+    server_->add(name, {exported.fd.duplicate(), exported.bytes});
   }
-  exported_.insert_or_assign(name, std::move(copy));
+  exported_.insert_or_assign(name, std::move(exported));
 }
 
 std::vector<pid_t> Arena::peers() const {
@@ -148,19 +181,19 @@ std::vector<pid_t> Arena::peers() const {
   return server_ ? server_->peers() : std::vector<pid_t>{};
 }
 
+bool Arena::owner_lives() const {
+  require_open();
+  require_peer("owner_lives");
+  return client_->owner_lives();
+}
+
 std::shared_ptr<LeasedMapping> Arena::imported(const std::string& name) {
   require_open();
-  if (is_owner()) {
-    throw OwnershipError("imported is the worker's call; the owner has the weights themselves");
-  }
+  require_peer("imported");
   auto& mapping = imported_[name];
   if (!mapping) {
-    send_request(connection_.get(), request_for(Ask::kNamed, name));
-    Received received = receive_reply(connection_.get(), monotonic_ns() + kAnswerWithinNs);
-    if (received.fds.size() != 1) {
-      throw AttachError("the arena's server sent no descriptor for '" + name + "'");
-    }
-    mapping = map_sealed(*driver_, std::move(received.fds[0]), received.reply.named_bytes);
+    ArenaClient::Named named = client_->named(name);
+    mapping = map_sealed(*driver_, std::move(named.fd), named.bytes);
   }
   return mapping;
 }
@@ -175,17 +208,16 @@ void Arena::close() {
   if (!blocks_) {
     return;
   }
-  if (const std::string live = blocks_->describe_live(); !live.empty()) {
+  if (const std::string live = blocks_->mapping()->describe_live(); !live.empty()) {
     throw LiveTensorsError("the arena cannot be closed while tensors over it live (" + live +
                            "); delete them first");
   }
   server_.reset();
-  connection_.reset();
+  client_.reset();
   imported_.clear();
   table_.reset();
   blocks_.reset();
   control_.reset();
-  blocks_memory_.reset();
   control_memory_.reset();
   exported_.clear();
 }
@@ -199,6 +231,12 @@ void Arena::require_open() const {
 void Arena::require_owner(const char* call) const {
   if (!is_owner()) {
     throw OwnershipError(std::string(call) + " is decode's call; this process only borrows");
+  }
+}
+
+void Arena::require_peer(const char* call) const {
+  if (is_owner()) {
+    throw OwnershipError(std::string(call) + " is the worker's call; this process is the owner");
   }
 }
 

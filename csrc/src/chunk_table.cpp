@@ -11,9 +11,6 @@
 namespace windrow {
 namespace {
 
-constexpr std::array<std::string_view, kChunkStates> kStateNames = {"FREE", "KV", "LENT",
-                                                                    "RESERVED", "DRAINING"};
-
 std::size_t words_bytes(std::int64_t chunks) {
   const std::size_t bytes = static_cast<std::size_t>(chunks) * sizeof(std::uint64_t);
   return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
@@ -48,11 +45,6 @@ std::string describe(std::int64_t chunk, const ChunkWord& word) {
 }
 
 }  // namespace
-
-std::string_view name_of(ChunkState state) {
-  const auto index = static_cast<std::size_t>(state);
-  return index < kStateNames.size() ? kStateNames[index] : "UNKNOWN";
-}
 
 std::uint64_t ChunkWord::pack() const {
   return static_cast<std::uint64_t>(state) | static_cast<std::uint64_t>(owner) << 4 |
@@ -113,21 +105,16 @@ std::vector<std::uint8_t> ChunkTable::states() const {
 
 std::int64_t ChunkTable::take_kv() {
   require_owner("take_kv");
-  const std::uint64_t freed = head_->freed.load(std::memory_order_acquire);
-  if (freed != freed_seen_) {
-    freed_seen_ = freed;
-    lowest_free_hint_ = 0;
+  std::int64_t chunk = take_first(ChunkState::kFree, free_);
+  if (chunk < 0) {
+    chunk = take_first(ChunkState::kReserved, reserved_);
   }
-  std::int64_t chunk = take_first(ChunkState::kFree, lowest_free_hint_);
-  if (chunk < 0 && lowest_free_hint_ > 0) {
-    // A peer may have died between freeing a chunk and counting it: look at all of them.
-    chunk = take_first(ChunkState::kFree, 0);
+  if (chunk < 0) {
+    // A peer may have died between its swap and its count: look at all of them before saying none.
+    free_ = reserved_ = {};
+    chunk = take_first(ChunkState::kFree, free_);
   }
-  if (chunk >= 0) {
-    lowest_free_hint_ = chunk + 1;
-    return chunk;
-  }
-  return take_first(ChunkState::kReserved, 0);
+  return chunk < 0 ? take_first(ChunkState::kReserved, reserved_) : chunk;
 }
 
 void ChunkTable::return_kv(std::int64_t chunk) {
@@ -137,7 +124,9 @@ void ChunkTable::return_kv(std::int64_t chunk) {
   if (seen.state != ChunkState::kKv) {
     throw OwnershipError(describe(chunk, seen) + ", not KV; was it returned twice?");
   }
-  put_back(chunk, seen);
+  if (!swap(chunk, seen, destination(), 0)) {
+    throw OwnershipError(describe(chunk, load(chunk)) + " and was KV a moment ago; two threads?");
+  }
 }
 
 std::int64_t ChunkTable::set_reserve(std::int64_t chunks) {
@@ -222,6 +211,14 @@ void ChunkTable::give_back(std::int64_t chunk, std::int64_t owner) {
   }
 }
 
+bool ChunkTable::move(std::int64_t chunk, const ChunkWord& seen, ChunkState to,
+                      std::int64_t owner) {
+  require_id(chunk);
+  const bool keeps_owner = to == ChunkState::kDraining;
+  const bool lends = to == ChunkState::kLent;
+  return swap(chunk, seen, to, lends ? require_borrower(owner) : keeps_owner ? seen.owner : 0);
+}
+
 void ChunkTable::check() const {
   const std::int64_t target = head_->reserve_target.load(std::memory_order_acquire);
   if (target < 0 || target > chunks_) {
@@ -261,16 +258,10 @@ bool ChunkTable::swap(std::int64_t chunk, const ChunkWord& seen, ChunkState to,
     return false;
   }
   since_ns_[chunk].store(monotonic_ns(), std::memory_order_relaxed);
-  if (to == ChunkState::kFree) {
-    head_->freed.fetch_add(1, std::memory_order_release);
+  if (to == ChunkState::kFree || to == ChunkState::kReserved) {
+    head_->homed.fetch_add(1, std::memory_order_release);
   }
   return true;
-}
-
-void ChunkTable::put_back(std::int64_t chunk, ChunkWord seen) {
-  if (!swap(chunk, seen, destination(), 0)) {
-    throw OwnershipError(describe(chunk, load(chunk)) + " and was KV a moment ago; two threads?");
-  }
 }
 
 std::int64_t ChunkTable::count(ChunkState state) const {
@@ -281,36 +272,41 @@ std::int64_t ChunkTable::count(ChunkState state) const {
   return found;
 }
 
-// Where a chunk goes that comes home.
-ChunkState ChunkTable::destination() const {
-  const std::int64_t target = head_->reserve_target.load(std::memory_order_acquire);
-  return count(ChunkState::kReserved) < target ? ChunkState::kReserved : ChunkState::kFree;
+// Clamped: the peer could have written anything.
+std::int64_t ChunkTable::reserve_target() const {
+  return std::clamp<std::int64_t>(head_->reserve_target.load(std::memory_order_acquire), 0,
+                                  chunks_);
 }
 
-std::int64_t ChunkTable::find_first(ChunkState state, std::int64_t from) const {
-  for (std::int64_t i = from; i < chunks_; ++i) {
-    if (load(i).state == state) {
+// Where a chunk goes that comes home.
+ChunkState ChunkTable::destination() const {
+  return count(ChunkState::kReserved) < reserve_target() ? ChunkState::kReserved
+                                                         : ChunkState::kFree;
+}
+
+// The lowest chunk of that state becomes KV; -1: none.
+std::int64_t ChunkTable::take_first(ChunkState state, Hint& hint) {
+  const std::uint64_t homed = head_->homed.load(std::memory_order_acquire);
+  if (homed != hint.seen) {
+    hint = {.from = 0, .seen = homed};
+  }
+  for (std::int64_t i = hint.from; i < chunks_; ++i) {
+    const ChunkWord seen = load(i);
+    // FREE and RESERVED leave only by the owner's hand, and the owner is one thread; a swap that
+    // fails all the same met garbage of the peer's.
+    if (seen.state == state && swap(i, seen, ChunkState::kKv, 0)) {
+      hint.from = i + 1;
       return i;
     }
   }
+  hint.from = chunks_;
   return -1;
-}
-
-std::int64_t ChunkTable::take_first(ChunkState state, std::int64_t from) {
-  const std::int64_t chunk = find_first(state, from);
-  // FREE and RESERVED leave only by the owner's hand, and the owner is one thread.
-  if (chunk >= 0 && !swap(chunk, load(chunk), ChunkState::kKv, 0)) {
-    throw OwnershipError(describe(chunk, load(chunk)) + " and was " + std::string(name_of(state)) +
-                         " a moment ago; two threads?");
-  }
-  return chunk;
 }
 
 // Moves chunks between FREE and RESERVED until the reserve has its size or FREE is empty. From the
 // highest ids: KV fills the low ones first, so the reserve stays out of its way the longest.
 void ChunkTable::balance_reserve() {
-  std::int64_t missing =
-      head_->reserve_target.load(std::memory_order_acquire) - count(ChunkState::kReserved);
+  std::int64_t missing = reserve_target() - count(ChunkState::kReserved);
   const ChunkState from = missing > 0 ? ChunkState::kFree : ChunkState::kReserved;
   const ChunkState to = missing > 0 ? ChunkState::kReserved : ChunkState::kFree;
   for (std::int64_t i = chunks_ - 1; i >= 0 && missing != 0; --i) {

@@ -1,5 +1,6 @@
 #include "windrow/control.h"
 
+#include <cstring>
 #include <new>
 #include <string>
 
@@ -13,9 +14,14 @@ std::size_t control_bytes(std::int64_t chunks, std::size_t granularity) {
   return (bytes + granularity - 1) / granularity * granularity;
 }
 
-void format_control(std::byte* base, const Geometry& geometry, std::int64_t reserve) {
-  new (base) ControlHead{
-      .magic = kMagic, .layout_version = kLayoutVersion, .reserved = 0, .geometry = geometry};
+void format_control(std::byte* base, const Geometry& geometry, std::int64_t reserve,
+                    std::string_view driver) {
+  auto* head = new (base) ControlHead{.magic = kMagic,
+                                      .layout_version = kLayoutVersion,
+                                      .reserved = 0,
+                                      .geometry = geometry,
+                                      .driver = {}};
+  driver.copy(head->driver.data(), head->driver.size() - 1);
   new (base + kPageOffset) SharedPage{};
   ChunkTable::format(base + kTableOffset, geometry.chunks, reserve);
 }
@@ -33,6 +39,11 @@ void require_control(const std::byte* base, const Geometry& geometry) {
   if (head.geometry != geometry) {
     throw AttachError("the control region has another geometry than the socket said");
   }
+}
+
+std::string driver_of(const std::byte* base) {
+  const auto& name = reinterpret_cast<const ControlHead*>(base)->driver;
+  return {name.data(), ::strnlen(name.data(), name.size())};
 }
 
 }  // namespace windrow

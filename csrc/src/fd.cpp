@@ -1,11 +1,33 @@
 #include "windrow/fd.h"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#include <memory>
+#include <string>
 
 #include "windrow/error.h"
 
 namespace windrow {
+namespace {
+
+// Of this process; the limit itself when not even the listing can be opened.
+std::size_t open_descriptors(std::size_t limit) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(::opendir("/proc/self/fd"), &::closedir);
+  if (!folder) {
+    return limit;
+  }
+  std::size_t entries = 0;
+  while (::readdir(folder.get()) != nullptr) {
+    ++entries;
+  }
+  return entries - 3;  // ".", ".." and the listing's own
+}
+
+}  // namespace
 
 void OwnedFd::reset() noexcept {
   if (fd_ >= 0) {
@@ -25,6 +47,28 @@ OwnedFd duplicate_fd(int fd) {
     throw errno_error("duplicating a descriptor");
   }
   return copy;
+}
+
+void require_descriptors(std::size_t more) {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return;
+  }
+  const std::size_t open = open_descriptors(limit.rlim_cur);
+  if (open + more > limit.rlim_cur) {
+    throw Error("RLIMIT_NOFILE is " + std::to_string(limit.rlim_cur) + " and " +
+                std::to_string(open) + " descriptors are open, but " + std::to_string(more) +
+                " more are needed: raise it to at least " + std::to_string(open + more) +
+                " (ulimit -n)");
+  }
+}
+
+std::size_t file_bytes(int fd) {
+  struct stat status{};
+  if (::fstat(fd, &status) != 0) {
+    throw errno_error("looking at descriptor " + std::to_string(fd));
+  }
+  return static_cast<std::size_t>(status.st_size);
 }
 
 }  // namespace windrow

@@ -26,6 +26,19 @@ std::int64_t product(std::int64_t a, std::int64_t b) {
   return result;
 }
 
+void require_granularity(const Geometry& geometry, std::int64_t granularity) {
+  if (geometry.layout != KvLayout::kPerLayer && geometry.layout != KvLayout::kTokenMajor) {
+    throw GeometryError("layout " + std::to_string(static_cast<std::int64_t>(geometry.layout)) +
+                        " is none; use per-layer or token-major");
+  }
+  if (geometry.moving_bytes() % granularity != 0) {
+    const bool whole = geometry.layout == KvLayout::kTokenMajor;
+    throw GeometryError((whole ? "a chunk has " : "block_bytes is ") +
+                        std::to_string(geometry.moving_bytes()) + "; it must be a multiple of " +
+                        std::to_string(granularity));
+  }
+}
+
 }  // namespace
 
 void Geometry::validate(std::int64_t granularity) const {
@@ -39,17 +52,14 @@ void Geometry::validate(std::int64_t granularity) const {
     throw GeometryError("chunks is " + std::to_string(chunks) + "; the table holds at most " +
                         std::to_string(kMostChunks));
   }
-  if (block_bytes % granularity != 0) {
-    throw GeometryError("block_bytes is " + std::to_string(block_bytes) +
-                        "; it must be a multiple of " + std::to_string(granularity));
-  }
+  product(product(product(2, layers), block_bytes), chunks);
+  require_granularity(*this, granularity);
   const std::int64_t entry = product(product(kv_heads, head_dim), dtype_bytes);
   if (block_bytes % entry != 0) {
     throw GeometryError("a block of " + std::to_string(block_bytes) +
                         " bytes does not hold a whole number of tokens of " +
                         std::to_string(entry) + " bytes; choose a multiple of both");
   }
-  product(product(product(2, layers), block_bytes), chunks);
 }
 
 }  // namespace windrow

@@ -119,6 +119,19 @@ std::size_t HostDriver::granularity() const {
   return static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
 }
 
+void HostDriver::require_sealed(int fd) const {
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  if (seals < 0) {
+    throw errno_error("reading the seals of descriptor " + std::to_string(fd));
+  }
+  const bool no_writes = (seals & (F_SEAL_FUTURE_WRITE | F_SEAL_WRITE)) != 0;
+  const bool fixed_size = (seals & F_SEAL_SHRINK) != 0 && (seals & F_SEAL_GROW) != 0;
+  if (!no_writes || !fixed_size) {
+    throw Error("descriptor " + std::to_string(fd) +
+                " is not sealed against writes and changes of size; call seal() first");
+  }
+}
+
 std::unique_ptr<Reservation> HostDriver::reserve(std::size_t bytes) {
   return std::make_unique<HostReservation>(bytes);
 }
@@ -129,11 +142,14 @@ std::unique_ptr<Memory> HostDriver::create(std::size_t bytes, const char* label)
     throw errno_error("creating shared memory");
   }
   if (::ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0) {
-    throw errno_error("sizing shared memory of " + std::to_string(bytes) + " bytes");
+    throw errno_error("sizing shared memory of " + std::to_string(bytes) +
+                      " bytes (make the arena smaller, or raise RLIMIT_FSIZE: ulimit -f)");
   }
   // Allocates every page now: a machine that is short says so here and not as SIGBUS while serving.
   if (::fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes)) != 0) {
-    throw errno_error("allocating " + std::to_string(bytes) + " bytes of shared memory");
+    throw errno_error("allocating " + std::to_string(bytes) +
+                      " bytes of shared memory (make the arena smaller, or give the machine or the "
+                      "control group more memory)");
   }
   if (::fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
     throw errno_error("sealing shared memory");
@@ -154,12 +170,6 @@ std::unique_ptr<Event> HostDriver::copy(std::byte* to, const std::byte* from, st
 Driver& host_driver() {
   static HostDriver driver;
   return driver;
-}
-
-std::unique_ptr<Reservation> map_whole(Driver& driver, const Memory& memory, Access access) {
-  auto reservation = driver.reserve(memory.bytes());
-  reservation->map(0, memory, 0, memory.bytes(), access);
-  return reservation;
 }
 
 }  // namespace windrow

@@ -1,5 +1,6 @@
 #include "windrow/server.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -19,7 +20,7 @@ namespace windrow {
 namespace {
 
 // A pod attaches a worker and perhaps an observer or two; a loop gone wrong must not eat all
-// descriptors of the decode process.
+// descriptors of the decode process, nor keep a worker out.
 constexpr std::size_t kMostPeers = 64;
 constexpr int kAcceptAgainMs = 100;
 
@@ -29,6 +30,22 @@ Reply reply_with(const Geometry& geometry) {
   reply.layout_version = kLayoutVersion;
   reply.geometry = geometry;
   return reply;
+}
+
+// The same memory, to be read only. None where /proc is not mounted: then nobody can look.
+OwnedFd reopen_read_only(const OwnedFd& fd) {
+  const std::string path = "/proc/self/fd/" + std::to_string(fd.get());
+  return OwnedFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+}
+
+std::vector<OwnedFd> in_order(OwnedFd control, std::vector<OwnedFd> blocks) {
+  blocks.insert(blocks.begin(), std::move(control));
+  return blocks;
+}
+
+void refuse(Reply& reply, const std::string& why) {
+  reply.refused = 1;
+  put_text(reply.text, why);
 }
 
 // A thread that takes no signals: they belong to the threads of the program.
@@ -45,13 +62,15 @@ std::thread quiet_thread(Function function) {
 
 }  // namespace
 
-ArenaServer::ArenaServer(std::string path, const Geometry& geometry, OwnedFd arena, OwnedFd control)
+ArenaServer::ArenaServer(std::string path, const Geometry& geometry, OwnedFd control,
+                         std::vector<OwnedFd> blocks, std::map<std::string, SizedFd> named)
     : path_(std::move(path)),
       geometry_(geometry),
-      arena_(std::move(arena)),
-      control_(std::move(control)),
+      shared_(in_order(std::move(control), std::move(blocks))),
+      control_to_look_at_(reopen_read_only(shared_.front())),
       listener_(listen_on(path_)),
-      stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+      stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      named_(std::move(named)) {
   if (!stop_) {
     throw errno_error("making the server's eventfd");
   }
@@ -77,7 +96,7 @@ ArenaServer::~ArenaServer() {
   }
 }
 
-void ArenaServer::add(const std::string& name, OwnedFd fd) {
+void ArenaServer::add(const std::string& name, SizedFd fd) {
   if (name.empty() || name.size() >= sizeof(Request::name)) {
     throw std::invalid_argument("the name '" + name + "' must have 1 to 63 bytes");
   }
@@ -89,6 +108,9 @@ std::vector<pid_t> ArenaServer::peers() const {
   std::vector<pid_t> pids;
   const std::scoped_lock lock(mutex_);
   for (const Peer& peer : peers_) {
+    if (!peer.attached) {
+      continue;
+    }
     // Asked of the socket itself, so that a death shows before the thread has come round to it.
     pollfd entry{.fd = peer.socket.get(), .events = POLLRDHUP, .revents = 0};
     if (::poll(&entry, 1, 0) == 0) {
@@ -136,13 +158,14 @@ void ArenaServer::welcome() {
   }
   try {
     const PeerIdentity identity = identify(socket.get());
-    if (identity.uid != ::geteuid() || peers_.size() >= kMostPeers) {
-      Reply reply = reply_with(geometry_);
-      reply.refused = 1;
-      put_text(reply.text, identity.uid != ::geteuid()
-                               ? "the arena belongs to user " + std::to_string(::geteuid()) +
-                                     "; user " + std::to_string(identity.uid) + " may not attach"
-                               : std::string("the arena has too many peers"));
+    Reply reply = reply_with(geometry_);
+    if (identity.uid != ::geteuid()) {
+      refuse(reply, "the arena belongs to user " + std::to_string(::geteuid()) + "; user " +
+                        std::to_string(identity.uid) + " may not attach");
+    } else if (!make_room()) {
+      refuse(reply, "the arena has " + std::to_string(kMostPeers) + " peers; no more may attach");
+    }
+    if (reply.refused != 0) {
       send_reply(socket.get(), reply, {});
       return;
     }
@@ -154,7 +177,21 @@ void ArenaServer::welcome() {
   }
 }
 
-bool ArenaServer::answer(const Peer& peer) {
+bool ArenaServer::make_room() {
+  if (peers_.size() < kMostPeers) {
+    return true;
+  }
+  const auto idle =
+      std::find_if(peers_.begin(), peers_.end(), [](const Peer& peer) { return !peer.attached; });
+  if (idle == peers_.end()) {
+    return false;
+  }
+  const std::scoped_lock lock(mutex_);
+  peers_.erase(idle);
+  return true;
+}
+
+bool ArenaServer::answer(Peer& peer) {
   const auto request = receive_request(peer.socket.get());
   if (!request) {
     return false;
@@ -162,42 +199,70 @@ bool ArenaServer::answer(const Peer& peer) {
   Reply reply = reply_with(geometry_);
   try {
     if (request->layout_version != kLayoutVersion) {
-      reply.refused = 1;
-      put_text(reply.text, "another layout version");
+      refuse(reply, "another layout version");
       send_reply(peer.socket.get(), reply, {});
-    } else if (request->ask == Ask::kAttach) {
-      send_reply(peer.socket.get(), reply, {arena_.get(), control_.get()});
-    } else {
-      answer_named(peer, *request, reply);
+      return false;
+    }
+    switch (request->ask) {
+      case Ask::kAttach:
+        send_shared(peer, *request, reply);
+        return true;
+      case Ask::kNamed:
+        send_named(peer, *request, reply);
+        return true;
+      case Ask::kInspect:
+        send_control(peer, reply);
+        return true;
     }
   } catch (const Error&) {
-    return false;  // it hung up before it had its answer
+    // It hung up, or does not take what it asked for.
   }
-  return reply.refused == 0 || request->ask == Ask::kNamed;
+  return false;
 }
 
-void ArenaServer::answer_named(const Peer& peer, const Request& request, Reply& reply) {
+void ArenaServer::send_shared(Peer& peer, const Request& request, Reply& reply) {
+  {
+    const std::scoped_lock lock(mutex_);
+    peer.attached = true;
+  }
+  std::vector<int> batch;
+  for (std::size_t i = request.first; i < shared_.size() && batch.size() < kFdsPerMessage; ++i) {
+    batch.push_back(shared_[i].get());
+  }
+  reply.descriptors = shared_.size();
+  send_reply(peer.socket.get(), reply, batch);
+}
+
+void ArenaServer::send_control(const Peer& peer, Reply& reply) {
+  if (!control_to_look_at_) {
+    refuse(reply, "the arena's owner has no /proc and cannot show its control region read-only");
+    send_reply(peer.socket.get(), reply, {});
+    return;
+  }
+  reply.descriptors = 1;
+  send_reply(peer.socket.get(), reply, {control_to_look_at_.get()});
+}
+
+void ArenaServer::send_named(const Peer& peer, const Request& request, Reply& reply) {
   OwnedFd copy;
   std::string known;
   {
     const std::scoped_lock lock(mutex_);
     if (const auto found = named_.find(request.name.data()); found != named_.end()) {
-      copy = found->second.duplicate();
+      copy = found->second.fd.duplicate();
+      reply.named_bytes = found->second.bytes;
     }
     for (const auto& [name, fd] : named_) {
       known += (known.empty() ? "" : ", ") + name;
     }
   }
-  struct stat status{};
-  if (!copy || ::fstat(copy.get(), &status) != 0) {
-    reply.refused = 1;
-    put_text(reply.text, "the arena's owner exports nothing named '" +
-                             std::string(request.name.data()) +
-                             "' (it exports: " + (known.empty() ? "nothing" : known) + ")");
+  if (!copy) {
+    refuse(reply, "the arena's owner exports nothing named '" + std::string(request.name.data()) +
+                      "' (it exports: " + (known.empty() ? "nothing" : known) + ")");
     send_reply(peer.socket.get(), reply, {});
     return;
   }
-  reply.named_bytes = static_cast<std::uint64_t>(status.st_size);
+  reply.descriptors = 1;
   send_reply(peer.socket.get(), reply, {copy.get()});
 }
 

@@ -15,11 +15,14 @@
 #include "windrow/clock.h"
 #include "windrow/control.h"
 #include "windrow/error.h"
+#include "windrow/fd.h"
 
 namespace windrow {
 namespace {
 
-constexpr std::size_t kMostFds = 4;
+constexpr std::size_t kControlBytes = CMSG_SPACE(kFdsPerMessage * sizeof(int));
+// What every release understands: magic and layout version.
+constexpr ssize_t kFirstWords = 16;
 // How long a waiting worker sleeps between looks for a server that has not started yet.
 constexpr auto kConnectEvery = std::chrono::milliseconds(10);
 
@@ -73,7 +76,7 @@ bool send_message(int socket, const void* data, std::size_t bytes, const std::ve
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostFds * sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, kControlBytes> control{};
   if (!fds.empty()) {
     const std::size_t fds_bytes = fds.size() * sizeof(int);
     message.msg_control = control.data();
@@ -159,7 +162,9 @@ void send_reply(int socket, const Reply& reply, const std::vector<int>& fds) {
 std::optional<Request> receive_request(int socket) {
   Request request{};
   const ssize_t got = ::recv(socket, &request, sizeof(request), MSG_DONTWAIT);
-  if (got != static_cast<ssize_t>(sizeof(request)) || request.magic != kMagic) {
+  const bool whole = got == static_cast<ssize_t>(sizeof(request));
+  const bool other = got >= kFirstWords && request.layout_version != kLayoutVersion;
+  if (request.magic != kMagic || !(whole || other)) {
     return std::nullopt;
   }
   request.name.back() = '\0';
@@ -170,7 +175,7 @@ Received receive_reply(int socket, std::int64_t deadline_ns) {
   wait_readable(socket, deadline_ns);
   Received received{};
   iovec part{&received.reply, sizeof(received.reply)};
-  alignas(cmsghdr) std::array<char, CMSG_SPACE(kMostFds * sizeof(int))> control{};
+  alignas(cmsghdr) std::array<char, kControlBytes> control{};
   msghdr message{};
   message.msg_iov = &part;
   message.msg_iovlen = 1;
@@ -183,10 +188,17 @@ Received receive_reply(int socket, std::int64_t deadline_ns) {
     got = ::recvmsg(socket, &message, kFlags);
   }
   received.fds = take_fds(message);
-  if (got != static_cast<ssize_t>(sizeof(received.reply))) {
+  if (got < kFirstWords) {
     throw AttachError("the arena's server hung up; does it run as the same user?");
   }
   require_accepted(received.reply);
+  if (got != static_cast<ssize_t>(sizeof(received.reply))) {
+    throw AttachError("the arena's server sent half an answer");
+  }
+  if ((message.msg_flags & MSG_CTRUNC) != 0) {
+    require_descriptors(received.reply.descriptors - received.fds.size());
+    throw AttachError("descriptors were lost on the arena's socket");
+  }
   return received;
 }
 

@@ -1,8 +1,5 @@
 #include "windrow/weights.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-
 #include <stdexcept>
 #include <string>
 
@@ -35,22 +32,9 @@ void SharedWeights::seal() {
 }
 
 std::shared_ptr<LeasedMapping> map_sealed(Driver& driver, OwnedFd fd, std::size_t bytes) {
-  require_sealed(fd.get());
+  driver.require_sealed(fd.get());
   const auto memory = driver.import_fd(std::move(fd), bytes);
   return std::make_shared<LeasedMapping>(map_whole(driver, *memory, Access::kReadOnly));
-}
-
-void require_sealed(int fd) {
-  const int seals = ::fcntl(fd, F_GET_SEALS);
-  if (seals < 0) {
-    throw errno_error("reading the seals of descriptor " + std::to_string(fd));
-  }
-  const bool no_writes = (seals & (F_SEAL_FUTURE_WRITE | F_SEAL_WRITE)) != 0;
-  const bool fixed_size = (seals & F_SEAL_SHRINK) != 0 && (seals & F_SEAL_GROW) != 0;
-  if (!no_writes || !fixed_size) {
-    throw Error("descriptor " + std::to_string(fd) +
-                " is not sealed against writes and changes of size; call seal() first");
-  }
 }
 
 }  // namespace windrow

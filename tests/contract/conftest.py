@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -10,20 +12,80 @@ from pathlib import Path
 
 import pytest
 
+from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry
 
-GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=8192, chunks=16)
+ROOT = Path(__file__).parents[2]
+TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 RESERVED = 2
 
 
-@pytest.fixture(
-    params=[
-        "host",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skip("no CUDA driver yet")]),
-    ]
-)
+@pytest.fixture(scope="session")
+def standin() -> Path:
+    """The library that stands in for libcuda, built from tests/libcuda_standin."""
+    if shutil.which("cmake", path=TOOLS) is None:
+        pytest.skip("no cmake: make setup brings it")
+    # Kept between runs, so that only what changed is compiled again.
+    build = ROOT / "build" / "libcuda_standin"
+    options = ["-DWINDROW_PYTHON=OFF", "-DWINDROW_CUDA_STANDIN=ON", "-DCMAKE_BUILD_TYPE=Debug"]
+    generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
+    for command in (
+        ["cmake", *generator, *options, "-S", str(ROOT), "-B", str(build)],
+        ["cmake", "--build", str(build), "--target", "cuda_standin", "--parallel", "2"],
+    ):
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PATH": TOOLS},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return build / "tests" / "libcuda_standin" / "libcuda.so.1"
+
+
+@pytest.fixture
+def cuda_standin(standin: Path, monkeypatch) -> Iterator[Path]:
+    """ "cuda" is CUDA's driver over the stand-in, here and in children."""
+    # Read when the stand-in is first opened; children find it as libcuda.so.1.
+    monkeypatch.setenv("WINDROW_STANDIN_GRANULARITY", "4096")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(standin.parent))
+    _core.use_libcuda(str(standin))
+    yield standin
+    _core.use_libcuda("libcuda.so.1")
+
+
+@pytest.fixture
+def gpu() -> str:
+    """The driver of a real GPU; skips where there is none."""
+    try:
+        _core.driver("cuda")
+    except _core.DriverUnavailable as error:
+        pytest.skip(f"no GPU: {error}")
+    return "cuda"
+
+
+@pytest.fixture(params=["host", "standin", pytest.param("cuda", marks=pytest.mark.gpu)])
 def driver(request) -> str:
-    return request.param
+    """The name of a driver: the host's, or CUDA's over the stand-in or over a GPU."""
+    if request.param == "host":
+        return "host"
+    request.getfixturevalue("cuda_standin" if request.param == "standin" else "gpu")
+    return "cuda"
+
+
+@pytest.fixture
+def geometry(request, driver: str) -> Callable[..., Geometry]:
+    """Makes small geometries; on a real GPU the blocks are as small as CUDA knows them."""
+    real = request.node.callspec.params["driver"] == "cuda"
+
+    def make(*, layout: str = "per-layer", **sizes: int) -> Geometry:
+        usual = {"layers": 2, "kv_heads": 2, "head_dim": 32, "dtype_bytes": 4, "chunks": 16}
+        blocks = {"block_bytes": 2 << 20 if real else 8192}
+        return Geometry(**(usual | blocks | sizes), layout=layout)
+
+    return make
 
 
 @pytest.fixture
@@ -34,8 +96,8 @@ def run_dir() -> Iterator[Path]:
 
 
 @pytest.fixture
-def arena(driver: str) -> Iterator[Arena]:
-    made = Arena.create(GEOMETRY, reserved_chunks=RESERVED)
+def arena(driver: str, geometry: Callable[..., Geometry]) -> Iterator[Arena]:
+    made = Arena.create(geometry(), reserved_chunks=RESERVED, driver=driver)
     yield made
     made.check()
     made.close()

@@ -11,6 +11,7 @@ import torch
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry, SharedWeights
+from windrow_sidecar.memory.kv import kv_tensor
 from windrow_sidecar.memory.tensors import arena_tensor, chunk_tensor, typed_view
 
 FREE, KV, LENT, RESERVED, DRAINING = range(5)
@@ -51,15 +52,67 @@ def test_a_geometry_that_makes_no_arena_is_refused(change, message):
         Geometry(**(sound | change))
 
 
-def test_a_reserve_larger_than_the_arena_is_refused(arena):
+def test_a_reserve_larger_than_the_arena_is_refused(arena, driver):
     with pytest.raises(_core.GeometryError, match="reserved_chunks is 99"):
-        Arena.create(arena.geometry, reserved_chunks=99)
+        Arena.create(arena.geometry, reserved_chunks=99, driver=driver)
 
 
 def test_the_arena_starts_free_with_its_reserve_filled(arena):
     assert arena.counts() == (14, 0, 0, 2, 0)
     assert arena.is_owner
-    assert [arena.chunk_offset(i) for i in (0, 1, 15)] == [0, 32768, 15 * 32768]
+
+
+def test_a_workers_chunk_is_one_range_whatever_decodes_is(served):
+    owner, path = served
+    peer = Arena.attach(path)
+    chunk_bytes = owner.geometry.chunk_bytes
+    assert [peer.chunk_offset(i) for i in (0, 1, 15)] == [0, chunk_bytes, 15 * chunk_bytes]
+    assert peer.block_stride == owner.geometry.block_bytes
+    peer.close()
+
+
+@pytest.mark.parametrize("layout", ["per-layer", "token-major"])
+def test_k_and_v_are_found_by_layer_and_slot_in_both_layouts_on_both_sides(
+    driver, geometry, run_dir, layout
+):
+    owner = Arena.create(geometry(layout=layout), reserved_chunks=0, driver=driver)
+    owner.serve(path := str(run_dir / "a.sock"))
+    peer = Arena.attach(path)
+    for layer in (0, 1):
+        for value in (False, True):
+            kv_tensor(owner, layer, torch.float32, value=value).fill_(10 * layer + value)
+    kv_tensor(owner, 1, torch.float32, value=True)[3, 5, 1] = 7
+    for layer in (0, 1):
+        for value in (False, True):
+            seen = kv_tensor(peer, layer, torch.float32, value=value)
+            assert seen.shape == (16, owner.geometry.slots_per_chunk, 2, 32)
+            if (layer, value) == (1, True):
+                assert (seen[3, 5, 1] == 7).all()
+                seen[3, 5, 1] = 11
+            assert (seen == 10 * layer + value).all()
+    del seen
+    peer.close()
+    owner.close()
+
+
+def test_a_layout_that_is_none_is_refused(geometry):
+    with pytest.raises(_core.GeometryError, match="use per-layer or token-major"):
+        geometry(layout="layer-major")
+
+
+@pytest.mark.parametrize("name", ["metal", "cuda:", "cuda:x", ""])
+def test_a_driver_that_is_none_is_refused(name):
+    with pytest.raises(ValueError, match="use host, cuda, or cuda:N"):
+        _core.driver(name)
+
+
+def test_without_a_gpu_cuda_says_what_to_do():
+    _core.use_libcuda("libcuda-that-is-not-there.so")
+    try:
+        with pytest.raises(_core.DriverUnavailable, match="install NVIDIA's driver"):
+            _core.driver("cuda")
+    finally:
+        _core.use_libcuda("libcuda.so.1")
 
 
 def test_tensors_over_the_same_bytes_alias(arena):
@@ -71,11 +124,11 @@ def test_tensors_over_the_same_bytes_alias(arena):
 
 def test_a_chunk_is_seen_as_blocks_of_slots(arena):
     kv = chunk_tensor(arena, 3, torch.float32)
-    assert kv.shape == (4, 32, 2, 32)
-    kv[3, 31] = 7
-    last_row = arena.chunk_offset(4) - 2 * 32 * 4
-    assert (arena_tensor(arena, last_row, (64,), torch.float32) == 7).all()
-    assert chunk_tensor(arena, 3, torch.bfloat16).shape == (4, 4096)
+    assert kv.shape == (4, arena.geometry.slots_per_chunk, 2, 32)
+    kv[3, -1] = 7
+    assert (kv_tensor(arena, 1, torch.float32, value=True)[3, -1] == 7).all()
+    elements = arena.geometry.block_bytes // 2
+    assert chunk_tensor(arena, 3, torch.bfloat16).shape == (4, elements)
 
 
 @pytest.mark.parametrize(("offset", "n_bytes"), [(-1, 1), (0, 0), (0, 1 << 40), (1 << 62, 1 << 62)])
@@ -89,11 +142,8 @@ def test_an_unaligned_tensor_is_refused(arena):
         arena_tensor(arena, 2, (1,), torch.float32)
 
 
-def test_closing_with_live_tensors_names_them(driver, run_dir):
-    arena = Arena.create(
-        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
-        reserved_chunks=0,
-    )
+def test_closing_with_live_tensors_names_them(driver, geometry):
+    arena = Arena.create(geometry(layers=1, chunks=2), reserved_chunks=0, driver=driver)
     tensor = torch.from_dlpack(arena.tensor(4096, 64))
     view = tensor[3:].view(61)
     with pytest.raises(_core.LiveTensorsError, match="1 tensor: 64 bytes at offset 4096"):
@@ -108,11 +158,8 @@ def test_closing_with_live_tensors_names_them(driver, run_dir):
         arena.take_kv()
 
 
-def test_a_tensor_outlives_an_arena_that_was_only_dropped(driver):
-    arena = Arena.create(
-        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
-        reserved_chunks=0,
-    )
+def test_a_tensor_outlives_an_arena_that_was_only_dropped(driver, geometry):
+    arena = Arena.create(geometry(layers=1, chunks=2), reserved_chunks=0, driver=driver)
     tensor, page = torch.from_dlpack(arena.tensor(0, 64)), arena.page
     del arena
     gc.collect()
@@ -232,25 +279,59 @@ print("still alive")
 """
 
 
-def test_a_write_to_shared_weights_kills_the_writer_and_nobody_else(served, child):
+def test_a_write_to_shared_weights_kills_the_writer_and_nobody_else(served, child, driver):
     owner, path = served
-    weights = SharedWeights.create(5000)
+    weights = SharedWeights.create(5000, driver=driver)
     mine = torch.from_dlpack(weights.tensor())
     mine.fill_(3)
     weights.seal()
-    owner.export("weights", weights.fd)
+    owner.export("weights", weights.fd, n_bytes=5000)
     output, errors = (worker := child(CHILD_WRITE, path)).communicate(timeout=60)
     assert output == "5000 15000\n", errors
     assert worker.returncode == -signal.SIGSEGV
     assert mine.sum() == 15000
 
 
-def test_a_parameter_inside_of_weights_is_a_typed_view(served):
+CHILD_SHARE = """
+import sys, torch
+from windrow_sidecar._core import Arena
+def kib(kind):
+    with open("/proc/self/smaps_rollup") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith(kind + ":"))
+before = kib("Pss"), kib("Private_Dirty")
+arena = Arena.attach(sys.argv[1])
+weights = torch.from_dlpack(arena.imported("weights"))
+assert weights.max() == 3
+print(kib("Pss") - before[0], kib("Private_Dirty") - before[1])
+"""
+
+
+def test_shared_weights_are_in_memory_once_however_many_read_them(run_dir, child):
+    size, path = 64 * 2**20, str(run_dir / "a.sock")
+    owner = Arena.create(
+        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
+        reserved_chunks=0,
+    )
+    weights = SharedWeights.create(size)
+    torch.from_dlpack(weights.tensor()).fill_(3)
+    weights.seal()
+    owner.export("weights", weights.fd, n_bytes=size)
+    owner.serve(path)
+    output, errors = child(CHILD_SHARE, path).communicate(timeout=60)
+    assert output, errors
+    share_kib, dirty_kib = map(int, output.split())
+    # Pss counts each page by the part of those that map it: half of them, and nothing of its own.
+    assert share_kib < 0.7 * size / 1024
+    assert dirty_kib < 0.25 * size / 1024
+    owner.close()
+
+
+def test_a_parameter_inside_of_weights_is_a_typed_view(served, driver):
     owner, path = served
-    weights = SharedWeights.create(4096)
+    weights = SharedWeights.create(4096, driver=driver)
     typed_view(weights.tensor(), 64, (2, 3), torch.float32).copy_(torch.ones(2, 3))
     weights.seal()
-    owner.export("w", weights.fd)
+    owner.export("w", weights.fd, n_bytes=4096)
     peer = Arena.attach(path)
     assert torch.equal(typed_view(peer.imported("w"), 64, (2, 3), torch.float32), torch.ones(2, 3))
     with pytest.raises(IndexError, match="not inside"):
@@ -258,16 +339,20 @@ def test_a_parameter_inside_of_weights_is_a_typed_view(served):
     peer.close()
 
 
-def test_unsealed_memory_is_not_exported(served):
-    owner, _ = served
+def test_unsealed_memory_is_not_exported_where_seals_can_be_seen():
+    owner = Arena.create(
+        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
+        reserved_chunks=0,
+    )
     weights = SharedWeights.create(4096)
     with pytest.raises(_core.Error, match="not sealed"):
         owner.export("weights", weights.fd)
+    owner.close()
 
 
-def test_asking_for_weights_that_nobody_exported_names_what_there_is(served):
+def test_asking_for_weights_that_nobody_exported_names_what_there_is(served, driver):
     owner, path = served
-    weights = SharedWeights.create(1)
+    weights = SharedWeights.create(1, driver=driver)
     weights.seal()
     owner.export("base", weights.fd)
     peer = Arena.attach(path)
@@ -276,15 +361,12 @@ def test_asking_for_weights_that_nobody_exported_names_what_there_is(served):
     peer.close()
 
 
-def test_closing_removes_the_socket_and_no_descriptor_is_left(driver, run_dir):
+def test_closing_removes_the_socket_and_no_descriptor_is_left(driver, geometry, run_dir):
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 
     before = descriptors()
-    owner = Arena.create(
-        Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2),
-        reserved_chunks=0,
-    )
+    owner = Arena.create(geometry(layers=1, chunks=2), reserved_chunks=0, driver=driver)
     owner.serve(str(run_dir / "a.sock"))
     peer = Arena.attach(str(run_dir / "a.sock"))
     peer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 
 import hypothesis.strategies as st
@@ -18,15 +19,19 @@ owners = st.integers(1, 3)
 
 
 class TableMachine(RuleBasedStateMachine):
-    """The table and its model side by side. The model is a list of (state, owner)."""
+    """The table and its model side by side: what each chunk is, whose, and how often it moved."""
 
     @initialize(reserve=st.integers(0, 4))
     def create(self, reserve: int) -> None:
         geometry = Geometry(
             layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=CHUNKS
         )
+        self.folder = tempfile.TemporaryDirectory(prefix="wr-")
         self.arena = Arena.create(geometry, reserved_chunks=reserve)
+        self.arena.serve(f"{self.folder.name}/a.sock")
+        self.peer = Arena.attach(f"{self.folder.name}/a.sock")
         self.model = [(FREE, 0)] * CHUNKS
+        self.moves = [0] * CHUNKS
         self.reserve = reserve
         self.balance()
 
@@ -35,15 +40,19 @@ class TableMachine(RuleBasedStateMachine):
             i for i, (state, by) in enumerate(self.model) if state in states and owner in (None, by)
         ]
 
+    def become(self, chunk: int, state: int, owner: int = 0) -> None:
+        self.model[chunk] = (state, owner)
+        self.moves[chunk] += 1
+
     def balance(self) -> None:
         while len(self.having(RESERVED)) < self.reserve and self.having(FREE):
-            self.model[self.having(FREE)[-1]] = (RESERVED, 0)
+            self.become(self.having(FREE)[-1], RESERVED)
         while len(self.having(RESERVED)) > self.reserve:
-            self.model[self.having(RESERVED)[-1]] = (FREE, 0)
+            self.become(self.having(RESERVED)[-1], FREE)
 
     def put_back(self, chunk: int) -> None:
         short = len(self.having(RESERVED)) < self.reserve
-        self.model[chunk] = (RESERVED if short else FREE, 0)
+        self.become(chunk, RESERVED if short else FREE)
 
     @staticmethod
     def refused(call: Callable[[], None]) -> bool:
@@ -59,7 +68,7 @@ class TableMachine(RuleBasedStateMachine):
         expected = candidates[0] if candidates else -1
         assert self.arena.take_kv() == expected
         if candidates:
-            self.model[expected] = (KV, 0)
+            self.become(expected, KV)
 
     @rule(chunk=ids)
     def return_kv(self, chunk: int) -> None:
@@ -80,21 +89,35 @@ class TableMachine(RuleBasedStateMachine):
         expected = self.having(FREE)[::-1][:n]
         assert self.arena.lend(n, owner=owner) == expected
         for chunk in expected:
-            self.model[chunk] = (LENT, owner)
+            self.become(chunk, LENT, owner)
 
     @rule(n=amounts)
     def revoke(self, n: int) -> None:
         expected = self.having(LENT)[:n]
         assert self.arena.revoke(n) == expected
         for chunk in expected:
-            self.model[chunk] = (DRAINING, self.model[chunk][1])
+            self.become(chunk, DRAINING, self.model[chunk][1])
 
     @rule(chunk=ids, owner=owners)
     def give_back(self, chunk: int, owner: int) -> None:
         legal = self.model[chunk] in ((LENT, owner), (DRAINING, owner))
-        assert self.refused(lambda: self.arena.give_back(chunk, owner=owner)) != legal
+        assert self.refused(lambda: self.peer.give_back(chunk, owner=owner)) != legal
         if legal:
             self.put_back(chunk)
+
+    @rule(chunk=ids, owner=owners)
+    def the_peer_makes_none_of_the_owners_moves(self, chunk: int, owner: int) -> None:
+        peer = self.peer
+        assert self.refused(lambda: peer.take_kv())
+        assert self.refused(lambda: peer.return_kv(chunk))
+        assert self.refused(lambda: peer.lend(1, owner=owner))
+        assert self.refused(lambda: peer.revoke(1))
+        assert self.refused(lambda: peer.reclaim(owner))
+
+    @rule()
+    def another_peer_takes_over(self) -> None:
+        self.peer.close()
+        self.peer = Arena.attach(f"{self.folder.name}/a.sock")
 
     @rule(owner=owners)
     def reclaim(self, owner: int) -> None:
@@ -108,14 +131,17 @@ class TableMachine(RuleBasedStateMachine):
         self.arena.check()
         assert list(self.arena.states()) == [state for state, _ in self.model]
         assert [self.arena.chunk(i).owner for i in range(CHUNKS)] == [by for _, by in self.model]
+        assert [self.arena.chunk(i).epoch for i in range(CHUNKS)] == self.moves
         assert self.arena.counts() == tuple(len(self.having(state)) for state in range(5))
         for owner in (1, 2, 3):
-            assert self.arena.held(owner) == self.having(LENT, owner=owner)
-            assert self.arena.draining(owner) == self.having(DRAINING, owner=owner)
+            assert self.peer.held(owner) == self.having(LENT, owner=owner)
+            assert self.peer.draining(owner) == self.having(DRAINING, owner=owner)
 
     def teardown(self) -> None:
         if hasattr(self, "arena"):
+            self.peer.close()
             self.arena.close()
+            self.folder.cleanup()
 
 
 TestTable = TableMachine.TestCase

@@ -13,14 +13,8 @@ import pytest
 from windrow.errors import UserError
 from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
 from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.compute.partition import Partition
 
 UNLIMITED = CgroupLimits(cpus=None, memory_bytes=None)
-
-
-def make_partition(driver: str, threads: list[int]) -> HostPartition:
-    assert driver == "host"
-    return HostPartition.from_affinity(set_threads=threads.append, limits=UNLIMITED)
 
 
 @pytest.fixture
@@ -29,17 +23,12 @@ def threads() -> list[int]:
     return []
 
 
-@pytest.fixture(
-    params=[
-        "host",
-        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skip("no CUDA driver yet")]),
-    ]
-)
-def partition(request, threads) -> Iterator[Partition]:
+@pytest.fixture
+def partition(threads) -> Iterator[HostPartition]:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("a host device needs two cores; this process may use one")
     before = os.sched_getaffinity(0)
-    yield make_partition(request.param, threads)
+    yield HostPartition.from_affinity(set_threads=threads.append, limits=UNLIMITED)
     for name in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(name), before)
 

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <random>
 #include <stdexcept>
 
 #include "shared_memory.h"
@@ -158,32 +161,91 @@ TEST_F(ChunkTableTest, CheckNamesABrokenWord) {
   owner_.check();
 }
 
-// The comment in chunk_table.h, once more, as data: what is legal is exactly this.
-TEST(Transitions, AreTheOnesOfTheWrittenTable) {
-  using enum ChunkState;
-  struct Rule {
-    ChunkState from, to;
-    bool peer;
-  };
-  const std::vector<Rule> rules = {
-      {kFree, kKv, false},   {kReserved, kKv, false},      {kKv, kReserved, false},
-      {kKv, kFree, false},   {kFree, kReserved, false},    {kReserved, kFree, false},
-      {kFree, kLent, false}, {kLent, kDraining, false},    {kLent, kReserved, true},
-      {kLent, kFree, true},  {kDraining, kReserved, true}, {kDraining, kFree, true},
-  };
-  for (const auto from : {kFree, kKv, kLent, kReserved, kDraining}) {
-    for (const auto to : {kFree, kKv, kLent, kReserved, kDraining}) {
-      bool owner = false;
-      bool peer = false;
-      for (const Rule& rule : rules) {
-        const bool matches = rule.from == from && rule.to == to;
-        owner = owner || matches;
-        peer = peer || (matches && rule.peer);
+// A word of each state, and a table of one chunk that holds it.
+class EveryMove : public ::testing::TestWithParam<Side> {
+ protected:
+  static constexpr std::array<ChunkState, kChunkStates> kAll = {
+      ChunkState::kFree, ChunkState::kKv, ChunkState::kLent, ChunkState::kReserved,
+      ChunkState::kDraining};
+
+  static ChunkWord word_in(ChunkState state) {
+    const bool borrowed = state == ChunkState::kLent || state == ChunkState::kDraining;
+    return {.state = state, .owner = borrowed ? 5U : 0U, .epoch = 41};
+  }
+  void put(const ChunkWord& word) { words()[0] = word.pack(); }
+  [[nodiscard]] std::uint64_t* words() const {
+    return reinterpret_cast<std::uint64_t*>(memory_.as<std::byte>() + 2 * kCacheLine);
+  }
+
+  SharedMemory memory_{ChunkTable::bytes(1)};
+  ChunkTable table_{memory_.data(), 1, GetParam()};
+};
+
+TEST_P(EveryMove, IsMadeWhenTheWrittenTableHasItAndIsAnErrorThatChangesNothingWhenNot) {
+  for (const ChunkState from : kAll) {
+    for (const ChunkState to : kAll) {
+      const ChunkWord before = word_in(from);
+      put(before);
+      const bool written =
+          std::any_of(kTransitions.begin(), kTransitions.end(), [&](const Transition& t) {
+            return t.from == from && t.to == to && (t.by_peer || GetParam() == Side::kOwner);
+          });
+      if (written) {
+        EXPECT_TRUE(table_.move(0, before, to, 5));
+        EXPECT_EQ(table_.chunk(0).word.state, to);
+        EXPECT_EQ(table_.chunk(0).word.epoch, before.epoch + 1);
+        EXPECT_NO_THROW(table_.check());
+      } else {
+        EXPECT_THROW(table_.move(0, before, to, 5), OwnershipError) << name_of(from) << name_of(to);
+        EXPECT_EQ(words()[0], before.pack());
       }
-      EXPECT_EQ(is_legal(from, to, Side::kOwner), owner) << name_of(from) << name_of(to);
-      EXPECT_EQ(is_legal(from, to, Side::kPeer), peer) << name_of(from) << name_of(to);
     }
   }
+}
+
+TEST_P(EveryMove, IsRefusedOnceTheWordIsAnother) {
+  const ChunkWord seen = word_in(ChunkState::kLent);
+  ChunkWord now = seen;
+  now.epoch += 2;  // it went and came back
+  put(now);
+  EXPECT_FALSE(table_.move(0, seen, ChunkState::kFree));
+  EXPECT_EQ(words()[0], now.pack());
+}
+
+INSTANTIATE_TEST_SUITE_P(BySide, EveryMove, ::testing::Values(Side::kOwner, Side::kPeer),
+                         [](const auto& side) {
+                           return side.param == Side::kOwner ? "Owner" : "Peer";
+                         });
+
+// A worker has the table mapped writable; whatever it leaves there, decode gets an answer.
+TEST_F(ChunkTableTest, GarbageNeverCrashesHangsOrNamesAChunkThatIsNone) {
+  std::mt19937_64 random(7);
+  auto* words = memory_.as<std::uint64_t>();
+  const auto named = [&](std::int64_t chunk) { return chunk >= -1 && chunk < kChunks; };
+  for (int round = 0; round < 20'000; ++round) {
+    words[random() % (ChunkTable::bytes(kChunks) / sizeof(std::uint64_t))] = random();
+    EXPECT_TRUE(named(owner_.take_kv()));
+    for (const auto& ids : {owner_.lend(3, 9), owner_.revoke(2)}) {
+      EXPECT_TRUE(std::all_of(ids.begin(), ids.end(), named));
+    }
+    EXPECT_LE(owner_.reclaim(9), kChunks);
+    EXPECT_LE(owner_.set_reserve(static_cast<std::int64_t>(random() % kChunks)), kChunks);
+    static_cast<void>(owner_.counts());
+    try {
+      owner_.check();
+    } catch (const Error&) {
+      continue;
+    }
+  }
+}
+
+TEST_F(ChunkTableTest, TakesAChunkWhoseGiverDiedBeforeItCounted) {
+  owner_.set_reserve(0);
+  owner_.lend(kChunks, 5);
+  ASSERT_EQ(owner_.take_kv(), -1);
+  auto* words = reinterpret_cast<std::uint64_t*>(memory_.as<std::byte>() + 2 * kCacheLine);
+  words[6] = ChunkWord{.state = ChunkState::kFree, .owner = 0, .epoch = 9}.pack();
+  EXPECT_EQ(owner_.take_kv(), 6);
 }
 
 }  // namespace

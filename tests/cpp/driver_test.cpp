@@ -1,41 +1,80 @@
-// What every driver promises; the cuda driver joins by one more line in INSTANTIATE.
+// What every driver promises: the host's, CUDA's over the stand-in for libcuda, and CUDA's on a GPU
+// where there is one.
 #include "windrow/driver.h"
 
 #include <gtest/gtest.h>
 
-#include <cstring>
-
+#include "drivers.h"
 #include "windrow/error.h"
 #include "windrow/geometry.h"
-#include "windrow/host_driver.h"
 
 namespace windrow {
 namespace {
 
-class DriverContract : public ::testing::TestWithParam<Driver*> {
+using testing::get;
+using testing::put;
+using testing::Standin;
+
+class DriverContract : public ::testing::TestWithParam<std::string> {
  protected:
-  [[nodiscard]] Driver& driver() const { return *GetParam(); }
+  void SetUp() override {
+    driver_ = testing::driver_of(GetParam());
+    if (driver_ == nullptr) {
+      GTEST_SKIP() << "no GPU, or no libcuda.so.1";
+    }
+    held_before_ = Standin::held();
+  }
+  void TearDown() override {
+    EXPECT_EQ(Standin::violations(), "");
+    EXPECT_EQ(Standin::held(), held_before_);
+  }
+
+  [[nodiscard]] Driver& driver() const { return *driver_; }
   [[nodiscard]] std::size_t page() const { return driver().granularity(); }
+
+ private:
+  Driver* driver_ = nullptr;
+  long long held_before_ = 0;
 };
 
 TEST_P(DriverContract, MemoryIsZeroedAndSeenThroughEveryMapping) {
-  const auto memory = driver().create(4 * page(), "test");
+  const auto memory = driver().create(2 * page(), "test");
   const auto first = map_whole(driver(), *memory, Access::kReadWrite);
   const auto second = map_whole(driver(), *memory, Access::kReadOnly);
-  EXPECT_EQ(first->data()[4 * page() - 1], std::byte{0});
-  first->data()[5] = std::byte{9};
-  EXPECT_EQ(second->data()[5], std::byte{9});
+  EXPECT_EQ(get(driver(), first->data()), std::byte{0});
+  EXPECT_EQ(get(driver(), first->data() + 2 * page() - 1), std::byte{0});
+  put(driver(), first->data() + 5, std::byte{9});
+  EXPECT_EQ(get(driver(), second->data() + 5), std::byte{9});
 }
 
-TEST_P(DriverContract, AReservationMapsPartsAtOffsetsAndUnmapsThem) {
+TEST_P(DriverContract, MemoriesAreMappedSideBySideAndUnmappedOneByOne) {
+  const auto left = driver().create(page(), "test");
+  const auto right = driver().create(page(), "test");
+  const auto range = driver().reserve(3 * page());
+  range->map(0, *left, 0, page(), Access::kReadWrite);
+  range->map(page(), *right, 0, page(), Access::kReadWrite);
+  put(driver(), range->data() + page(), std::byte{3});
+  range->unmap(page(), page());
+  EXPECT_EQ(get(driver(), map_whole(driver(), *right, Access::kReadOnly)->data()), std::byte{3});
+  if (range->space().processors) {
+    EXPECT_DEATH(range->data()[page()] = std::byte{1}, "");
+  }
+  range->map(page(), *right, 0, page(), Access::kReadWrite);
+  EXPECT_EQ(get(driver(), range->data() + page()), std::byte{3});
+}
+
+TEST_P(DriverContract, APartOfAMemoryIsMappedWhereTheDriverSaysSo) {
   const auto memory = driver().create(2 * page(), "test");
   const auto range = driver().reserve(4 * page());
-  range->map(page(), *memory, page(), page(), Access::kReadWrite);
-  range->data()[page()] = std::byte{3};
+  const auto map_part = [&] { range->map(page(), *memory, page(), page(), Access::kReadWrite); };
+  if (!driver().maps_parts()) {
+    EXPECT_THROW(map_part(), Error);
+    return;
+  }
+  map_part();
+  put(driver(), range->data() + page(), std::byte{3});
   const auto whole = map_whole(driver(), *memory, Access::kReadOnly);
-  EXPECT_EQ(whole->data()[page()], std::byte{3});
-  range->unmap(page(), page());
-  EXPECT_DEATH(range->data()[page()] = std::byte{1}, "");
+  EXPECT_EQ(get(driver(), whole->data() + page()), std::byte{3});
 }
 
 TEST_P(DriverContract, MappingOutsideOfTheReservationThrows) {
@@ -45,30 +84,67 @@ TEST_P(DriverContract, MappingOutsideOfTheReservationThrows) {
   EXPECT_THROW(range->unmap(2 * page(), page()), Error);
 }
 
+TEST_P(DriverContract, ASizeThatIsNoMultipleOfTheGranularityIsRoundedUp) {
+  const auto memory = driver().create(page() + 5, "test");
+  EXPECT_EQ(memory->bytes(), page() + 5);
+  const auto mapped = map_whole(driver(), *memory, Access::kReadWrite);
+  EXPECT_EQ(mapped->bytes(), page() + 5);
+  put(driver(), mapped->data() + page() + 4, std::byte{4});
+  EXPECT_EQ(get(driver(), mapped->data() + page() + 4), std::byte{4});
+}
+
 TEST_P(DriverContract, AnExportIsTheSameMemoryAndItsSizeIsChecked) {
   const auto memory = driver().create(page(), "test");
   const auto mapped = map_whole(driver(), *memory, Access::kReadWrite);
-  mapped->data()[0] = std::byte{1};
+  put(driver(), mapped->data(), std::byte{1});
   const auto imported = driver().import_fd(memory->export_fd(), page());
-  EXPECT_EQ(map_whole(driver(), *imported, Access::kReadOnly)->data()[0], std::byte{1});
-  EXPECT_THROW(static_cast<void>(driver().import_fd(memory->export_fd(), 2 * page())), Error);
+  EXPECT_EQ(get(driver(), map_whole(driver(), *imported, Access::kReadOnly)->data()), std::byte{1});
+  const auto map_larger = [&] {
+    const auto larger = driver().import_fd(memory->export_fd(), 2 * page());
+    static_cast<void>(map_whole(driver(), *larger, Access::kReadOnly));
+  };
+  EXPECT_THROW(map_larger(), Error);
+  static_cast<void>(Standin::violations());  // the driver cannot know it before CUDA does
+}
+
+TEST_P(DriverContract, AMappingOutlivesItsMemory) {
+  auto memory = driver().create(page(), "test");
+  const auto mapped = map_whole(driver(), *memory, Access::kReadWrite);
+  memory.reset();
+  put(driver(), mapped->data(), std::byte{6});
+  EXPECT_EQ(get(driver(), mapped->data()), std::byte{6});
 }
 
 TEST_P(DriverContract, SealedMemoryCannotBeMappedWritable) {
   const auto memory = driver().create(page(), "test");
+  const auto before = map_whole(driver(), *memory, Access::kReadWrite);
   memory->seal_writes();
   EXPECT_THROW(static_cast<void>(map_whole(driver(), *memory, Access::kReadWrite)), Error);
   EXPECT_NO_THROW(static_cast<void>(map_whole(driver(), *memory, Access::kReadOnly)));
+  put(driver(), before->data(), std::byte{1});  // what was writable stays so
+  before->map(0, *memory, 0, page(), Access::kReadOnly);
+  EXPECT_EQ(get(driver(), before->data()), std::byte{1});
+  if (before->space().processors) {
+    EXPECT_DEATH(before->data()[0] = std::byte{2}, "");
+  }
 }
 
 TEST_P(DriverContract, ACopyIsThereWhenItsEventIsDone) {
   const auto memory = driver().create(2 * page(), "test");
   const auto mapped = map_whole(driver(), *memory, Access::kReadWrite);
-  std::memset(mapped->data(), 7, page());
+  put(driver(), mapped->data() + page() - 1, std::byte{7});
   const auto event = driver().copy(mapped->data() + page(), mapped->data(), page());
   event->wait();
   EXPECT_TRUE(event->done());
-  EXPECT_EQ(mapped->data()[2 * page() - 1], std::byte{7});
+  EXPECT_EQ(get(driver(), mapped->data() + 2 * page() - 1), std::byte{7});
+}
+
+TEST_P(DriverContract, AMappingThatACopyStillUsesIsTakenDownAfterIt) {
+  const auto memory = driver().create(2 * page(), "test");
+  auto mapped = map_whole(driver(), *memory, Access::kReadWrite);
+  const auto event = driver().copy(mapped->data() + page(), mapped->data(), page());
+  mapped.reset();
+  EXPECT_TRUE(event->done());
 }
 
 TEST_P(DriverContract, FactsNameUnitsAndMemory) {
@@ -78,7 +154,54 @@ TEST_P(DriverContract, FactsNameUnitsAndMemory) {
   EXPECT_GT(facts.memory_bytes, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Host, DriverContract, ::testing::Values(&host_driver()));
+TEST_P(DriverContract, MemoryForTablesIsThatOfProcessors) {
+  const auto memory = driver().host().create(4096, "test");
+  const auto mapped = map_whole(driver().host(), *memory, Access::kReadWrite);
+  EXPECT_TRUE(mapped->space().processors);
+  mapped->data()[0] = std::byte{1};
+}
+
+INSTANTIATE_TEST_SUITE_P(On, DriverContract, ::testing::ValuesIn(testing::driver_names()),
+                         [](const auto& info) { return info.param; });
+
+TEST(CudaDriverTest, AMachineWithoutLibcudaIsToldWhatToDo) {
+  try {
+    const CudaDriver driver("libcuda-that-is-not-there.so", 0);
+    FAIL();
+  } catch (const DriverUnavailable& error) {
+    EXPECT_NE(std::string(error.what()).find("install NVIDIA's driver"), std::string::npos);
+  }
+}
+
+TEST(CudaDriverTest, AGpuThatIsNotThereIsNamed) {
+  EXPECT_THROW(CudaDriver(WINDROW_STANDIN, 7), DriverUnavailable);
+  EXPECT_THROW(CudaDriver(WINDROW_STANDIN, -1), DriverUnavailable);
+}
+
+TEST(CudaDriverTest, MoreMemoryThanTheGpuHasIsAnErrorThatNamesIt) {
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  const auto held = Standin::held();
+  try {
+    static_cast<void>(driver.create(std::size_t{1} << 45, "test"));
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("OUT_OF_MEMORY"), std::string::npos);
+  }
+  EXPECT_EQ(Standin::held(), held);
+}
+
+TEST(CudaDriverTest, TheContextGoesWithTheLastThingThatWasMadeInIt) {
+  const auto before = Standin::counts();
+  {
+    auto driver = std::make_unique<CudaDriver>(WINDROW_STANDIN, 0);
+    const auto memory = driver->create(1, "test");
+    driver.reset();
+    EXPECT_EQ(Standin::counts().contexts, before.contexts + 1);
+  }
+  EXPECT_EQ(Standin::counts().contexts, before.contexts);
+  EXPECT_EQ(Standin::counts().streams, before.streams);
+  EXPECT_EQ(Standin::violations(), "");
+}
 
 TEST(GeometryTest, RefusesSizesThatMakeNoArena) {
   const Geometry sound{2, 2, 32, 4, 4096, 8};

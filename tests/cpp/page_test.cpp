@@ -12,25 +12,18 @@
 #include <thread>
 #include <vector>
 
+#include "filled.h"
 #include "shared_memory.h"
 #include "windrow/clock.h"
 
 namespace windrow {
 namespace {
 
+using testing::filled;
+using testing::is_whole;
 using testing::SharedMemory;
 
 constexpr std::int64_t kSecond = 1'000'000'000;
-
-// A view all of whose words are the same, so that a torn one shows.
-View view_of(std::int64_t n) {
-  return {n, n, n, n, n, n, n, n, n, n, n, n, n, n, n, 0};
-}
-
-bool is_whole(const View& view) {
-  return view.step == view.start_ns && view.step == view.lent_chunks && view.step == view.batch &&
-         view.step == view.steps_over_objective;
-}
 
 // Until the kernel says that the process sleeps: the state stands behind the name in brackets.
 void wait_until_asleep(pid_t pid) {
@@ -49,7 +42,7 @@ class PageTest : public ::testing::Test {
 TEST_F(PageTest, ReadsWhatWasPublishedAndAFreshPageIsZero) {
   EXPECT_EQ(page_.read_view().step, 0);
   EXPECT_EQ(page_.grant_sequence(), 0U);
-  page_.publish_view(view_of(-4));
+  page_.publish_view(filled<View>(-4));
   EXPECT_EQ(page_.read_view().slo_debt_us, -4);
   Offer offer;
   offer.estimates_us = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -61,7 +54,7 @@ TEST_F(PageTest, ReadsWhatWasPublishedAndAFreshPageIsZero) {
 
 TEST_F(PageTest, PublishingAndBeatingAreSignsOfLife) {
   EXPECT_GT(page_.heartbeat_age_ns(Writer::kDecode), 0);
-  page_.publish_view(view_of(1));
+  page_.publish_view(filled<View>(1));
   const std::int64_t at_publication = page_.read_view().heartbeat_ns;
   EXPECT_LT(page_.heartbeat_age_ns(Writer::kDecode), 10 * kSecond);
   page_.beat(Writer::kDecode);
@@ -108,7 +101,7 @@ TEST_F(PageTest, NoReaderEverSeesATornRecord) {
   readers.emplace_back(read);
   readers.emplace_back(read);
   for (int i = 1; i <= kPublications; ++i) {
-    page_.publish_view(view_of(i));
+    page_.publish_view(filled<View>(i));
   }
   done.store(true);
   for (auto& reader : readers) {
@@ -116,6 +109,24 @@ TEST_F(PageTest, NoReaderEverSeesATornRecord) {
   }
   EXPECT_EQ(torn.load(), 0);
   EXPECT_EQ(backwards.load(), 0);
+}
+
+TEST_F(PageTest, NeitherSideSeesATornRecordOfTheOtherWhenBothPublishAtOnce) {
+  constexpr std::int64_t kPublications = 100'000;
+  std::atomic<std::int64_t> torn = 0;
+  std::thread worker([&] {
+    for (std::int64_t n = 1; n <= kPublications; ++n) {
+      page_.publish_offer(filled<Offer>(n));
+      torn += is_whole(page_.read_view()) && is_whole(page_.read_grant()) ? 0 : 1;
+    }
+  });
+  for (std::int64_t n = 1; n <= kPublications; ++n) {
+    page_.publish_view(filled<View>(n));
+    page_.publish_grant(filled<Grant>(n));
+    torn += is_whole(page_.read_offer()) && page_.pause_epoch() == n ? 0 : 1;
+  }
+  worker.join();
+  EXPECT_EQ(torn.load(), 0);
 }
 
 // Ping-pong over both futexes: a single lost wake-up would leave both asleep until the deadline.
@@ -146,7 +157,7 @@ TEST_F(PageTest, AWriterKilledAnywhereLeavesAWholeRecordAndItsSuccessorGoesOn) {
     const pid_t writer = ::fork();
     if (writer == 0) {
       for (std::int64_t n = before + 1;; ++n) {
-        page_.publish_view(view_of(n));
+        page_.publish_view(filled<View>(n));
       }
     }
     while (page_.read_view().step < before + 50 + round) {
@@ -155,7 +166,7 @@ TEST_F(PageTest, AWriterKilledAnywhereLeavesAWholeRecordAndItsSuccessorGoesOn) {
     ::waitpid(writer, nullptr, 0);
     const View last = page_.read_view();
     EXPECT_TRUE(is_whole(last));
-    page_.publish_view(view_of(last.step + 1));
+    page_.publish_view(filled<View>(last.step + 1));
     EXPECT_EQ(page_.read_view().step, last.step + 1);
   }
 }

@@ -8,9 +8,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <cstdlib>
 #include <fstream>
 
+#include "served_arena.h"
 #include "windrow/arena.h"
 #include "windrow/clock.h"
 #include "windrow/control.h"
@@ -21,35 +21,10 @@
 namespace windrow {
 namespace {
 
-constexpr Geometry kGeometry{
-    .layers = 2, .kv_heads = 2, .head_dim = 32, .dtype_bytes = 4, .block_bytes = 4096, .chunks = 8};
-constexpr std::int64_t kSecond = 1'000'000'000;
+using testing::kGeometry;
+using testing::soon;
 
-std::int64_t soon() {
-  return monotonic_ns() + 5 * kSecond;
-}
-
-class ServerTest : public ::testing::Test {
- protected:
-  ServerTest() {
-    std::string name = "/tmp/windrow-XXXXXX";
-    folder_ = ::mkdtemp(name.data());
-    path_ = folder_ + "/arena.sock";
-  }
-  ~ServerTest() override {
-    ::unlink(path_.c_str());
-    ::rmdir(folder_.c_str());
-  }
-
-  std::unique_ptr<Arena> serve() {
-    auto arena = Arena::create(host_driver(), kGeometry, 1);
-    arena->serve(path_);
-    return arena;
-  }
-
-  std::string folder_;
-  std::string path_;
-};
+class ServerTest : public testing::ServedArena {};
 
 TEST_F(ServerTest, APeerSeesTheSameBytesTableAndPage) {
   const auto owner = serve();

@@ -3,7 +3,7 @@
 
 #include <thread>
 
-#include "borrower.h"
+#include "hands.h"
 #include "shared_memory.h"
 #include "windrow/clock.h"
 
@@ -15,7 +15,7 @@ TEST(TableThreads, NoChunkIsEverInTwoHands) {
   constexpr int kSteps = 100'000;
   SharedMemory memory(ChunkTable::bytes(kChunks));
   SharedMemory marks(kChunks * sizeof(std::uint64_t));
-  auto* mark = marks.as<std::atomic<std::uint64_t>>();
+  const Marks mark(marks.data(), sizeof(std::uint64_t));
   ChunkTable::format(memory.data(), kChunks, 2);
 
   std::atomic<bool> done = false;
@@ -33,14 +33,20 @@ TEST(TableThreads, NoChunkIsEverInTwoHands) {
   };
   std::thread first(borrow, 1);
   std::thread second(borrow, 2);
-  Owner owner(ChunkTable(memory.data(), kChunks, Side::kOwner), mark);
+  Owner owner(ChunkTable(memory.data(), kChunks, Side::kOwner), mark, 17);
   for (int i = 0; i < kSteps && failed.load() == 0; ++i) {
     owner.step(1 + i % 2);
+    if (i % 1'000 == 0) {
+      owner.check();
+    }
   }
   done.store(true);
   first.join();
   second.join();
-  owner.table().check();
+  for (const std::int64_t borrower : {1, 2}) {
+    owner.bury(borrower);
+  }
+  owner.check_all_come_home();
 }
 
 // Owner and borrower reach for the same word all the time. Each transition grows its epoch by one,

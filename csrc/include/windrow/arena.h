@@ -3,12 +3,16 @@
 #include <sys/types.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "windrow/blocks.h"
 #include "windrow/chunk_table.h"
+#include "windrow/client.h"
 #include "windrow/driver.h"
 #include "windrow/geometry.h"
 #include "windrow/lease.h"
@@ -29,23 +33,38 @@ class Arena {
   [[nodiscard]] static std::unique_ptr<Arena> create(Driver& driver, const Geometry& geometry,
                                                      std::int64_t reserved_chunks);
   // Waits for a server at `socket_path` until the deadline (CLOCK_MONOTONIC). Throws AttachError.
+  // The driver is asked for by the name of the owner's, and by "host" for table and page.
+  using DriverOf = std::function<Driver&(const std::string& name)>;
+  [[nodiscard]] static std::unique_ptr<Arena> attach(const DriverOf& driver_of,
+                                                     const std::string& socket_path,
+                                                     std::int64_t deadline_ns);
+  // With that driver only; an owner with another one is an AttachError.
   [[nodiscard]] static std::unique_ptr<Arena> attach(Driver& driver, const std::string& socket_path,
                                                      std::int64_t deadline_ns);
 
   [[nodiscard]] const Geometry& geometry() const { return geometry_; }
   [[nodiscard]] bool is_owner() const { return side_ == Side::kOwner; }
+  [[nodiscard]] Driver& driver() const { return *driver_; }
   [[nodiscard]] ChunkTable& table();
   // Shares ownership of the control mapping.
   [[nodiscard]] std::shared_ptr<SharedPage> page() const;
   [[nodiscard]] std::shared_ptr<LeasedMapping> mapping() const;
-  // Byte where a chunk begins. Throws std::out_of_range.
+  // Where the blocks lie; outlives the arena as long as somebody holds it.
+  [[nodiscard]] std::shared_ptr<const Blocks> blocks() const;
+  // Byte of the mapping where a chunk's first block begins. Throws std::out_of_range.
   [[nodiscard]] std::int64_t chunk_offset(std::int64_t chunk) const;
+  // Throws std::out_of_range.
+  [[nodiscard]] KvView kv_view(std::int64_t layer, bool value) const;
 
   // Owner.
   void serve(const std::string& socket_path);
-  // Duplicates the descriptor, which must be sealed against writes (see SharedWeights).
-  void export_named(const std::string& name, int fd);
+  // Duplicates the descriptor, which must be sealed against writes (see SharedWeights). `bytes` is
+  // the memory's size; 0: as large as the file.
+  void export_named(const std::string& name, int fd, std::size_t bytes = 0);
   [[nodiscard]] std::vector<pid_t> peers() const;
+
+  // Peer: false once the owner has died or closed; a heartbeat that stops may be a pause only.
+  [[nodiscard]] bool owner_lives() const;
 
   // Peer: maps what the owner exported under that name, read-only; once, however often asked.
   [[nodiscard]] std::shared_ptr<LeasedMapping> imported(const std::string& name);
@@ -56,22 +75,22 @@ class Arena {
   void close();
 
  private:
-  Arena(Driver& driver, const Geometry& geometry, Side side, std::unique_ptr<Memory> blocks,
-        std::unique_ptr<Memory> control);
+  Arena(Driver& driver, const Geometry& geometry, Side side, std::unique_ptr<Blocks> blocks,
+        std::unique_ptr<Memory> control, std::unique_ptr<Reservation> mapped_control);
   void require_open() const;
   void require_owner(const char* call) const;
+  void require_peer(const char* call) const;
 
   Driver* driver_;
   Geometry geometry_;
   Side side_;
-  std::unique_ptr<Memory> blocks_memory_;
+  std::shared_ptr<const Blocks> blocks_;  // null once closed
   std::unique_ptr<Memory> control_memory_;
-  std::shared_ptr<LeasedMapping> blocks_;
   std::shared_ptr<LeasedMapping> control_;
   std::unique_ptr<ChunkTable> table_;
-  std::map<std::string, OwnedFd> exported_;  // until there is a server to hand them to
+  std::map<std::string, SizedFd> exported_;  // until there is a server to hand them to
   std::unique_ptr<ArenaServer> server_;
-  OwnedFd connection_;  // peer: open as long as it is attached
+  std::optional<ArenaClient> client_;  // peer: as long as it is attached
   std::map<std::string, std::shared_ptr<LeasedMapping>> imported_;
 };
 

@@ -4,76 +4,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
 #include "windrow/seqlock.h"
+#include "windrow/transitions.h"
 
 namespace windrow {
-
-enum class ChunkState : std::uint8_t {
-  kFree = 0,
-  kKv = 1,
-  kLent = 2,
-  kReserved = 3,
-  kDraining = 4
-};
-inline constexpr std::size_t kChunkStates = 5;
-[[nodiscard]] std::string_view name_of(ChunkState state);
-
-// Who acts: the owner is decode, the peer is the worker that borrows.
-enum class Side : std::uint8_t { kOwner, kPeer };
-
-// The written table of legal transitions.
-//
-//   from      to        who          call               meaning
-//   FREE      KV        owner        take_kv            decode stores tokens here
-//   RESERVED  KV        owner        take_kv            ... when nothing is FREE
-//   KV        RESERVED  owner        return_kv          while the reserve is short
-//   KV        FREE      owner        return_kv
-//   FREE      RESERVED  owner        set_reserve, lend  the reserve fills before anything is lent
-//   RESERVED  FREE      owner        set_reserve        the reserve is larger than asked
-//   FREE      LENT      owner        lend               the worker may use it
-//   LENT      DRAINING  owner        revoke             the worker shall give it back
-//   LENT      RESERVED  peer, owner  give_back, reclaim while the reserve is short
-//   LENT      FREE      peer, owner  give_back, reclaim
-//   DRAINING  RESERVED  peer, owner  give_back, reclaim while the reserve is short
-//   DRAINING  FREE      peer, owner  give_back, reclaim
-//
-// All else is an OwnershipError and changes nothing. Each transition is one compare-and-swap of
-// one word, so there is no moment in which a death leaves the table wrong:
-//   - owner dies: decode is gone and its arena with it; a borrower keeps a valid mapping until it
-//     unmaps, and sees the heartbeat stop and the socket close.
-//   - peer dies holding LENT or DRAINING chunks: they stay so until the owner calls reclaim with
-//     the dead borrower's epoch. It must know the process to be dead: a swap fences the table, not
-//     stray writes.
-//   - peer dies between its swap and the note that something became FREE: take_kv looks over the
-//     whole table before it says "none", so the note is a hint only.
-//   - `since_ns` is written after the swap: display may show an old time for an instant, or for
-//   ever
-//     if its writer died there.
-// Two processes may give back at once and overfill the reserve by one each; the owner's next
-// set_reserve or lend moves the surplus to FREE.
-[[nodiscard]] constexpr bool is_legal(ChunkState from, ChunkState to, Side side) {
-  using enum ChunkState;
-  const bool returned = to == kFree || to == kReserved;
-  if (from == kLent || from == kDraining) {
-    return returned || (from == kLent && to == kDraining && side == Side::kOwner);
-  }
-  if (side == Side::kPeer) {
-    return false;
-  }
-  switch (from) {
-    case kFree:
-      return to == kKv || to == kReserved || to == kLent;
-    case kReserved:
-      return to == kKv || to == kFree;
-    case kKv:
-      return returned;
-    default:
-      return false;
-  }
-}
 
 // One chunk's word, unpacked. `epoch` grows with every transition (and wraps), so a
 // compare-and-swap never mistakes a chunk that came back to the same state for one that never left
@@ -97,10 +33,23 @@ struct ChunkInfo {
 
 using Counts = std::array<std::int64_t, kChunkStates>;
 
-// One process's view of the table in shared memory. It does not own the memory. One thread at a
-// time for each instance; instances of other processes work at the same time. No call blocks, makes
-// a system call or, save those that return a vector, allocates. Ids outside the table throw
-// std::out_of_range; negative amounts and owners that are no job epoch, std::invalid_argument.
+// One process's view of the table of owners in shared memory; transitions.h says what may become
+// of a chunk by whose hand. It does not own the memory.
+//
+// Thread: one at a time for each instance; instances of other processes work at the same time. No
+// call blocks, makes a system call or, save those that return a vector, allocates.
+// Errors: an illegal transition is an OwnershipError; ids outside the table throw
+// std::out_of_range; negative amounts and owners that are no job epoch, std::invalid_argument. What
+// throws has changed nothing.
+// Death: the peer may die at any instruction. What it borrowed stays LENT or DRAINING until the
+// owner calls reclaim with its epoch, and the owner must know the process to be dead by then: a
+// swap fences the table, not stray writes. `since_ns` is written after the swap, so display may
+// show an old time for an instant, or until the next transition if its writer died between.
+// Trust: the peer can write garbage here. No call of the owner crashes, hangs or names a chunk that
+// is none because of it; check() finds it.
+//
+// Two peers may give back at once and overfill the reserve by one each; the owner's next
+// set_reserve or lend moves the surplus to FREE.
 class ChunkTable {
  public:
   // Bytes that a table of that many chunks takes.
@@ -127,6 +76,10 @@ class ChunkTable {
   [[nodiscard]] std::vector<std::int64_t> held_in(ChunkState state, std::int64_t owner) const;
   void give_back(std::int64_t chunk, std::int64_t owner);
 
+  // The one step that all others are made of: a compare-and-swap of the chunk's word from what was
+  // seen. False: it has changed meanwhile. `owner` is the borrower of a chunk that becomes LENT.
+  bool move(std::int64_t chunk, const ChunkWord& seen, ChunkState to, std::int64_t owner = 0);
+
   // Throws Error with the first broken invariant: a word that no transition can make.
   void check() const;
 
@@ -134,17 +87,22 @@ class ChunkTable {
   // The head of the table; the words follow on their own cache lines, then the times.
   struct Head {
     alignas(kCacheLine) std::atomic<std::int64_t> reserve_target;
-    alignas(kCacheLine) std::atomic<std::uint64_t> freed;  // counts transitions to FREE
+    alignas(kCacheLine) std::atomic<std::uint64_t> homed;  // counts those to FREE and RESERVED
   };
   static_assert(sizeof(Head) == 2 * kCacheLine);
 
+  // Below `from` no chunk had the state when `homed` had the value `seen`.
+  struct Hint {
+    std::int64_t from = 0;
+    std::uint64_t seen = 0;
+  };
+
   [[nodiscard]] ChunkWord load(std::int64_t chunk) const;
   bool swap(std::int64_t chunk, const ChunkWord& seen, ChunkState to, std::uint32_t owner);
-  void put_back(std::int64_t chunk, ChunkWord seen);
   [[nodiscard]] std::int64_t count(ChunkState state) const;
+  [[nodiscard]] std::int64_t reserve_target() const;
   [[nodiscard]] ChunkState destination() const;
-  [[nodiscard]] std::int64_t find_first(ChunkState state, std::int64_t from) const;
-  std::int64_t take_first(ChunkState state, std::int64_t from);
+  std::int64_t take_first(ChunkState state, Hint& hint);
   void balance_reserve();
   void require_owner(const char* call) const;
   void require_id(std::int64_t chunk) const;
@@ -154,9 +112,8 @@ class ChunkTable {
   std::atomic<std::int64_t>* since_ns_;
   std::int64_t chunks_;
   Side side_;
-  // Owner only: below this id nothing was FREE when `freed` had this value.
-  std::int64_t lowest_free_hint_ = 0;
-  std::uint64_t freed_seen_ = 0;
+  Hint free_;  // owner only, as is the next
+  Hint reserved_;
 };
 
 }  // namespace windrow

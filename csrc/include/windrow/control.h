@@ -1,7 +1,10 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 #include "windrow/geometry.h"
 #include "windrow/page.h"
@@ -10,7 +13,7 @@ namespace windrow {
 
 // Of everything that two processes read from the same memory or say over the socket. Any change of
 // a size, an offset or a meaning raises it; a peer of another version is refused.
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 3;
 inline constexpr std::uint64_t kMagic = 0x31776F72646E6977;  // "windrow1"
 
 // The head of the control region: the second memfd, which holds the page and the chunk table.
@@ -20,20 +23,25 @@ struct alignas(kCacheLine) ControlHead {
   std::uint32_t layout_version;
   std::uint32_t reserved;
   Geometry geometry;
+  std::array<char, 16> driver;  // the owner's, by name: where the blocks lie
 };
-static_assert(sizeof(ControlHead) == 64);
+static_assert(sizeof(ControlHead) == 128);
 
 inline constexpr std::size_t kPageOffset = sizeof(ControlHead);
 inline constexpr std::size_t kTableOffset = kPageOffset + sizeof(SharedPage);
-static_assert(kPageOffset == 64 && kTableOffset == 1728);
+static_assert(kPageOffset == 128 && kTableOffset == 1792);
 
 // Bytes of a control region, a multiple of the granularity.
 [[nodiscard]] std::size_t control_bytes(std::int64_t chunks, std::size_t granularity);
 
 // Makes head, page and table in zeroed memory.
-void format_control(std::byte* base, const Geometry& geometry, std::int64_t reserve);
+void format_control(std::byte* base, const Geometry& geometry, std::int64_t reserve,
+                    std::string_view driver);
 
 // Throws AttachError where the region is not what this build reads.
 void require_control(const std::byte* base, const Geometry& geometry);
+
+// The name of the driver on which a sound control region's owner made its blocks.
+[[nodiscard]] std::string driver_of(const std::byte* base);
 
 }  // namespace windrow

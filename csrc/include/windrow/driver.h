@@ -21,6 +21,12 @@ struct DeviceFacts {
   std::int64_t memory_bytes = 0;      // in all, whoever uses it
 };
 
+// Who can read an address: every processor, or the device of that number only.
+struct MemorySpace {
+  bool processors = true;
+  int device = 0;
+};
+
 // Physical memory with an exportable handle. Owned; freed when it and its mappings are gone.
 class Memory {
  public:
@@ -28,7 +34,9 @@ class Memory {
   [[nodiscard]] virtual std::size_t bytes() const = 0;
   // A descriptor that another process can import. Throws Error.
   [[nodiscard]] virtual OwnedFd export_fd() const = 0;
-  // From now on nobody can make a new writable mapping of it; those that exist stay. For good.
+  // From now on no new writable mapping of it is made; those that exist stay. For good. The host's
+  // kernel holds every process to it; CUDA knows nothing like it, so there it binds this object
+  // only and an importer must keep to read-only mappings by itself.
   virtual void seal_writes() = 0;
 };
 
@@ -41,10 +49,14 @@ class Reservation {
   [[nodiscard]] virtual std::size_t bytes() const = 0;
   // Backs [offset, offset + bytes) with memory from `memory_offset` on; offsets are multiples of
   // the granularity, and so are sizes, save that of a range that ends where the reservation ends.
-  // Resident when it returns: no first touch is paid later. Throws Error.
+  // Resident when it returns: no first touch is paid later. The same memory again at the same place
+  // changes its access. Throws Error.
   virtual void map(std::size_t offset, const Memory& memory, std::size_t memory_offset,
                    std::size_t bytes, Access access) = 0;
+  // A range that was mapped by one call.
   virtual void unmap(std::size_t offset, std::size_t bytes) = 0;
+  // Of what is mapped at its beginning. Throws Error.
+  [[nodiscard]] virtual MemorySpace space() const { return {}; }
 };
 
 // A point in a stream of copies. One thread at a time.
@@ -68,12 +80,20 @@ class Driver {
   [[nodiscard]] virtual DeviceFacts facts() const = 0;
   // What offsets within memory and mappings are multiples of, in bytes.
   [[nodiscard]] virtual std::size_t granularity() const = 0;
+  // Whether a mapping may cover part of a memory. Where not (CUDA), whatever is to be mapped or
+  // handed over alone is a memory of its own.
+  [[nodiscard]] virtual bool maps_parts() const { return true; }
+  // The driver of memory that processors write: tables and pages that two processes share.
+  [[nodiscard]] virtual Driver& host() { return *this; }
+  // Throws Error unless the descriptor is memory that nobody can map writable any more. Where the
+  // device has no such promise to look at, there is nothing to check.
+  virtual void require_sealed(int fd) const = 0;
   [[nodiscard]] virtual std::unique_ptr<Reservation> reserve(std::size_t bytes) = 0;
   // Zeroed memory of a fixed size. `label` shows in the system's own listings.
   [[nodiscard]] virtual std::unique_ptr<Memory> create(std::size_t bytes, const char* label) = 0;
   // Memory that another process exported, of exactly that many bytes.
   [[nodiscard]] virtual std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) = 0;
-  // Starts a copy; both ranges are mapped and stay so until the event is done.
+  // Starts a copy; both ranges are mapped, or the caller's own memory, until the event is done.
   [[nodiscard]] virtual std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
                                                     std::size_t bytes) = 0;
 };

@@ -36,6 +36,18 @@ class LiveTensorsError : public Error {
   using Error::Error;
 };
 
+// The device that was asked for cannot be used on this machine. Nothing was opened.
+class DriverUnavailable : public Error {
+ public:
+  using Error::Error;
+};
+
+// An allocation does not fit into the chunks that decode has lent. The message names the budget.
+class BudgetError : public Error {
+ public:
+  using Error::Error;
+};
+
 // `Error` that names the failed call and what errno says. Call it before errno can change.
 [[nodiscard]] Error errno_error(const std::string& what);
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <utility>
 
 namespace windrow {
@@ -33,5 +34,17 @@ class OwnedFd {
 
 // A second descriptor of the file behind `fd`, which stays its owner's. Throws Error.
 [[nodiscard]] OwnedFd duplicate_fd(int fd);
+
+// Throws Error, with the limit that would do, where this process cannot open that many more.
+void require_descriptors(std::size_t more);
+
+// Bytes of the file behind a descriptor. Throws Error.
+[[nodiscard]] std::size_t file_bytes(int fd);
+
+// A descriptor of memory and the memory's size, which CUDA's descriptors do not tell.
+struct SizedFd {
+  OwnedFd fd;
+  std::size_t bytes = 0;
+};
 
 }  // namespace windrow

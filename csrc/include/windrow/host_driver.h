@@ -15,6 +15,7 @@ class HostDriver final : public Driver {
   [[nodiscard]] std::string_view name() const override { return "host"; }
   [[nodiscard]] DeviceFacts facts() const override;
   [[nodiscard]] std::size_t granularity() const override;
+  void require_sealed(int fd) const override;
   [[nodiscard]] std::unique_ptr<Reservation> reserve(std::size_t bytes) override;
   [[nodiscard]] std::unique_ptr<Memory> create(std::size_t bytes, const char* label) override;
   [[nodiscard]] std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) override;

@@ -60,6 +60,7 @@ class SharedPage {
   std::int64_t add(std::size_t counter, std::int64_t n);
 
  private:
+  friend struct PageLayout;
   struct alignas(kCacheLine) Line {
     std::atomic<std::int64_t> heartbeat_ns;
     std::array<std::atomic<std::int64_t>, kCounters / 2> counters;
@@ -74,10 +75,24 @@ class SharedPage {
   std::array<Line, 2> lines_;
 };
 
-static_assert(alignof(SharedPage) == kCacheLine);
-static_assert(sizeof(Seqlock<View>) == 128 + 256);
-static_assert(sizeof(Seqlock<Grant>) == 128 + 256);
-static_assert(sizeof(Seqlock<Offer>) == 128 + 448);
-static_assert(sizeof(SharedPage) == 384 + 384 + 576 + 64 + 256);
+// Where everything lies in the page, in bytes. Each part begins a cache line and has one writer. A
+// change here is a change of the layout: kLayoutVersion grows with it.
+struct PageLayout {
+  static constexpr std::size_t kView = offsetof(SharedPage, view_);
+  static constexpr std::size_t kGrant = offsetof(SharedPage, grant_);
+  static constexpr std::size_t kOffer = offsetof(SharedPage, offer_);
+  static constexpr std::size_t kPauseEpoch = offsetof(SharedPage, pause_epoch_);
+  static constexpr std::size_t kDecodesLine = offsetof(SharedPage, lines_);
+  static constexpr std::size_t kWorkersLine = kDecodesLine + sizeof(SharedPage::Line);
+  static constexpr std::size_t kHeartbeatInLine = offsetof(SharedPage::Line, heartbeat_ns);
+  static constexpr std::size_t kCountersInLine = offsetof(SharedPage::Line, counters);
+};
+static_assert(alignof(SharedPage) == kCacheLine && sizeof(SharedPage) == 1664);
+static_assert(PageLayout::kView == 0 && sizeof(Seqlock<View>) == 128 + 256);
+static_assert(PageLayout::kGrant == 384 && sizeof(Seqlock<Grant>) == 128 + 256);
+static_assert(PageLayout::kOffer == 768 && sizeof(Seqlock<Offer>) == 128 + 448);
+static_assert(PageLayout::kPauseEpoch == 1344);
+static_assert(PageLayout::kDecodesLine == 1408 && PageLayout::kWorkersLine == 1536);
+static_assert(PageLayout::kHeartbeatInLine == 0 && PageLayout::kCountersInLine == 8);
 
 }  // namespace windrow

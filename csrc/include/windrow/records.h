@@ -94,6 +94,38 @@ struct Grant {
   static constexpr auto kNames = std::to_array({WINDROW_GRANT_FIELDS(WINDROW_NAME)});
 };
 
+// The place of each field among the words of its record.
+#define WINDROW_PLACE(name) k_##name,
+struct ViewPlaces {
+  enum : std::size_t { WINDROW_VIEW_FIELDS(WINDROW_PLACE) };
+};
+struct OfferPlaces {
+  enum : std::size_t {
+    WINDROW_OFFER_FIELDS_BEFORE_ESTIMATES(WINDROW_PLACE) k_estimates_us,
+    k_last_estimate = k_estimates_us + kLevelsMax - 1,
+    WINDROW_OFFER_FIELDS_AFTER_ESTIMATES(WINDROW_PLACE)
+  };
+};
+struct GrantPlaces {
+  enum : std::size_t { WINDROW_GRANT_FIELDS(WINDROW_PLACE) };
+};
+
+#define WINDROW_AT(record, name) \
+  static_assert(offsetof(record, name) == record##Places::k_##name * sizeof(std::int64_t));
+#define WINDROW_VIEW_AT(name) WINDROW_AT(View, name)
+#define WINDROW_OFFER_AT(name) WINDROW_AT(Offer, name)
+#define WINDROW_GRANT_AT(name) WINDROW_AT(Grant, name)
+WINDROW_VIEW_FIELDS(WINDROW_VIEW_AT)
+WINDROW_OFFER_FIELDS_BEFORE_ESTIMATES(WINDROW_OFFER_AT)
+WINDROW_OFFER_AT(estimates_us)
+WINDROW_OFFER_FIELDS_AFTER_ESTIMATES(WINDROW_OFFER_AT)
+WINDROW_GRANT_FIELDS(WINDROW_GRANT_AT)
+
+#undef WINDROW_GRANT_AT
+#undef WINDROW_OFFER_AT
+#undef WINDROW_VIEW_AT
+#undef WINDROW_AT
+#undef WINDROW_PLACE
 #undef WINDROW_FIELD
 #undef WINDROW_NAME
 

@@ -38,6 +38,8 @@ class Seqlock {
 
   // Returns the sequence of this publication.
   std::uint64_t publish(const Record& record) {
+    static_assert(offsetof(Seqlock, sequence_) == 0 && offsetof(Seqlock, awaited_) == kCacheLine &&
+                  offsetof(Seqlock, copies_) == 2 * kCacheLine);
     const std::uint64_t next = sequence_.load(std::memory_order_relaxed) + 1;
     const auto words = std::bit_cast<std::array<std::int64_t, kWords>>(record);
     auto& copy = copies_[next % 2];

@@ -21,8 +21,10 @@ namespace windrow {
 // dies, whatever killed it, and so peers() tells who is there. Public calls: any thread.
 class ArenaServer {
  public:
-  // Listens at once; throws AttachError. `arena` and `control` are handed to whoever attaches.
-  ArenaServer(std::string path, const Geometry& geometry, OwnedFd arena, OwnedFd control);
+  // Listens at once; throws AttachError. `control` and `blocks` are handed to whoever attaches,
+  // `named` to who asks by name.
+  ArenaServer(std::string path, const Geometry& geometry, OwnedFd control,
+              std::vector<OwnedFd> blocks, std::map<std::string, SizedFd> named = {});
   ArenaServer(const ArenaServer&) = delete;
   ArenaServer& operator=(const ArenaServer&) = delete;
   // Ends the thread, hangs up on the peers (their mappings stay valid) and removes the socket file.
@@ -30,33 +32,38 @@ class ArenaServer {
 
   // One more descriptor, by name; replaces one of that name. Throws std::invalid_argument where the
   // name is empty or longer than 63 bytes.
-  void add(const std::string& name, OwnedFd fd);
-  // Process ids of the peers that are attached now, ascending.
+  void add(const std::string& name, SizedFd fd);
+  // Process ids of those that are attached now, ascending; who only looks is not among them.
   [[nodiscard]] std::vector<pid_t> peers() const;
 
  private:
   struct Peer {
     OwnedFd socket;
     pid_t pid;
+    bool attached = false;
   };
 
   void run();
   void welcome();
+  // False: there is no room, and everybody there is attached.
+  bool make_room();
   // False: hang up.
-  bool answer(const Peer& peer);
-  void answer_named(const Peer& peer, const Request& request, Reply& reply);
+  bool answer(Peer& peer);
+  void send_shared(Peer& peer, const Request& request, Reply& reply);
+  void send_named(const Peer& peer, const Request& request, Reply& reply);
+  void send_control(const Peer& peer, Reply& reply);
 
   std::string path_;
   Geometry geometry_;
-  OwnedFd arena_;
-  OwnedFd control_;
+  std::vector<OwnedFd> shared_;  // the control region, then the blocks
+  OwnedFd control_to_look_at_;   // read-only
   OwnedFd listener_;
   OwnedFd stop_;  // eventfd
   dev_t file_device_ = 0;
   ino_t file_inode_ = 0;
   mutable std::mutex mutex_;  // guards peers_ and named_
-  std::vector<Peer> peers_;   // changed by the thread only
-  std::map<std::string, OwnedFd> named_;
+  std::vector<Peer> peers_;   // changed by the thread only, the longest there first
+  std::map<std::string, SizedFd> named_;
   std::thread thread_;
 };
 

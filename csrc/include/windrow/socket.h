@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -16,32 +17,43 @@ namespace windrow {
 // What owner and peer say on the arena's socket: SOCK_SEQPACKET, one request, one reply,
 // descriptors beside the reply. The first two words of both never change their place or meaning, so
 // that any two releases can at least tell each other that they do not match.
-enum class Ask : std::uint32_t { kAttach = 1, kNamed = 2 };
+//
+//   kAttach   control region and blocks, in that order: the asker is a peer from now on
+//   kNamed    one exported descriptor
+//   kInspect  the control region, read-only: the asker looks and borrows nothing
+enum class Ask : std::uint32_t { kAttach = 1, kNamed = 2, kInspect = 3 };
 
 struct Request {
   std::uint64_t magic;
   std::uint32_t layout_version;
   Ask ask;
+  std::uint64_t first;        // kAttach: how many descriptors the asker has already
   std::array<char, 64> name;  // kNamed: zero-terminated
 };
-static_assert(sizeof(Request) == 80);
+static_assert(sizeof(Request) == 88 && offsetof(Request, layout_version) == 8);
 
 struct Reply {
   std::uint64_t magic;
   std::uint32_t layout_version;
   std::uint32_t refused;  // 1: `text` says why, no descriptors
   Geometry geometry;
+  std::uint64_t descriptors;  // how many there are in all; ask again for those that are missing
   std::uint64_t named_bytes;  // kNamed: size of the memory
   std::array<char, 256> text;
 };
-static_assert(sizeof(Reply) == 328);
+static_assert(sizeof(Reply) == 344 && offsetof(Reply, layout_version) == 8);
+
+// Linux passes at most 253 descriptors with one message. The asker asks for each batch, so that no
+// more than one is ever on its way: the kernel limits those in flight, too.
+inline constexpr std::size_t kFdsPerMessage = 250;
 
 // Both send without SIGPIPE and never block; they throw AttachError. A request to a server that has
 // hung up is no error yet: its refusal may lie waiting.
 void send_request(int socket, const Request& request);
 void send_reply(int socket, const Reply& reply, const std::vector<int>& fds);
 
-// The next request, or none when the peer hung up or sent something else. Never blocks.
+// The next request, or none when the peer hung up or sent something else. Never blocks. Of another
+// layout version only the first two words mean something. Descriptors sent with it are not taken.
 [[nodiscard]] std::optional<Request> receive_request(int socket);
 
 // Waits for the reply and its descriptors until `deadline_ns` (CLOCK_MONOTONIC). Throws AttachError

@@ -31,7 +31,4 @@ class SharedWeights {
 [[nodiscard]] std::shared_ptr<LeasedMapping> map_sealed(Driver& driver, OwnedFd fd,
                                                         std::size_t bytes);
 
-// Throws Error unless the descriptor is memory that nobody can map writable any more.
-void require_sealed(int fd);
-
 }  // namespace windrow

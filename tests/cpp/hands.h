@@ -1,18 +1,33 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <random>
 #include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "windrow/chunk_table.h"
-#include "windrow/error.h"
 
 namespace windrow::testing {
 
-// Who uses each chunk's memory now, as a real user would leave its mark by writing into it: a chunk
+// Who uses each chunk's memory now, written into it as a real user would leave its mark: a chunk
 // that is given to two at once shows as a mark that is not one's own. 0: nobody.
-using Marks = std::atomic<std::uint64_t>*;
+class Marks {
+ public:
+  Marks(void* memory, std::size_t stride)
+      : memory_(static_cast<std::byte*>(memory)), stride_(stride) {}
+  [[nodiscard]] std::atomic<std::uint64_t>& operator[](std::int64_t chunk) const {
+    return *reinterpret_cast<std::atomic<std::uint64_t>*>(
+        memory_ + static_cast<std::size_t>(chunk) * stride_);
+  }
+
+ private:
+  std::byte* memory_;
+  std::size_t stride_;
+};
+
 inline constexpr std::uint64_t kDecodeMark = ~0ULL;
 
 inline void expect_mark(std::uint64_t found, std::uint64_t expected) {
@@ -28,17 +43,22 @@ class Borrower {
   Borrower(ChunkTable table, Marks marks, std::int64_t epoch)
       : table_(table), marks_(marks), epoch_(epoch), random_(static_cast<unsigned>(epoch)) {}
 
-  void step() {
+  // How many chunks it gave back.
+  int step() {
+    int given = 0;
     for (const auto chunk : table_.held_in(ChunkState::kLent, epoch_)) {
       use(chunk);
       if (random_() % 4 == 0) {
         give_back(chunk);
+        ++given;
       }
     }
     for (const auto chunk : table_.held_in(ChunkState::kDraining, epoch_)) {
       use(chunk);
       give_back(chunk);
+      ++given;
     }
+    return given;
   }
 
  private:
@@ -61,8 +81,13 @@ class Borrower {
 // Decode: random calls of every kind. Knows what it holds as KV.
 class Owner {
  public:
-  Owner(ChunkTable table, Marks marks) : table_(table), marks_(marks) {}
+  Owner(ChunkTable table, Marks marks, unsigned seed)
+      : table_(table),
+        marks_(marks),
+        epochs_(static_cast<std::size_t>(table.chunks())),
+        random_(seed) {}
 
+  // Lends to that borrower.
   void step(std::int64_t borrower) {
     switch (random_() % 8) {
       case 0:
@@ -82,7 +107,6 @@ class Owner {
         break;
       default:
         table_.set_reserve(static_cast<std::int64_t>(random_() % 4));
-        table_.check();
     }
   }
 
@@ -96,11 +120,56 @@ class Owner {
     table_.reclaim(borrower);
   }
 
-  [[nodiscard]] const std::vector<std::int64_t>& kv() const { return kv_; }
-  [[nodiscard]] ChunkTable& table() { return table_; }
-  [[nodiscard]] unsigned random() { return static_cast<unsigned>(random_()); }
+  // Throws with the first invariant that does not hold, borrowers at work or not.
+  void check() {
+    table_.check();
+    std::size_t kv = 0;
+    for (std::int64_t i = 0; i < table_.chunks(); ++i) {
+      const ChunkWord word = table_.chunk(i).word;
+      kv += word.state == ChunkState::kKv ? 1 : 0;
+      check_mark(i, word);
+      auto& epoch = epochs_[static_cast<std::size_t>(i)];
+      if (static_cast<std::int32_t>(word.epoch - epoch) < 0) {
+        throw std::runtime_error("the epoch of chunk " + std::to_string(i) + " went back");
+      }
+      epoch = word.epoch;
+    }
+    if (kv != kv_.size()) {
+      throw std::runtime_error(std::to_string(kv) + " chunks are KV; decode took " +
+                               std::to_string(kv_.size()));
+    }
+  }
+
+  // With every borrower buried, all chunks are home once decode has returned its own.
+  void check_all_come_home() {
+    while (!kv_.empty()) {
+      give_up_one();
+    }
+    check();
+    const Counts counts = table_.counts();
+    const auto home = counts[static_cast<std::size_t>(ChunkState::kFree)] +
+                      counts[static_cast<std::size_t>(ChunkState::kReserved)];
+    if (home != table_.chunks()) {
+      throw std::runtime_error(std::to_string(table_.chunks() - home) + " chunks were lost");
+    }
+  }
 
  private:
+  // Nobody but decode takes a chunk away from where it is home, so what is free has no mark.
+  void check_mark(std::int64_t chunk, const ChunkWord& word) const {
+    const std::uint64_t mark = marks_[chunk].load();
+    switch (word.state) {
+      case ChunkState::kKv:
+        expect_mark(mark, kDecodeMark);
+        break;
+      case ChunkState::kLent:
+      case ChunkState::kDraining:
+        expect_mark(mark == 0 ? word.owner : mark, word.owner);
+        break;
+      default:
+        expect_mark(mark, 0);
+    }
+  }
   void take() {
     const std::int64_t chunk = table_.take_kv();
     if (chunk >= 0) {
@@ -122,8 +191,9 @@ class Owner {
 
   ChunkTable table_;
   Marks marks_;
+  std::vector<std::uint32_t> epochs_;  // as check() last saw them
   std::vector<std::int64_t> kv_;
-  std::minstd_rand random_{17};
+  std::minstd_rand random_;
 };
 
 }  // namespace windrow::testing

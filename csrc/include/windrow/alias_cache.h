@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "windrow/address_ranges.h"
+#include "windrow/chunk_budget.h"
+#include "windrow/chunk_memory.h"
+#include "windrow/driver.h"
+
+namespace windrow {
+
+// Blocks at consecutive addresses: one alias of each, beside decode's own mapping.
+struct Alias {
+  std::byte* address = nullptr;
+  std::vector<BlockId> blocks;
+  std::shared_ptr<const Event> last_use;  // of its last user's stream; unmapped only after it
+};
+
+// Calls of the driver, since the beginning. Runs of blocks that lie side by side in one memory are
+// one call.
+struct MappingCalls {
+  std::int64_t map = 0;
+  std::int64_t unmap = 0;
+  std::int64_t saved = 0;  // map calls that an idle alias made unnecessary
+};
+
+// Maps blocks to consecutive addresses, and keeps what it has mapped.
+//
+// On a GPU mapping a block costs about 40 us and unmapping it 26 (FACTS 2), so an alias that is not
+// used any more stays mapped, also while its chunks are given back: the worker must not touch them
+// then, but when the same blocks are to be had again, the alias serves without a call. Aliases that
+// idle longest are unmapped when their number or the addresses run out. Thread: one at a time.
+class AliasCache {
+ public:
+  // Reserves addresses, several times those of all chunks. Throws Error.
+  AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory);
+  AliasCache(const AliasCache&) = delete;
+  AliasCache& operator=(const AliasCache&) = delete;
+  // Waits for the last users of idle aliases, then unmaps everything.
+  ~AliasCache();
+
+  [[nodiscard]] std::byte* base() const { return range_->data(); }
+  [[nodiscard]] bool contains(const void* address) const {
+    return std::less_equal<>{}(base(), address) && std::less<>{}(address, base() + range_->bytes());
+  }
+
+  // An idle alias of so many blocks all of which `budget` gives for use on `stream` (and takes), or
+  // nullptr. Newest first; looks at a few only.
+  [[nodiscard]] std::unique_ptr<Alias> reuse(std::size_t blocks, ChunkBudget& budget,
+                                             StreamId stream);
+  // Throws Error; nothing is mapped then.
+  [[nodiscard]] std::unique_ptr<Alias> map(std::vector<BlockId> blocks);
+  // Its last user is done when `last_use` is.
+  void idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use);
+  // Unmaps every idle alias.
+  void clear();
+
+  [[nodiscard]] const MappingCalls& calls() const { return calls_; }
+
+ private:
+  using Idle = std::list<std::unique_ptr<Alias>>;
+
+  [[nodiscard]] std::size_t address_bytes(std::size_t blocks) const;
+  [[nodiscard]] std::size_t find_addresses(std::size_t bytes);
+  [[nodiscard]] Backing backing(BlockId block) const;
+  // How many of the blocks from `begin` on lie side by side in one memory.
+  [[nodiscard]] std::size_t run_length(const std::vector<BlockId>& blocks, std::size_t begin) const;
+  // Returns how many calls it took.
+  std::int64_t map_runs(std::size_t offset, const std::vector<BlockId>& blocks);
+  void drop(Idle::iterator alias);
+  void drop_oldest() { drop(idle_.begin()); }
+
+  Driver* driver_;
+  std::shared_ptr<const ChunkMemory> memory_;
+  std::unique_ptr<Reservation> range_;
+  AddressRanges addresses_;
+  Idle idle_;                                                   // oldest first
+  std::map<std::size_t, std::vector<Idle::iterator>> by_size_;  // blocks -> oldest first
+  std::size_t idle_blocks_ = 0;
+  MappingCalls calls_;
+};
+
+}  // namespace windrow

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "windrow/alias_cache.h"
+#include "windrow/allocator_stats.h"
+#include "windrow/chunk_budget.h"
+#include "windrow/chunk_memory.h"
+#include "windrow/driver.h"
+#include "windrow/small_pool.h"
+#include "windrow/streams.h"
+
+namespace windrow {
+
+// A device allocator that lives on lent chunks: the worker's whole torch allocation on CUDA.
+//
+//   below 2 MiB   a SmallPool for each stream
+//   from 2 MiB    whole blocks, of any lent chunks, mapped to consecutive addresses
+//
+// Memory that was freed on a stream is reusable on that stream at once and on others when what ran
+// there has ended; where record_stream named more streams, nowhere before all of them are done.
+// The budget may grow and shrink at any time: a drained chunk is handed out no more, and leaves
+// when its last block is free and quiet.
+//
+// Thread: any; one lock. Decode never waits for it: it holds the lock of this process only.
+class DeviceAllocator {
+ public:
+  // The budget is empty at first. `driver` and `streams` outlive it. Throws GeometryError where
+  // blocks do not divide 2 MiB, Error where addresses cannot be reserved.
+  DeviceAllocator(Driver& driver, Streams& streams, std::shared_ptr<const ChunkMemory> memory);
+  DeviceAllocator(const DeviceAllocator&) = delete;
+  DeviceAllocator& operator=(const DeviceAllocator&) = delete;
+
+  // The budget; errors as ChunkBudget has them. What drain() asks for is complete when
+  // take_quiet() names the chunk: only then may it be given back to decode.
+  void lend(std::int64_t chunk);
+  void drain(std::int64_t chunk);
+  void shrink_to(std::int64_t chunks);
+  [[nodiscard]] std::vector<std::int64_t> take_quiet();
+
+  // Memory for use on `stream`, at least 2 KiB-aligned; nullptr for 0 bytes. Throws BudgetError
+  // that names the budget where it does not suffice, after waiting for what other streams still
+  // use; Error where mapping fails. Nothing has changed then.
+  [[nodiscard]] std::byte* allocate(std::size_t bytes, StreamId stream);
+  // Throws Error where no live allocation begins there.
+  void free(std::byte* address);
+  // The allocation is used on `stream` too. Throws as free().
+  void record_stream(const std::byte* address, StreamId stream);
+
+  // Holds so many blocks of 2 MiB for small requests on `stream` (see sized_for); returns how many
+  // it could get.
+  std::size_t keep_small(std::size_t blocks, StreamId stream);
+  // Gives up everything that is not in use: empty pool blocks, idle aliases.
+  void release_cached();
+
+  // Whether the address is one of its range, used or not.
+  [[nodiscard]] bool contains(const void* address) const { return aliases_.contains(address); }
+  [[nodiscard]] AllocatorStats stats() const;
+  [[nodiscard]] MappingCalls mapping_calls() const;
+  // "budget of 3 chunks of 24.0 MiB, 70.0 MiB of it in use".
+  [[nodiscard]] std::string describe_budget() const;
+  // Throws Error with the first broken invariant. Walks everything: for tests.
+  void check() const;
+
+ private:
+  // The small requests of one stream. Its blocks are aliases like any large tensor.
+  struct StreamPool final : BlockSource {
+    StreamPool(DeviceAllocator& of, StreamId its_stream)
+        : owner(of), stream(its_stream), pool(*this, of.aliases_.base()) {}
+    [[nodiscard]] std::byte* take_block() override;
+    void return_block(std::byte* block) noexcept override;
+
+    DeviceAllocator& owner;
+    StreamId stream;
+    SmallPool pool;
+  };
+  // An alias in use: a large tensor, or a block of a small pool.
+  struct Segment {
+    std::unique_ptr<Alias> alias;
+    StreamId stream = 0;
+    std::size_t requested = 0;   // large
+    StreamPool* pool = nullptr;  // small: whose block it is
+  };
+  struct Size {
+    std::size_t requested;
+    std::size_t rounded;
+    bool is_small;
+  };
+  // Freed, but a recorded stream still uses it.
+  struct Deferred {
+    std::byte* address;
+    std::vector<std::unique_ptr<Event>> events;
+
+    [[nodiscard]] bool done() const;
+  };
+
+  [[nodiscard]] std::size_t slot(const std::byte* address) const;
+  [[nodiscard]] std::size_t blocks_for(std::size_t bytes) const;
+  [[nodiscard]] Size size_of(const std::byte* address) const;
+  [[nodiscard]] StreamPool& pool_of(StreamId stream);
+  [[nodiscard]] std::byte* try_allocate(std::size_t bytes, StreamId stream);
+  [[nodiscard]] std::byte* take_segment(std::size_t bytes, StreamId stream, StreamPool* pool);
+  [[nodiscard]] std::unique_ptr<Alias> find_alias(std::size_t blocks, StreamId stream);
+  void return_segment(std::byte* address);
+  void release(std::byte* address);
+  void release_done();
+  void trim_pools(const StreamPool* except);
+  void wait_for_streams();
+  [[nodiscard]] bool is_deferred(const std::byte* address) const;
+  [[nodiscard]] std::string describe_locked() const;
+
+  mutable std::mutex mutex_;
+  Streams* streams_;
+  std::shared_ptr<const ChunkMemory> memory_;
+  ChunkBudget budget_;
+  AliasCache aliases_;
+  std::unordered_map<std::size_t, Segment> segments_;  // by the slot of 2 MiB in which they begin
+  std::unordered_map<const std::byte*, std::vector<StreamId>> recorded_;
+  std::deque<Deferred> deferred_;
+  AllocatorStats stats_;
+  std::unordered_map<StreamId, std::unique_ptr<StreamPool>> pools_;  // last: returns its segments
+};
+
+}  // namespace windrow

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <string>
+
+#include "windrow/driver.h"
+
+namespace windrow {
+
+// The driver of that name: "host", "cuda" (the first GPU that this process sees) or "cuda:N". Made
+// when first asked for; lives until the process ends. Throws DriverUnavailable, and
+// std::invalid_argument for a name that is none. Any thread.
+[[nodiscard]] Driver& named_driver(const std::string& name);
+
+// Which libcuda "cuda" means from now on, by path or by the loader's name. Any thread.
+void use_libcuda(const std::string& library);
+
+}  // namespace windrow

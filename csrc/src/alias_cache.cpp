@@ -1,0 +1,175 @@
+#include "windrow/alias_cache.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "windrow/error.h"
+#include "windrow/small_pool.h"
+
+namespace windrow {
+namespace {
+
+// Every live byte may have seven idle aliases of other shapes beside it; addresses cost nothing.
+constexpr std::size_t kOvercommit = 8;
+// Linux gives a process 65,530 mappings; a block in an alias may need one of its own.
+constexpr std::size_t kMostIdleBlocks = 16'384;
+constexpr std::size_t kMostLookedAt = 16;
+
+std::size_t round_up(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+std::size_t range_bytes(const ChunkMemory& memory) {
+  const auto blocks = static_cast<std::size_t>(memory.chunks() * memory.blocks_per_chunk());
+  return kOvercommit * round_up(blocks * memory.block_bytes(), kPoolBlockBytes);
+}
+
+}  // namespace
+
+AliasCache::AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory)
+    : driver_(&driver),
+      memory_(std::move(memory)),
+      range_(driver_->reserve(range_bytes(*memory_))),
+      addresses_(range_->bytes()) {}
+
+AliasCache::~AliasCache() {
+  for (const auto& alias : idle_) {
+    if (alias->last_use) {
+      alias->last_use->wait();
+    }
+  }
+}
+
+std::unique_ptr<Alias> AliasCache::reuse(std::size_t blocks, ChunkBudget& budget, StreamId stream) {
+  const auto found = by_size_.find(blocks);
+  if (found == by_size_.end()) {
+    return nullptr;
+  }
+  auto& candidates = found->second;
+  const std::size_t last = candidates.size() - std::min(candidates.size(), kMostLookedAt);
+  for (std::size_t i = candidates.size(); i-- > last;) {
+    const Idle::iterator place = candidates[i];
+    if (budget.take_these((*place)->blocks, stream)) {
+      std::unique_ptr<Alias> alias = std::move(*place);
+      idle_.erase(place);
+      candidates.erase(candidates.begin() + static_cast<std::ptrdiff_t>(i));
+      idle_blocks_ -= blocks;
+      for (std::size_t at = 0; at < blocks; at += run_length(alias->blocks, at)) {
+        ++calls_.saved;
+      }
+      return alias;
+    }
+  }
+  return nullptr;
+}
+
+std::unique_ptr<Alias> AliasCache::map(std::vector<BlockId> blocks) {
+  const std::size_t bytes = address_bytes(blocks.size());
+  auto alias = std::make_unique<Alias>();
+  const std::size_t offset = find_addresses(bytes);
+  try {
+    calls_.map += map_runs(offset, blocks);
+  } catch (...) {
+    addresses_.put(offset, bytes);
+    throw;
+  }
+  alias->address = range_->data() + offset;
+  alias->blocks = std::move(blocks);
+  return alias;
+}
+
+void AliasCache::idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use) {
+  const std::size_t blocks = alias->blocks.size();
+  alias->last_use = std::move(last_use);
+  idle_.push_back(std::move(alias));
+  by_size_[blocks].push_back(std::prev(idle_.end()));
+  idle_blocks_ += blocks;
+  while (idle_blocks_ > kMostIdleBlocks) {
+    drop_oldest();
+  }
+}
+
+void AliasCache::clear() {
+  while (!idle_.empty()) {
+    drop_oldest();
+  }
+}
+
+// Aliases begin where a block of the small pool may begin.
+std::size_t AliasCache::address_bytes(std::size_t blocks) const {
+  return round_up(blocks * memory_->block_bytes(), kPoolBlockBytes);
+}
+
+std::size_t AliasCache::find_addresses(std::size_t bytes) {
+  for (;;) {
+    if (const auto offset = addresses_.take(bytes)) {
+      return *offset;
+    }
+    if (idle_.empty()) {
+      throw Error("no " + std::to_string(bytes) + " addresses side by side are left");
+    }
+    drop_oldest();
+  }
+}
+
+Backing AliasCache::backing(BlockId block) const {
+  return memory_->backing(block / memory_->blocks_per_chunk(), block % memory_->blocks_per_chunk());
+}
+
+std::size_t AliasCache::run_length(const std::vector<BlockId>& blocks, std::size_t begin) const {
+  const Backing first = backing(blocks[begin]);
+  std::size_t length = 1;
+  while (begin + length < blocks.size()) {
+    const Backing next = backing(blocks[begin + length]);
+    if (next.memory != first.memory ||
+        next.offset != first.offset + length * memory_->block_bytes()) {
+      break;
+    }
+    ++length;
+  }
+  return length;
+}
+
+std::int64_t AliasCache::map_runs(std::size_t offset, const std::vector<BlockId>& blocks) {
+  const std::size_t block_bytes = memory_->block_bytes();
+  std::vector<std::pair<std::size_t, std::size_t>> mapped;  // offset, bytes
+  try {
+    for (std::size_t at = 0; at < blocks.size();) {
+      const std::size_t length = run_length(blocks, at);
+      const Backing from = backing(blocks[at]);
+      mapped.reserve(mapped.size() + 1);
+      range_->map(offset + at * block_bytes, *from.memory, from.offset, length * block_bytes,
+                  Access::kReadWrite);
+      mapped.emplace_back(offset + at * block_bytes, length * block_bytes);
+      at += length;
+    }
+  } catch (...) {
+    for (const auto& [begin, bytes] : mapped) {
+      range_->unmap(begin, bytes);
+    }
+    throw;
+  }
+  return std::ssize(mapped);
+}
+
+// Forgotten first: should unmapping fail, its addresses are lost and nobody can reuse them.
+void AliasCache::drop(Idle::iterator place) {
+  const std::unique_ptr<Alias> alias = std::move(*place);
+  const std::size_t blocks = alias->blocks.size();
+  std::erase(by_size_[blocks], place);
+  idle_.erase(place);
+  idle_blocks_ -= blocks;
+  if (alias->last_use) {
+    alias->last_use->wait();  // unmapping under a running kernel is a fault
+  }
+  const auto offset = static_cast<std::size_t>(alias->address - range_->data());
+  for (std::size_t at = 0; at < blocks;) {
+    const std::size_t length = run_length(alias->blocks, at);
+    range_->unmap(offset + at * memory_->block_bytes(), length * memory_->block_bytes());
+    ++calls_.unmap;
+    at += length;
+  }
+  addresses_.put(offset, address_bytes(blocks));
+}
+
+}  // namespace windrow

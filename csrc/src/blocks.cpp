@@ -1,0 +1,117 @@
+#include "windrow/blocks.h"
+
+#include <string>
+
+#include "windrow/error.h"
+
+namespace windrow {
+
+std::size_t memories_of(const Driver& driver, const Geometry& geometry) {
+  if (driver.maps_parts()) {
+    return 1;
+  }
+  return static_cast<std::size_t>(geometry.arena_bytes() / geometry.moving_bytes());
+}
+
+std::unique_ptr<Blocks> Blocks::create(Driver& driver, const Geometry& geometry) {
+  const std::size_t count = memories_of(driver, geometry);
+  const auto bytes = static_cast<std::size_t>(geometry.arena_bytes()) / count;
+  std::vector<std::unique_ptr<Memory>> memories;
+  memories.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    memories.push_back(driver.create(bytes, "windrow-arena"));
+  }
+  const bool by_layer = !driver.maps_parts() && geometry.layout == KvLayout::kPerLayer;
+  return std::unique_ptr<Blocks>(new Blocks(
+      driver, geometry, by_layer ? Order::kByLayer : Order::kByChunk, std::move(memories)));
+}
+
+std::unique_ptr<Blocks> Blocks::import(Driver& driver, const Geometry& geometry,
+                                       std::vector<OwnedFd> fds) {
+  const std::size_t count = memories_of(driver, geometry);
+  if (fds.size() != count) {
+    throw AttachError("the arena has " + std::to_string(fds.size()) + " memories; on the " +
+                      std::string(driver.name()) + " driver this geometry has " +
+                      std::to_string(count) + ": use the owner's driver");
+  }
+  const auto bytes = static_cast<std::size_t>(geometry.arena_bytes()) / count;
+  std::vector<std::unique_ptr<Memory>> memories;
+  memories.reserve(count);
+  for (OwnedFd& fd : fds) {
+    memories.push_back(driver.import_fd(std::move(fd), bytes));
+  }
+  return std::unique_ptr<Blocks>(
+      new Blocks(driver, geometry, Order::kByChunk, std::move(memories)));
+}
+
+Blocks::Blocks(Driver& driver, const Geometry& geometry, Order order,
+               std::vector<std::unique_ptr<Memory>> memories)
+    : geometry_(geometry), order_(order), memories_(std::move(memories)) {
+  map_all(driver);
+}
+
+void Blocks::map_all(Driver& driver) {
+  auto range = driver.reserve(static_cast<std::size_t>(geometry_.arena_bytes()));
+  for (std::size_t i = 0; i < memories_.size(); ++i) {
+    range->map(static_cast<std::size_t>(place_of(i)), *memories_[i], 0, memories_[i]->bytes(),
+               Access::kReadWrite);
+  }
+  mapping_ = std::make_shared<LeasedMapping>(std::move(range));
+}
+
+std::vector<OwnedFd> Blocks::export_fds() const {
+  std::vector<OwnedFd> fds;
+  fds.reserve(memories_.size());
+  for (const auto& memory : memories_) {
+    fds.push_back(memory->export_fd());
+  }
+  return fds;
+}
+
+std::int64_t Blocks::memory_bytes() const {
+  return geometry_.arena_bytes() / static_cast<std::int64_t>(memories_.size());
+}
+
+// Memories are numbered chunk by chunk, whatever the order in which they are mapped.
+std::int64_t Blocks::place_of(std::size_t memory) const {
+  const auto index = static_cast<std::int64_t>(memory);
+  if (order_ == Order::kByChunk) {
+    return index * memory_bytes();
+  }
+  const std::int64_t per_chunk = 2 * geometry_.layers;
+  return block_offset(index / per_chunk, index % per_chunk);
+}
+
+std::int64_t Blocks::block_offset(std::int64_t chunk, std::int64_t block) const {
+  const std::int64_t chunk_stride =
+      order_ == Order::kByLayer ? geometry_.block_bytes : geometry_.chunk_bytes();
+  return chunk * chunk_stride + block * block_stride();
+}
+
+std::int64_t Blocks::block_stride() const {
+  return order_ == Order::kByLayer ? geometry_.chunks * geometry_.block_bytes
+                                   : geometry_.block_bytes;
+}
+
+KvView Blocks::kv_view(std::int64_t layer, bool value) const {
+  const std::int64_t entry = geometry_.entry_bytes();
+  const std::int64_t column = 2 * layer + (value ? 1 : 0);
+  if (geometry_.layout == KvLayout::kTokenMajor) {
+    return {.offset = column * entry,
+            .chunk_stride = geometry_.chunk_bytes(),
+            .slot_stride = 2 * geometry_.layers * entry,
+            .entry_bytes = entry};
+  }
+  return {.offset = block_offset(0, column),
+          .chunk_stride = block_offset(1, 0),
+          .slot_stride = entry,
+          .entry_bytes = entry};
+}
+
+Backing Blocks::backing(std::int64_t chunk, std::int64_t block) const {
+  const std::int64_t at = chunk * geometry_.chunk_bytes() + block * geometry_.block_bytes;
+  return {memories_[static_cast<std::size_t>(at / memory_bytes())].get(),
+          static_cast<std::size_t>(at % memory_bytes())};
+}
+
+}  // namespace windrow

@@ -1,0 +1,338 @@
+#include "windrow/device_allocator.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <unordered_set>
+#include <utility>
+
+#include "windrow/error.h"
+
+namespace windrow {
+namespace {
+
+bool is_small(std::size_t bytes) {
+  return bytes < kPoolBlockBytes;
+}
+
+std::int64_t signed_bytes(std::size_t bytes) {
+  return static_cast<std::int64_t>(bytes);
+}
+
+std::string mebibytes(std::size_t bytes) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
+}  // namespace
+
+DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
+                                 std::shared_ptr<const ChunkMemory> memory)
+    : streams_(&streams),
+      memory_(std::move(memory)),
+      budget_(memory_->chunks(), memory_->blocks_per_chunk()),
+      aliases_(driver, memory_) {
+  if (kPoolBlockBytes % memory_->block_bytes() != 0) {
+    throw GeometryError("blocks of " + std::to_string(memory_->block_bytes()) +
+                        " bytes do not divide the small pool's 2 MiB");
+  }
+}
+
+void DeviceAllocator::lend(std::int64_t chunk) {
+  const std::scoped_lock lock(mutex_);
+  budget_.lend(chunk);
+}
+
+void DeviceAllocator::drain(std::int64_t chunk) {
+  const std::scoped_lock lock(mutex_);
+  budget_.drain(chunk);
+  trim_pools(nullptr);
+}
+
+void DeviceAllocator::shrink_to(std::int64_t chunks) {
+  const std::scoped_lock lock(mutex_);
+  budget_.shrink_to(chunks);
+  trim_pools(nullptr);
+}
+
+std::vector<std::int64_t> DeviceAllocator::take_quiet() {
+  const std::scoped_lock lock(mutex_);
+  if (budget_.draining_chunks() > 0) {
+    release_done();
+    trim_pools(nullptr);
+  }
+  return budget_.take_quiet();
+}
+
+std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
+  const std::scoped_lock lock(mutex_);
+  if (bytes == 0) {
+    return nullptr;
+  }
+  release_done();
+  std::byte* address = try_allocate(bytes, stream);
+  if (address == nullptr) {
+    ++stats_.alloc_retries;
+    wait_for_streams();
+    address = try_allocate(bytes, stream);
+  }
+  if (address == nullptr) {
+    ++stats_.ooms;
+    throw BudgetError("out of memory: " + std::to_string(bytes) + " bytes do not fit into " +
+                      describe_locked() +
+                      "; use a smaller micro-batch or window, or wait until decode lends more");
+  }
+  const Size size = size_of(address);
+  stats_.allocation.add(size.is_small, 1);
+  stats_.requested_bytes.add(size.is_small, signed_bytes(size.requested));
+  stats_.allocated_bytes.add(size.is_small, signed_bytes(size.rounded));
+  stats_.active.add(size.is_small, 1);
+  stats_.active_bytes.add(size.is_small, signed_bytes(size.rounded));
+  return address;
+}
+
+void DeviceAllocator::free(std::byte* address) {
+  const std::scoped_lock lock(mutex_);
+  const Size size = size_of(address);
+  if (const auto recorded = recorded_.find(address); recorded != recorded_.end()) {
+    Deferred deferred{address, {}};
+    for (const StreamId stream : recorded->second) {
+      deferred.events.push_back(streams_->record(stream));
+    }
+    deferred_.push_back(std::move(deferred));
+    recorded_.erase(recorded);
+  } else {
+    release(address);
+  }
+  stats_.allocation.add(size.is_small, -1);
+  stats_.requested_bytes.add(size.is_small, -signed_bytes(size.requested));
+  stats_.allocated_bytes.add(size.is_small, -signed_bytes(size.rounded));
+}
+
+void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
+  const std::scoped_lock lock(mutex_);
+  static_cast<void>(size_of(address));
+  if (segments_.at(slot(address)).stream == stream) {
+    return;
+  }
+  auto& streams = recorded_[address];
+  if (std::ranges::find(streams, stream) == streams.end()) {
+    streams.push_back(stream);
+  }
+}
+
+std::size_t DeviceAllocator::keep_small(std::size_t blocks, StreamId stream) {
+  const std::scoped_lock lock(mutex_);
+  return pool_of(stream).pool.keep(blocks);
+}
+
+void DeviceAllocator::release_cached() {
+  const std::scoped_lock lock(mutex_);
+  release_done();
+  trim_pools(nullptr);
+  aliases_.clear();
+}
+
+AllocatorStats DeviceAllocator::stats() const {
+  const std::scoped_lock lock(mutex_);
+  return stats_;
+}
+
+MappingCalls DeviceAllocator::mapping_calls() const {
+  const std::scoped_lock lock(mutex_);
+  return aliases_.calls();
+}
+
+std::string DeviceAllocator::describe_budget() const {
+  const std::scoped_lock lock(mutex_);
+  return describe_locked();
+}
+
+void DeviceAllocator::check() const {
+  const std::scoped_lock lock(mutex_);
+  std::unordered_set<BlockId> used;
+  std::int64_t reserved = 0;
+  for (const auto& [slot, segment] : segments_) {
+    reserved += signed_bytes(segment.alias->blocks.size() * memory_->block_bytes());
+    for (const BlockId block : segment.alias->blocks) {
+      if (!used.insert(block).second) {
+        throw Error("the allocator is broken: a block lies in two segments");
+      }
+    }
+  }
+  if (std::ssize(used) != budget_.blocks_in_use() ||
+      reserved != stats_.reserved_bytes.all.current) {
+    throw Error("the allocator is broken: its segments are not what its budget says");
+  }
+  for (const auto& [stream, pool] : pools_) {
+    pool->pool.check();
+  }
+}
+
+std::byte* DeviceAllocator::StreamPool::take_block() {
+  return owner.take_segment(kPoolBlockBytes, stream, this);
+}
+
+void DeviceAllocator::StreamPool::return_block(std::byte* block) noexcept {
+  try {
+    owner.return_segment(block);
+  } catch (const std::exception& error) {
+    // Nobody can tell when the block is quiet, so it is never used again.
+    std::fprintf(stderr, "windrow: 2 MiB of lent memory are lost: %s\n", error.what());
+  }
+}
+
+bool DeviceAllocator::Deferred::done() const {
+  return std::ranges::all_of(events, [](const auto& event) { return event->done(); });
+}
+
+std::size_t DeviceAllocator::slot(const std::byte* address) const {
+  return static_cast<std::size_t>(address - aliases_.base()) / kPoolBlockBytes;
+}
+
+std::size_t DeviceAllocator::blocks_for(std::size_t bytes) const {
+  return (bytes + memory_->block_bytes() - 1) / memory_->block_bytes();
+}
+
+DeviceAllocator::Size DeviceAllocator::size_of(const std::byte* address) const {
+  const auto found = segments_.find(slot(address));
+  if (found != segments_.end() && !is_deferred(address)) {
+    const Segment& segment = found->second;
+    if (segment.pool != nullptr) {
+      const std::size_t requested = segment.pool->pool.requested(address);
+      return {requested, std::max(kLeafBytes, std::bit_ceil(requested)), true};
+    }
+    if (segment.alias->address == address) {
+      return {segment.requested, segment.alias->blocks.size() * memory_->block_bytes(), false};
+    }
+  }
+  throw Error("no live allocation begins at that address; was it freed twice?");
+}
+
+DeviceAllocator::StreamPool& DeviceAllocator::pool_of(StreamId stream) {
+  auto& pool = pools_[stream];
+  if (!pool) {
+    pool = std::make_unique<StreamPool>(*this, stream);
+  }
+  return *pool;
+}
+
+// nullptr where the budget does not suffice as things are now.
+std::byte* DeviceAllocator::try_allocate(std::size_t bytes, StreamId stream) {
+  if (is_small(bytes)) {
+    return pool_of(stream).pool.allocate(bytes);
+  }
+  return take_segment(bytes, stream, nullptr);
+}
+
+std::byte* DeviceAllocator::take_segment(std::size_t bytes, StreamId stream, StreamPool* pool) {
+  const std::size_t blocks = blocks_for(bytes);
+  auto alias = find_alias(blocks, stream);
+  if (!alias) {
+    trim_pools(pool);
+    alias = find_alias(blocks, stream);
+  }
+  if (!alias) {
+    return nullptr;
+  }
+  std::byte* address = alias->address;
+  segments_[slot(address)] = {std::move(alias), stream, bytes, pool};
+  stats_.segment.add(pool != nullptr, 1);
+  stats_.reserved_bytes.add(pool != nullptr, signed_bytes(blocks * memory_->block_bytes()));
+  return address;
+}
+
+std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId stream) {
+  if (auto alias = aliases_.reuse(blocks, budget_, stream)) {
+    return alias;
+  }
+  std::vector<BlockId> taken = budget_.take(static_cast<std::int64_t>(blocks), stream);
+  if (taken.empty()) {
+    return nullptr;
+  }
+  try {
+    return aliases_.map(taken);
+  } catch (...) {
+    budget_.untake(taken);
+    throw;
+  }
+}
+
+void DeviceAllocator::return_segment(std::byte* address) {
+  const auto found = segments_.find(slot(address));
+  Segment& segment = found->second;
+  const std::shared_ptr<const Event> last_use = streams_->record(segment.stream);
+  const std::size_t bytes = segment.alias->blocks.size() * memory_->block_bytes();
+  stats_.segment.add(segment.pool != nullptr, -1);
+  stats_.reserved_bytes.add(segment.pool != nullptr, -signed_bytes(bytes));
+  budget_.put(segment.alias->blocks, {segment.stream, last_use});
+  auto alias = std::move(segment.alias);
+  segments_.erase(found);
+  aliases_.idle(std::move(alias), last_use);
+}
+
+// What was freed and is used by no recorded stream any more.
+void DeviceAllocator::release(std::byte* address) {
+  const Size size = size_of(address);
+  if (StreamPool* pool = segments_.at(slot(address)).pool; pool != nullptr) {
+    pool->pool.free(address);
+  } else {
+    return_segment(address);
+  }
+  stats_.active.add(size.is_small, -1);
+  stats_.active_bytes.add(size.is_small, -signed_bytes(size.rounded));
+}
+
+void DeviceAllocator::release_done() {
+  for (auto deferred = deferred_.begin(); deferred != deferred_.end();) {
+    if (!deferred->done()) {
+      ++deferred;
+      continue;
+    }
+    std::byte* address = deferred->address;
+    deferred = deferred_.erase(deferred);
+    release(address);
+  }
+}
+
+void DeviceAllocator::trim_pools(const StreamPool* except) {
+  for (const auto& [stream, pool] : pools_) {
+    if (pool.get() != except) {
+      pool->pool.trim();
+    }
+  }
+}
+
+void DeviceAllocator::wait_for_streams() {
+  ++stats_.sync_all_streams;
+  for (const Deferred& deferred : deferred_) {
+    for (const auto& event : deferred.events) {
+      event->wait();
+    }
+  }
+  release_done();
+  trim_pools(nullptr);
+  budget_.wait_for_fences();
+}
+
+bool DeviceAllocator::is_deferred(const std::byte* address) const {
+  return std::ranges::any_of(deferred_,
+                             [&](const Deferred& deferred) { return deferred.address == address; });
+}
+
+std::string DeviceAllocator::describe_locked() const {
+  const std::size_t block = memory_->block_bytes();
+  const auto chunks = static_cast<std::size_t>(budget_.lent_chunks());
+  const auto per_chunk = static_cast<std::size_t>(budget_.blocks_per_chunk());
+  std::string text = "the budget of " + std::to_string(chunks) + " chunks of " +
+                     mebibytes(per_chunk * block) + ", of which " +
+                     mebibytes(static_cast<std::size_t>(budget_.blocks_in_use()) * block) +
+                     " are in use";
+  if (budget_.draining_chunks() > 0) {
+    text += " (" + std::to_string(budget_.draining_chunks()) + " more chunks drain)";
+  }
+  return text;
+}
+
+}  // namespace windrow

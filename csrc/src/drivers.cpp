@@ -1,0 +1,64 @@
+#include "windrow/drivers.h"
+
+#include <charconv>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <utility>
+
+#include "windrow/cuda_driver.h"
+#include "windrow/host_driver.h"
+
+namespace windrow {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::string library = kLibcuda;
+  std::map<std::pair<std::string, int>, std::unique_ptr<CudaDriver>> drivers;
+};
+
+// Never taken down: arenas may live until the process ends, and so must what they were made with.
+Registry& registry() {
+  static auto* all = new Registry;
+  return *all;
+}
+
+int ordinal_of(const std::string& name) {
+  if (name == "cuda") {
+    return 0;
+  }
+  int ordinal = -1;
+  const char* begin = name.c_str() + (name.rfind("cuda:", 0) == 0 ? 5 : name.size());
+  const char* end = name.c_str() + name.size();
+  const auto [stop, error] = std::from_chars(begin, end, ordinal);
+  if (begin == end || stop != end || error != std::errc{}) {
+    throw std::invalid_argument("there is no driver '" + name +
+                                "': use host, cuda, or cuda:N for GPU N");
+  }
+  return ordinal;
+}
+
+}  // namespace
+
+Driver& named_driver(const std::string& name) {
+  if (name == "host") {
+    return host_driver();
+  }
+  const int ordinal = ordinal_of(name);
+  Registry& all = registry();
+  const std::scoped_lock lock(all.mutex);
+  auto& driver = all.drivers[{all.library, ordinal}];
+  if (!driver) {
+    driver = std::make_unique<CudaDriver>(all.library, ordinal);
+  }
+  return *driver;
+}
+
+void use_libcuda(const std::string& library) {
+  const std::scoped_lock lock(registry().mutex);
+  registry().library = library;
+}
+
+}  // namespace windrow

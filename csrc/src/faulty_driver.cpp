@@ -1,0 +1,83 @@
+#include "windrow/faulty_driver.h"
+
+namespace windrow {
+namespace {
+
+class FaultyMemory final : public Memory {
+ public:
+  FaultyMemory(std::unique_ptr<Memory> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+
+  [[nodiscard]] std::size_t bytes() const override { return inner_->bytes(); }
+  [[nodiscard]] OwnedFd export_fd() const override {
+    return plan_->reach(DriverCall::kExport) ? OwnedFd() : inner_->export_fd();
+  }
+  void seal_writes() override {
+    plan_->reach(DriverCall::kSeal);
+    inner_->seal_writes();
+  }
+  [[nodiscard]] const Memory& inner() const { return *inner_; }
+
+ private:
+  std::unique_ptr<Memory> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
+class FaultyReservation final : public Reservation {
+ public:
+  FaultyReservation(std::unique_ptr<Reservation> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+
+  [[nodiscard]] std::byte* data() const override { return inner_->data(); }
+  [[nodiscard]] std::size_t bytes() const override { return inner_->bytes(); }
+  void map(std::size_t offset, const Memory& memory, std::size_t memory_offset, std::size_t bytes,
+           Access access) override {
+    plan_->reach(DriverCall::kMap);
+    inner_->map(offset, dynamic_cast<const FaultyMemory&>(memory).inner(), memory_offset, bytes,
+                access);
+  }
+  void unmap(std::size_t offset, std::size_t bytes) override {
+    plan_->reach(DriverCall::kUnmap);
+    inner_->unmap(offset, bytes);
+  }
+  [[nodiscard]] MemorySpace space() const override { return inner_->space(); }
+
+ private:
+  std::unique_ptr<Reservation> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
+}  // namespace
+
+FaultyDriver::FaultyDriver(Driver& inner, std::shared_ptr<FaultPlan> plan)
+    : inner_(&inner), plan_(std::move(plan)) {
+  if (&inner_->host() != inner_) {
+    host_.reset(new FaultyDriver(inner_->host(), plan_));
+  }
+}
+
+Driver& FaultyDriver::host() {
+  return host_ ? *host_ : *this;
+}
+
+std::unique_ptr<Reservation> FaultyDriver::reserve(std::size_t bytes) {
+  plan_->reach(DriverCall::kReserve);
+  return std::make_unique<FaultyReservation>(inner_->reserve(bytes), plan_);
+}
+
+std::unique_ptr<Memory> FaultyDriver::create(std::size_t bytes, const char* label) {
+  plan_->reach(DriverCall::kCreate);
+  return std::make_unique<FaultyMemory>(inner_->create(bytes, label), plan_);
+}
+
+std::unique_ptr<Memory> FaultyDriver::import_fd(OwnedFd fd, std::size_t bytes) {
+  plan_->reach(DriverCall::kImport);
+  return std::make_unique<FaultyMemory>(inner_->import_fd(std::move(fd), bytes), plan_);
+}
+
+std::unique_ptr<Event> FaultyDriver::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
+  plan_->reach(DriverCall::kCopy);
+  return inner_->copy(to, from, bytes);
+}
+
+}  // namespace windrow

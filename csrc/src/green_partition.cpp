@@ -1,0 +1,134 @@
+#include "windrow/green_partition.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "smid_kernel.h"
+
+namespace windrow {
+
+class GreenPartition::Share {
+ public:
+  Share(const CudaContext& context, const cuda::GreenCalls& green,
+        std::vector<cuda::DeviceResource> resources)
+      : context_(context), green_(green) {
+    cuda::ResourceDesc desc = nullptr;
+    context_.check(green_.cuDevResourceGenerateDesc(&desc, resources.data(),
+                                                    static_cast<unsigned>(resources.size())),
+                   "describing a share of SMs");
+    context_.check(green_.cuGreenCtxCreate(&green_context_, desc, context_.device(),
+                                           cuda::kGreenDefaultStream),
+                   "creating a green context");
+    const auto made =
+        green_.cuGreenCtxStreamCreate(&stream_, green_context_, cuda::kStreamNonBlocking, 0);
+    if (made != cuda::kSuccess) {
+      green_.cuGreenCtxDestroy(green_context_);
+      context_.check(made, "creating a stream in a green context");
+    }
+    for (const auto& resource : resources) {
+      units_ += static_cast<int>(resource.sm.count);
+    }
+  }
+  // Every SM: a stream of the primary context.
+  Share(const CudaContext& context, const cuda::GreenCalls& green, int units)
+      : context_(context), green_(green), units_(units) {
+    const CudaContext::Current current(context_);
+    context_.check(context_.calls().cuStreamCreate(&stream_, cuda::kStreamNonBlocking),
+                   "creating a stream");
+  }
+  Share(const Share&) = delete;
+  Share& operator=(const Share&) = delete;
+  ~Share() {
+    const CudaContext::Current current(context_);
+    context_.library().check_quietly(context_.calls().cuStreamDestroy(stream_), "cuStreamDestroy");
+    if (green_context_ != nullptr) {
+      context_.library().check_quietly(green_.cuGreenCtxDestroy(green_context_),
+                                       "cuGreenCtxDestroy");
+    }
+  }
+
+  [[nodiscard]] cuda::Stream stream() const { return stream_; }
+  [[nodiscard]] int units() const { return units_; }
+
+ private:
+  const CudaContext& context_;
+  const cuda::GreenCalls& green_;
+  cuda::GreenContext green_context_ = nullptr;
+  cuda::Stream stream_ = nullptr;
+  int units_ = 0;
+};
+
+GreenPartition::GreenPartition(CudaDriver& driver)
+    : driver_(driver), context_(driver.context()), green_(context_->library().green()) {
+  split();
+  if (groups_.size() < 2) {
+    throw DriverUnavailable("the GPU's " + std::to_string(total_units_) + " SMs make " +
+                            std::to_string(groups_.size()) + " group; two are needed to share it");
+  }
+}
+
+GreenPartition::~GreenPartition() = default;
+
+void GreenPartition::split() {
+  cuda::DeviceResource all{};
+  context_->check(green_.cuDeviceGetDevResource(context_->device(), &all, cuda::kResourceSm),
+                  "reading the GPU's SMs");
+  total_units_ = static_cast<int>(all.sm.count);
+  unsigned count = 0;
+  const auto split_into = [&](cuda::DeviceResource* groups, cuda::DeviceResource* rest) {
+    context_->check(
+        green_.cuDevSmResourceSplitByCount(groups, &count, &all, rest, 0, all.sm.min_partition),
+        "splitting the GPU's SMs");
+  };
+  split_into(nullptr, nullptr);
+  groups_.resize(count);
+  cuda::DeviceResource rest{};
+  split_into(groups_.data(), &rest);
+  groups_.resize(count);
+  group_units_ = groups_.empty() ? total_units_ : static_cast<int>(groups_[0].sm.count);
+  // Only resources of one alignment may be described together.
+  if (rest.type == cuda::kResourceSm && !groups_.empty() &&
+      rest.sm.coscheduled_alignment == groups_[0].sm.coscheduled_alignment) {
+    rest_ = rest;
+  }
+}
+
+std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int groups) const {
+  if (side == Side::kFinetune) {
+    return {groups_.end() - groups, groups_.end()};
+  }
+  std::vector<cuda::DeviceResource> taken(groups_.begin(), groups_.begin() + groups);
+  if (rest_) {
+    taken.push_back(*rest_);
+  }
+  return taken;
+}
+
+GreenPartition::Share& GreenPartition::share(Side side, int groups) {
+  if (groups < 1 || groups > this->groups()) {
+    throw std::invalid_argument("a share takes 1 to " + std::to_string(this->groups()) +
+                                " groups of SMs, not " + std::to_string(groups));
+  }
+  auto& share = shares_[{side, groups}];
+  if (!share && groups == this->groups()) {
+    share = std::make_unique<Share>(*context_, green_, total_units_);
+  } else if (!share) {
+    share = std::make_unique<Share>(*context_, green_, resources(side, groups));
+  }
+  return *share;
+}
+
+std::uintptr_t GreenPartition::stream(Side side, int groups) {
+  return reinterpret_cast<std::uintptr_t>(share(side, groups).stream());
+}
+
+int GreenPartition::units(Side side, int groups) {
+  return share(side, groups).units();
+}
+
+std::vector<unsigned> GreenPartition::measure(Side side, int groups) {
+  const Share& measured = share(side, groups);
+  return smids_of(driver_, measured.stream(), measured.units());
+}
+
+}  // namespace windrow

@@ -1,0 +1,118 @@
+"""Let torch on CUDA take all of its memory from lent chunks, through its pluggable allocator.
+
+`install` comes before torch's first allocation. From then on the worker's tensors lie in chunks
+that decode has lent; `LentBudget` follows the table of owners, tasklet by tasklet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from typing import Any
+
+import torch
+
+from windrow.errors import UserError
+from windrow_sidecar import _core
+from windrow_sidecar._core import Arena, DeviceAllocator
+
+log = logging.getLogger(__name__)
+
+_installed: dict[int, DeviceAllocator] = {}
+
+
+class LentBudget:
+    """Keeps an allocator's budget equal to what the table of owners lends to one worker.
+
+    Args:
+        arena: attached, as a peer.
+        owner: the worker's job epoch.
+        allocator: over the same arena.
+    """
+
+    def __init__(self, arena: Arena, owner: int, allocator: DeviceAllocator) -> None:
+        self._arena, self._owner, self._allocator = arena, owner, allocator
+        self._chunks: set[int] = set()
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks are in the budget, those that drain included."""
+        return len(self._chunks)
+
+    def settle(self) -> bool:
+        """Follow the table: take what is lent, drain what is asked back, return what is quiet.
+
+        Belongs between two tasklets. Never waits: a drained chunk whose tensors live, or on which a
+        kernel runs, stays until a later call.
+
+        Returns:
+            whether the budget has changed.
+        """
+        # In this order: what is LENT now cannot have been DRAINING before.
+        draining = set(self._arena.draining(self._owner))
+        held = set(self._arena.held(self._owner))
+        before = frozenset(self._chunks)
+        for chunk in sorted(held - before):
+            self._allocator.lend(chunk)
+        for chunk in sorted(draining & before):
+            self._allocator.drain(chunk)
+        quiet = {*self._allocator.take_quiet(), *(draining - before)}
+        for chunk in sorted(quiet):
+            self._arena.give_back(chunk, owner=self._owner)
+        self._chunks = (self._chunks | held) - quiet
+        return self._chunks != before
+
+
+def install(allocator: DeviceAllocator, *, device: int = 0) -> None:
+    """Make torch take that device's memory from `allocator`, for the rest of the process.
+
+    Raises:
+        UserError: torch has no CUDA here, or has allocated on the device already.
+    """
+    _require_cuda()
+    pluggable = torch.cuda.memory.CUDAPluggableAllocator(
+        _core.__file__, "windrow_torch_alloc", "windrow_free"
+    )
+    hooks: Any = pluggable.allocator()  # type: ignore[no-untyped-call]
+    # Without this torch ignores record_stream, and memory would be reused under running kernels.
+    hooks.set_record_stream_fn(_address("windrow_record_stream"))
+    hooks.set_reset_fn(_address("windrow_empty_cache"))
+    _core.serve_device(device, allocator)
+    try:
+        torch.cuda.memory.change_current_allocator(pluggable)
+    except RuntimeError as error:
+        _core.serve_device(device, None)
+        raise UserError(
+            f"torch has allocated device memory already: {error}",
+            field="device",
+            remedy="Install the allocator before the first tensor on the device.",
+            reason="AllocatorTooLate",
+        ) from error
+    _installed[device] = allocator
+    log.info("torch allocates on cuda:%d from %s", device, allocator.describe_budget())
+
+
+def memory_stats(device: int = 0) -> dict[str, int]:
+    """Figures of the installed allocator under the names of `torch.cuda.memory_stats`.
+
+    torch's own function raises with a pluggable allocator. Empty where none is installed.
+    """
+    allocator = _installed.get(device)
+    return {} if allocator is None else allocator.stats()
+
+
+def _address(symbol: str) -> int:
+    """Of a C function of the native module."""
+    function = getattr(ctypes.CDLL(_core.__file__), symbol)
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        raise UserError(
+            "torch sees no CUDA device, and on a CPU it has no hook for an allocator",
+            field="device",
+            remedy="Run the worker on a GPU, with a torch that is built for CUDA; on the host "
+            "driver nothing has to be installed.",
+            reason="NoCudaDevice",
+        )

@@ -1,0 +1,106 @@
+"""Our declarations of CUDA's driver interface are those of NVIDIA's own header."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = r"""
+#include <cuda.h>
+#include "windrow/cuda_abi.h"
+using namespace windrow;
+
+#define SAME(ours, theirs) static_assert(static_cast<long>(ours) == static_cast<long>(theirs))
+SAME(cuda::kSuccess, CUDA_SUCCESS);
+SAME(cuda::kInvalidValue, CUDA_ERROR_INVALID_VALUE);
+SAME(cuda::kOutOfMemory, CUDA_ERROR_OUT_OF_MEMORY);
+SAME(cuda::kNotInitialized, CUDA_ERROR_NOT_INITIALIZED);
+SAME(cuda::kInvalidDevice, CUDA_ERROR_INVALID_DEVICE);
+SAME(cuda::kInvalidImage, CUDA_ERROR_INVALID_IMAGE);
+SAME(cuda::kInvalidContext, CUDA_ERROR_INVALID_CONTEXT);
+SAME(cuda::kInvalidHandle, CUDA_ERROR_INVALID_HANDLE);
+SAME(cuda::kNotFound, CUDA_ERROR_NOT_FOUND);
+SAME(cuda::kNotReady, CUDA_ERROR_NOT_READY);
+SAME(cuda::kIllegalAddress, CUDA_ERROR_ILLEGAL_ADDRESS);
+SAME(cuda::kInvalidResourceConfiguration, CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION);
+SAME(cuda::kStreamDetached, CUDA_ERROR_STREAM_DETACHED);
+SAME(cuda::DeviceAttribute::kMultiprocessorCount, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
+SAME(cuda::DeviceAttribute::kVirtualMemorySupported,
+     CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
+SAME(cuda::DeviceAttribute::kPosixDescriptorSupported,
+     CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+SAME(cuda::kAllocationPinned, CU_MEM_ALLOCATION_TYPE_PINNED);
+SAME(cuda::kHandlePosixDescriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+SAME(cuda::kLocationDevice, CU_MEM_LOCATION_TYPE_DEVICE);
+SAME(cuda::kGranularityMinimum, CU_MEM_ALLOC_GRANULARITY_MINIMUM);
+SAME(cuda::kAccessRead, CU_MEM_ACCESS_FLAGS_PROT_READ);
+SAME(cuda::kAccessReadWrite, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+SAME(cuda::kPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
+SAME(cuda::kMemoryTypeHost, CU_MEMORYTYPE_HOST);
+SAME(cuda::kMemoryTypeDevice, CU_MEMORYTYPE_DEVICE);
+SAME(cuda::kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
+SAME(cuda::kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
+SAME(cuda::kGreenDefaultStream, CU_GREEN_CTX_DEFAULT_STREAM);
+SAME(cuda::kResourceSm, CU_DEV_RESOURCE_TYPE_SM);
+SAME(sizeof(cuda::AllocationProperties), sizeof(CUmemAllocationProp));
+SAME(sizeof(cuda::AccessDesc), sizeof(CUmemAccessDesc));
+SAME(sizeof(cuda::DeviceResource), sizeof(CUdevResource));
+SAME(offsetof(cuda::AllocationProperties, location), offsetof(CUmemAllocationProp, location));
+SAME(offsetof(cuda::AccessDesc, flags), offsetof(CUmemAccessDesc, flags));
+SAME(offsetof(cuda::DeviceResource, sm), offsetof(CUdevResource, sm));
+SAME(offsetof(cuda::DeviceResource::Sm, min_partition),
+     offsetof(CUdevSmResource, minSmPartitionSize));
+SAME(offsetof(cuda::DeviceResource::Sm, coscheduled_alignment),
+     offsetof(CUdevSmResource, smCoscheduledAlignment));
+
+// As many arguments, each of the same size.
+template <class R, class... A>
+constexpr long shape(R (*)(A...)) {
+  long all = sizeof...(A);
+  ((all = all * 31 + static_cast<long>(sizeof(A))), ...);
+  return all;
+}
+#define CALL(name, ...)                                                                      \
+  static_assert(shape(static_cast<cuda::Result (*)(__VA_ARGS__)>(nullptr)) ==                \
+                shape(static_cast<decltype(&::name)>(nullptr)), #name);
+namespace windrow::cuda {
+WINDROW_CUDA_CORE_CALLS(CALL)
+WINDROW_CUDA_GREEN_CALLS(CALL)
+}
+"""
+
+
+def cuda_header() -> Path | None:
+    """NVIDIA's cuda.h: of a toolkit, or of the packages that torch for CUDA brings along."""
+    packages = Path(sysconfig.get_path("purelib")) / "nvidia"
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include" / "cuda.h"
+    return next((p for p in [toolkit, *packages.glob("*/include/cuda.h")] if p.exists()), None)
+
+
+def test_our_header_says_the_same_as_nvidias(tmp_path):
+    header = cuda_header()
+    if header is None:
+        pytest.skip(
+            "no cuda.h: uv pip install nvidia-cuda-runtime nvidia-cuda-crt, or set CUDA_HOME"
+        )
+    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "abi.cpp").write_text(PROGRAM)
+    includes = [f"-I{header.parent}", f"-I{ROOT / 'csrc' / 'include'}"]
+    done = subprocess.run(
+        [compiler, "-std=c++20", "-fsyntax-only", *includes, "abi.cpp"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,106 @@
+"""The MPS daemon is started, watched, asked and stopped through its control program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from windrow.errors import Transient, UserError
+from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
+
+FAKE = Path(__file__).with_name("fake_mps_control.py")
+
+
+@pytest.fixture
+def control(run_dir: Path) -> str:
+    """Another program that speaks the protocol of NVIDIA's."""
+    program = run_dir / CONTROL
+    program.symlink_to(FAKE)
+    return str(program)
+
+
+@pytest.fixture
+def daemon(run_dir: Path, control: str) -> Iterator[MpsDaemon]:
+    made = MpsDaemon(run_dir / "mps", control=control)
+    yield made
+    made.stop()
+
+
+def put_clients(run_dir: Path, *pids: int) -> None:
+    (run_dir / "mps" / "pipe" / "clients").write_text("\n".join(map(str, pids)))
+
+
+def test_it_answers_once_started_and_is_gone_once_stopped(daemon, run_dir):
+    assert not daemon.alive()
+    daemon.start()
+    assert daemon.alive()
+    assert daemon.servers() == []
+    daemon.stop()
+    assert not daemon.alive()
+    assert not (run_dir / "mps" / "pipe" / "control").exists()
+    daemon.stop()
+
+
+def test_starting_twice_starts_one(daemon):
+    daemon.start()
+    first = daemon._process
+    daemon.start()
+    assert daemon._process is first
+
+
+def test_its_folders_are_this_users_and_clients_are_told_of_them(daemon, run_dir):
+    daemon.start()
+    pipe = Path(daemon.environment["CUDA_MPS_PIPE_DIRECTORY"])
+    assert pipe == run_dir / "mps" / "pipe"
+    assert pipe.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_client_is_terminated_and_the_others_stay(daemon, run_dir):
+    daemon.start()
+    put_clients(run_dir, 41, 42)
+    assert daemon.clients() == {100: [41, 42]}
+    assert daemon.terminate_client(41)
+    assert daemon.clients() == {100: [42]}
+    assert not daemon.terminate_client(41)
+
+
+def test_a_daemon_that_died_is_seen_and_may_be_started_again(daemon, run_dir):
+    daemon.start()
+    daemon._process.kill()
+    daemon._process.wait()
+    assert not daemon.alive()
+    with pytest.raises(Transient, match="Cannot find MPS control daemon"):
+        daemon.servers()
+    (run_dir / "mps" / "pipe" / "control").unlink()
+    daemon.start()
+    assert daemon.alive()
+
+
+def test_a_daemon_that_ends_at_once_says_why(run_dir, control):
+    daemon = MpsDaemon(
+        run_dir / "mps", control=control, environ=os.environ | {"WINDROW_FAKE_MPS_BROKEN": "1"}
+    )
+    with pytest.raises(Transient, match="ended at once: An instance of this daemon"):
+        daemon.start()
+    assert not daemon.alive()
+
+
+def test_a_daemon_that_does_not_answer_in_time_is_ended(run_dir):
+    silent = run_dir / CONTROL
+    silent.write_text('#!/bin/sh\n[ "$1" = -f ] && exec sleep 600\nexit 1\n')
+    silent.chmod(0o755)
+    daemon = MpsDaemon(run_dir / "mps", control=str(silent), sleep=lambda _: None)
+    with pytest.raises(Transient, match="does not answer"):
+        daemon.start(within=timedelta(0))
+    assert not daemon.alive()
+
+
+def test_a_machine_without_mps_is_told_what_to_do(run_dir):
+    daemon = MpsDaemon(run_dir / "mps", control="no-such-mps-control")
+    with pytest.raises(UserError, match="mps: false") as error:
+        daemon.start()
+    assert error.value.reason == "MpsMissing"

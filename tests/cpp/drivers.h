@@ -1,0 +1,73 @@
+#pragma once
+
+#include <dlfcn.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "libcuda_standin/standin.h"
+#include "windrow/cuda_driver.h"
+#include "windrow/error.h"
+#include "windrow/host_driver.h"
+
+namespace windrow::testing {
+
+// The stand-in's own account of what the process holds of it.
+class Standin {
+ public:
+  static standin::Counts counts() {
+    standin::Counts counts{};
+    reinterpret_cast<standin::ReadCounts>(find("windrow_standin_counts"))(&counts);
+    return counts;
+  }
+  // Rules broken since the last call, a line each.
+  static std::string violations() {
+    return reinterpret_cast<standin::TakeViolations>(find("windrow_standin_take_violations"))();
+  }
+  // Things that were made and not taken away, contexts aside.
+  static long long held() {
+    const auto c = counts();
+    return c.handles + c.mappings + c.reservations + c.events + c.modules;
+  }
+
+ private:
+  static void* find(const char* name) {
+    static void* library = ::dlopen(WINDROW_STANDIN, RTLD_NOW | RTLD_LOCAL);
+    return ::dlsym(library, name);
+  }
+};
+
+// Drivers that suites run on, by name. "gpu" is a real one; null where this machine has none.
+inline const std::vector<std::string>& driver_names() {
+  static const std::vector<std::string> names{"host", "standin", "gpu"};
+  return names;
+}
+
+inline Driver* driver_of(const std::string& name) {
+  if (name == "host") {
+    return &host_driver();
+  }
+  if (name == "standin") {
+    static CudaDriver driver(WINDROW_STANDIN, 0);
+    return &driver;
+  }
+  try {
+    static CudaDriver driver(kLibcuda, 0);
+    return &driver;
+  } catch (const DriverUnavailable&) {
+    return nullptr;
+  }
+}
+
+// Through a copy, for processors cannot read what lies on a GPU.
+inline void put(Driver& driver, std::byte* at, std::byte value) {
+  driver.copy(at, &value, 1)->wait();
+}
+inline std::byte get(Driver& driver, const std::byte* at) {
+  std::byte value{};
+  driver.copy(&value, at, 1)->wait();
+  return value;
+}
+
+}  // namespace windrow::testing

@@ -1,0 +1,67 @@
+"""On a real GPU: torch takes its memory from lent chunks, and is told when they do not suffice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from windrow_sidecar import _core
+
+pytestmark = pytest.mark.gpu
+
+# A process of its own: torch's allocator is chosen once in a process.
+CODE = """
+import torch
+from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
+from windrow_sidecar.memory.allocator import install, memory_stats
+
+geometry = Geometry(
+    layers=8, kv_heads=8, head_dim=128, dtype_bytes=2, block_bytes=2 << 20, chunks=16
+)
+arena = Arena.create(geometry, reserved_chunks=1, driver="cuda")
+allocator = DeviceAllocator.over(arena)
+for chunk in arena.lend(12, owner=7):
+    allocator.lend(chunk)
+install(allocator)
+
+side = torch.cuda.Stream()
+a = torch.randn(2048, 2048, device="cuda", requires_grad=True)
+b = torch.randn(2048, 2048, device="cuda")
+with torch.cuda.stream(side):
+    side.wait_stream(torch.cuda.default_stream())
+    loss = (a @ b).square().mean()
+    b.record_stream(side)
+loss.backward()
+torch.cuda.synchronize()
+expected = 2 * (a.detach() @ b) @ b.T / a.numel()
+torch.testing.assert_close(a.grad, expected, rtol=1e-3, atol=1e-4)
+assert memory_stats()["allocated_bytes.all.current"] >= 3 * 16 << 20
+try:
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except RuntimeError as error:
+    assert "the budget of 12 chunks" in str(error), error
+else:
+    raise AssertionError("a terabyte fits")
+allocator.check()
+print("done")
+"""
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    try:
+        _core.driver("cuda")
+    except _core.DriverUnavailable as error:
+        pytest.skip(f"no GPU: {error}")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch was built without CUDA")
+
+
+def test_torch_trains_on_lent_chunks():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.strip() == "done", done.stderr

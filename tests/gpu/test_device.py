@@ -1,0 +1,94 @@
+"""On a real GPU: memory is shared between processes, and torch computes on shares of SMs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from windrow_sidecar import _core
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.memory.kv import kv_tensor
+
+pytestmark = pytest.mark.gpu
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    try:
+        _core.driver("cuda")
+    except _core.DriverUnavailable as error:
+        pytest.skip(f"no GPU: {error}")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch was built without CUDA")
+
+
+@pytest.fixture(params=["per-layer", "token-major"])
+def geometry(request) -> Geometry:
+    return Geometry(
+        layers=4,
+        kv_heads=8,
+        head_dim=128,
+        dtype_bytes=2,
+        block_bytes=2 * MIB,
+        chunks=8,
+        layout=request.param,
+    )
+
+
+CHILD = """
+import sys, torch
+from windrow_sidecar._core import Arena
+from windrow_sidecar.memory.kv import kv_tensor
+arena = Arena.attach(sys.argv[1])
+kv = kv_tensor(arena, 3, torch.bfloat16, value=True)
+print(float(kv[5, 7].float().sum()), kv.device.type)
+kv[5, 8] = 2
+torch.cuda.synchronize()
+print("written")
+"""
+
+
+def test_another_process_reads_and_writes_the_same_device_memory(geometry, tmp_path):
+    arena = Arena.create(geometry, reserved_chunks=1, driver="cuda")
+    arena.serve(path := str(tmp_path / "a.sock"))
+    kv = kv_tensor(arena, 3, torch.bfloat16, value=True)
+    kv[5, 7] = 1
+    torch.cuda.synchronize()
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, path],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert child.stdout == f"{8 * 128:.1f} cuda\nwritten\n", child.stderr
+    assert (kv[5, 8] == 2).all()
+    del kv
+    arena.close()
+
+
+def test_new_memory_is_zero_and_comes_back_when_the_arena_closes(geometry):
+    free = torch.cuda.mem_get_info()[0]
+    arena = Arena.create(geometry, reserved_chunks=0, driver="cuda")
+    assert torch.cuda.mem_get_info()[0] <= free - geometry.arena_bytes
+    assert not torch.from_dlpack(arena.tensor(0, geometry.arena_bytes)).any()
+    arena.close()
+    assert torch.cuda.mem_get_info()[0] > free - geometry.arena_bytes
+
+
+def test_torch_computes_the_same_on_every_level(geometry):
+    partition = CudaPartition()
+    a = torch.randn(1024, 1024, device="cuda")
+    expected = a @ a
+    torch.cuda.synchronize()
+    for units in partition.finetune_levels(decode_busy=True):
+        partition.activate_finetune(units)
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+        torch.testing.assert_close(a @ a, expected)
+        torch.cuda.synchronize()
+    partition.release()

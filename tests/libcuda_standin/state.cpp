@@ -1,0 +1,109 @@
+#include "state.h"
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace windrow::standin {
+namespace {
+
+std::size_t setting(const char* name, std::size_t usual) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? usual : std::strtoull(text, nullptr, 0);
+}
+
+Counts count() {
+  State& s = state();
+  Counts counts{};
+  for (const auto& [begin, reservation] : s.reservations) {
+    counts.mappings += static_cast<long long>(reservation.mappings.size());
+  }
+  counts.handles = static_cast<long long>(s.handles.size());
+  counts.reservations = static_cast<long long>(s.reservations.size());
+  counts.streams = static_cast<long long>(s.streams.size());
+  counts.events = static_cast<long long>(s.events.size());
+  counts.contexts = s.primary_retained;
+  counts.green_contexts = static_cast<long long>(s.greens.size());
+  counts.modules = static_cast<long long>(s.modules.size());
+  counts.violations = static_cast<long long>(s.violations.size());
+  counts.calls = s.calls;
+  return counts;
+}
+
+// Says at the end of the process what it left behind. Contexts are the process's own.
+struct Farewell {
+  ~Farewell() {
+    const Counts c = count();
+    for (const auto& rule : state().violations) {
+      std::fprintf(stderr, "libcuda stand-in: rule broken: %s\n", rule.c_str());
+    }
+    if (c.handles + c.mappings + c.reservations + c.events + c.modules > 0) {
+      std::fprintf(stderr,
+                   "libcuda stand-in: leaked %lld handles, %lld mappings, %lld reservations, "
+                   "%lld events, %lld modules\n",
+                   c.handles, c.mappings, c.reservations, c.events, c.modules);
+    }
+  }
+} farewell;
+
+}  // namespace
+
+State& state() {
+  static auto* all = new State;  // outlives Farewell and whatever else ends late
+  return *all;
+}
+
+Result refuse(Result result, const std::string& rule) {
+  state().violations.push_back(rule);
+  return result;
+}
+
+Result enter() {
+  ++state().calls;
+  return state().initialized ? cuda::kSuccess
+                             : refuse(cuda::kNotInitialized, "a call before cuInit");
+}
+
+Result enter_context(const char* call) {
+  if (const Result result = enter(); result != cuda::kSuccess) {
+    return result;
+  }
+  return current() != nullptr
+             ? cuda::kSuccess
+             : refuse(cuda::kInvalidContext,
+                      std::string(call) + " without a context current on the thread");
+}
+
+}  // namespace windrow::standin
+
+using namespace windrow::standin;
+
+extern "C" {
+
+__attribute__((visibility("default"))) Result cuInit(unsigned flags) {
+  State& s = state();
+  const std::scoped_lock lock(s.mutex);
+  ++s.calls;
+  s.granularity = setting("WINDROW_STANDIN_GRANULARITY", s.granularity);
+  s.memory = setting("WINDROW_STANDIN_MEMORY", s.memory);
+  s.sms = static_cast<unsigned>(setting("WINDROW_STANDIN_SMS", s.sms));
+  s.initialized = true;
+  return flags == 0 ? windrow::cuda::kSuccess : windrow::cuda::kInvalidValue;
+}
+
+__attribute__((visibility("default"))) void windrow_standin_counts(Counts* counts) {
+  const std::scoped_lock lock(state().mutex);
+  *counts = count();
+}
+
+// The rules that were broken since the last call, a line each. Valid until the next call.
+__attribute__((visibility("default"))) const char* windrow_standin_take_violations() {
+  static std::string text;
+  const std::scoped_lock lock(state().mutex);
+  text.clear();
+  for (const auto& rule : state().violations) {
+    text += rule + "\n";
+  }
+  state().violations.clear();
+  return text.c_str();
+}
+}

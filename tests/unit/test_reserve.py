@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from windrow_sidecar.qos.reserve import (
+    AdmissionRate,
+    Demand,
+    harli_bytes,
+    reserve_chunks,
+    traffic_bytes,
+)
+
+MS = 1_000_000
+# Llama-3-8B: 131,072 bytes of KV a token, chunks of 64 blocks of 2 MiB.
+CHUNK_BYTES = 64 * 2 * 1024 * 1024
+# The Azure conversation trace: 6,352 context tokens (99th percentile) arrive within 50 ms.
+CONVERSATION = Demand(
+    release_us=50_000,
+    objective_us=50_000,
+    max_batch=128,
+    token_bytes=131_072,
+    admitted_q99_tokens=6_352,
+)
+
+
+def test_the_papers_formula_gives_17_mb():
+    assert harli_bytes(CONVERSATION) == pytest.approx(17e6, rel=0.02)
+    assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128, formula="harli") == 1
+
+
+def test_with_the_prompts_of_the_conversation_trace_seven_chunks_are_needed():
+    assert traffic_bytes(CONVERSATION) - harli_bytes(CONVERSATION) == pytest.approx(
+        0.83e9, rel=0.01
+    )
+    assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128) == 7
+
+
+def test_the_reserve_is_one_chunk_at_least_and_a_quarter_of_the_arena_at_most():
+    quiet = Demand(release_us=0, objective_us=50_000, max_batch=1, token_bytes=131_072)
+    assert reserve_chunks(quiet, chunk_bytes=CHUNK_BYTES, total=128) == 1
+    flood = replace(CONVERSATION, admitted_q99_tokens=10**9)
+    assert reserve_chunks(flood, chunk_bytes=CHUNK_BYTES, total=128) == 32
+
+
+def test_without_an_objective_only_prompts_count():
+    assert harli_bytes(replace(CONVERSATION, objective_us=0)) == 0
+
+
+def test_twice_the_time_to_let_go_needs_twice_the_growth():
+    slow = replace(CONVERSATION, release_us=100_000)
+    assert harli_bytes(slow) == 2 * harli_bytes(CONVERSATION)
+
+
+def test_admitted_tokens_are_summed_by_window_and_empty_windows_count():
+    rate = AdmissionRate(50 * MS)
+    now = 10**12
+    for _ in range(99):
+        rate.add(now, 10)
+        now += 50 * MS
+    rate.add(now, 4000)
+    rate.add(now + MS, 4000)
+    assert rate.q99() == 10
+    rate.add(now + 50 * MS, 6000)
+    assert rate.q99() == 6000  # now two bursts of 101 windows
+    rate.add(now + 10**11, 0)
+    assert rate.q99() == 0
+
+
+def test_a_young_rate_knows_its_largest_window():
+    rate = AdmissionRate(50 * MS)
+    rate.add(10**12, 700)
+    assert rate.q99() == 700
