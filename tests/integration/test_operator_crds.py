@@ -68,7 +68,9 @@ def served(api):
 
 
 def test_defaults_are_filled_in(api):
-    spec = api.create("finetunejobs", "FinetuneJob", JOB)["spec"]
+    asked = {**JOB, "adapter": {"lora": {}}}
+    spec = api.create("finetunejobs", "FinetuneJob", asked)["spec"]
+    assert spec["adapter"]["type"] == "lora"
     assert spec["adapter"]["lora"]["rank"] == 16
     assert spec["backoffLimit"] == 6
     assert spec["training"]["warmupRatio"] == "0.03"

@@ -56,7 +56,7 @@ def test_a_job_is_read_with_its_defaults():
     assert spec.training.learning_rate == pytest.approx(2e-4)
     assert spec.training.batch_size == 16
     assert spec.backoff_limit == 6
-    assert spec.adapter.lora.modules() == ["q_proj", "v_proj"]
+    assert spec.adapter.settings.modules() == ["q_proj", "v_proj"]
 
 
 def test_a_learning_rate_may_be_a_number():
@@ -86,10 +86,23 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("training.lerningRate", "1e-4", "spec.training.lerningRate", "Did you mean learningRate?"),
         ("adapter.lora.rank", 0, "spec.adapter.lora.rank", "0"),
         ("adapter.lora.dropout", float("nan"), "spec.adapter.lora.dropout", "nan"),
-        ("adapter.type", "dora", "spec.adapter.type", "'lora'"),
+        ("adapter.type", "dora", "spec.adapter.type", "useDora"),
+        ("adapter.type", "bottleneck", "spec.adapter.type", "not in peft"),
+        ("adapter.type", "adalora", "spec.adapter.type", "'lora'"),
+        ("adapter.type", "ia3", "spec.adapter", "lora is set, but type is ia3"),
+        ("adapter.lora.targetPattern", "(", "spec.adapter.lora.targetPattern", "expression"),
+        ("adapter.lora.targetPattern", "q.*", "spec.adapter.lora", "both set"),
+        ("adapter.lora.targetModules", "q_proj,,", "spec.adapter.lora.targetModules", "empty"),
+        ("adapter.lora.rankPattern", {"q": 0}, "spec.adapter.lora.rankPattern.q", "0"),
         ("dataset.source", "", "spec.dataset.source", "is empty"),
         ("dataset.source", "  ", "spec.dataset.source", "is empty"),
-        ("dataset.source", "s3://team/rows.jsonl", "spec.dataset.source", "s3://"),
+        ("dataset.source", "ftp://team/rows.jsonl", "spec.dataset.source", "ftp://"),
+        ("dataset.secretRef", {"name": "s3"}, "spec.dataset.secretRef", "cannot be handed"),
+        ("dataset.badRows", "drop", "spec.dataset.badRows", "'fail' or 'skip'"),
+        ("output.destination", "s3://team/out", "spec.output.destination", "s3://"),
+        ("training.optimizer", {"beta1": "1"}, "spec.training.optimizer.beta1", "less than 1"),
+        ("training.earlyStop", {"patience": 2}, "spec.training", "evalEverySteps"),
+        ("training.microBatchSize", 0, "spec.training.microBatchSize", "0"),
         ("dataset.source", None, "spec.dataset.source", "missing"),
         ("output.deploy", {"enabled": True}, "spec.output.deploy.enabled", "not supported yet"),
         ("workers", {"min": 2}, "spec.workers.min", "2"),

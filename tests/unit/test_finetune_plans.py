@@ -8,16 +8,17 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.estimates import SETTLED, Estimates
 from windrow_sidecar.finetune.grants import DECODE_STALE_NS, Used, may_launch
 from windrow_sidecar.finetune.memory import Run, chunks_needed, runs_of, tokens_that_fit
+from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
+from windrow_sidecar.finetune.plan.orders import layer_major, unfold
 from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
-    Tasklet,
+    Window,
     by_length,
     next_micro_batch,
-    tasklets_of,
 )
 from windrow_sidecar.qos.view import Action, Decision, Phase
 
@@ -44,8 +45,8 @@ def test_micro_batches_take_every_row_once_within_the_bounds(lengths, max_tokens
 
 
 def test_a_micro_batch_goes_up_to_the_loss_and_down_again():
-    micro = MicroBatch(3, (0,), 4, 4)
-    order = [(t.phase, t.layer) for t in tasklets_of(micro, 2)]
+    micro = MicroBatch(3, (0,), (4,))
+    order = [(t.phase, t.layer) for t in unfold(layer_major, Frontier([micro], 2))]
     forward, loss, backward = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
     assert order == [(forward, 0), (forward, 1), (loss, 2), (backward, 1), (backward, 0)]
 
@@ -94,16 +95,40 @@ def test_what_is_said_to_fit_fits_and_one_token_more_does_not(chunks, boundaries
 
 def test_estimates_scale_with_tokens_and_follow_the_machine():
     estimates = Estimates()
-    small, large = (Tasklet(0, Phase.BACKWARD, 0, MicroBatch(0, (0,), n, n)) for n in (100, 300))
+    small, large = (
+        tasklet_of(Phase.BACKWARD, MicroBatch(0, (0,), (n,)), 0, Window(0, n)) for n in (100, 300)
+    )
     assert estimates.estimate_us(small, 1) == 0
-    assert estimates.tokens_within(5000, 1) == 0
+    assert estimates.tokens_within(Phase.BACKWARD, 5000) == 0
     estimates.learn(small, 1, 4000)
     assert estimates.estimate_us(large, 1) == 12000
     assert estimates.by_level(large)[:2] == (12000, 0)
-    assert estimates.tokens_within(5000, 1) == 125
+    assert estimates.tokens_within(Phase.BACKWARD, 5000) == 125
     for _ in range(30):
         estimates.learn(small, 1, 8000)
     assert estimates.estimate_us(small, 1) == pytest.approx(8000, rel=0.01)
+
+
+def test_more_units_are_used_until_they_prove_to_be_of_no_use():
+    estimates = Estimates()
+    micro = MicroBatch(0, (0,), (100,))
+    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
+
+    def measure(units, elapsed_us, times=SETTLED):
+        for _ in range(times):
+            estimates.learn(tasklet, units, elapsed_us)
+
+    measure(1, 8000)
+    measure(2, 9500, times=SETTLED - 1)
+    assert estimates.useful_units(tasklet, 2) == 2, "not tried often enough"
+    measure(2, 9500, times=1)
+    assert estimates.useful_units(tasklet, 2) == 1
+    assert estimates.useful_units(tasklet, 1) == 1
+    assert estimates.useful_units(tasklet, 4) == 4, "never tried"
+    measure(4, 3000)
+    assert estimates.useful_units(tasklet, 4) == 4
+    other = tasklet_of(Phase.FORWARD, micro, 0, micro.whole)
+    assert estimates.useful_units(other, 2) == 2, "each phase by itself"
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

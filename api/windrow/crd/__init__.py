@@ -3,6 +3,7 @@
 `crds/*.yaml` is made from these models by `tools/generate_crds.py`; a test holds both equal.
 """
 
+from windrow.crd.adapter import AdapterSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.common import (
     ANNOTATION_INJECT,
     ANNOTATION_INJECTED_BY,
@@ -24,21 +25,23 @@ from windrow.crd.common import (
     LabelSelector,
     SelectorRequirement,
 )
+from windrow.crd.dataset import DatasetSpec
 from windrow.crd.finetunejob import (
-    AdapterSpec,
-    CheckpointSpec,
-    DatasetSpec,
     FinetuneJobSpec,
     FinetuneJobStatus,
-    LoraSpec,
     ModelSpec,
     OutputSpec,
-    TrainingSpec,
 )
 from windrow.crd.harvestpolicy import HarvestHours, HarvestPolicySpec, HarvestPolicyStatus
 from windrow.crd.harvestslot import HarvestSlotSpec, HarvestSlotStatus
 from windrow.crd.latencyprofile import CoRunModel, LatencyProfileSpec, ProfileSample, SoloModel
 from windrow.crd.parse import parse_job_spec, parse_policy_spec, parse_profile_spec
+from windrow.crd.training import (
+    CheckpointSpec,
+    EarlyStopSpec,
+    OptimizerSpec,
+    TrainingSpec,
+)
 from windrow.crd.values import format_duration, parse_duration, parse_quantity
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "CoRunModel",
     "Condition",
     "DatasetSpec",
+    "EarlyStopSpec",
     "FinetuneJobSpec",
     "FinetuneJobStatus",
     "HarvestHours",
@@ -69,12 +73,15 @@ __all__ = [
     "HarvestPolicyStatus",
     "HarvestSlotSpec",
     "HarvestSlotStatus",
+    "Ia3Spec",
     "Kind",
     "LabelSelector",
     "LatencyProfileSpec",
     "LoraSpec",
     "ModelSpec",
+    "OptimizerSpec",
     "OutputSpec",
+    "PrefixSpec",
     "ProfileSample",
     "SelectorRequirement",
     "SoloModel",

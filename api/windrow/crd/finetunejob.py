@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
+from typing import Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import Condition
-from windrow.crd.values import (
-    NAME_MAX,
-    TEXT_MAX,
-    Decimal,
-    Record,
-    Timestamp,
-    cel,
-    invalid,
-)
-
-# Where rows are read from and adapters are written to: a path in the decode pod, as mounted there.
-SUPPORTED_SCHEMES = ("", "file")
-
-
-def _not_blank(text: str) -> str:
-    if not text.strip():
-        raise invalid("is empty", "Write a value or leave the field out.")
-    return text
-
-
-def _place(text: str) -> str:
-    scheme = urlsplit(_not_blank(text)).scheme
-    if scheme not in SUPPORTED_SCHEMES:
-        raise invalid(
-            f"{text!r}: nothing here can read or write {scheme}:// yet",
-            "Write a path on a volume that the decode pods mount (HarvestPolicy "
-            "spec.sidecar.volumes).",
-        )
-    return text
-
-
-Text = Annotated[str, AfterValidator(_not_blank), Field(min_length=1, max_length=TEXT_MAX)]
-Place = Annotated[str, AfterValidator(_place), Field(min_length=1, max_length=TEXT_MAX)]
-Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
-
-
-class SecretRef(Record):
-    """A Secret of the job's namespace."""
-
-    name: Name = Field(description="Name of the Secret.")
+from windrow.crd.dataset import DatasetSpec
+from windrow.crd.texts import Name, Place, Text
+from windrow.crd.training import CheckpointSpec, TrainingSpec
+from windrow.crd.values import Record, Timestamp, cel, invalid
 
 
 class ModelSpec(Record):
@@ -59,124 +22,11 @@ class ModelSpec(Record):
         "decode pods serve: on a pod that serves the same model its weights are shared."
     )
     revision: Text = Field(default="main", description="Revision of a Hub model.")
-
-
-class DatasetSpec(Record):
-    """The rows to train on."""
-
-    source: Place = Field(description="Path of a JSON-lines file.")
-    format: Literal["chat", "instruction", "text"] = Field(
-        default="chat",
-        description="chat: rows with `messages`; instruction: rows with `instruction`, optional "
-        "`input`, and `output`; text: rows with `text`.",
+    quantization: Literal["none", "nf4", "int8"] = Field(
+        default="none",
+        description="How the frozen weights are kept: as they are, or in 4 or 8 bits by "
+        "bitsandbytes. A quantised base is the worker's own, it is not shared with decode.",
     )
-    eval_fraction: float = Field(
-        default=0.02,
-        ge=0,
-        le=0.5,
-        description="Share of the rows that is held out and on which the adapter is compared with "
-        "the base model.",
-    )
-    secret_ref: SecretRef | None = Field(
-        default=None, description="Credentials for the source, in the job's namespace."
-    )
-
-
-class LoraSpec(Record):
-    """Low-rank adapters, as peft makes them."""
-
-    rank: int = Field(default=16, ge=1, le=1024, description="Rank of the update.")
-    alpha: int = Field(
-        default=32, ge=1, le=65536, description="Scale: the update is multiplied by alpha / rank."
-    )
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout in front of the adapter, 0 up to below 1."
-    )
-    target_modules: Text = Field(
-        default="all-linear",
-        description="Which modules get an adapter: `all-linear`, or names separated by commas "
-        "(`q_proj,v_proj`).",
-    )
-
-    def modules(self) -> str | list[str]:
-        """Return the target modules as `peft.LoraConfig` takes them."""
-        if self.target_modules == "all-linear":
-            return self.target_modules
-        return [name.strip() for name in self.target_modules.split(",")]
-
-
-class AdapterSpec(Record):
-    """What is trained."""
-
-    type: Literal["lora"] = Field(default="lora", description="Kind of adapter.")
-    lora: LoraSpec = Field(default_factory=LoraSpec, description="Settings of a LoRA adapter.")
-
-
-class TrainingSpec(Record):
-    """How it is trained."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    "has(self.epochs) != has(self.maxSteps)",
-                    "exactly one of epochs and maxSteps is wanted",
-                ),
-                cel("double(self.learningRate) > 0.0", "learningRate must be above zero"),
-                cel("double(self.warmupRatio) <= 1.0", "warmupRatio must be between 0 and 1"),
-            ]
-        }
-    )
-
-    epochs: int | None = Field(
-        default=None, ge=1, le=100_000, description="Passes over the rows. Or maxSteps."
-    )
-    max_steps: int | None = Field(
-        default=None, ge=1, le=100_000_000, description="Optimizer steps. Or epochs."
-    )
-    batch_size: int = Field(
-        default=16, ge=1, le=65536, description="Rows of an optimizer step, over all micro-batches."
-    )
-    max_sequence_length: int = Field(
-        default=2048, ge=8, le=1_048_576, description="Longer rows are cut to so many tokens."
-    )
-    learning_rate: Decimal = Field(
-        default=2e-4, description="Peak learning rate of AdamW, in quotes."
-    )
-    schedule: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="Course of the learning rate after the warm-up."
-    )
-    warmup_ratio: Decimal = Field(
-        default=0.03,
-        description="Share of the steps in which the rate grows from zero, in quotes.",
-    )
-    seed: int = Field(
-        default=17, ge=0, le=2**32 - 1, description="Seed of the order of rows and of the adapter."
-    )
-
-    @field_validator("learning_rate")
-    @classmethod
-    def _rate_above_zero(cls, rate: float) -> float:
-        if not rate > 0 or not math.isfinite(rate):
-            raise invalid(f"{rate:g} is not above zero", 'Write a positive decimal, like "2e-4".')
-        return rate
-
-    @field_validator("warmup_ratio")
-    @classmethod
-    def _ratio_in_range(cls, ratio: float) -> float:
-        if not 0 <= ratio <= 1:
-            raise invalid(f"{ratio:g} is not between 0 and 1", 'Write a share, like "0.03".')
-        return ratio
-
-    @model_validator(mode="after")
-    def _one_length(self) -> Self:
-        if (self.epochs is None) == (self.max_steps is None):
-            found = "both are set" if self.epochs is not None else "neither is set"
-            raise invalid(
-                f"exactly one of epochs and maxSteps is wanted, {found}",
-                "Keep one of the two.",
-            )
-        return self
 
 
 class WorkersSpec(Record):
@@ -184,15 +34,6 @@ class WorkersSpec(Record):
 
     min: int = Field(default=1, ge=1, le=1, description="Fewest workers. v1alpha1 runs one.")
     max: int = Field(default=1, ge=1, le=1, description="Most workers. v1alpha1 runs one.")
-
-
-class CheckpointSpec(Record):
-    """How much work may be lost."""
-
-    every_steps: int = Field(
-        default=50, ge=1, le=1_000_000, description="Steps between two checkpoints."
-    )
-    keep: int = Field(default=2, ge=1, le=1000, description="How many checkpoints are kept.")
 
 
 class DeploySpec(Record):
@@ -275,6 +116,15 @@ class FinetuneJobSpec(Record):
         description="Seconds after which a finished job is deleted. Its adapter stays.",
     )
 
+    @model_validator(mode="after")
+    def _rows_to_evaluate_on(self) -> Self:
+        if self.training.eval_every_steps is not None and not self.dataset.eval_fraction:
+            raise invalid(
+                "training.evalEverySteps has no rows to evaluate on",
+                "Set dataset.evalFraction above 0.",
+            )
+        return self
+
 
 class ProgressStatus(Record):
     """How far a job is."""
@@ -286,6 +136,9 @@ class ProgressStatus(Record):
         default=0, description="Real tokens per second over the last heartbeats, pauses included."
     )
     tokens: int = Field(default=0, description="Real tokens of finished steps.")
+    skipped_rows: int = Field(
+        default=0, description="Rows of the dataset that are wrong and were left out."
+    )
     eta_seconds: float | None = Field(default=None, description="Seconds to the end, estimated.")
 
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
-from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter_config import (
+    bad_targets,
+    check_targets,
+    peft_config,
+    refused,
+)
+from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
+from windrow_sidecar.finetune.windows.prefix import Prefix
 
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -22,42 +26,46 @@ CONFIG_FILE = "adapter_config.json"
 
 
 def add_adapter(model: nn.Module, spec: FinetuneJobSpec) -> Any:  # noqa: ANN401 - peft is untyped
-    """Return the model with fresh LoRA adapters, made from the job's seed; all else is frozen.
+    """Return the model with a fresh adapter, made from the job's seed; all else is frozen.
 
     Raises:
-        UserError: a target module does not exist, or lies outside of layers and head.
+        UserError: the model has an adapter already; a target module does not exist; an option does
+            not fit the model.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    lora = spec.adapter.lora
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=lora.modules(),
-        bias="none",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=spec.model.name,
-        revision=None if Path(spec.model.name).is_dir() else spec.model.revision,
-    )
+    if getattr(model, "peft_config", None):
+        raise refused(
+            "targetModules",
+            "the model carries an adapter already",
+            "Name the plain base model.",
+            kind=spec.adapter.type,
+        )
+    config = peft_config(spec, model)
     # peft writes down the name that the model carries, which for shared weights is none.
     model.name_or_path = spec.model.name  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # peft 0.21 asks transformers 5.23 by an old name.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # Elsewhere these are warnings: an option that does nothing is a mistake in the job.
+        warnings.filterwarnings("error", ".*did not match any targeted module", RuntimeWarning)
+        # It adds patterns of its own for some mixtures of experts, whatever is targeted.
+        warnings.filterwarnings("ignore", ".*gate_up_proj", RuntimeWarning)
         torch.manual_seed(spec.training.seed)
         try:
             tuned = get_peft_model(model, config)
-        except ValueError as error:
-            raise _bad_targets(lora.target_modules, str(error).splitlines()[0], model) from error
-    outside = [
-        name
-        for name, parameter in tuned.named_parameters()
-        if parameter.requires_grad and "embed_tokens" in name
-    ]
-    if outside:
-        raise _bad_targets(lora.target_modules, "embeddings cannot be adapted here", model)
+        except (ValueError, RuntimeWarning) as error:
+            raise bad_targets(spec, str(error).splitlines()[0], model) from error
+    check_targets(tuned, spec)
+    _own_what_learns(tuned)
     return tuned
+
+
+def _own_what_learns(tuned: nn.Module) -> None:
+    """Copy the base's parameters that learn, biases: decode may be serving from that memory."""
+    for name, parameter in tuned.named_parameters():
+        if parameter.requires_grad and name.endswith("bias"):
+            parameter.data = parameter.data.clone()
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -65,11 +73,44 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-@contextmanager
-def without_adapter(model: Any) -> Iterator[None]:  # noqa: ANN401
-    """Let the model compute as the base does."""
-    with model.disable_adapter():
-        yield
+class Adapter:
+    """An adapter inside of its model, as tasklets use it.
+
+    Args:
+        tuned: what peft made; its dropout is replaced by one that goes by tokens.
+    """
+
+    def __init__(self, tuned: Any) -> None:  # noqa: ANN401 - peft is untyped
+        self.model = tuned
+        self.dropout = DropoutKeys()
+        self._enabled = True
+        places = [
+            (parent, name, child)
+            for parent in tuned.modules()
+            if isinstance(parent, nn.ModuleDict)
+            for name, child in parent.items()
+            if isinstance(child, nn.Dropout)
+        ]
+        for index, (parent, name, child) in enumerate(places):
+            parent[name] = TokenDropout(child.p, self.dropout, index)
+
+    def switch(self, *, on: bool, training: bool) -> None:
+        """Let the model compute with the adapter or as the base does, and train or not."""
+        self._enabled = on
+        if not self.model.active_peft_config.is_prompt_learning:
+            with warnings.catch_warnings():
+                # Biases that have been trained stay; the base is only asked before any has.
+                warnings.filterwarnings("ignore", "Careful, disabling adapter layers with bias")
+                layers = self.model.base_model
+                (layers.enable_adapter_layers if on else layers.disable_adapter_layers)()
+        self.model.train(training)
+
+    def prefix(self, rows: int, *, learn: bool) -> Prefix | None:
+        """What stands before the first token of each of `rows` rows; None: nothing does."""
+        if not self._enabled or not self.model.active_peft_config.is_prompt_learning:
+            return None
+        with torch.set_grad_enabled(learn):
+            return Prefix.of(self.model.get_prompt(rows))
 
 
 def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
@@ -88,15 +129,3 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
 
 def _sorted(modules: Any) -> Any:  # noqa: ANN401 - a name, a pattern or a set of names
     return sorted(modules) if isinstance(modules, set | list | tuple) else modules
-
-
-def _bad_targets(found: str, why: str, model: nn.Module) -> UserError:
-    linear = sorted(
-        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    )
-    return UserError(
-        f"{found!r} cannot be adapted: {why}",
-        field="spec.adapter.lora.targetModules",
-        remedy=f"Write all-linear, or some of {', '.join(linear)}.",
-        reason=Reason.INVALID_SPEC,
-    )

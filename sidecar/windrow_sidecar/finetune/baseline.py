@@ -25,21 +25,26 @@ from windrow_sidecar.finetune.dedicated import take_cores
 from windrow_sidecar.finetune.job import Job, read_examples, read_job
 from windrow_sidecar.finetune.measurement import Step, endless, measure
 from windrow_sidecar.finetune.model import find_model, load_base
-from windrow_sidecar.finetune.optimizer import MAX_GRADIENT_NORM, WEIGHT_DECAY
+from windrow_sidecar.finetune.optimizer import adamw
+from windrow_sidecar.finetune.precision import WeightForm
 from windrow_sidecar.finetune.schedule import Schedule
 
 
 class PlainLoop:
     """One optimizer step at a time."""
 
-    def __init__(self, job: Job, events: EventLog, units: int) -> None:
+    def __init__(
+        self, job: Job, events: EventLog, units: int, *, checkpointing: bool = False
+    ) -> None:
         spec, training = job.spec, job.spec.training
-        base = load_base(find_model(spec.model.name, spec.model.revision))
-        self._rows = read_examples(job, base.tokenizer).train
+        base = load_base(find_model(spec.model.name, spec.model.revision), form=WeightForm.of(spec))
+        self._rows = read_examples(job, base).train
         self._model = add_adapter(base.model, spec).train()
+        if checkpointing:
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
         self._parameters = list(trainable(self._model).values())
         self._plan = BatchPlan(len(self._rows), training.batch_size, training.seed)
-        self._adamw = torch.optim.AdamW(self._parameters, weight_decay=WEIGHT_DECAY, fused=True)
+        self._adamw = adamw(self._parameters, training.optimizer)
         total = self._plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
         self._schedule = Schedule(
             training.schedule, training.learning_rate, total, training.warmup_ratio
@@ -55,7 +60,9 @@ class PlainLoop:
         self._adamw.zero_grad(set_to_none=True)
         loss = self._model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
+        torch.nn.utils.clip_grad_norm_(
+            self._parameters, self._job.spec.training.optimizer.max_gradient_norm
+        )
         for group in self._adamw.param_groups:
             group["lr"] = self._schedule.rate(self._steps)
         self._adamw.step()
@@ -99,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="stop after so long")
     parser.add_argument("--steps", type=int, help="stop after so many steps")
     parser.add_argument("--units", type=int, help="cores to use (default: all)")
+    parser.add_argument(
+        "--gradient-checkpointing", action="store_true", help="keep only what stands between layers"
+    )
     parser.add_argument("--json", type=Path, help="write what was measured there")
     parser.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
@@ -109,7 +119,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = read_job(options.job)
         folder = options.log_dir or job.destination / ".windrow" / job.uid
         events = EventLog(folder / f"baseline-{os.getpid()}.events.jsonl", source="baseline")
-        loop = PlainLoop(replace(job, spec=endless(job.spec)), events, units)
+        loop = PlainLoop(
+            replace(job, spec=endless(job.spec)),
+            events,
+            units,
+            checkpointing=options.gradient_checkpointing,
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

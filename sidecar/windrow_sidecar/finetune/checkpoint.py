@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,17 @@ from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.course import Judged
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+# Where the mistake stands in the job, and what to do.
+_ORIGINS = {
+    "base": ("spec.model.revision", "Name the model that the job began with"),
+    "rows": ("spec.dataset", "Restore dataset, batchSize, maxSequenceLength, loss and seed"),
+    "adapter": ("spec.adapter", "Restore the adapter's settings"),
+}
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
@@ -44,6 +51,19 @@ class Position:
     tokens_done: int = 0  # real tokens of finished steps
     loss: float | None = None  # of the last finished step
     base_eval_loss: float | None = None
+    judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a checkpoint is worthless without: one of another origin is refused, not passed over.
+
+    Each is a digest; "" where it is not known.
+    """
+
+    base: str = ""  # the frozen weights
+    rows: str = ""  # the rows and their order
+    adapter: str = ""  # its kind and shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,19 @@ class Checkpoint:
     path: Path
     position: Position
     tensors: dict[str, Tensor]
+    origin: Origin = field(default_factory=Origin)
+
+    def check(self, wanted: Origin) -> None:
+        """Raise UserError unless it is of that origin."""
+        for part, (name, remedy) in _ORIGINS.items():
+            found = getattr(self.origin, part)
+            if found and found != getattr(wanted, part):
+                raise UserError(
+                    f"{self.path} is a checkpoint with another {part}",
+                    field=name,
+                    remedy=f"{remedy}, or delete {self.path.parents[1]} and start anew.",
+                    reason=Reason.CHECKPOINT_MISMATCH,
+                )
 
 
 class JobFolder:
@@ -94,31 +127,40 @@ class JobFolder:
             self._check()
             yield
 
-    def save(self, position: Position, tensors: Mapping[str, Tensor], *, keep: int) -> Path:
+    def save(
+        self,
+        position: Position,
+        tensors: Mapping[str, Tensor],
+        *,
+        keep: int,
+        origin: Origin | None = None,
+    ) -> Path:
         """Write a checkpoint and forget all but the newest `keep`. Returns its path.
+
+        `tensors` must not share memory.
 
         Raises:
             Fenced: see `writing`.
+            OSError: it could not be written; what was there stands.
         """
-        from safetensors.torch import save
-
-        files = {
-            STATE: json.dumps(asdict(position)).encode(),
-            TENSORS: save({name: t.detach().contiguous() for name, t in tensors.items()}),
-        }
-        manifest = {
-            "format": FORMAT,
-            "job_uid": self.job_uid,
-            "epoch": self.epoch,
-            "sha256": {
-                name: hashlib.sha256(content).hexdigest() for name, content in files.items()
-            },
-        }
-        files[MANIFEST] = json.dumps(manifest, indent=2).encode()
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
 
         def fill(folder: Path) -> None:
-            for name, content in files.items():
-                _write_file(folder / name, content)
+            _write_file(folder / STATE, json.dumps(asdict(position)).encode())
+            try:
+                save_file(dict(tensors), folder / TENSORS)
+            except SafetensorError as error:
+                raise OSError(f"{folder / TENSORS}: {error}") from error
+            _sync_file(folder / TENSORS)
+            manifest = {
+                "format": FORMAT,
+                "job_uid": self.job_uid,
+                "epoch": self.epoch,
+                "origin": asdict(origin or Origin()),
+                "sha256": {name: _sha256(folder / name) for name in (STATE, TENSORS)},
+            }
+            _write_file(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
 
         rows = len(position.committed_rows)
         target = self.checkpoints / f"step-{position.step:08d}-{rows:05d}"
@@ -137,8 +179,13 @@ class JobFolder:
         with self.writing():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            fill(draft)
-            sync_folder(draft)
+            try:
+                fill(draft)
+                sync_folder(draft)
+            except OSError:
+                # A full disk: the half that was written would keep it full.
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
             if target.exists():
                 shutil.rmtree(target)
             draft.rename(target)
@@ -188,11 +235,12 @@ def _read(folder: Path, job_uid: str) -> Checkpoint:
             raise ValueError(f"{name} is not what was written")
     state: dict[str, Any] = json.loads(contents[STATE])
     state["committed_rows"] = tuple(state["committed_rows"])
+    state["judged"] = Judged(**state["judged"])
     try:
         tensors = load(contents[TENSORS])
     except SafetensorError as error:
         raise ValueError(str(error)) from error
-    return Checkpoint(folder, Position(**state), tensors)
+    return Checkpoint(folder, Position(**state), tensors, Origin(**manifest["origin"]))
 
 
 def _write_file(path: Path, content: bytes) -> None:
@@ -203,6 +251,16 @@ def _write_file(path: Path, content: bytes) -> None:
         out.flush()
         os.fsync(out.fileno())
     draft.rename(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as written:
+        os.fsync(written.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as written:
+        return hashlib.file_digest(written, "sha256").hexdigest()
 
 
 def sync_folder(folder: Path) -> None:

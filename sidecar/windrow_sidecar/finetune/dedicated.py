@@ -6,21 +6,24 @@ import argparse
 import logging
 import os
 import signal
+import sys
 import time
 from dataclasses import replace
 
 import torch
 
 from windrow.eventlog import EventLog, TaskletEvent
+from windrow_sidecar.finetune.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.checkpoint import JobFolder
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, Session, open_session, read_job
-from windrow_sidecar.finetune.layerwise import TorchBoundaries
 from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.lines import LineReporter
 from windrow_sidecar.finetune.measurement import Step, endless, measure
 from windrow_sidecar.finetune.model import find_model, load_base
-from windrow_sidecar.finetune.report import LogReporter
-from windrow_sidecar.finetune.runner import Runner
+from windrow_sidecar.finetune.precision import WeightForm
+from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.stream import MicroLimits, StepDone
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 
@@ -28,6 +31,9 @@ log = logging.getLogger(__name__)
 
 # Tokens of a micro-batch where nobody waits for the device.
 MICRO_BATCH_TOKENS = 1024
+# Where layers take turns in memory: a transfer for so many. Five hide one of an 8B layer on an H200
+# (`schedule.micro_batches_to_hide`); each keeps one boundary activation a layer.
+MICRO_BATCHES_A_VISIT = 5
 
 
 def run_dedicated(options: argparse.Namespace) -> int:
@@ -71,8 +77,11 @@ def open_alone(job: Job) -> Session:
     Raises:
         UserError: it cannot be honoured.
     """
-    base = load_base(find_model(job.spec.model.name, job.spec.model.revision))
-    limits = MicroLimits(MICRO_BATCH_TOKENS)
+    base = load_base(
+        find_model(job.spec.model.name, job.spec.model.revision), form=WeightForm.of(job.spec)
+    )
+    together = MICRO_BATCHES_A_VISIT if base.frozen else 1
+    limits = MicroLimits(MICRO_BATCH_TOKENS, micro_batches=together)
     return open_session(job, base, boundaries=TorchBoundaries(), limits=lambda: limits)
 
 
@@ -106,14 +115,29 @@ def _event(session: Session, tasklet: Tasklet, start_ns: int, units: int) -> Tas
 
 
 def _run_to_the_end(job: Job, units: int, events: EventLog) -> int:
-    standing, reporter = Standing(), LogReporter()
-    signal.signal(signal.SIGTERM, lambda *_: setattr(standing, "stop_asked", "SIGTERM"))
+    """Run the job, and tell of it on standard output (see `lines`)."""
+    standing = Standing()
+    for signal_ in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_, lambda *_: setattr(standing, "stop_asked", "asked to stop"))
+    with LineReporter(sys.stdout, standing.report) as reporter:
+        try:
+            return int(_run(job, units, events, standing, reporter))
+        except Exception as error:
+            # The edge of the process: whatever went wrong, who started it hears of it.
+            event, ending = failure(error, standing.progress.checkpoint_path)
+            log.exception("the job failed")
+            reporter.event(event)
+            return int(ending)
+        finally:
+            events.flush()
+
+
+def _run(
+    job: Job, units: int, events: EventLog, standing: Standing, reporter: LineReporter
+) -> Ending:
     folder = JobFolder(job.destination, job.uid, job.epoch)
     folder.claim()
     session = open_alone(job)
     ledger = Ledger(session, folder, reporter, events, standing)
     runner = Runner(session.stream, OpenGate(units), OwnMemory(), ledger, reporter, standing)
-    try:
-        return int(runner.run())
-    finally:
-        events.flush()
+    return runner.run()

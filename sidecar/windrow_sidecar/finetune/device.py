@@ -15,8 +15,8 @@ class Gate(Protocol):
     """Who says when a tasklet may run (see `grants.GrantGate`)."""
 
     @property
-    def units(self) -> int:
-        """Compute units that tasklets run on."""
+    def active_units(self) -> int:
+        """Compute units that the last launch took."""
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Whether it may run now; if so, `landed` is called afterwards."""
@@ -54,8 +54,8 @@ class OpenGate:
         self._units, self._begun_ns = units, 0
 
     @property
-    def units(self) -> int:
-        """Compute units that tasklets run on."""
+    def active_units(self) -> int:
+        """Compute units that the last launch took."""
         return self._units
 
     def launch(self, tasklet: Tasklet) -> bool:

@@ -2,40 +2,113 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from dataclasses import dataclass
+
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.qos.view import LEVELS_MAX, Phase
 
 # Weight of the newest measurement: settles within about ten tasklets, which is two layers' worth.
 FRESH = 0.2
+# Sizes that differ by less than a tenth say nothing about what a tasklet costs beside its tokens.
+_SPREAD = 0.1
+# Measurements before a level may be preferred to another: the first ones find cold threads.
+SETTLED = 10
+# More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
+WORTHWHILE = 0.9
+# Launches that say which levels decode is granting at the moment.
+_RECENT = 64
+
+
+@dataclass(slots=True)
+class _Line:
+    """Microseconds of one layer as a line over its tokens, fitted with forgetting."""
+
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    known: bool = False
+
+    def learn(self, tokens: float, us: float) -> None:
+        weight = FRESH if self.known else 1.0
+        self.known = True
+        self.x += weight * (tokens - self.x)
+        self.y += weight * (us - self.y)
+        self.xx += weight * (tokens * tokens - self.xx)
+        self.xy += weight * (tokens * us - self.xy)
+
+    def coefficients(self) -> tuple[float, float]:
+        """Return (us of a tasklet without tokens, us a token); both 0: never measured.
+
+        Without sizes that differ, and where the fit makes no sense, time is in proportion.
+        """
+        if not self.known:
+            return 0.0, 0.0
+        variance = self.xx - self.x * self.x
+        if variance > (_SPREAD * self.x) ** 2:
+            slope = (self.xy - self.x * self.y) / variance
+            fixed = self.y - slope * self.x
+            if slope > 0 and fixed > 0:
+                return fixed, slope
+        return 0.0, self.y / self.x
 
 
 class Estimates:
-    """Exponentially weighted microseconds a padded token (a step, for the optimizer)."""
+    """What tasklets have taken in this slot."""
 
     def __init__(self) -> None:
-        self._us: dict[tuple[Phase, int], float] = {}
+        self._lines: dict[tuple[Phase, int], _Line] = {}
+        self._measured: Counter[tuple[Phase, int]] = Counter()
+        self._recent: deque[int] = deque(maxlen=_RECENT)
 
     def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
         """Take one measurement into account."""
-        sample = elapsed_us / _size(tasklet)
-        known = self._us.get((tasklet.phase, units))
-        self._us[tasklet.phase, units] = (
-            sample if known is None else known + FRESH * (sample - known)
-        )
+        self._measured[tasklet.phase, units] += 1
+        self._recent.append(units)
+        line = self._lines.setdefault((tasklet.phase, units), _Line())
+        line.learn(_size(tasklet), elapsed_us / tasklet.parts)
 
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
-        return round(self._us.get((tasklet.phase, units), 0.0) * _size(tasklet))
+        return round(self._us(tasklet, units))
+
+    def useful_units(self, tasklet: Tasklet, granted: int) -> int:
+        """Return how many of the granted units make `tasklet` fastest.
+
+        All of them until they have been tried; fewer where more have proved slower, or hardly any
+        faster.
+        """
+        best = granted
+        for units in range(granted - 1, 0, -1):
+            levels = ((tasklet.phase, units), (tasklet.phase, best))
+            if min(self._measured[level] for level in levels) < SETTLED:
+                continue
+            if self._us(tasklet, best) > WORTHWHILE * self._us(tasklet, units):
+                best = units
+        return best
 
     def by_level(self, tasklet: Tasklet) -> tuple[int, ...]:
         """`estimate_us` for 1, 2, ... units, as an offer holds them."""
-        size, us, phase = _size(tasklet), self._us, tasklet.phase
-        return tuple(round(us.get((phase, n), 0.0) * size) for n in range(1, LEVELS_MAX + 1))
+        return tuple(self.estimate_us(tasklet, n) for n in range(1, LEVELS_MAX + 1))
 
-    def tokens_within(self, bound_us: int, units: int) -> int:
-        """Padded tokens whose longest tasklet, a backward, takes at most `bound_us`; 0: unknown."""
-        per_token = self._us.get((Phase.BACKWARD, units), 0.0)
-        return int(bound_us / per_token) if per_token else 0
+    def tokens_within(self, phase: Phase, bound_us: float) -> int:
+        """Padded tokens with which one layer stays within `bound_us` on any level in use.
+
+        At least 1 where anything is known; 0: nothing is.
+        """
+        fitting = []
+        for units in set(self._recent):
+            line = self._lines.get((phase, units))
+            if line is not None:
+                fixed, slope = line.coefficients()
+                fitting.append(max(1, int((bound_us - fixed) / slope)))
+        return min(fitting, default=0)
+
+    def _us(self, tasklet: Tasklet, units: int) -> float:
+        line = self._lines.get((tasklet.phase, units))
+        fixed, slope = line.coefficients() if line else (0.0, 0.0)
+        return tasklet.parts * (fixed + slope * _size(tasklet))
 
 
 def _size(tasklet: Tasklet) -> int:

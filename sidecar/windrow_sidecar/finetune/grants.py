@@ -63,7 +63,7 @@ class GrantGate:
         partition: moves this process to the units it is granted.
         estimates: shown in offers.
         facts: what else offers say, asked at each.
-        decode_answers: whether the decode process is there, asked once it has been silent for long.
+        decode_lives: whether the decode process is there, asked once it has been silent for long.
         clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
@@ -74,16 +74,22 @@ class GrantGate:
         estimates: Estimates,
         facts: Callable[[], OfferFacts],
         *,
-        decode_answers: Callable[[], bool],
+        decode_lives: Callable[[], bool],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._page, self._partition, self._estimates = page, partition, estimates
-        self._facts, self._decode_answers, self._clock = facts, decode_answers, clock
+        self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
         self._seq = -1
         self._grant = Decision()
         self._used = Used()
         self._launched = 0
+        self._active = 0  # units of what was launched last
         self._begun_ns = 0
+
+    def latest(self) -> Decision:
+        """Read the page; return the newest grant."""
+        self._read()
+        return self._grant
 
     @property
     def grant(self) -> Decision:
@@ -95,10 +101,15 @@ class GrantGate:
         """Compute units of the newest grant."""
         return self._grant.finetune_units
 
+    @property
+    def active_units(self) -> int:
+        """Compute units that the last launch took: of those granted, as many as were of use."""
+        return self._active
+
     def decode_gone(self) -> bool:
-        """Whether decode is silent for so long, and nobody answers at its door."""
+        """Whether decode has been silent for long and its process is gone."""
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return silent_ns > ASK_AFTER_SILENCE_NS and not self._decode_answers()
+        return silent_ns > ASK_AFTER_SILENCE_NS and not self._decode_lives()
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Claim the right to run `tasklet` now; True: run it, then call `landed`.
@@ -107,24 +118,28 @@ class GrantGate:
         decode that revokes meanwhile sees either that offer or one that has seen its pause.
         """
         self._read()
-        estimate = self._estimates.estimate_us(tasklet, self.units)
+        claimed = self._claim(tasklet)
+        while claimed and self._read():
+            claimed = self._claim(tasklet)
+        self._begun_ns = self._clock()
+        return claimed
+
+    def _claim(self, tasklet: Tasklet) -> bool:
+        """Move to as many of the granted units as are of use, and say what is about to run."""
+        units = self._estimates.useful_units(tasklet, self.units)
+        estimate = self._estimates.estimate_us(tasklet, units)
         if not self._allowed(estimate):
             return False
-        self._partition.activate_finetune(self.units)
+        self._partition.activate_finetune(units)
+        self._active = units
         self._publish(tasklet, in_flight_us=max(1, estimate))
-        while self._read():
-            if not self._allowed(estimate):
-                return False
-            self._partition.activate_finetune(self.units)
-            self._publish(tasklet, in_flight_us=max(1, estimate))
-        self._begun_ns = self._clock()
         return True
 
     def landed(self, tasklet: Tasklet) -> tuple[int, int]:
         """Account for a tasklet that has run. Returns when it began and ended, in nanoseconds."""
         ended_ns = self._clock()
         elapsed_us = (ended_ns - self._begun_ns) / 1e3
-        self._estimates.learn(tasklet, self.units, elapsed_us)
+        self._estimates.learn(tasklet, self._active, elapsed_us)
         self._used.tasklets += 1
         self._used.us += elapsed_us
         self._launched += 1
@@ -155,15 +170,14 @@ class GrantGate:
 
     def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:
         now = self._facts()
-        layer = tasklet.layer if tasklet else 0
         micro = tasklet.micro if tasklet else None
         self._page.publish_offer(
             now.job_epoch,
             tasklet.step if tasklet else 0,
             self._launched,
             int(tasklet.phase) if tasklet else 0,
-            layer,
-            layer + 1 if micro else layer,
+            tasklet.layer if tasklet else 0,
+            tasklet.layer_end if tasklet else 0,
             tasklet.tokens if tasklet else 0,
             len(micro.rows) if micro else 0,
             self._estimates.by_level(tasklet) if tasklet else (),

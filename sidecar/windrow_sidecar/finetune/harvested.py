@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,14 +25,16 @@ from windrow_sidecar.finetune.model import (
     load_base,
     read_manifest,
 )
+from windrow_sidecar.finetune.plan.grain import Paced
+from windrow_sidecar.finetune.precision import WeightForm
 from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.qos.view import Phase
 
 log = logging.getLogger(__name__)
 
 WEIGHTS = "weights"
 # Until decode says otherwise: a quarter of an objective of 20 ms.
 DEFAULT_BOUND_US = 5_000
-_FP32_BYTES = 4
 
 
 class HarvestedSlot:
@@ -44,7 +45,6 @@ class HarvestedSlot:
         base: the frozen model.
         arena: attached.
         partition: of this process over the device.
-        arena_socket: who answers there is decode.
         standing: is told how many chunks are held.
     """
 
@@ -54,7 +54,6 @@ class HarvestedSlot:
         base: BaseModel,
         arena: Arena,
         partition: Partition,
-        arena_socket: Path,
         standing: Standing,
     ) -> None:
         config = base.config
@@ -64,7 +63,7 @@ class HarvestedSlot:
             arena,
             job.epoch,
             boundaries=config.num_hidden_layers,
-            bytes_per_token=config.hidden_size * _FP32_BYTES,
+            bytes_per_token=config.hidden_size * base.dtype.itemsize,
         )
         self._facts = OfferFacts(job.epoch)
         self.gate = GrantGate(
@@ -72,10 +71,10 @@ class HarvestedSlot:
             partition,
             self._estimates,
             self._offer_facts,
-            decode_answers=lambda: answers(arena_socket),
+            decode_lives=arena.owner_lives,
         )
         self.session: Session = open_session(
-            job, base, boundaries=self._boundaries, limits=self._limits
+            job, base, boundaries=self._boundaries, limits=self._limits, grain=self._grain
         )
         self.memory = LentMemory(self._boundaries, self.session.stream)
 
@@ -86,14 +85,22 @@ class HarvestedSlot:
         self.gate.quiet(None)
 
     def _limits(self) -> MicroLimits:
-        """As many tokens as keep the longest tasklet within the bound and lie in what is lent."""
-        grant = self.gate.grant
-        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
-        tokens = self._estimates.tokens_within(bound_us, self.gate.units)
+        """As many rows as keep a layer's backward within the bound and lie in what is lent."""
+        tokens = self._grain().tokens(Phase.BACKWARD)
         wanted = self._boundaries.chunks_for(max(tokens, self.session.longest_row))
         # Never less than before: a wish that trembles would move chunks to and fro.
         self._facts = replace(self._facts, wanted_chunks=max(wanted, self._facts.wanted_chunks))
-        return MicroLimits(min(tokens, self._boundaries.capacity_tokens()), grant.micro_batch)
+        rows = self.gate.grant.micro_batch
+        return MicroLimits(min(tokens, self._boundaries.capacity_tokens()), rows)
+
+    def _grain(self) -> Paced:
+        """What the newest grant leaves time for."""
+        grant = self.gate.latest()
+        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
+        if grant.budget_us:
+            bound_us = min(bound_us, grant.budget_us)
+        windows = not self.session.stream.windows_refused
+        return Paced(self._estimates, bound_us, grant.finetune_units, windows, grant.window_tokens)
 
     def _offer_facts(self) -> OfferFacts:
         held = self._boundaries.held_chunks
@@ -118,24 +125,17 @@ def open_slot(
         Transient: decode is not there.
     """
     model_dir = find_model(job.spec.model.name, job.spec.model.revision)
-    arena_socket = run_dir.arena_socket(slot)
     try:
-        arena = Arena.attach(str(arena_socket))
+        arena = Arena.attach(str(run_dir.arena_socket(slot)))
     except AttachError as error:
         raise Transient(f"decode's arena cannot be attached: {error}") from error
     exported = _same_weights(arena, run_dir.weights_manifest(slot), model_dir)
-    base = load_base(model_dir, exported)
-    return HarvestedSlot(job, base, arena, partition, arena_socket, standing)
-
-
-def answers(arena_socket: Path) -> bool:
-    """Whether a process still serves the arena; its socket goes with it, however it ends."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(arena_socket))
-        except OSError:
-            return False
-    return True
+    form = WeightForm.of(job.spec, exported.dtype if exported else None)
+    if exported is not None and form != WeightForm(exported.dtype):
+        log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
+        exported = None
+    base = load_base(model_dir, exported, form)
+    return HarvestedSlot(job, base, arena, partition, standing)
 
 
 def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> ExportedWeights | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,15 +13,26 @@ import yaml
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.data import BatchPlan, Split, split, tokenize
-from windrow_sidecar.finetune.layerwise import Boundaries, DecoderStack
+from windrow_sidecar.finetune.activations.keeping import Keeping
+from windrow_sidecar.finetune.activations.planned import PlannedLayers
+from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.around import InTurn
+from windrow_sidecar.finetune.boundaries import Boundaries
+from windrow_sidecar.finetune.checkpoint import Origin
+from windrow_sidecar.finetune.course import Course
+from windrow_sidecar.finetune.data import BatchPlan, Split, lengths_of
+from windrow_sidecar.finetune.dataset.places import local_path
+from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.layerwise import DecoderStack
 from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.model import BaseModel
+from windrow_sidecar.finetune.model import BaseModel, available_bytes
 from windrow_sidecar.finetune.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.rows import local_path, read_rows
+from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
+from windrow_sidecar.finetune.plan.orders import Order, layer_major
 from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
+from windrow_sidecar.finetune.visit import Parts
 
 log = logging.getLogger(__name__)
 
@@ -74,18 +86,24 @@ class Session:
     stream: TaskletStream
     longest_row: int  # tokens
     shared_weights: bool
+    origin: Origin
+    skipped_rows: int = 0
 
 
-def read_examples(job: Job, tokenizer: Any) -> Split:  # noqa: ANN401
+def read_examples(job: Job, base: BaseModel) -> Split:
     """Read, tokenize and split the rows of a job.
 
     Raises:
-        UserError: see `read_rows`, `tokenize` and `split`.
+        UserError, Transient: see `read_dataset`.
     """
-    spec = job.spec
-    rows = read_rows(spec.dataset.source, spec.dataset.format)
-    examples = tokenize(rows, tokenizer, max_length=spec.training.max_sequence_length)
-    return split(examples, eval_fraction=spec.dataset.eval_fraction, seed=spec.training.seed)
+    training = job.spec.training
+    tokenizer = RowTokenizer(
+        base.tokenizer,
+        max_length=training.max_sequence_length,
+        learn_all=training.loss == "all",
+    )
+    limits = ModelLimits.of(base.config)
+    return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed)
 
 
 def open_session(
@@ -94,6 +112,8 @@ def open_session(
     *,
     boundaries: Boundaries,
     limits: Callable[[], MicroLimits],
+    grain: Callable[[], Grain] = WholeRows,
+    order: Order = layer_major,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -101,29 +121,67 @@ def open_session(
         job: what to do.
         base: the frozen model; gets the adapter.
         boundaries: where activations between layers live.
-        limits: of micro-batches, asked before each.
+        limits: of micro-batches, asked before each group.
+        grain: of tasklets, asked before each.
+        order: of the tasklets of a group.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
     spec, training = job.spec, job.spec.training
-    rows = read_examples(job, base.tokenizer)
+    rows = read_examples(job, base)
     tuned = add_adapter(base.model, spec)
-    stack = DecoderStack(base.model)
+    if training.packing and tuned.active_peft_config.is_prompt_learning:
+        raise UserError(
+            "rows in one line would share one prefix",
+            field="spec.training.packing",
+            remedy="Set it to false for this type of adapter.",
+        )
+    stack = DecoderStack(base.model, base.frozen)
+    longest = max(lengths_of(rows.train))
+    planned = PlannedLayers(stack.layers)
+    stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    keeping = Keeping(
+        stack, planned, longest, least=base.frozen is not None, free_bytes=available_bytes
+    )
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
     stream = TaskletStream(
-        tuned,
-        stack,
-        Head(stack.norm, stack.head, stack.config),
-        AdapterOptimizer(trainable(tuned), schedule),
+        Parts(stack, Head(stack), Adapter(tuned)),
+        AdapterOptimizer(trainable(tuned), schedule, training.optimizer),
         rows,
         plan,
         total_steps=total,
         boundaries=boundaries,
-        limits=limits,
+        limits=lambda: keeping.before(limits()),
+        grain=grain,
+        order=order,
         seed=training.seed,
+        course=Course.of(training),
     )
-    longest = max(example.length for example in rows.train)
-    return Session(job, tuned, stream, longest, base.shared)
+    origin = _origin(spec, base, rows)
+    return Session(job, tuned, stream, longest, base.shared, origin, rows.skipped)
+
+
+def _origin(spec: FinetuneJobSpec, base: BaseModel, rows: Split) -> Origin:
+    """Return what a checkpoint of this job depends on."""
+    training = spec.training
+    tokens = [sum(lengths_of(part)) for part in (rows.train, rows.held_out)]
+    order = (
+        spec.dataset.model_dump_json(exclude={"source"}),
+        training.batch_size,
+        training.seed,
+        training.loss,
+        len(rows.train),
+        tokens,
+    )
+    return Origin(
+        base=base.fingerprint,
+        rows=_digest(repr(order)),
+        adapter=_digest(spec.adapter.model_dump_json()),
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

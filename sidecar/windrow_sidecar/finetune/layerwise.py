@@ -1,17 +1,16 @@
 """How a transformers model runs one decoder layer at a time, forward and backward.
 
-The layers are found by structure. How the model calls each of them is recorded while it runs its
-own forward with layers that only listen; replaying those calls gives bit-equal results for every
+How the model calls its layers is recorded; replaying those calls gives bit-equal results for every
 architecture that keeps its layers in one list. Each layer's output is detached and becomes the next
 one's leaf, so a backward ends at the layer's input; a layer's graph lives from its forward tasklet
-to its backward tasklet, and nothing is computed twice.
+to its backward tasklet, and nothing is computed twice. A layer may also run on a window of tokens
+at a time (`windows`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,201 +18,274 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from windrow.conditions import Reason
-from windrow.errors import UserError
+from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.structure import (
+    find_layers,
+    find_norm,
+    has_own_dropout,
+    record,
+)
+from windrow_sidecar.finetune.tasklets import Window
+from windrow_sidecar.finetune.windows.attention import SUPPORTED, looking_back
+from windrow_sidecar.finetune.windows.calls import (
+    LayerCall,
+    TokenDims,
+    UnknownMask,
+    part_of,
+    token_dims,
+)
+from windrow_sidecar.finetune.windows.keyvalues import KeyValues
+from windrow_sidecar.finetune.windows.prefix import Prefix
 
 # Shapes (rows x width) whose calls are remembered: position tables and masks, a few KiB a token.
 CALLS_KEPT = 64
+# Tokens of the rows that the model is asked with to learn its structure.
+_PROBE = 6
 
 
-class Boundaries(Protocol):
-    """Where the activations between two layers live until backward has used them."""
+class AroundLayer(Protocol):
+    """What holds while a layer's own code runs: its weights are there, saved tensors are packed."""
 
-    def place(self, hidden: Tensor) -> Tensor:
-        """Return a tensor outside of any graph with the values of `hidden`."""
+    def forward(self, layer: int) -> AbstractContextManager[None]:
+        """Enter around the forward of one layer."""
 
-    def clear(self) -> None:
-        """Forget everything that was placed."""
+    def backward(self, layer: int) -> AbstractContextManager[None]:
+        """Enter around the backward of one layer."""
 
 
-class TorchBoundaries:
-    """Boundaries in torch's own memory, without a copy."""
+class NothingAround:
+    """Every layer is resident, and autograd keeps what it saves."""
 
-    def place(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`, detached."""
-        return hidden.detach()
+    def forward(self, layer: int) -> AbstractContextManager[None]:
+        """Do nothing."""
+        del layer
+        return _NOTHING
 
-    def clear(self) -> None:
-        """Nothing is kept here."""
+    def backward(self, layer: int) -> AbstractContextManager[None]:
+        """Do nothing."""
+        del layer
+        return _NOTHING
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class LayerCall:
-    """What the model hands to one layer besides the hidden states."""
+class Graph:
+    """What one layer left behind for one window: where backward begins and ends."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    window: Window
+    leaf: Tensor
+    edge: GradientEdge | None  # None: nothing in it learns
 
 
 @dataclass(slots=True)
 class Activations:
-    """A micro-batch on its way. `inputs[l]`: [rows, width, hidden], the leaf that layer l reads."""
+    """A micro-batch on its way.
 
-    ids: Tensor  # [rows, width], int64
+    Attributes:
+        ids: [rows, width], int64.
+        calls: of each layer.
+        inputs: [rows, width, hidden] that layer l reads; the last is the output of the last layer.
+        prefix: what stands before the first token, where the adapter is a prefix.
+        graphs: of each layer, the windows that have run and not been run back, left to right.
+        key_values: of each layer that runs in windows.
+        gradient: [rows, width, hidden]: at each token, with respect to the output of the layer that
+            has not run back yet.
+    """
+
+    ids: Tensor
     calls: tuple[LayerCall, ...]
     inputs: list[Tensor | None]
-    edges: list[GradientEdge | None] = field(default_factory=list)
-    gradient: Tensor | None = None  # with respect to the output of the last layer that ran
+    prefix: Prefix | None = None
+    graphs: list[list[Graph]] = field(default_factory=list)
+    key_values: list[KeyValues | None] = field(default_factory=list)
+    gradient: Tensor | None = None
+
+    @property
+    def whole(self) -> Window:
+        """All tokens of a row."""
+        return Window(0, self.ids.shape[1])
 
 
 class DecoderStack:
-    """The parts of a causal language model that the tasklets run."""
+    """The parts of a causal language model that the tasklets run.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        probe: ids with which the model was asked for its structure: [1, tokens].
+        own_dropout: whether its layers drop units by themselves, besides the adapter.
+        windows_refused: why its layers cannot run on windows of tokens; "" if they can.
+    """
+
+    def __init__(self, model: nn.Module, around_layer: AroundLayer | None = None) -> None:
         """Find layers, final norm and head by structure.
 
         Args:
             model: a transformers causal language model, with adapters or without.
+            around_layer: entered around each layer's forward and backward.
 
         Raises:
             UserError: it is not a plain stack of decoder layers.
         """
         self.model = model
+        self.around_layer: AroundLayer = around_layer or NothingAround()
         self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
-        self.config: Any = model.config
-        self.layers = _layers(self.decoder, self.config)
+        self.config: Any = self.decoder.config
+        self.layers = find_layers(self.decoder, self.config)
         self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self._calls: OrderedDict[tuple[int, ...], tuple[LayerCall, ...]] = OrderedDict()
-        probe = torch.arange(4).unsqueeze(0)
+        self.probe = probe = torch.arange(_PROBE, device=_device(embedding)).unsqueeze(0)
         with torch.no_grad():
-            self.norm = self._find_norm(probe)
-            hidden, _ = self._record(probe)
-            plain = torch.equal(embedding(probe), hidden)
-        self._embedding = embedding if plain else None
+            self.norm = find_norm(self.decoder, self.layers, probe)
+            hidden, wide = record(self.decoder, self.layers, probe)
+            _, narrow = record(self.decoder, self.layers, probe[:, :-1])
+            self._embedding = embedding if torch.equal(embedding(probe), hidden) else None
+        self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
+        self.own_dropout, self.windows_refused = self._try_windows(probe)
 
     @property
     def depth(self) -> int:
         """Number of layers."""
         return len(self.layers)
 
-    def begin(self, ids: Tensor) -> Activations:
+    def begin(
+        self, ids: Tensor, prefix: Prefix | None = None, positions: Tensor | None = None
+    ) -> Activations:
         """Embed `ids` ([rows, width], padded on the right) and look up how layers are called.
+
+        `positions`, of the same shape, tells rows apart that stand one after the other in one line.
 
         No attention mask is made of the padding: behind a causal mask a real token never sees what
         stands to its right, and padded positions have no label.
         """
+        key = (*ids.shape, prefix.tokens if prefix else 0)
         with torch.no_grad():
-            known = self._calls.get(tuple(ids.shape))
+            known = self._calls.get(key) if positions is None else None
             if known is not None and self._embedding is not None:
                 hidden, calls = self._embedding(ids), known
-                self._calls.move_to_end(tuple(ids.shape))
+                self._calls.move_to_end(key)
             else:
-                hidden, calls = self._record(ids)
-        return Activations(ids, calls, inputs=[hidden], edges=[None] * self.depth)
+                past = prefix.past if prefix else None
+                hidden, calls = record(self.decoder, self.layers, ids, past, positions)
+                if positions is None:
+                    self._remember(key, calls)
+        inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
+        graphs: list[list[Graph]] = [[] for _ in self.layers]
+        return Activations(ids, calls, inputs, prefix, graphs, [None] * self.depth)
 
-    def forward(self, at: Activations, layer: int, store: Boundaries, *, learn: bool) -> None:
-        """Run one layer; its input must be there. Afterwards the next one's input is.
+    def forward(
+        self, at: Activations, layer: int, window: Window, store: Boundaries, *, learn: bool
+    ) -> None:
+        """Run one layer on a window of tokens; its input must be there, and what is left of it.
 
-        With `learn` the layer's graph is kept for `backward`.
+        Afterwards the next layer's input is there. With `learn` the graph is kept for `backward`.
         """
-        hidden = at.inputs[layer]
+        whole = window == at.whole
+        leaf = _leaf(at.inputs[layer], window, whole=whole)
+        leaf.requires_grad_(learn and layer > 0)
+        with torch.set_grad_enabled(learn), self.around_layer.forward(layer):
+            out = self._run(at, layer, window, leaf)
+        if whole:
+            at.inputs[layer + 1] = store.place(out) if learn else out
+        else:
+            self._fill(at, layer + 1, window, out, store)
+        if learn:
+            # The edge keeps the graph alive, not the output: that is in the boundary already.
+            edge = get_gradient_edge(out) if out.requires_grad else None
+            at.graphs[layer].append(Graph(window, leaf, edge))
+        elif window.end == at.whole.end:
+            at.inputs[layer] = at.key_values[layer] = None
+
+    def backward(self, at: Activations, layer: int, window: Window) -> None:
+        """Run one layer's backward on the last window that is left of it.
+
+        Adds to the adapters' `.grad`; moves `at.gradient` down by a layer at those tokens.
+        """
+        graph = at.graphs[layer].pop()
+        if graph.window != window or at.gradient is None:
+            raise ValueError(f"{window} of layer {layer} is not next, {graph.window} is")
+        whole = window == at.whole
+        gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
+        if graph.edge is not None:
+            with self.around_layer.backward(layer):
+                torch.autograd.backward((graph.edge,), (gradient,))
+        if layer > 0 and graph.leaf.grad is not None:
+            if whole:
+                at.gradient = graph.leaf.grad
+            else:
+                gradient.copy_(graph.leaf.grad)
+        if not at.graphs[layer]:
+            at.inputs[layer] = at.key_values[layer] = None
+
+    def _run(self, at: Activations, layer: int, window: Window, leaf: Tensor) -> Tensor:
+        """Call a layer as the model would."""
         call = at.calls[layer]
-        with torch.set_grad_enabled(learn):
-            out = self.layers[layer](hidden, *call.args, **call.kwargs)
-        out = out[0] if isinstance(out, tuple) else out
-        at.inputs.append(store.place(out))
-        if not learn:
-            at.inputs[layer] = None
-            return
-        # The edge keeps the graph alive, not the output: that is in the boundary already.
-        at.edges[layer] = get_gradient_edge(out) if out.requires_grad else None
-        at.inputs[-1].requires_grad_()  # type: ignore[union-attr]
+        looking: AbstractContextManager[None] = _NOTHING
+        if window != at.whole or at.prefix is not None:
+            before = at.prefix.tokens if at.prefix else 0
+            call = part_of(call, window, self._dims[layer], before=before)
+            looking = looking_back(self.config, window, _key_values(at, layer))
+        with looking:
+            out = self.layers[layer](leaf, *call.args, **call.kwargs)
+        made: Tensor = out[0] if isinstance(out, tuple) else out
+        return made
 
-    def backward(self, at: Activations, layer: int) -> None:
-        """Run one layer's backward: adds to the adapters' `.grad`, moves `at.gradient` down."""
-        edge, hidden = at.edges[layer], at.inputs[layer]
-        if edge is not None:
-            torch.autograd.backward((edge,), (at.gradient,))
-        at.edges[layer] = None
-        at.gradient = hidden.grad if hidden is not None else None
-        at.inputs[layer] = None
+    def _fill(
+        self, at: Activations, layer: int, window: Window, made: Tensor, store: Boundaries
+    ) -> None:
+        room = at.inputs[layer]
+        if room is None:
+            room = store.room(made, (*at.ids.shape, made.shape[-1]))
+            at.inputs[layer] = room
+        # `.data`: autograd has saved windows of this very memory; other tokens do not touch them.
+        room.data[:, window.begin : window.end].copy_(made.detach())
 
-    def _find_norm(self, probe: Tensor) -> nn.Module:
-        """The one module between the last layer and the head."""
-        seen: list[tuple[nn.Module, Tensor, Any]] = []
-        hooks = [
-            child.register_forward_hook(lambda m, args, out: seen.append((m, args[0], out)))
-            for child in self.decoder.children()
-            if not isinstance(child, nn.ModuleList)
-        ]
-        last: list[Tensor] = []
-        try:
-            with _forwards(self.layers, lambda i, hidden, a, k: last.append(hidden)):
-                out = self.decoder(input_ids=probe, use_cache=False).last_hidden_state
-        finally:
-            for hook in hooks:
-                hook.remove()
-        norms = [m for m, given, made in seen if given is last[-1] and made is out]
-        if len(norms) != 1:
-            raise unsupported(self.model, "no single norm stands between layers and head")
-        return norms[0]
-
-    def _record(self, ids: Tensor) -> tuple[Tensor, tuple[LayerCall, ...]]:
-        calls: list[LayerCall] = []
-        first: list[Tensor] = []
-
-        def listen(index: int, hidden: Tensor, args: tuple[Any, ...], kwargs: Any) -> None:  # noqa: ANN401
-            if index == 0:
-                first.append(hidden)
-            calls.append(LayerCall(args, kwargs))
-
-        with _forwards(self.layers, listen):
-            self.decoder(input_ids=ids, use_cache=False)
-        if len(calls) != self.depth:
-            raise unsupported(self.model, f"{len(calls)} of {self.depth} layers are called")
-        made = tuple(calls)
-        self._calls[tuple(ids.shape)] = made
+    def _remember(self, key: tuple[int, ...], calls: tuple[LayerCall, ...]) -> None:
+        self._calls[key] = calls
         while len(self._calls) > CALLS_KEPT:
             self._calls.popitem(last=False)
-        return first[0], made
+
+    def _try_windows(self, probe: Tensor) -> tuple[bool, str]:
+        """Find `own_dropout` and `windows_refused` on the first layer, in training mode.
+
+        Windows must make what the whole row makes.
+        """
+        layer, store = self.layers[0], TorchBoundaries()
+        was_training = layer.training
+        whole, parts = self.begin(probe), self.begin(probe)
+        call, hidden = whole.calls[0], whole.inputs[0]
+        with self.around_layer.forward(0), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            layer.train()
+            random = has_own_dropout(lambda: layer(hidden, *call.args, **call.kwargs))
+            layer.train(was_training)
+        if random:
+            return True, "its layers drop units by themselves"
+        if self.config._attn_implementation not in SUPPORTED:
+            return False, f"its attention is {self.config._attn_implementation}"
+        self.forward(whole, 0, whole.whole, store, learn=False)
+        try:
+            for window in (Window(0, 4), Window(4, 5), Window(5, _PROBE)):
+                self.forward(parts, 0, window, store, learn=False)
+        except (UnknownMask, RuntimeError, ValueError, TypeError, LookupError) as error:
+            return False, f"a layer does not run on a part of a row ({error})"
+        same = torch.allclose(whole.inputs[1], parts.inputs[1], rtol=1e-2, atol=1e-3)  # type: ignore[arg-type]
+        return False, "" if same else "its layers look at tokens other than by attention"
 
 
-def unsupported(model: nn.Module, why: str) -> UserError:
-    """Return the error for a model that cannot be run layer by layer."""
-    return UserError(
-        f"architecture {type(model).__name__} cannot be trained here: {why}",
-        field="spec.model.name",
-        remedy="Use a decoder-only model that is one stack of layers (Llama, Qwen, Mistral, ...).",
-        reason=Reason.MODEL_UNSUPPORTED,
-    )
+def _leaf(hidden: Tensor | None, window: Window, *, whole: bool) -> Tensor:
+    """Return what a layer reads, as a tensor without history and with a version of its own."""
+    assert hidden is not None, "the layer below has not run on these tokens"
+    return hidden if whole else hidden.data[:, window.begin : window.end]
 
 
-def _layers(decoder: nn.Module, config: Any) -> Sequence[nn.Module]:  # noqa: ANN401
-    depth = getattr(config, "num_hidden_layers", None)
-    lists = [c for c in decoder.children() if isinstance(c, nn.ModuleList) and len(c) == depth]
-    if len(lists) != 1:
-        raise unsupported(decoder, f"no single list of {depth} layers was found")
-    return list(lists[0])
+def _key_values(at: Activations, layer: int) -> KeyValues:
+    known = at.key_values[layer]
+    if known is None:
+        ahead = at.prefix.leaves[layer] if at.prefix else None
+        known = at.key_values[layer] = KeyValues(at.whole.tokens, ahead)
+    return known
 
 
-@contextmanager
-def _forwards(
-    layers: Sequence[nn.Module], listen: Callable[[int, Tensor, tuple[Any, ...], Any], None]
-) -> Iterator[None]:
-    """Let every layer hand its input through and tell `listen` how it was called."""
-
-    def listener(index: int) -> Callable[..., Tensor]:
-        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401
-            listen(index, hidden_states, args, kwargs)
-            return hidden_states
-
-        return forward
-
-    for index, layer in enumerate(layers):
-        layer.forward = listener(index)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device

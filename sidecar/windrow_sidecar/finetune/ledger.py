@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from windrow_sidecar.finetune.checkpoint import JobFolder, sync_folder
+from windrow_sidecar.finetune.health import GradientWatch, StallWatch
 from windrow_sidecar.finetune.job import Session
 from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
-from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage, StepDone
+from windrow_sidecar.finetune.saving import CheckpointWriter, Saved
+from windrow_sidecar.finetune.scalars import Scalars, memory_bytes
+from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
-
-METRICS_FILE = "metrics.jsonl"
+from windrow_sidecar.memory.allocator import memory_stats
 
 
 @dataclass(slots=True)
@@ -28,10 +29,18 @@ class Standing:
     stop_asked: str = ""  # why; set by a signal handler
     busy_ns: int = 0
     held_chunks: int = 0
+    stall: StallWatch = field(default_factory=StallWatch)
 
     def report(self) -> Progress:
         """Progress as of now."""
-        return replace(self.progress, busy_seconds=self.busy_ns / 1e9, held_chunks=self.held_chunks)
+        memory = memory_stats()
+        return replace(
+            self.progress,
+            busy_seconds=self.busy_ns / 1e9,
+            held_chunks=self.held_chunks,
+            allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
+            allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
+        )
 
 
 class Ledger:
@@ -56,17 +65,32 @@ class Ledger:
         self._session, self._stream, self._folder = session, session.stream, folder
         self._reporter, self._events, self._standing = reporter, events, standing
         self._tuned_loss = 0.0
+        spec = session.job.spec
+        self._scalars = Scalars(
+            folder.root, session.job.epoch, tensorboard=spec.training.tensorboard
+        )
+        self._writer = CheckpointWriter(
+            folder, session.origin, keep=spec.checkpoint.keep, saved=self._saved
+        )
+        self._gradients = GradientWatch()
 
     def restore(self) -> None:
-        """Go on from the newest good checkpoint, where there is one, and say so."""
+        """Go on from the newest good checkpoint, where there is one, and say so.
+
+        Raises:
+            UserError: it is of another base, adapter or order of rows.
+        """
         found = self._folder.newest()
         if found is None:
             self._progress()
-            self._reporter.event(WorkerEvent("STARTED", Reason.STARTED, "from the beginning"))
+            detail = f"from the beginning{self._left_out()}"
+            self._reporter.event(WorkerEvent("STARTED", Reason.STARTED, detail))
             return
+        found.check(self._session.origin)
         self._stream.restore(found.position, found.tensors)
+        self._scalars.begin(found.position.tokens_done)
         self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
-        detail = f"from step {found.position.step}, {found.path}"
+        detail = f"from step {found.position.step}, {found.path}{self._left_out()}"
         self._reporter.event(WorkerEvent("STARTED", Reason.RESUMED, detail))
 
     def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:
@@ -89,9 +113,16 @@ class Ledger:
         )
 
     def came(self, outcome: Outcome) -> None:
-        """Note the end of a step or of an evaluation; writes a checkpoint where one is due."""
+        """Note the end of a step or of an evaluation; begins a checkpoint where one is due.
+
+        Raises:
+            Unhealthy: training on makes nothing better.
+            Fenced: another worker has the job.
+        """
+        self._writer.settle()
         if isinstance(outcome, EvaluationDone):
             self._loss(outcome.stage.value, outcome.loss)
+            self._scalars.evaluation(self._stream.position.step, outcome)
             if outcome.stage is Stage.TUNED_EVALUATION:
                 self._evaluated(outcome.loss)
             return
@@ -100,9 +131,10 @@ class Ledger:
         self._progress(
             learning_rate=outcome.facts.learning_rate, gradient_norm=outcome.facts.gradient_norm
         )
-        self._metrics(outcome)
+        self._scalars.step(outcome)
+        self._gradients.see(at.step, outcome.facts.gradient_norm)
         if at.step % self._session.job.spec.checkpoint.every_steps == 0:
-            self.checkpoint()
+            self._writer.begin(at, self._stream.snapshot())
 
     def checkpoint(self) -> str:
         """Write one, of everything up to the last committed micro-batch. Returns what to say of it.
@@ -110,12 +142,8 @@ class Ledger:
         Raises:
             Fenced, OSError: it was not written.
         """
-        position, keep = self._stream.position, self._session.job.spec.checkpoint.keep
-        path = self._folder.save(position, self._stream.tensors(), keep=keep)
-        self._progress(checkpoint_step=position.step, checkpoint_path=str(path))
-        self._reporter.event(WorkerEvent("CHECKPOINTED", "", str(path)))
-        self._events.flush()
-        return f"step {position.step} is in {path}"
+        saved = self._writer.finish(self._stream.position, self._stream.snapshot())
+        return f"step {saved.position.step} is in {saved.path}"
 
     def succeeded(self) -> None:
         """Write the last checkpoint and the adapter.
@@ -146,6 +174,16 @@ class Ledger:
             )
         )
 
+    def _saved(self, checkpoint: Saved) -> None:
+        at, path = checkpoint.position, str(checkpoint.path)
+        self._progress(checkpoint_step=at.step, checkpoint_path=path)
+        self._reporter.event(WorkerEvent("CHECKPOINTED", "", path))
+        self._events.flush()
+
+    def _left_out(self) -> str:
+        skipped = self._session.skipped_rows
+        return f"; {skipped} wrong rows are left out" if skipped else ""
+
     def _evaluated(self, tuned: float) -> None:
         base, self._tuned_loss = self._stream.position.base_eval_loss or 0.0, tuned
         detail = f"held-out loss {base:.4f} before, {tuned:.4f} after"
@@ -165,17 +203,7 @@ class Ledger:
             total_steps=self._stream.total_steps,
             loss=at.loss or 0.0,
             tokens=at.tokens_done,
+            skipped_rows=self._session.skipped_rows,
+            memory_bytes=memory_bytes(),
             **changed,  # type: ignore[arg-type]
         )
-
-    def _metrics(self, done: StepDone) -> None:
-        line = {
-            "step": done.position.step,
-            "loss": done.position.loss,
-            **asdict(done.facts),
-            "tokens": done.position.tokens_done,
-            "epoch": self._session.job.epoch,
-            "unix_seconds": time.time(),
-        }
-        with (self._folder.root / METRICS_FILE).open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")

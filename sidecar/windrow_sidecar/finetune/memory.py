@@ -69,7 +69,7 @@ def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_t
 
 
 class LentBoundaries:
-    """Boundaries in lent chunks (see `layerwise.Boundaries`).
+    """Boundaries in lent chunks (see `boundaries.Boundaries`).
 
     Args:
         arena: attached, as a peer.
@@ -137,7 +137,11 @@ class LentBoundaries:
         self._held = ()
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Copy `hidden` into a lent chunk.
+        """Copy `hidden` into a lent chunk (see `room`)."""
+        return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
+
+    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the memory of a boundary of that shape.
 
         The first one of a micro-batch lays out all of them, so that chunks that go back meanwhile
         are never missing later.
@@ -146,11 +150,10 @@ class LentBoundaries:
             MemoryError: they do not fit; micro-batches are formed within `capacity_tokens`.
         """
         if not self._slots:
-            self._lay_out(_aligned(prod(hidden.shape) * hidden.dtype.itemsize))
+            self._lay_out(_aligned(prod(shape) * like.dtype.itemsize))
         # A tensor of its own: views of one tensor would share its version counter, and filling one
         # would invalidate what autograd has saved of the others.
-        boundary = arena_tensor(self._arena, self._slots.pop(), tuple(hidden.shape), hidden.dtype)
-        return boundary.copy_(hidden.detach())
+        return arena_tensor(self._arena, self._slots.pop(), shape, like.dtype)
 
     def clear(self) -> None:
         """Forget all activations; their chunks stay lent."""

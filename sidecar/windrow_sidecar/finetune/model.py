@@ -17,6 +17,11 @@ from torch import Tensor, nn
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.overlay import build_over
+from windrow_sidecar.finetune.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.residency.frozen import FrozenLayers
+from windrow_sidecar.finetune.residency.loading import CannotWindow, load_windowed
 
 log = logging.getLogger(__name__)
 
@@ -27,12 +32,20 @@ MODEL_FIELD = "spec.model.name"
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """A causal language model in fp32 and its tokenizer."""
+    """A causal language model and its tokenizer."""
 
     model: nn.Module
     config: Any
     tokenizer: Any
     shared: bool  # the weights are decode's
+    frozen: FrozenLayers | None = None  # where memory does not hold all layers
+    fingerprint: str = ""  # of the checkpoint's files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return weight.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +59,13 @@ class ExportedWeights:
     def fingerprint(self) -> str:
         """Of the model that decode serves."""
         return str(self.manifest["fingerprint"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights; of the widest where they differ."""
+        found = {getattr(torch, at["dtype"]) for at in self.manifest["tensors"].values()}
+        widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
+        return widest
 
     def tensors(self) -> dict[str, Tensor]:
         """Each parameter as a tensor over the bytes."""
@@ -93,12 +113,21 @@ def find_model(name: str, revision: str) -> Path:
         raise _not_found(f"{name!r} is no directory, and the Hub gave: {error}") from error
 
 
-def load_base(directory: Path, exported: ExportedWeights | None = None) -> BaseModel:
+def load_base(
+    directory: Path,
+    exported: ExportedWeights | None = None,
+    form: WeightForm | None = None,
+    room_bytes: int | None = None,
+) -> BaseModel:
     """Build the model, over `exported` where that is given, else from the directory's files.
 
+    `form`: of weights that are read from files; fp32 where nothing is said. `room_bytes`: what they
+    may take (default: most of what is free); where that is too little for all, layers take turns.
+
     Raises:
-        UserError: an architecture that transformers cannot build without code of the model's own,
-            a checkpoint that cannot be read, or one too large for this machine.
+        UserError: a form whose library is not there, an architecture that transformers cannot
+            build without code of the model's own, a checkpoint that cannot be read, or one too
+            large for this machine.
     """
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -109,59 +138,87 @@ def load_base(directory: Path, exported: ExportedWeights | None = None) -> BaseM
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise _unsupported(directory, error) from error
-    if exported is None:
-        _check_size(directory)
-    model = _build(directory, config, exported.tensors() if exported else None)
+    form = form or WeightForm()
+    frozen: FrozenLayers | None = None
+    if exported is not None:
+        model = _over(directory, config, exported)
+    elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes()):
+        model = _read(directory, config, form)
+    elif form.quantization == "none":
+        model, frozen = _windowed(directory, config, form, room)
+    else:
+        raise _too_large(directory, form, room)
     model.requires_grad_(requires_grad=False)
-    return BaseModel(model, config, tokenizer, shared=exported is not None)
+    found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
+    return BaseModel(model, config, tokenizer, exported is not None, frozen, found)
 
 
-def _build(directory: Path, config: Any, tensors: dict[str, Tensor] | None) -> nn.Module:  # noqa: ANN401
+def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa: ANN401
     from transformers import AutoModelForCausalLM
 
-    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    options: dict[str, Any] = {"dtype": form.dtype, "trust_remote_code": False}
+    if (quantised := form.config()) is not None:
+        options["quantization_config"] = quantised
     try:
-        if tensors is None:
-            model = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
-        else:
-            model = _over(tensors, config)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise _unsupported(directory, error) from error
-    return model  # type: ignore[no-any-return]
+    keep_differentiable(model)
+    return model
 
 
-def _over(tensors: dict[str, Tensor], config: Any) -> nn.Module:  # noqa: ANN401
-    """Build the model with `tensors` as its parameters; nothing is copied."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = architecture.from_pretrained(
-        None, config=config, state_dict=tensors, dtype=torch.float32
-    )
-    own = {tensor.data_ptr() for tensor in tensors.values()}
-    copied = [name for name, p in model.named_parameters() if p.data_ptr() not in own]
-    if copied:
-        raise ValueError(f"the exported weights lack {copied[0]} and {len(copied) - 1} more")
-    return model  # type: ignore[no-any-return]
+def _over(directory: Path, config: Any, exported: ExportedWeights) -> nn.Module:  # noqa: ANN401
+    """Build the model with decode's tensors as its parameters; nothing is copied."""
+    try:
+        return build_over(exported.tensors(), config, exported.dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _unsupported(directory, error) from error
 
 
-def _check_size(directory: Path) -> None:
+def _windowed(
+    directory: Path,
+    config: Any,  # noqa: ANN401
+    form: WeightForm,
+    room: int,
+) -> tuple[nn.Module, FrozenLayers]:
+    """Build a model of which memory holds some layers at a time."""
+    try:
+        model, frozen = load_windowed(directory, config, room_bytes=room, dtype=form.dtype)
+    except (CannotWindow, OSError, ValueError) as error:
+        raise _too_large(
+            directory, form, room, f"; its layers cannot take turns: {error}"
+        ) from error
+    log.info("%d layers of the model are in memory at a time", frozen.capacity)
+    return model, frozen
+
+
+def _wanted_bytes(directory: Path, form: WeightForm) -> float:
+    """What the whole model takes."""
     config = json.loads((directory / "config.json").read_text())
     stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
     on_disk = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
-    wanted = on_disk * 4 // stored
+    return on_disk * form.bytes_per_weight / stored
+
+
+def _room_bytes() -> int:
+    """What frozen weights may take."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = max(free, _available_bytes())
-    if wanted > WEIGHTS_SHARE * free:
-        raise UserError(
-            f"the model takes {wanted / 2**30:.1f} GiB in fp32, {free / 2**30:.1f} GiB are free",
-            field=MODEL_FIELD,
-            remedy="Use a smaller model, or a slot that serves this one, whose weights are shared.",
-            reason=Reason.MODEL_TOO_LARGE,
-        )
+    return int(WEIGHTS_SHARE * max(free, available_bytes()))
 
 
-def _available_bytes() -> int:
+def _too_large(directory: Path, form: WeightForm, room: int, why: str = "") -> UserError:
+    wanted = _wanted_bytes(directory, form)
+    return UserError(
+        f"the model takes {wanted / 2**30:.1f} GiB, {room / 2**30:.1f} GiB are free for it{why}",
+        field=MODEL_FIELD,
+        remedy="Use a smaller model, training.precision bf16, model.quantization, or a slot "
+        "that serves this model, whose weights are shared.",
+        reason=Reason.MODEL_TOO_LARGE,
+    )
+
+
+def available_bytes() -> int:
+    """Memory of this machine that may still be taken."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from windrow.errors import WindrowError
+from windrow.crd import OptimizerSpec
+from windrow.errors import UserError, WindrowError
 from windrow_sidecar.finetune.schedule import Schedule
+from windrow_sidecar.finetune.snapshot import Snapshot
 
-# transformers' Trainer has the same: no decay, and clipping at 1.
-WEIGHT_DECAY = 0.0
-MAX_GRADIENT_NORM = 1.0
+# Of the names under which a checkpoint holds what the optimizer itself remembers.
+STATE = "state/"
 
 
 class NotFinite(WindrowError):
@@ -36,14 +37,24 @@ class AdapterOptimizer:
     `discard` forgets it: a micro-batch that is interrupted leaves no trace and can run again.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        spec: OptimizerSpec | None = None,
+    ) -> None:
+        """Make it over the adapter's parameters.
+
+        Raises:
+            UserError: the library that the spec asks for is not there.
+        """
         self._names = list(parameters)
         self._parameters = list(parameters.values())
-        self._schedule = schedule
+        self._schedule, self._spec = schedule, spec or OptimizerSpec()
         self._sums: list[Tensor] | None = None
-        self._adamw = torch.optim.AdamW(
-            self._parameters, lr=schedule.peak, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        self._best: dict[str, Tensor] = {}
+        self._snapshot: Snapshot | None = None
+        self._adamw = adamw(self._parameters, self._spec)
 
     def commit(self) -> None:
         """Add the micro-batch's gradients to the sum."""
@@ -53,6 +64,7 @@ class AdapterOptimizer:
         if self._sums is None:
             self._sums = gradients
         else:
+            self._before_change()
             torch._foreach_add_(self._sums, gradients)
         self.discard()
 
@@ -67,12 +79,13 @@ class AdapterOptimizer:
         Raises:
             NotFinite: a gradient is NaN or infinite; nothing has changed but that the sum is gone.
         """
+        self._before_change()
         sums = self._sums or [torch.zeros_like(p) for p in self._parameters]
         self._sums = None
         norm = nn.utils.get_total_norm(sums)
         if not math.isfinite(float(norm)):
             raise NotFinite(f"the gradient of step {number + 1} is not finite")
-        scale = min(1.0, MAX_GRADIENT_NORM / (float(norm) + 1e-6))
+        scale = min(1.0, self._spec.max_gradient_norm / (float(norm) + 1e-6))
         if scale < 1.0:
             torch._foreach_mul_(sums, scale)
         for parameter, gradient in zip(self._parameters, sums, strict=True):
@@ -89,10 +102,21 @@ class AdapterOptimizer:
         held = {f"parameter/{n}": p.detach() for n, p in self._named()}
         for name, parameter in self._named():
             for key, value in self._adamw.state.get(parameter, {}).items():
-                held[f"{key}/{name}"] = value
+                held[f"{STATE}{key}/{name}"] = torch.as_tensor(value)
         for name, total in zip(self._names, self._sums or [], strict=False):
             held[f"sum/{name}"] = total
-        return held
+        return held | {f"best/{name}": value for name, value in self._best.items()}
+
+    def snapshot(self) -> Snapshot:
+        """Return `tensors` as they are now; they are copied before they change."""
+        self._before_change()
+        self._snapshot = Snapshot(self.tensors())
+        return self._snapshot
+
+    def _before_change(self) -> None:
+        if self._snapshot is not None:
+            self._snapshot.take()
+            self._snapshot = None
 
     def load(self, held: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned.
@@ -104,14 +128,56 @@ class AdapterOptimizer:
             for name, parameter in self._named():
                 parameter.copy_(held[f"parameter/{name}"])
         self._adamw.state.clear()
-        for name, parameter in self._named():
-            if f"step/{name}" in held:
-                self._adamw.state[parameter] = {
-                    key: held[f"{key}/{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")
-                }
+        parameters = dict(self._named())
+        for entry, value in held.items():
+            if entry.startswith(STATE):
+                key, name = entry.removeprefix(STATE).split("/", 1)
+                # The library counts its steps in a plain number, torch in a tensor.
+                known = int(value) if value.dtype == torch.int64 else value.clone()
+                self._adamw.state[parameters[name]][key] = known
+        self._best = {
+            entry.removeprefix("best/"): value.clone()
+            for entry, value in held.items()
+            if entry.startswith("best/")
+        }
         has_sums = any(name.startswith("sum/") for name in held)
         self._sums = [held[f"sum/{name}"].clone() for name in self._names] if has_sums else None
         self.discard()
 
+    def keep_best(self) -> None:
+        """Remember the parameters as they are."""
+        self._best = {name: p.detach().clone() for name, p in self._named()}
+
+    def return_to_best(self) -> None:
+        """Take the remembered parameters, where there are any."""
+        self._before_change()
+        with torch.no_grad():
+            for name, parameter in self._named():
+                if name in self._best:
+                    parameter.copy_(self._best[name])
+
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._names, self._parameters, strict=True))
+
+
+def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Return AdamW as the spec wants it; its rate is set step by step.
+
+    Raises:
+        UserError: the library that the spec asks for is not there.
+    """
+    betas = (spec.beta1, spec.beta2)
+    if spec.type == "adamw":
+        return torch.optim.AdamW(
+            parameters, betas=betas, weight_decay=spec.weight_decay, fused=True
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f"adamw8bit needs bitsandbytes, which this worker has not ({error})",
+            field="spec.training.optimizer.type",
+            remedy="Install windrow[quantized] in the sidecar's image, or write adamw.",
+        ) from error
+    made: torch.optim.Optimizer = AdamW8bit(parameters, betas=betas, weight_decay=spec.weight_decay)
+    return made

@@ -57,6 +57,10 @@ class Progress:
     checkpoint_path: str = ""
     held_chunks: int = 0
     busy_seconds: float = 0.0
+    skipped_rows: int = 0
+    memory_bytes: int = 0
+    allocator_held_bytes: int = 0
+    allocator_requested_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +84,6 @@ class Reporter(Protocol):
 
     def take_command(self) -> Action | None:
         """Return the oldest command that was not picked up yet."""
-
-
-class LogReporter:
-    """Reports to the log: a run without an agent."""
-
-    def event(self, event: WorkerEvent) -> None:
-        """Log it."""
-        log.info("%s %s %s", event.kind, event.reason, event.detail)
-
-    def take_command(self) -> Action | None:
-        """Nobody asks for anything."""
-        return None
 
 
 class AgentLink:
@@ -215,4 +207,8 @@ def _progress_message(now: Progress) -> agent_pb2.WorkerProgress:
         checkpoint_path=now.checkpoint_path,
         held_chunks=now.held_chunks,
         busy_seconds=now.busy_seconds,
+        skipped_rows=now.skipped_rows,
+        memory_bytes=now.memory_bytes,
+        allocator_held_bytes=now.allocator_held_bytes,
+        allocator_requested_bytes=now.allocator_requested_bytes,
     )

@@ -67,8 +67,10 @@ class Runner:
             tasklet = self._stream.peek() or tasklet
             if self._may_run(tasklet):
                 self._resumed()
+                self._standing.stall.begin()
                 outcome = self._stream.run(tasklet)
-                self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.units)
+                self._standing.stall.end()
+                self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.active_units)
                 if outcome is not None:
                     self._gate.quiet(self._stream.peek())
                     self._ledger.came(outcome)

@@ -7,35 +7,30 @@ to the last committed micro-batch, or be checkpointed.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.checkpoint import Position
-from windrow_sidecar.finetune.data import IGNORED, BatchPlan, Example, Split
-from windrow_sidecar.finetune.layerwise import (
-    Activations,
-    Boundaries,
-    DecoderStack,
-    TorchBoundaries,
-)
-from windrow_sidecar.finetune.loss import Head
+from windrow_sidecar.finetune.course import Course
+from windrow_sidecar.finetune.data import BatchPlan, Example, Split, lengths_of
 from windrow_sidecar.finetune.optimizer import AdapterOptimizer, NotFinite, StepFacts
+from windrow_sidecar.finetune.plan.frontier import Frontier
+from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
+from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing, next_of
+from windrow_sidecar.finetune.snapshot import Snapshot
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Tasklet,
     by_length,
     next_micro_batch,
     optimizer_tasklet,
-    tasklets_of,
 )
+from windrow_sidecar.finetune.visit import Parts, Visit
 from windrow_sidecar.qos.view import Phase
-
-_SEED_BITS = (1 << 63) - 1
 
 
 class Stage(Enum):
@@ -43,16 +38,18 @@ class Stage(Enum):
 
     BASE_EVALUATION = "base"
     TRAINING = "training"
+    HELD_OUT_EVALUATION = "held-out"  # between two steps
     TUNED_EVALUATION = "tuned"
     FINISHED = "finished"
 
 
 @dataclass(frozen=True, slots=True)
 class MicroLimits:
-    """How large the next micro-batch may be; it has one row at least."""
+    """How large the next group of micro-batches may be; it has one row at least."""
 
-    max_tokens: int
+    max_tokens: int  # of each micro-batch
     max_rows: int = 0  # 0: no bound
+    micro_batches: int = 1  # that visit a layer together
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,22 +75,21 @@ class TaskletStream:
     """The tasklets of one job.
 
     Args:
-        model: with its adapter (peft).
-        stack, head: the model's parts.
+        parts: the model's, with its adapter.
         optimizer: over the adapter's parameters.
         rows, plan: what to train on, in which order.
         total_steps: of the job.
         boundaries: where activations between layers live.
-        limits: asked before each micro-batch.
-        seed: of dropout. Each (step, micro-batch, layer) has a random state of its own, so that a
-            micro-batch that runs again drops the same units.
+        limits: asked before each group of micro-batches.
+        grain: asked before each tasklet.
+        seed: of dropout.
+        order: of the tasklets of a group.
+        course: how rows stand together, and when the adapter is judged.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        stack: DecoderStack,
-        head: Head,
+        parts: Parts,
         optimizer: AdapterOptimizer,
         rows: Split,
         plan: BatchPlan,
@@ -102,17 +98,19 @@ class TaskletStream:
         boundaries: Boundaries,
         limits: Callable[[], MicroLimits],
         seed: int,
+        grain: Callable[[], Grain] = WholeRows,
+        order: Order = layer_major,
+        course: Course | None = None,
     ) -> None:
-        self._model, self._stack, self._head, self._optimizer = model, stack, head, optimizer
+        self._parts, self._optimizer = parts, optimizer
         self._split, self._plan, self._total_steps = rows, plan, total_steps
         self._boundaries, self._limits, self._seed = boundaries, limits, seed
-        self._dropout = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+        self._grain, self._order = grain, order
+        self._course = course or Course()
+        self._train_lengths = lengths_of(rows.train)
         self._position = Position(step=0)
-        self._queue: deque[Tasklet] = deque()
-        self._at: Activations | None = None
-        self._labels: Tensor | None = None
+        self._visit: Visit | None = None
         self._todo: tuple[int, ...] = ()
-        self._micro_loss = 0.0
         self._evaluated = (0.0, 0)  # loss sum, labels
         self._enter(self._first_stage())
 
@@ -134,56 +132,86 @@ class TaskletStream:
     @property
     def depth(self) -> int:
         """Layers of the model."""
-        return self._stack.depth
+        return self._parts.stack.depth
+
+    @property
+    def windows_refused(self) -> str:
+        """Why the model's rows cannot be cut into windows; "" if they can."""
+        return self._parts.stack.windows_refused
 
     @property
     def between_micro_batches(self) -> bool:
         """Whether nothing is on its way that `drop` would lose."""
-        return self._at is None
+        return self._visit is None or self._visit.frontier.untouched
 
     def peek(self) -> Tasklet | None:
-        """Return the tasklet to run next; None: the job has finished."""
-        if not self._queue and self._stage is not Stage.FINISHED:
-            self._plan_more()
-        return self._queue[0] if self._queue else None
+        """Return the tasklet to run next, as large as `grain` wants it; None: the job is done."""
+        if self._stage is Stage.FINISHED:
+            return None
+        if self._visit is None:
+            if not self._todo:
+                return optimizer_tasklet(self._position.step)
+            self._visit = self._form()
+        return next_of(self._order, self._visit.frontier, self._grain())
+
+    def plan(self) -> Iterator[Tasklet]:
+        """Yield what is left of the step or evaluation, as it would run if nothing changed."""
+        if self._stage is Stage.FINISHED:
+            return
+        grain, todo = self._grain(), self._todo
+        if self._visit is not None:
+            yield from listing(self._order, self._visit.frontier, grain)
+        while todo:
+            group, todo = self._take(todo)
+            yield from listing(self._order, Frontier(group, self.depth), grain)
+        if self._stage is Stage.TRAINING:
+            yield optimizer_tasklet(self._position.step)
 
     def run(self, tasklet: Tasklet) -> Outcome | None:
-        """Run what `peek` returned; tells when it was the last of a step or of an evaluation.
+        """Run what `peek` returned, or any other tasklet of its group that may run.
+
+        Returns:
+            what has come to its end with it, if anything has: a step, an evaluation.
 
         Raises:
             NotFinite: loss or gradient is NaN or infinite.
+            ValueError: it may not run now.
         """
-        if not self._queue or self._queue[0] is not tasklet:
-            raise ValueError(f"{tasklet} is not next")
-        outcome = self._RUN[tasklet.phase](self, tasklet)
-        self._queue.popleft()
-        return outcome
+        if self._visit is None:
+            if self._todo or tasklet.phase is not Phase.OPTIMIZER:
+                raise ValueError(f"{tasklet} is not next")
+            return self._step(tasklet)
+        self._visit.run(tasklet)
+        if tasklet.phase is Phase.LOSS and not math.isfinite(self._visit.loss):
+            where = ", ".join(self._examples[row].where for row in self._visit.rows[:3])
+            raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
+        return self._commit(self._visit) if self._visit.frontier.done else None
 
     def drop(self) -> None:
-        """Give up the micro-batch on its way, its memory included; its rows run again later."""
-        if self._at is not None:
-            self._todo = self._micro.rows + self._todo
-        self._queue.clear()
-        self._at = self._labels = None
+        """Give up the group on its way, its memory included; its rows run again later."""
+        self.replan(force=True)
         self._optimizer.discard()
         self._boundaries.clear()
 
-    def replan(self) -> None:
-        """Form the next micro-batch anew: limits have changed. What has begun goes on."""
-        if self._at is None and self._queue and self._queue[0].micro is not None:
-            self._todo = self._micro.rows + self._todo
-            self._queue.clear()
+    def replan(self, *, force: bool = False) -> None:
+        """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
+        if self._visit is not None and (force or self._visit.frontier.untouched):
+            self._todo = self._visit.rows + self._todo
+            self._visit = None
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds besides `position`."""
         return self._optimizer.tensors()
 
+    def snapshot(self) -> Snapshot:
+        """The same, to be copied while the stream goes on."""
+        return self._optimizer.snapshot()
+
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint."""
         self._optimizer.load(tensors)
         self._position = position
-        self._queue.clear()
-        self._at = None
+        self._visit = None
         self._enter(self._first_stage())
 
     def _first_stage(self) -> Stage:
@@ -192,107 +220,103 @@ class TaskletStream:
         return self._training_or_after()
 
     def _training_or_after(self) -> Stage:
-        if self._position.step < self._total_steps:
+        at, judged = self._position.step, self._position.judged
+        due = judged.step < at and self._course.judges(at, of=self._total_steps)
+        if due and self._split.held_out:
+            return Stage.HELD_OUT_EVALUATION
+        if at < self._total_steps and not self._course.ends(judged):
             return Stage.TRAINING
         return Stage.TUNED_EVALUATION if self._split.held_out else Stage.FINISHED
 
     def _enter(self, stage: Stage) -> None:
         self._stage = stage
-        if stage is Stage.BASE_EVALUATION:
-            self._model.disable_adapter_layers()  # type: ignore[operator]
-        else:
-            self._model.enable_adapter_layers()  # type: ignore[operator]
-        self._model.train(stage is Stage.TRAINING)
+        if stage is Stage.TUNED_EVALUATION and self._course.patience:
+            self._optimizer.return_to_best()
+        self._parts.adapter.switch(
+            on=stage is not Stage.BASE_EVALUATION, training=stage is Stage.TRAINING
+        )
         if stage is Stage.TRAINING:
             self._examples: Sequence[Example] = self._split.train
+            self._lengths = self._train_lengths
             self._begin_step()
-        else:
-            self._examples = self._split.held_out
-            self._evaluated = (0.0, 0)
-        self._lengths = [e.length for e in self._examples]
-        if stage is not Stage.TRAINING:
-            self._todo = by_length(range(len(self._examples)), self._lengths)
+            return
+        self._examples = self._split.held_out
+        self._lengths = lengths_of(self._examples)
+        self._evaluated = (0.0, 0)
+        self._todo = by_length(range(len(self._examples)), self._lengths)
 
     def _begin_step(self) -> None:
         rows = self._plan.rows_of(self._position.step)
-        lengths = [e.length for e in self._split.train]
         done = set(self._position.committed_rows)
-        self._todo = tuple(row for row in by_length(rows, lengths) if row not in done)
+        self._todo = tuple(row for row in by_length(rows, self._lengths) if row not in done)
         self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
 
-    def _plan_more(self) -> None:
-        step = self._position.step
-        if not self._todo:
-            self._queue.append(optimizer_tasklet(step))
-            return
+    def _take(self, todo: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        """Return the next group of micro-batches, and the rows that are left then."""
         limits = self._limits()
-        self._micro: MicroBatch = next_micro_batch(
-            step,
-            self._todo,
-            self._lengths,
-            max_tokens=limits.max_tokens,
-            max_rows=limits.max_rows,
-            evaluation=self._stage is not Stage.TRAINING,
-        )
-        self._todo = self._todo[len(self._micro.rows) :]
-        self._queue.extend(tasklets_of(self._micro, self._stack.depth))
+        group: list[MicroBatch] = []
+        while todo and len(group) < max(1, limits.micro_batches):
+            micro = next_micro_batch(
+                self._position.step,
+                todo,
+                self._lengths,
+                max_tokens=limits.max_tokens,
+                max_rows=_smaller(limits.max_rows, self._course.max_rows),
+                evaluation=self._stage is not Stage.TRAINING,
+                packed=self._course.packed,
+            )
+            todo = todo[len(micro.rows) :]
+            group.append(micro)
+        return group, todo
 
-    def _forward(self, tasklet: Tasklet) -> None:
-        if self._at is None:
-            ids, self._labels = _padded([self._examples[row] for row in self._micro.rows])
-            self._at = self._stack.begin(ids)
-        learn = not self._micro.evaluation
-        if learn and self._dropout:
-            key = (self._seed, tasklet.step, self._micro.rows[0], tasklet.layer)
-            torch.manual_seed(hash(key) & _SEED_BITS)
-        # An evaluation holds one boundary at a time: no reason to borrow memory for it.
-        store = self._boundaries if learn else _PLAIN
-        self._stack.forward(self._at, tasklet.layer, store, learn=learn)
-
-    def _loss(self, tasklet: Tasklet) -> Outcome | None:
-        at, labels = self._at, self._labels
-        assert at is not None
-        assert labels is not None
-        hidden = at.inputs[-1]
-        assert hidden is not None
-        if self._micro.evaluation:
-            return self._add_evaluation(float(self._head.loss(hidden, labels)))
-        total, at.gradient = self._head.loss_and_gradient(
-            hidden, labels, labels_in_batch=self._labels_in_batch
+    def _form(self) -> Visit:
+        group, self._todo = self._take(self._todo)
+        evaluation = self._stage is not Stage.TRAINING
+        return Visit(
+            self._parts,
+            group,
+            self._examples,
+            # An evaluation keeps nothing for backward: no reason to borrow memory for it.
+            TorchBoundaries() if evaluation else self._boundaries,
+            labels_in_batch=0 if evaluation else self._labels_in_batch,
+            seed=self._seed,
         )
-        self._micro_loss = float(total)
-        if not math.isfinite(self._micro_loss):
-            where = ", ".join(self._examples[row].where for row in self._micro.rows[:3])
-            raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
+
+    def _commit(self, visit: Visit) -> Outcome | None:
+        """Note a group that is through."""
+        self._visit = None
+        if self._stage is not Stage.TRAINING:
+            return self._add_evaluation(visit)
+        self._optimizer.commit()
+        self._position = replace(
+            self._position,
+            committed_rows=self._position.committed_rows + visit.rows,
+            loss_sum=self._position.loss_sum + visit.loss,
+        )
         return None
 
-    def _add_evaluation(self, loss: float) -> Outcome | None:
-        labels = sum(self._examples[row].targets for row in self._micro.rows)
-        self._evaluated = (self._evaluated[0] + loss, self._evaluated[1] + labels)
-        self._at = None
+    def _add_evaluation(self, visit: Visit) -> Outcome | None:
+        labels = sum(self._examples[row].targets for row in visit.rows)
+        self._evaluated = (self._evaluated[0] + visit.loss, self._evaluated[1] + labels)
         if self._todo:
             return None
         done = EvaluationDone(self._stage, self._evaluated[0] / self._evaluated[1])
+        if self._stage is Stage.TUNED_EVALUATION:
+            self._enter(Stage.FINISHED)
+            return done
         if self._stage is Stage.BASE_EVALUATION:
             self._position = replace(self._position, base_eval_loss=done.loss)
-            self._enter(self._training_or_after())
         else:
-            self._enter(Stage.FINISHED)
+            self._judge(done.loss)
+        self._enter(self._training_or_after())
         return done
 
-    def _backward(self, tasklet: Tasklet) -> None:
-        assert self._at is not None
-        self._stack.backward(self._at, tasklet.layer)
-        if tasklet.layer > 0:
-            return
-        self._optimizer.commit()
-        self._boundaries.clear()
-        self._at = self._labels = None
-        self._position = replace(
-            self._position,
-            committed_rows=self._position.committed_rows + self._micro.rows,
-            loss_sum=self._position.loss_sum + self._micro_loss,
-        )
+    def _judge(self, loss: float) -> None:
+        at = self._position
+        judged = self._course.judge(at.judged, at.step, loss)
+        if judged.is_best and self._course.patience:
+            self._optimizer.keep_best()
+        self._position = replace(at, judged=judged)
 
     def _step(self, tasklet: Tasklet) -> Outcome:
         facts = self._optimizer.step(tasklet.step)
@@ -302,30 +326,15 @@ class TaskletStream:
             tokens_done=at.tokens_done + sum(self._lengths[row] for row in at.committed_rows),
             loss=at.loss_sum / self._labels_in_batch,
             base_eval_loss=at.base_eval_loss,
+            judged=at.judged,
         )
-        if self._position.step < self._total_steps:
+        if (stage := self._training_or_after()) is Stage.TRAINING:
             self._begin_step()
         else:
-            self._enter(self._training_or_after())
+            self._enter(stage)
         return StepDone(self._position, facts)
 
-    _RUN = {  # noqa: RUF012 - a table of methods
-        Phase.FORWARD: _forward,
-        Phase.LOSS: _loss,
-        Phase.BACKWARD: _backward,
-        Phase.OPTIMIZER: _step,
-    }
 
-
-_PLAIN = TorchBoundaries()
-
-
-def _padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
-    """Return ids and labels, [rows, width] int64, padded on the right without labels."""
-    width = max(e.length for e in examples)
-    ids = torch.zeros(len(examples), width, dtype=torch.int64)
-    labels = torch.full((len(examples), width), IGNORED, dtype=torch.int64)
-    for i, example in enumerate(examples):
-        ids[i, : example.length] = torch.tensor(example.ids)
-        labels[i, : example.length] = torch.tensor(example.labels)
-    return ids, labels
+def _smaller(one: int, other: int) -> int:
+    """Return the smaller of two bounds, of which 0 is none."""
+    return min(one, other) if one and other else one or other

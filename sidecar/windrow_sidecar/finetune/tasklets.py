@@ -1,12 +1,13 @@
-"""What a step of finetuning consists of, and in which order its parts may run.
+"""What a step of finetuning consists of: pieces short enough to stop between two of them.
 
-Decode's policy sees work only as tasklets: pieces short enough to stop between two of them.
+Decode's policy sees work only as tasklets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from windrow_sidecar.qos.view import Phase
 
@@ -19,57 +20,115 @@ PHASE_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens [begin, end) of each row of a micro-batch."""
+
+    begin: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        """How many of each row."""
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows that pass through the layers together, padded on the right to `width` tokens."""
+    """Rows that pass through the layers together.
+
+    One below the other, padded on the right to the longest; or `packed`, one after the other in a
+    single line.
+    """
 
     step: int
     rows: tuple[int, ...]
-    width: int
-    tokens: int  # real ones
+    lengths: tuple[int, ...]  # tokens of each row
     evaluation: bool = False
+    packed: bool = False
+
+    @property
+    def lines(self) -> int:
+        """Lines of its tensors."""
+        return 1 if self.packed else len(self.rows)
+
+    @property
+    def width(self) -> int:
+        """Tokens of each line, padding included."""
+        return sum(self.lengths) if self.packed else max(self.lengths)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens."""
+        return sum(self.lengths)
 
     @property
     def padded_tokens(self) -> int:
         """What the layers compute on."""
-        return len(self.rows) * self.width
+        return self.lines * self.width
+
+    @property
+    def whole(self) -> Window:
+        """All tokens of the rows."""
+        return Window(0, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Tasklet:
-    """One phase of one layer for one micro-batch; the optimizer step has no micro-batch."""
+    """One phase on layers [layer, layer_end) for a window of a micro-batch's tokens.
+
+    Forward goes up through the layers and backward down; the loss has none (`layer` is the number
+    of layers), and the optimizer's step has no micro-batch either.
+    """
 
     step: int
     phase: Phase
     layer: int
+    layer_end: int
+    window: Window
     micro: MicroBatch | None
 
     @property
     def tokens(self) -> int:
-        """Tokens that the layer computes on, padding included."""
-        return self.micro.padded_tokens if self.micro else 0
+        """Tokens that each layer computes on, padding included."""
+        return self.micro.lines * self.window.tokens if self.micro else 0
 
     @property
     def real_tokens(self) -> int:
         """Tokens of the rows."""
-        return self.micro.tokens if self.micro else 0
+        if self.micro is None:
+            return 0
+        begin, end = self.window.begin, self.window.end
+        if self.micro.packed:
+            return end - begin
+        return sum(max(0, min(length, end) - begin) for length in self.micro.lengths)
 
+    @property
+    def parts(self) -> int:
+        """Into how many tasklets it could be cut without cutting a layer."""
+        return max(1, self.layer_end - self.layer)
 
-def tasklets_of(micro: MicroBatch, layers: int) -> Iterator[Tasklet]:
-    """Yield the tasklets of a micro-batch: up through the layers, the loss, and down again.
+    def each_layer(self) -> tuple[Tasklet, ...]:
+        """Those tasklets, in the order in which they run."""
+        if self.parts == 1:
+            return (self,)
+        layers = range(self.layer, self.layer_end)
+        ordered = reversed(layers) if self.phase is Phase.BACKWARD else layers
+        return tuple(replace(self, layer=i, layer_end=i + 1) for i in ordered)
 
-    An evaluation goes up only.
-    """
-    for layer in range(layers):
-        yield Tasklet(micro.step, Phase.FORWARD, layer, micro)
-    yield Tasklet(micro.step, Phase.LOSS, layers, micro)
-    if not micro.evaluation:
-        for layer in reversed(range(layers)):
-            yield Tasklet(micro.step, Phase.BACKWARD, layer, micro)
+    def joined(self, following: Tasklet) -> Tasklet | None:
+        """This tasklet and the one that follows as one, where only the layer differs."""
+        if replace(following, layer=self.layer, layer_end=self.layer_end) != self:
+            return None
+        if self.phase is Phase.FORWARD and following.layer == self.layer_end:
+            return replace(self, layer_end=following.layer_end)
+        if self.phase is Phase.BACKWARD and following.layer_end == self.layer:
+            return replace(self, layer=following.layer)
+        return None
 
 
 def optimizer_tasklet(step: int) -> Tasklet:
     """Return the tasklet that ends a step."""
-    return Tasklet(step, Phase.OPTIMIZER, 0, None)
+    return Tasklet(step, Phase.OPTIMIZER, 0, 0, Window(0, 0), None)
 
 
 def by_length(rows: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
@@ -85,16 +144,16 @@ def next_micro_batch(
     max_tokens: int,
     max_rows: int = 0,
     evaluation: bool = False,
+    packed: bool = False,
 ) -> MicroBatch:
     """Take the next micro-batch from the front of `rows` (ordered by `by_length`, not empty).
 
     As many rows as fit into `max_tokens` with their padding and into `max_rows` (0: no bound), but
     at least one.
     """
-    width = lengths[rows[0]]
-    count = max(1, max_tokens // width)
-    if max_rows:
-        count = min(count, max_rows)
+    count = max_tokens // lengths[rows[0]]
+    if packed:
+        count = sum(total <= max_tokens for total in accumulate(lengths[row] for row in rows))
+    count = max(1, min(count, max_rows or count))
     taken = tuple(rows[:count])
-    tokens = sum(lengths[row] for row in taken)
-    return MicroBatch(step, taken, width, tokens, evaluation)
+    return MicroBatch(step, taken, tuple(lengths[row] for row in taken), evaluation, packed)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
@@ -92,6 +91,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
+    from windrow_sidecar.finetune.failures import failure
     from windrow_sidecar.finetune.ledger import Standing
     from windrow_sidecar.finetune.report import AgentLink, worker_hello
     from windrow_sidecar.finetune.runner import Ending
@@ -101,6 +101,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     events = _event_log(run_dir.job_dir(options.job_uid), options)
     hello = worker_hello(options.job_uid, options.epoch, os.getpid())
     with AgentLink(run_dir.agent_socket, hello, standing.report, events) as agent:
+        standing.stall.watch(lambda found: _give_up(found, standing, agent))
         try:
             ending = _finetune(options, run_dir, partition, standing, agent, events)
         except Exception as error:
@@ -109,8 +110,19 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
             log.exception("the job failed")
             agent.event(event)
         finally:
+            standing.stall.close()
             events.flush()
     return int(Ending(ending))
+
+
+def _give_up(found: Exception, standing: Any, agent: Any) -> None:  # noqa: ANN401
+    """End the process from beside its stuck thread; decode takes its memory back."""
+    from windrow_sidecar.finetune.failures import failure
+
+    event, ending = failure(found, standing.progress.checkpoint_path)
+    agent.event(event)
+    agent.__exit__()
+    os._exit(ending)
 
 
 def _take_order(options: argparse.Namespace) -> bool:
@@ -155,26 +167,6 @@ def _finetune(
         return runner.run()
     finally:
         slot.close()
-
-
-def failure(error: Exception, checkpoint: str) -> tuple[Any, int]:
-    """Say what an error means for the job: the event that tells, and how the worker ends."""
-    from windrow_sidecar.finetune.checkpoint import Fenced
-    from windrow_sidecar.finetune.optimizer import NotFinite
-    from windrow_sidecar.finetune.report import WorkerEvent
-    from windrow_sidecar.finetune.runner import Ending
-
-    if isinstance(error, UserError):
-        event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
-        return event, Ending.USER_ERROR
-    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else "; no checkpoint yet"
-    if isinstance(error, Fenced):
-        return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
-    if isinstance(error, NotFinite):
-        return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
-    reason = Reason.OUT_OF_MEMORY if isinstance(error, MemoryError) else Reason.WORKER_ERROR
-    detail = f"{type(error).__name__}: {error}{kept}"
-    return WorkerEvent("FAILED", reason, detail), Ending.FAILED
 
 
 def _event_log(fallback: Path, options: argparse.Namespace) -> EventLog:

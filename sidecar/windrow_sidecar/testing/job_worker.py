@@ -107,6 +107,8 @@ class JobWorker:
             tokens=100 * step,
             checkpoint_step=step,
             checkpoint_path=f"/checkpoints/{step}",
+            allocator_held_bytes=3 << 20,
+            allocator_requested_bytes=2 << 20,
         )
         self._out.put(agent_pb2.WorkerReport(progress=progress))
 

@@ -6,17 +6,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windrow.crd import parse_job_spec
-from windrow_sidecar.finetune.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.course import Course
 from windrow_sidecar.finetune.data import BatchPlan, Example, split
-from windrow_sidecar.finetune.layerwise import Boundaries, DecoderStack, TorchBoundaries
+from windrow_sidecar.finetune.layerwise import AroundLayer, DecoderStack
 from windrow_sidecar.finetune.loss import Head
 from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
+from windrow_sidecar.finetune.visit import Parts
 
+WHOLE = WholeRows()
 VOCABULARY, HIDDEN, LAYERS, ROWS = 64, 16, 2, 10
 
 
@@ -29,11 +34,17 @@ class TinyJob:
 
 
 def tiny_job(
-    *, steps: int = 4, max_tokens: int = 24, boundaries: Boundaries | None = None
+    *,
+    steps: int = 4,
+    max_tokens: int = 24,
+    micro_batches: int = 1,
+    grain: Grain = WHOLE,
+    boundaries: Boundaries | None = None,
+    course: Course | None = None,
+    base: nn.Module | None = None,
+    around_layer: AroundLayer | None = None,
 ) -> TinyJob:
     """Make the job; equal arguments give bit-equal jobs. It has dropout and held-out rows."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     spec = parse_job_spec(
         {
             "model": {"name": "tiny"},
@@ -43,6 +54,29 @@ def tiny_job(
             "output": {"destination": "/out"},
         }
     )
+    base = tiny_llama() if base is None else base
+    tuned = add_adapter(base, spec)
+    stack = DecoderStack(base, around_layer)
+    rows = split(_rows(), eval_fraction=0.2, seed=1)
+    stream = TaskletStream(
+        Parts(stack, Head(stack), Adapter(tuned)),
+        AdapterOptimizer(trainable(tuned), Schedule("cosine", 1e-2, steps, 0.0)),
+        rows,
+        BatchPlan(len(rows.train), 3, 1),
+        total_steps=steps,
+        boundaries=boundaries or TorchBoundaries(),
+        limits=lambda: MicroLimits(max_tokens, micro_batches=micro_batches),
+        grain=lambda: grain,
+        seed=1,
+        course=course,
+    )
+    return TinyJob(tuned, stream)
+
+
+def tiny_llama() -> nn.Module:
+    """Return the same frozen model each time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
@@ -54,23 +88,8 @@ def tiny_job(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(11)
-        base = LlamaForCausalLM(config).requires_grad_(requires_grad=False)
-    tuned = add_adapter(base, spec)
-    stack = DecoderStack(base)
-    rows = split(_rows(), eval_fraction=0.2, seed=1)
-    stream = TaskletStream(
-        tuned,
-        stack,
-        Head(stack.norm, stack.head, stack.config),
-        AdapterOptimizer(trainable(tuned), Schedule("cosine", 1e-2, steps, 0.0)),
-        rows,
-        BatchPlan(len(rows.train), 3, 1),
-        total_steps=steps,
-        boundaries=boundaries or TorchBoundaries(),
-        limits=lambda: MicroLimits(max_tokens),
-        seed=1,
-    )
-    return TinyJob(tuned, stream)
+        made: nn.Module = LlamaForCausalLM(config).requires_grad_(requires_grad=False)
+    return made
 
 
 def adapter_of(job: TinyJob) -> dict[str, Tensor]:

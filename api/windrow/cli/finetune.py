@@ -1,0 +1,194 @@
+"""`windrow finetune`: a FinetuneJob on this machine, without any cluster."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from windrow.cli.output import Json, print_json, print_line
+
+if TYPE_CHECKING:
+    from windrow.local.finetune import LocalJob, Told
+
+_LINE_EVERY_S = 10.0
+
+
+def finetune(
+    manifest: Annotated[Path, typer.Argument(help="YAML file with one FinetuneJob.")],
+    units: Annotated[
+        int | None, typer.Option(help="Cores to use, the last ones. Default: all.")
+    ] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Only measure: train so long, print tokens/s, leave no adapter."),
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Forget the checkpoints of earlier runs.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Finetune here, with the engine that runs beside decode. The same command resumes.
+
+    Leaves a peft adapter in spec.output.destination, and below it in .windrow/: checkpoints,
+    metrics.jsonl and report.html with the curves.
+
+    Example: windrow finetune examples/finetunejob.yaml
+    """
+    from windrow.local import finetune as local
+
+    job = local.read_local_job(manifest)
+    arguments = [] if units is None else ["--units", str(units)]
+    if seconds is not None:
+        _measure(job, [*arguments, "--seconds", str(seconds)])
+        return
+    if fresh:
+        local.forget(job)
+    begun = time.monotonic()
+    with local.started(job, *arguments) as process, _passing_on(process), _shown(as_json) as show:
+        told = local.listen(process, show)
+    result = _result(job, told, time.monotonic() - begun, process.returncode)
+    if as_json:
+        print_json(result)
+    else:
+        _say(result, told)
+    if process.returncode == local.STOPPED:
+        raise typer.Exit(130)
+    if process.returncode != local.SUCCEEDED:
+        raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
+
+
+def _measure(job: LocalJob, arguments: list[str]) -> None:
+    from windrow.local import finetune as local
+
+    with local.started(job, *arguments) as process:
+        out, _ = process.communicate()
+    print_line(out.rstrip())
+    if process.returncode:
+        print_line((job.folder / local.WORKER_LOG).read_text().rstrip().rpartition("\n")[2])
+        raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
+
+
+@contextmanager
+def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
+    """Let Ctrl-C ask the worker to stop; it writes a checkpoint first."""
+    before = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _shown(quiet: bool) -> Iterator[Callable[[Told], None]]:
+    """Show what is told: a bar on a terminal, else a line every ten seconds and for each event."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from windrow.local.finetune import Pace
+
+    console, pace = Console(), Pace()
+    if quiet:
+        yield lambda told: None
+        return
+    if not console.is_terminal:
+        yield _Lines(pace).show
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("loading", total=None, state="")
+        shown = 0
+
+        def show(told: Told) -> None:
+            nonlocal shown
+            for event in told.events[shown:]:
+                bar.console.print(event, highlight=False)
+            shown = len(told.events)
+            title = "training" if told.total_steps else "loading"
+            bar.update(
+                task,
+                description=title,
+                completed=told.step,
+                total=told.total_steps or None,
+                state=_state(told, pace),
+            )
+
+        yield show
+
+
+@dataclass
+class _Lines:
+    pace: Any
+    shown: int = 0
+    due: float = 0.0
+
+    def show(self, told: Told) -> None:
+        for event in told.events[self.shown :]:
+            print_line(event)
+        self.shown = len(told.events)
+        state = _state(told, self.pace)
+        if told.step and time.monotonic() >= self.due:
+            print_line(state)
+            self.due = time.monotonic() + _LINE_EVERY_S
+
+
+def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
+    rate, left = pace.see(told)
+    parts = [f"step {told.step}/{told.total_steps}"]
+    if told.loss is not None:
+        parts.append(f"loss {told.loss:.3f}")
+    if rate:
+        parts.append(f"{rate:,.0f} tokens/s")
+    if left is not None:
+        parts.append(f"{left:.0f} s left")
+    return ", ".join(parts)
+
+
+def _result(job: LocalJob, told: Told, seconds: float, code: int) -> dict[str, Any]:
+    from windrow.local.curves import read_metrics, write_curves
+    from windrow.local.finetune import STOPPED, SUCCEEDED
+
+    state = {SUCCEEDED: "Succeeded", STOPPED: "Stopped"}.get(code, "Failed")
+    result: dict[str, Any] = {
+        "name": job.name,
+        "state": state,
+        "message": told.failure or (told.events[-1] if told.events else ""),
+        "step": told.step,
+        "total_steps": told.total_steps,
+        "loss": told.loss,
+        "base_eval_loss": told.base_eval_loss,
+        "tuned_eval_loss": told.tuned_eval_loss,
+        "tokens": told.tokens,
+        "skipped_rows": told.skipped_rows,
+        "memory_bytes": told.memory_bytes,
+        "seconds": round(seconds, 1),
+        "checkpoint": told.checkpoint,
+        "adapter": told.adapter,
+        "log": str(job.folder / "worker.log"),
+        "report": "",
+    }
+    if read_metrics(job.folder):
+        rows = [(k.replace("_", " "), str(v)) for k, v in result.items() if v not in ("", None)]
+        result["report"] = str(write_curves(job.folder, f"Windrow: {job.name}", rows))
+    return result
+
+
+def _say(result: dict[str, Any], told: Told) -> None:
+    if told.failure:
+        print_line(f"windrow: {told.failure}")
+    elif not told.events:
+        print_line(f"windrow: the worker ended without a word; see {result['log']}")
+    if result["state"] == "Stopped":
+        print_line("stopped; the same command resumes from the checkpoint")
+    if result["tuned_eval_loss"] is not None and result["state"] == "Succeeded":
+        base, tuned = result["base_eval_loss"], result["tuned_eval_loss"]
+        print_line(f"held-out loss {base:.3f} before, {tuned:.3f} after")
+    for word in ("adapter", "report"):
+        if result[word]:
+            print_line(f"{word}: {result[word]}")

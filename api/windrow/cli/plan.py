@@ -1,0 +1,87 @@
+"""`windrow plan`: what a step of a job would run, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windrow.cli.output import Json, print_json
+from windrow.errors import UserError, WindrowError
+
+_WORDS = {"fwd": "forward", "loss": "loss", "bwd": "backward", "opt": "optimizer"}
+
+
+def plan(
+    manifest: Annotated[Path, typer.Argument(help="FinetuneJob manifest.")],
+    model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
+    order: Annotated[
+        str, typer.Option(help="layer-major, token-major or interleaved.")
+    ] = "layer-major",
+    window: Annotated[int, typer.Option(help="Tokens of a row. 0: whole rows.", min=0)] = 0,
+    bound_ms: Annotated[
+        float, typer.Option(help="Cut so that a tasklet takes no longer, as beside decode.", min=0)
+    ] = 0.0,
+    micro_batches: Annotated[
+        int, typer.Option(help="Micro-batches that visit a layer together.", min=1)
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Show what a step of a job would run: phases, layers, tokens, bytes, times of this machine.
+
+    Example: windrow plan examples/finetunejob.yaml --bound-ms 5
+    """
+    argv = [sys.executable, "-m", "windrow_sidecar.finetune.preview", f"--job={manifest}"]
+    argv += [f"--order={order}", f"--window={window}", f"--bound-ms={bound_ms}"]
+    argv += [f"--micro-batches={micro_batches}"]
+    if model is not None:
+        argv.append(f"--model={model}")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
+        if done.returncode == 2:
+            raise UserError(why[0])
+        raise WindrowError(why[0])
+    shown = json.loads(done.stdout)
+    if as_json:
+        print_json(shown)
+        return
+    _print(shown)
+
+
+def _print(shown: dict[str, Any]) -> None:
+    title = f"{shown['model']}: a step, {shown['order']}, {shown['units']} core(s)"
+    table = Table("", "phase", "layers", "tokens", "rows", "MiB", "ms", title=title)
+    for number, at in enumerate(shown["tasklets"]):
+        first, end = at["layers"]
+        begin, last = at["tokens"]
+        layers = f"{first}" if end - first == 1 else f"{first}-{end - 1}"
+        table.add_row(
+            str(number),
+            _WORDS[at["phase"]],
+            layers if end > first else "",
+            f"{begin}-{last}" if at["rows"] else "",
+            " ".join(map(str, at["rows"])),
+            f"{at['bytes'] / 2**20:+.2f}" if at["bytes"] else "",
+            f"{at['estimate_us'] / 1e3:.2f}" if at["estimate_us"] else "",
+        )
+    console = Console()
+    console.print(table)
+    total = sum(at["estimate_us"] for at in shown["tasklets"]) / 1e3
+    longest = max(at["estimate_us"] for at in shown["tasklets"]) / 1e3
+    peak, held = 0, 0
+    for at in shown["tasklets"]:
+        held += at["bytes"]
+        peak = max(peak, held)
+    console.print(
+        f"{len(shown['tasklets'])} tasklets, {total:.0f} ms in all, the longest {longest:.2f} ms; "
+        f"at most {peak / 2**20:.1f} MiB of activations at once"
+    )
+    if shown["windows_refused"]:
+        console.print(f"rows are not cut into windows: {shown['windows_refused']}")

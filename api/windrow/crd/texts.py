@@ -1,0 +1,49 @@
+"""Which texts a user may write: names, words and places."""
+
+from __future__ import annotations
+
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field
+
+from windrow.crd.values import NAME_MAX, TEXT_MAX, invalid
+
+# Where adapters are written to: a path in the decode pod, as mounted there.
+WRITABLE_SCHEMES = ("", "file")
+# Where rows are read from besides: fsspec has a file system for each.
+READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "https", "s3")
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise invalid("is empty", "Write a value or leave the field out.")
+    return text
+
+
+def _place(text: str) -> str:
+    scheme = urlsplit(_not_blank(text)).scheme
+    if scheme not in WRITABLE_SCHEMES:
+        raise invalid(
+            f"{text!r}: nothing here can write {scheme}:// yet",
+            "Write a path on a volume that the decode pods mount (HarvestPolicy "
+            "spec.sidecar.volumes).",
+        )
+    return text
+
+
+def _source(text: str) -> str:
+    scheme = urlsplit(_not_blank(text)).scheme
+    if scheme not in READABLE_SCHEMES:
+        raise invalid(
+            f"{text!r}: nothing here can read {scheme}://",
+            "Write a path on a volume that the decode pods mount, s3://bucket/key, https://..., or "
+            "the name of a dataset on the Hub.",
+        )
+    return text
+
+
+Text = Annotated[str, AfterValidator(_not_blank), Field(min_length=1, max_length=TEXT_MAX)]
+Place = Annotated[str, AfterValidator(_place), Field(min_length=1, max_length=TEXT_MAX)]
+Source = Annotated[str, AfterValidator(_source), Field(min_length=1, max_length=TEXT_MAX)]
+Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]

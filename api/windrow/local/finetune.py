@@ -1,0 +1,169 @@
+"""A FinetuneJob on this machine alone: the worker of the sidecar as a process, and what it says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from windrow.client import check_head, read_manifest
+from windrow.crd import FINETUNE_JOB, parse_job_spec
+from windrow.errors import UserError
+
+WORKER = "windrow_sidecar.finetune.worker"
+WORKER_LOG = "worker.log"
+# Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
+SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """A manifest that is run here, and where it leaves what."""
+
+    manifest: Path
+    name: str
+    folder: Path  # checkpoints, metrics.jsonl, worker.log, report.html
+    destination: Path
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the worker has said so far."""
+
+    step: int = 0
+    total_steps: int = 0
+    loss: float | None = None
+    learning_rate: float | None = None
+    tokens: int = 0
+    memory_bytes: int = 0
+    skipped_rows: int = 0
+    checkpoint: str = ""
+    adapter: str = ""
+    base_eval_loss: float | None = None
+    tuned_eval_loss: float | None = None
+    events: tuple[str, ...] = ()  # `KIND detail`
+    failure: str = ""
+    tokens_at_first: int | None = field(default=None, repr=False)
+
+
+def read_local_job(manifest: Path) -> LocalJob:
+    """Check a manifest as `submit` does.
+
+    Raises:
+        UserError: it is none, or its spec is wrong.
+    """
+    body = read_manifest(manifest)
+    check_head(body, FINETUNE_JOB)
+    spec = parse_job_spec(body.get("spec", {}))
+    destination = Path(spec.output.destination.removeprefix("file://"))
+    uid = str(body["metadata"].get("uid", manifest.stem))
+    return LocalJob(manifest, body["metadata"]["name"], destination / ".windrow" / uid, destination)
+
+
+def forget(job: LocalJob) -> None:
+    """Remove what earlier runs of this manifest have left; the adapter stays until the next."""
+    shutil.rmtree(job.folder, ignore_errors=True)
+
+
+@contextmanager
+def started(job: LocalJob, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker; its words for developers go to `worker.log`. Ends it on the way out.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        log = (job.folder / WORKER_LOG).open("ab")
+    except OSError as error:
+        raise UserError(
+            f"{job.folder} cannot be written: {error.strerror}",
+            field="spec.output.destination",
+            remedy="Name a directory that you may write.",
+        ) from error
+    command = [sys.executable, "-m", WORKER, "--standalone", "--job", str(job.manifest)]
+    with log:
+        process = subprocess.Popen(
+            [*command, "--log-dir", str(job.folder), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            # Ctrl-C is for us: we pass it on once, and the worker writes a checkpoint.
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.communicate()
+
+
+def listen(process: subprocess.Popen[str], on_change: Callable[[Told], None]) -> Told:
+    """Follow the worker until it ends; `on_change` sees each new state."""
+    told = Told()
+    assert process.stdout is not None
+    for line in process.stdout:
+        told = understood(told, json.loads(line))
+        on_change(told)
+    process.wait()
+    return told
+
+
+def understood(told: Told, said: dict[str, Any]) -> Told:
+    """Return what is known after a line of the worker."""
+    if (now := said.get("progress")) is not None:
+        first = told.tokens_at_first
+        if first is None and now["total_steps"]:
+            first = now["tokens"]
+        return replace(
+            told,
+            step=now["step"],
+            total_steps=now["total_steps"],
+            loss=now["loss"] if now["step"] else None,
+            learning_rate=now["learning_rate"] if now["step"] else None,
+            tokens=now["tokens"],
+            memory_bytes=now["memory_bytes"],
+            skipped_rows=now["skipped_rows"],
+            checkpoint=now["checkpoint_path"],
+            tokens_at_first=first,
+        )
+    event = said["event"]
+    told = replace(told, events=(*told.events, f"{event['kind']} {event['detail']}".strip()))
+    if event["kind"] == "FAILED":
+        return replace(told, failure=event["detail"])
+    return replace(
+        told,
+        adapter=event["adapter_path"] or told.adapter,
+        base_eval_loss=event["base_eval_loss"] or told.base_eval_loss,
+        tuned_eval_loss=event["tuned_eval_loss"] or told.tuned_eval_loss,
+    )
+
+
+@dataclass
+class Pace:
+    """Tokens per second and time left, from what is told; loading does not count."""
+
+    clock: Callable[[], float] = time.monotonic
+    _begun: tuple[float, int, int] | None = None  # seconds, tokens, steps
+
+    def see(self, told: Told) -> tuple[float, float | None]:
+        """Return (tokens per second, seconds left or None)."""
+        now = self.clock()
+        if self._begun is None:
+            if told.total_steps:
+                self._begun = now, told.tokens, told.step
+            return 0.0, None
+        begun, tokens, steps = self._begun
+        elapsed, done = now - begun, told.step - steps
+        if elapsed <= 0 or done <= 0:
+            return 0.0, None
+        return (told.tokens - tokens) / elapsed, elapsed * (told.total_steps - told.step) / done

@@ -1,0 +1,203 @@
+"""What peft is asked for: the configuration of a job's adapter, checked against its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windrow.conditions import Reason
+from windrow.crd import FinetuneJobSpec, Ia3Spec, LoraSpec, PrefixSpec
+from windrow.crd.adapter import names
+from windrow.errors import UserError
+
+
+def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401 - peft is untyped
+    """Return the configuration that peft takes.
+
+    Raises:
+        UserError: an option does not fit the model.
+    """
+    settings = spec.adapter.settings
+    common: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": spec.model.name,
+        "revision": None if Path(spec.model.name).is_dir() else spec.model.revision,
+    }
+    if isinstance(settings, LoraSpec):
+        return _lora(settings, model, common)
+    if isinstance(settings, Ia3Spec):
+        return _ia3(settings, common)
+    return _prefix(settings, model, common)
+
+
+def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
+    """Look at what peft made.
+
+    Raises:
+        UserError: embeddings learn; or a rank is above the width of its module.
+    """
+    for name, parameter in tuned.named_parameters():
+        if parameter.requires_grad and "embed" in name and not spec.adapter.type == "prefix":
+            raise refused("targetModules", f"{name} is an embedding, and those are frozen here", "")
+    for name, module in tuned.named_modules():
+        rank = getattr(module, "r", None)
+        widths = (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
+        if isinstance(rank, dict) and rank and min(widths) and max(rank.values()) > min(widths):
+            raise refused(
+                "rank",
+                f"{max(rank.values())} is above the width {min(widths)} of {name}",
+                f"Write {min(widths)} or less.",
+                kind="lora",
+            )
+
+
+def bad_targets(spec: FinetuneJobSpec, why: str, model: nn.Module) -> UserError:
+    """Return the error for targets that peft does not find."""
+    linear = sorted(
+        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    )
+    settings = spec.adapter.settings
+    found = settings.modules() if isinstance(settings, LoraSpec) else "these modules"
+    return refused(
+        "targetModules",
+        f"{found!r} cannot be adapted: {why}",
+        f"Write all-linear, or some of {', '.join(linear)}.",
+        kind=spec.adapter.type,
+    )
+
+
+def refused(option: str, problem: str, remedy: str, *, kind: str = "lora") -> UserError:
+    """Return the error for an option that does not fit."""
+    return UserError(
+        problem,
+        field=f"spec.adapter.{kind}.{option}",
+        remedy=remedy or "Leave it out.",
+        reason=Reason.INVALID_SPEC,
+    )
+
+
+def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # noqa: ANN401
+    from peft import LoraConfig
+
+    targets = lora.modules()
+    if targets == "all-linear" and (_has_experts(model) or lora.layers_to_transform):
+        targets = _linear_names(model, attention_only=_has_experts(model))
+    if lora.dropout and _names_experts(targets):
+        raise refused(
+            "dropout",
+            "the tokens of an expert cannot be told apart",
+            "Set it to 0, or leave out the experts.",
+        )
+    _check_layers(lora, model)
+    _check_embeddings(lora, model)
+    _check_names("excludeModules", lora.exclude_modules, model)
+    _check_names("modulesToSave", lora.modules_to_save, model)
+    if "lm_head" in names(lora.modules_to_save) and model.config.tie_word_embeddings:  # type: ignore[union-attr]
+        raise refused(
+            "modulesToSave",
+            "lm_head is the embedding of this model, and those are frozen here",
+            "Leave it out.",
+        )
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        exclude_modules=names(lora.exclude_modules) or None,
+        layers_to_transform=lora.layers_to_transform,
+        rank_pattern=lora.rank_pattern or {},
+        alpha_pattern=lora.alpha_pattern or {},
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        bias=lora.bias,
+        modules_to_save=names(lora.modules_to_save) or None,
+        init_lora_weights="gaussian" if lora.init_lora_weights == "gaussian" else True,
+        **common,
+    )
+
+
+def _ia3(ia3: Ia3Spec, common: dict[str, Any]) -> Any:  # noqa: ANN401
+    from peft import IA3Config
+
+    return IA3Config(
+        target_modules=names(ia3.target_modules) or None,
+        feedforward_modules=names(ia3.feedforward_modules) or ([] if ia3.target_modules else None),
+        **common,
+    )
+
+
+def _prefix(prefix: PrefixSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # noqa: ANN401
+    from peft import PrefixTuningConfig
+
+    config: Any = model.config
+    shortest = getattr(config, "sliding_window", None)
+    if shortest and prefix.virtual_tokens >= shortest:
+        raise refused(
+            "virtualTokens",
+            f"{prefix.virtual_tokens} reach beyond the model's sliding window of {shortest}",
+            f"Write less than {shortest}.",
+            kind="prefix",
+        )
+    return PrefixTuningConfig(
+        num_virtual_tokens=prefix.virtual_tokens,
+        prefix_projection=prefix.projection_size is not None,
+        encoder_hidden_size=prefix.projection_size,
+        **common,
+    )
+
+
+def _check_layers(lora: LoraSpec, model: nn.Module) -> None:
+    depth = int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
+    outside = [i for i in lora.layers_to_transform or () if i >= depth]
+    if outside:
+        raise refused(
+            "layersToTransform", f"there is no layer {outside[0]}", f"There are {depth}, from 0."
+        )
+    if lora.layers_to_transform and lora.target_pattern:
+        raise refused(
+            "layersToTransform",
+            "a pattern over whole names says which layers by itself",
+            "Leave out one of the two.",
+        )
+
+
+def _check_embeddings(lora: LoraSpec, model: nn.Module) -> None:
+    """Frozen here: the tasklets of a step begin behind them."""
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    ours = next(name for name, m in model.named_modules() if m is embedding).rpartition(".")[2]
+    for option, text in (
+        ("targetModules", lora.target_modules),
+        ("modulesToSave", lora.modules_to_save),
+    ):
+        if ours in names(text):
+            raise refused(option, f"{ours} is the embedding, which is frozen here", "Leave it out.")
+
+
+def _check_names(option: str, text: str | None, model: nn.Module) -> None:
+    """Every name has to be one of the model's; peft passes over the others in silence."""
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    for name in names(text):
+        if name.rpartition(".")[2] not in known:
+            raise refused(option, f"the model has no module {name!r}", "Name another, or none.")
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return any("Experts" in type(m).__name__ for m in model.modules())
+
+
+def _names_experts(targets: str | list[str]) -> bool:
+    return "expert" in (targets if isinstance(targets, str) else " ".join(targets))
+
+
+def _linear_names(model: nn.Module, *, attention_only: bool) -> list[str]:
+    """Names of the linear layers that repeat in every layer of the model."""
+    found = {
+        name.rpartition(".")[2]
+        for parent in model.modules()
+        if type(parent).__name__.endswith("Attention") or not attention_only
+        for name, child in parent.named_modules()
+        if isinstance(child, nn.Linear) and child is not model.get_output_embeddings()  # type: ignore[operator]
+    }
+    return sorted(found)

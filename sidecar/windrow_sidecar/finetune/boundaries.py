@@ -1,0 +1,36 @@
+"""Where the activations between two layers live until backward has used them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Boundaries(Protocol):
+    """Memory for boundary activations."""
+
+    def place(self, hidden: Tensor) -> Tensor:
+        """Return a tensor outside of any graph with the values of `hidden`."""
+
+    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return memory of `like`'s type that is filled window by window."""
+
+    def clear(self) -> None:
+        """Forget everything that was placed."""
+
+
+class TorchBoundaries:
+    """Boundaries in torch's own memory; what is whole is not copied."""
+
+    def place(self, hidden: Tensor) -> Tensor:
+        """Return `hidden`, detached."""
+        return hidden.detach()
+
+    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return new memory."""
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def clear(self) -> None:
+        """Nothing is kept here."""

@@ -1,0 +1,1 @@
+"""From what `spec.dataset` names to tokens that a step can take."""

@@ -1,0 +1,135 @@
+"""How a dataset becomes the rows of a job: every file read once, every wrong row named."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from windrow.conditions import Reason
+from windrow.crd import DatasetSpec
+from windrow.errors import UserError
+from windrow_sidecar.finetune.data import Example, Split, held_out_rows
+from windrow_sidecar.finetune.dataset.places import find_files
+from windrow_sidecar.finetune.dataset.records import Record, read_records
+from windrow_sidecar.finetune.dataset.rows import row_of
+from windrow_sidecar.finetune.dataset.store import StoredRows, TokenFile
+from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+
+log = logging.getLogger(__name__)
+
+# Wrong rows that one message names; reading ends there.
+NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can take."""
+
+    vocabulary: int
+    positions: int | None  # tokens of a row; None: the model names no bound
+
+    @classmethod
+    def of(cls, config: Any) -> ModelLimits:  # noqa: ANN401 - transformers' configuration
+        """Read them from a model's configuration."""
+        text = config.get_text_config()
+        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
+
+
+@dataclass(slots=True)
+class _WrongRows:
+    """What has been found wrong so far, and what that means."""
+
+    skip: bool
+    found: list[UserError] = field(default_factory=list)
+    count: int = 0
+
+    def add(self, error: UserError) -> None:
+        if error.reason != Reason.DATASET_INVALID or error.field.startswith("spec."):
+            raise error
+        self.count += 1
+        if self.skip:
+            log.warning("row left out: %s", error)
+        else:
+            self.found.append(error)
+            if len(self.found) == NAMED:
+                self.settle()
+
+    def settle(self) -> None:
+        """Raise what was found, as one error."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            first, *others = self.found
+            also = "; ".join(f"{e.field}: {e.problem}" for e in others)
+            more = ", reading ended there" if len(self.found) == NAMED else ""
+            raise UserError(
+                f"{first.problem}; also wrong{more}: {also}",
+                field=first.field,
+                remedy=f"{first.remedy} Or set spec.dataset.badRows to skip.",
+                reason=Reason.DATASET_INVALID,
+            )
+
+
+def read_dataset(
+    spec: DatasetSpec,
+    tokenizer: RowTokenizer,
+    limits: ModelLimits,
+    *,
+    seed: int,
+) -> Split:
+    """Read, check and tokenize all rows; hold out some by the seed.
+
+    Raises:
+        UserError: a file or row is wrong (the message names up to ten rows with their places), a
+            row is longer than the model allows, or there are too few rows.
+        Transient: the place does not answer.
+    """
+    wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile()
+    for file in find_files(spec.source, spec.split):
+        for record in read_records(file):
+            try:
+                example = _example(record, spec.format, tokenizer)
+            except UserError as error:
+                wrong.add(error)
+                continue
+            _check_fits(example, limits)
+            stored.add(example)
+    wrong.settle()
+    if not len(stored):
+        raise _empty(spec.source, wrong.count)
+    held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
+    kept = [row for row in range(len(stored)) if row not in held]
+    return Split(StoredRows(stored, kept), StoredRows(stored, sorted(held)), wrong.count)
+
+
+def _example(record: Record, form: str, tokenizer: RowTokenizer) -> Example:
+    return tokenizer.example(row_of(record, form))
+
+
+def _check_fits(example: Example, limits: ModelLimits) -> None:
+    if limits.positions is not None and example.length > limits.positions:
+        raise UserError(
+            f"{example.where} has {example.length} tokens, the model allows {limits.positions}",
+            field="spec.training.maxSequenceLength",
+            remedy=f"Set it to {limits.positions} or less: longer rows are cut.",
+            reason=Reason.DATASET_INVALID,
+        )
+    if max(example.ids) >= limits.vocabulary:
+        raise UserError(
+            f"the tokenizer makes token {max(example.ids)} ({example.where}), the model's "
+            f"vocabulary ends before {limits.vocabulary}",
+            field="spec.model.name",
+            remedy="Use the model's own tokenizer, or resize the model's embeddings.",
+            reason=Reason.MODEL_UNSUPPORTED,
+        )
+
+
+def _empty(source: str, wrong: int) -> UserError:
+    why = f"all of its {wrong} rows are wrong" if wrong else "it holds no row"
+    return UserError(
+        f"{source} has nothing to train on: {why}",
+        field="spec.dataset.source",
+        remedy="Write one JSON object a line.",
+        reason=Reason.DATASET_EMPTY,
+    )

@@ -1,0 +1,121 @@
+"""What stands in a file of a dataset: its objects one by one, each with its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow_sidecar.finetune.dataset.places import DataFile, failed
+
+# Rows of a Parquet file that are in memory at once.
+_BATCH_ROWS = 1024
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines."""
+
+    where: str
+    content: Any  # bytes of a line, or what a library made of it
+
+    def fields(self) -> Fields:
+        """Return the object.
+
+        Raises:
+            UserError: it is none.
+        """
+        found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
+        if not isinstance(found, dict):
+            raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
+        return found
+
+
+def read_records(file: DataFile) -> Iterator[Record]:
+    """Yield the records of a file as they are read; the whole is in memory for .json only.
+
+    Raises:
+        UserError: the file is not what its suffix says, or cannot be read.
+        DatasetSilent: the place does not answer.
+    """
+    try:
+        with file.system.open(file.path, "rb", compression="infer") as source:
+            yield from _READERS[file.suffix](source, file.name)
+    except OSError as error:
+        raise failed(file.name, error) from error
+
+
+def bad_row(where: str, problem: str, remedy: str) -> UserError:
+    """Return the error for one row."""
+    return UserError(problem, field=where, remedy=remedy, reason=Reason.DATASET_INVALID)
+
+
+def _lines(source: BinaryIO, name: str) -> Iterator[Record]:
+    for number, line in enumerate(source, start=1):
+        if line.strip():
+            yield Record(f"{name}:{number}", line)
+
+
+def _array(source: BinaryIO, name: str) -> Iterator[Record]:
+    try:
+        found = json.load(source)
+    except UnicodeDecodeError as error:
+        raise _bad_file(name, "is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
+    if isinstance(found, dict) and isinstance(found.get("data"), list):
+        found = found["data"]
+    if not isinstance(found, list):
+        raise _bad_file(name, "is not a list of rows")
+    for number, element in enumerate(found):
+        yield Record(f"{name}[{number}]", element)
+
+
+def _parquet(source: BinaryIO, name: str) -> Iterator[Record]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(source).iter_batches(_BATCH_ROWS):
+            for element in batch.to_pylist():
+                yield Record(f"{name}[{number}]", element)
+                number += 1
+    except pyarrow.ArrowException as error:
+        raise _bad_file(name, f"is not a Parquet file ({error})") from error
+
+
+def _is_line(content: Any) -> bool:  # noqa: ANN401
+    return isinstance(content, bytes)
+
+
+def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise bad_row(where, "is not UTF-8", "Save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON ({error.msg}, column {error.colno})"
+        raise bad_row(where, problem, "Mend the line.") from error
+
+
+def _bad_file(name: str, problem: str) -> UserError:
+    return UserError(
+        f"{name} {problem}",
+        field="spec.dataset.source",
+        remedy="Write JSON lines (.jsonl), a JSON list of objects (.json) or Parquet (.parquet).",
+        reason=Reason.DATASET_UNREADABLE,
+    )
+
+
+_READERS: dict[str, Callable[[BinaryIO, str], Iterator[Record]]] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".json": _array,
+    ".parquet": _parquet,
+}

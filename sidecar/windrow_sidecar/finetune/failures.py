@@ -1,0 +1,31 @@
+"""What an error means for a job."""
+
+from __future__ import annotations
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow_sidecar.finetune.checkpoint import Fenced
+from windrow_sidecar.finetune.dataset.places import DatasetSilent
+from windrow_sidecar.finetune.health import Unhealthy
+from windrow_sidecar.finetune.optimizer import NotFinite
+from windrow_sidecar.finetune.report import WorkerEvent
+from windrow_sidecar.finetune.runner import Ending
+
+
+def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
+    """Say what an error means for the job: the event that tells, and how the worker ends."""
+    if isinstance(error, UserError):
+        event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
+        return event, Ending.USER_ERROR
+    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else "; no checkpoint yet"
+    if isinstance(error, Fenced):
+        return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
+    if isinstance(error, Unhealthy):
+        return WorkerEvent("FAILED", error.reason, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, DatasetSilent):
+        return WorkerEvent("FAILED", Reason.DATA_STARVED, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, NotFinite):
+        return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
+    reason = Reason.OUT_OF_MEMORY if isinstance(error, MemoryError) else Reason.WORKER_ERROR
+    detail = f"{type(error).__name__}: {error}{kept}"
+    return WorkerEvent("FAILED", reason, detail), Ending.FAILED

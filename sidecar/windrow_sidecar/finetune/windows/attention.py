@@ -1,0 +1,165 @@
+"""Attention of a window over everything up to its end, through the model's own attention function.
+
+While `looking_back` holds, transformers' dispatch finds our function in place of the model's. It
+remembers the window's keys and values, and calls the model's function on all that came before.
+Backward runs that function once more on the same views, so that a window keeps its queries only:
+one cache serves all windows of a row.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.tasklets import Window
+from windrow_sidecar.finetune.windows.keyvalues import KeyValues
+
+NAME = "windrow_windows"
+# The others want their masks in forms of their own.
+SUPPORTED = ("sdpa", "eager")
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Looking:
+    """Which window runs, and what transformers would have called."""
+
+    config: Any
+    window: Window
+    key_values: KeyValues
+    implementation: str
+
+
+_looking: ContextVar[_Looking] = ContextVar("looking")
+
+
+@contextmanager
+def looking_back(config: Any, window: Window, key_values: KeyValues) -> Iterator[None]:  # noqa: ANN401
+    """Let the layer that runs inside attend to `key_values` and its own window."""
+    _register()
+    implementation = config._attn_implementation
+    token = _looking.set(_Looking(config, window, key_values, implementation))
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = implementation
+        _looking.reset(token)
+
+
+def is_looking_back() -> bool:
+    """Whether a layer that runs now runs on a window."""
+    return _looking.get(None) is not None
+
+
+def looking_as_now() -> Callable[[], AbstractContextManager[None]]:
+    """Return what lets a layer look back later as it does now: for running it a second time."""
+    at = _looking.get(None)
+    if at is None:
+        return nullcontext
+    return lambda: looking_back(at.config, at.window, at.key_values)
+
+
+@contextmanager
+def looking_on_paper() -> Iterator[None]:
+    """Let a layer run on stand-ins for tensors: nothing of them gets into the real cache."""
+    at = _looking.get(None)
+    if at is None:
+        yield
+        return
+    width = at.window.end
+    token = _looking.set(replace(at, key_values=KeyValues(width, at.key_values.prefix)))
+    try:
+        yield
+    finally:
+        _looking.reset(token)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Stand in for an attention function of transformers; shapes are theirs."""
+    at = _looking.get()
+    if attention_mask is None:
+        attention_mask = _causal(at, query)
+    function = _function_of(module, at.implementation)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = function(module, q, k, v, attention_mask, **options)[0]
+        return out
+
+    prefix = at.key_values.prefix or (None, None)
+    out: Tensor = _OverWindow.apply(query, key, value, *prefix, at, attention)
+    return out, None
+
+
+class _OverWindow(torch.autograd.Function):
+    """Attention of one window; see `KeyValues.settle` for the gradients of keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prefix_key: Tensor | None,
+        prefix_value: Tensor | None,
+        at: _Looking,
+        attention: Attention,
+    ) -> Tensor:
+        del prefix_key, prefix_value  # inputs of the graph only: `key_values` has them
+        at.key_values.append(key, value, at.window)
+        ctx.save_for_backward(query)
+        ctx.at, ctx.attention = at, attention
+        return attention(query, *at.key_values.upto(at.window))
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        at: _Looking = ctx.at
+        leaves = [
+            t.detach().requires_grad_()
+            for t in (*ctx.saved_tensors, *at.key_values.upto(at.window))
+        ]
+        with torch.enable_grad():
+            out = ctx.attention(*leaves)
+        d_query, d_key, d_value = torch.autograd.grad(out, leaves, d_out)
+        own, prefix = at.key_values.settle(d_key, d_value, at.window)
+        return (d_query, *own, *(prefix or (None, None)), None, None)
+
+
+def _causal(at: _Looking, query: Tensor) -> Tensor:
+    """The mask that transformers leaves out where it is plainly causal: True where one may look."""
+    seen = at.key_values.before + at.window.end
+    full = torch.ones(at.window.tokens, seen, dtype=torch.bool, device=query.device)
+    return full.tril(seen - at.window.tokens)[None, None]
+
+
+def _function_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
+    """Find what transformers would have called: every model file brings its own eager one."""
+    from transformers import AttentionInterface
+
+    own = sys.modules[type(module).__module__]
+    registry = getattr(own, "ALL_ATTENTION_FUNCTIONS", None) or AttentionInterface()
+    eager = getattr(own, "eager_attention_forward", None)
+    function: Callable[..., Any] = registry.get_interface(implementation, eager)
+    return function
+
+
+def _register() -> None:
+    from transformers import AttentionInterface
+
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, _attend)

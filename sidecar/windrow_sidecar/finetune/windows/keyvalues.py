@@ -1,0 +1,74 @@
+"""Keys and values of one layer, and the sum of the gradients that later tokens give to them.
+
+Sums are in fp32, from the last window to the first. A window's own slice is complete when its
+backward begins, because only tokens to its right look at it (FlexLLM, section 5).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windrow_sidecar.finetune.tasklets import Window
+
+
+class KeyValues:
+    """One layer of one micro-batch.
+
+    Args:
+        width: tokens of a row.
+        prefix: keys and values that stand before the first token, [rows, kv_heads, prefix, head];
+            they collect their gradient by themselves (leaves). None: nothing does.
+    """
+
+    def __init__(self, width: int, prefix: tuple[Tensor, Tensor] | None = None) -> None:
+        self.prefix = prefix
+        self.before = prefix[0].shape[2] if prefix else 0
+        self._width = width
+        self._cache: tuple[Tensor, Tensor] | None = None
+        self._sums: tuple[Tensor, Tensor] | None = None
+
+    def append(self, key: Tensor, value: Tensor, window: Window) -> None:
+        """Remember keys and values of a window: [rows, kv_heads, tokens, head] each."""
+        if self._cache is None:
+            ahead = self.prefix or (None, None)
+            self._cache = self._room(key, ahead[0]), self._room(value, ahead[1])
+        begin = self.before + window.begin
+        for cache, fresh in zip(self._cache, (key, value), strict=True):
+            cache.narrow(2, begin, window.tokens).copy_(fresh.detach())
+
+    def upto(self, window: Window) -> tuple[Tensor, Tensor]:
+        """Return keys and values from the prefix to the end of a window; views, without graph."""
+        assert self._cache is not None
+        length = self.before + window.end
+        return self._cache[0].narrow(2, 0, length), self._cache[1].narrow(2, 0, length)
+
+    def settle(
+        self, d_key: Tensor, d_value: Tensor, window: Window
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+        """Add what one window makes of `upto(window)`; return what is complete with it.
+
+        Returns:
+            gradients of the window's own keys and values, from it and all windows to its right; and
+            this window's share of the prefix's, where there is one.
+        """
+        if self._sums is None:
+            self._sums = _zeros(d_key, self._width), _zeros(d_value, self._width)
+        own, before = [], []
+        for total, fresh in zip(self._sums, (d_key, d_value), strict=True):
+            total.narrow(2, 0, window.end).add_(fresh.narrow(2, self.before, window.end))
+            own.append(total.narrow(2, window.begin, window.tokens).to(fresh.dtype))
+            before.append(fresh.narrow(2, 0, self.before))
+        return (own[0], own[1]), ((before[0], before[1]) if self.prefix else None)
+
+    def _room(self, like: Tensor, prefix: Tensor | None) -> Tensor:
+        rows, heads, _, size = like.shape
+        room = like.new_empty(rows, heads, self.before + self._width, size)
+        if prefix is not None:
+            room.narrow(2, 0, self.before).copy_(prefix.detach())
+        return room
+
+
+def _zeros(like: Tensor, width: int) -> Tensor:
+    rows, heads, _, size = like.shape
+    return torch.zeros(rows, heads, width, size, dtype=torch.float32, device=like.device)

@@ -1,0 +1,57 @@
+"""Random models of a few thousand parameters, one of each architecture that we promise to train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# Windows shorter than the rows, so that they matter; layers of both kinds where there are two.
+_SLIDING: dict[str, Any] = {"sliding_window": 12}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "Llama": {"tie_word_embeddings": True},
+    "Qwen2": {},
+    "Qwen3": {},
+    "Mistral": _SLIDING,
+    "Gemma2": _SLIDING,
+    "Gemma3Text": {**_SLIDING, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]},
+    "Phi3": {},
+    "Olmo2": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "num_key_value_heads": 4},
+    "Mixtral": {**_EXPERTS, "num_local_experts": 4},
+    "Qwen3Moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},
+}
+
+
+def random_model(architecture: str, **overrides: Any) -> nn.Module:  # noqa: ANN401
+    """Return a causal language model in fp32, the same one each time.
+
+    Its weights are larger than at a usual start, so that errors show.
+    """
+    import transformers
+
+    config_class = getattr(transformers, f"{architecture}Config")
+    config = config_class(**(_COMMON | ARCHITECTURES.get(architecture, {}) | overrides))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32
+        )
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.1)
+    return model.requires_grad_(requires_grad=False)

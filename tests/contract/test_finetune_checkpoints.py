@@ -1,0 +1,200 @@
+"""A checkpoint holds one moment, whole, whatever training does meanwhile and however it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Origin, Position
+from windrow_sidecar.finetune.course import Course
+from windrow_sidecar.finetune.saving import CheckpointWriter
+from windrow_sidecar.finetune.snapshot import Snapshot
+from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+
+UID = "a-job"
+COURSE = Course(eval_every=2, patience=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = JobFolder(tmp_path, UID, 1)
+    made.claim()
+    return made
+
+
+def run(stream, n: int) -> None:
+    for _ in range(n):
+        if (tasklet := stream.peek()) is not None:
+            stream.run(tasklet)
+
+
+def same(ours, theirs) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    job = tiny_job(course=COURSE)
+    run(job.stream, 10_000)
+    return adapter_of(job)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(plan=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=3))
+def test_checkpoints_that_are_copied_while_training_goes_on_resume_bit_for_bit(
+    uninterrupted, tmp_path, plan
+):
+    folder = JobFolder(tmp_path / str(hash(tuple(plan))), UID, 1)
+    folder.claim()
+    for before, after in plan:
+        job = tiny_job(course=COURSE)
+        if (found := folder.newest()) is not None:
+            job.stream.restore(found.position, found.tensors)
+        run(job.stream, before)
+        position, snapshot = job.stream.position, job.stream.snapshot()
+        run(job.stream, after)  # lost, but for what the copies must not see
+        folder.save(position, snapshot.take(), keep=2)
+    job = tiny_job(course=COURSE)
+    found = folder.newest()
+    job.stream.restore(found.position, found.tensors)
+    run(job.stream, 10_000)
+    assert same(adapter_of(job), uninterrupted)
+
+
+class Slow(Snapshot):
+    """Held back until the test lets it go."""
+
+    def __init__(self, tensors) -> None:
+        super().__init__(tensors)
+        self.may_go = threading.Event()
+
+    def take(self):
+        assert self.may_go.wait(timeout=30)
+        return super().take()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(folder):
+    saved = []
+    writer = CheckpointWriter(folder, Origin(), keep=2, saved=saved.append)
+    snapshot = Slow({"x": torch.ones(2)})
+    writer.begin(Position(1), snapshot)
+    writer.settle()
+    assert (saved, folder.newest()) == ([], None)
+    snapshot.may_go.set()
+    writer.settle(wait=True)
+    assert [s.position.step for s in saved] == [1]
+    assert folder.newest().position == Position(1)
+
+
+def test_the_last_checkpoint_waits_for_the_one_before(folder):
+    saved = []
+    writer = CheckpointWriter(folder, Origin(), keep=2, saved=saved.append)
+    writer.begin(Position(1), Snapshot({"x": torch.ones(2)}))
+    assert writer.finish(Position(2), Snapshot({"x": torch.ones(2)})).position == Position(2)
+    assert [s.position.step for s in saved] == [1, 2]
+
+
+def test_a_worker_that_is_fenced_learns_it_from_its_checkpoint(folder):
+    writer = CheckpointWriter(folder, Origin(), keep=2, saved=lambda _: None)
+    JobFolder(folder.destination, UID, 2).claim()
+    writer.begin(Position(1), Snapshot({}))
+    with pytest.raises(Fenced):
+        writer.settle(wait=True)
+
+
+@contextlib.contextmanager
+def small_files():
+    """No file may grow beyond 4 KiB: writing more fails as on a full disk.
+
+    Not a fixture: pytest's own output may be a file, and it writes before a fixture ends.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(folder, caplog):
+    folder.save(Position(1), {"x": torch.ones(8)}, keep=2)
+    writer = CheckpointWriter(folder, Origin(), keep=2, saved=lambda _: None)
+    with small_files():
+        writer.begin(Position(2), Snapshot({"x": torch.ones(8192)}))
+        writer.settle(wait=True)  # the job goes on
+    assert "could not be written" in caplog.text
+    assert folder.newest().position == Position(1)
+    assert [path.name for path in folder.checkpoints.iterdir()] == [folder.newest().path.name]
+    with small_files(), pytest.raises(OSError, match=r"tensors\.safetensors"):
+        writer.finish(Position(2), Snapshot({"x": torch.ones(8192)}))
+
+
+_KILLED = """
+import os, sys
+from pathlib import Path
+import torch
+from windrow_sidecar.finetune import checkpoint
+folder = checkpoint.JobFolder(Path(sys.argv[1]), "a-job", 1)
+folder.claim()
+folder.save(checkpoint.Position(1), {"x": torch.ones(4)}, keep=2)
+calls = 0
+def dies(name):
+    before = getattr(checkpoint, name)
+    def instead(*args):
+        global calls
+        calls += 1
+        if calls == int(sys.argv[3]):
+            os._exit(9)
+        return before(*args)
+    setattr(checkpoint, name, instead)
+dies(sys.argv[2])
+folder.save(checkpoint.Position(2), {"x": torch.ones(4)}, keep=2)
+"""
+
+
+@pytest.mark.parametrize(("at", "call"), [("_write_file", 2), ("sync_folder", 1)])
+def test_a_worker_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_path, at, call):
+    died = subprocess.run(
+        [sys.executable, "-c", _KILLED, tmp_path, at, str(call)], check=False
+    ).returncode
+    assert died == 9
+    assert JobFolder(tmp_path, UID, 1).newest().position == Position(1)
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        ("base", "spec.model.revision"),
+        ("rows", "spec.dataset"),
+        ("adapter", "spec.adapter"),
+    ],
+)
+def test_a_checkpoint_of_another_origin_is_refused_by_field(folder, part, field):
+    origin = Origin("a", "b", "c")
+    folder.save(Position(1), {}, keep=2, origin=origin)
+    found = folder.newest()
+    found.check(origin)
+    with pytest.raises(UserError, match=f"another {part}") as caught:
+        found.check(replace(origin, **{part: "other"}))
+    assert caught.value.field == field
+    assert caught.value.reason == "CheckpointMismatch"

@@ -1,0 +1,149 @@
+"""Every order that the dependency check allows gives the same gradients; no other may run."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow_sidecar.finetune.adapters import Adapter, trainable
+from windrow_sidecar.finetune.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.loss import Head
+from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.plan.orders import ORDERS, next_of, unfold
+from windrow_sidecar.finetune.tasklets import MicroBatch, Window
+from windrow_sidecar.finetune.visit import Parts, Visit
+from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.testing.architectures import random_model
+from windrow_sidecar.testing.equality import apart, small_rows, small_spec, tuned_model
+
+ROWS = small_rows(4)
+GROUP = tuple(
+    MicroBatch(0, rows, tuple(ROWS[row].length for row in rows)) for rows in ((0,), (1, 2), (3,))
+)
+LABELS = sum(row.targets for row in ROWS)
+
+
+@pytest.fixture(scope="module")
+def parts():
+    spec = small_spec({"lora": {"rank": 2, "alpha": 4, "dropout": 0.2}})
+    tuned = tuned_model(random_model("Gemma2", num_hidden_layers=2), spec)
+    stack = DecoderStack(tuned.get_base_model())
+    adapter = Adapter(tuned)
+    adapter.switch(on=True, training=True)
+    return Parts(stack, Head(stack), adapter)
+
+
+def visit_of(parts) -> Visit:
+    for parameter in trainable(parts.adapter.model).values():
+        parameter.grad = None
+    return Visit(parts, GROUP, ROWS, TorchBoundaries(), labels_in_batch=LABELS, seed=3)
+
+
+def gradients(parts) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in trainable(parts.adapter.model).items()}
+
+
+@pytest.fixture(scope="module")
+def expected(parts):
+    visit = visit_of(parts)
+    for tasklet in unfold(ORDERS["layer-major"], visit.frontier):
+        visit.run(tasklet)
+    return copy.deepcopy(gradients(parts)), visit.loss
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(choices=st.randoms(use_true_random=False), cuts=st.sets(st.integers(1, 45), min_size=1))
+def test_random_legal_orders_and_windows_give_equal_gradients(parts, expected, choices, cuts):
+    visit = visit_of(parts)
+    while not visit.frontier.done:
+        visit.run(choices.choice(list(visit.frontier.allowed(sorted(cuts)))))
+    off = apart(gradients(parts), expected[0])
+    assert off.of_norm <= 1e-5
+    assert off.of_tensor <= 5e-5
+    assert visit.loss == pytest.approx(expected[1], rel=1e-5)
+
+
+def every_tasklet(depth):
+    for micro in GROUP:
+        ends = (1, micro.width // 2, micro.width)
+        windows = [Window(b, e) for b in (0, *ends) for e in ends if b < e]
+        for window in windows:
+            yield tasklet_of(Phase.LOSS, micro, depth, window)
+            for layer in range(depth):
+                yield tasklet_of(Phase.FORWARD, micro, layer, window)
+                yield tasklet_of(Phase.BACKWARD, micro, layer, window)
+
+
+@given(choices=st.randoms(use_true_random=False), steps=st.integers(0, 40))
+def test_what_is_not_listed_as_allowed_has_a_reason(choices, steps):
+    frontier = Frontier(GROUP, 2)
+    for _ in range(steps):
+        if frontier.done:
+            break
+        frontier.advance(choices.choice(list(frontier.allowed([9]))))
+    cuts = sorted({w.end - b for m in GROUP for w in [m.whole] for b in range(w.end)})
+    allowed = set(frontier.allowed(cuts))
+    for tasklet in every_tasklet(2):
+        assert (frontier.why_not(tasklet) == "") == (tasklet in allowed)
+
+
+def test_a_tasklet_out_of_turn_is_refused_and_nothing_has_run(parts):
+    visit = visit_of(parts)
+    with pytest.raises(ValueError, match="layer below"):
+        visit.run(tasklet_of(Phase.FORWARD, GROUP[0], 1, GROUP[0].whole))
+    assert visit.frontier.untouched
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_orders_pass_every_layer_and_token_once_up_and_once_down(order, tokens):
+    frontier = Frontier(GROUP, 3)
+    plan = list(unfold(order, frontier, Windows(tokens)))
+    assert frontier.untouched, "a plan is only looked at"
+    passed = {(phase, m): 0 for phase in (Phase.FORWARD, Phase.BACKWARD) for m in GROUP}
+    for tasklet in plan:
+        if tasklet.phase is not Phase.LOSS:
+            passed[tasklet.phase, tasklet.micro] += tasklet.window.tokens
+        frontier.advance(tasklet)
+    assert frontier.done
+    assert all(tokens == 3 * micro.width for (_, micro), tokens in passed.items())
+
+
+def test_a_plan_goes_on_from_anywhere_with_other_windows():
+    frontier = Frontier(GROUP, 3)
+    for _ in range(25):
+        frontier.advance(ORDERS["token-major"](frontier, Windows(5)))
+    for tasklet in unfold(ORDERS["layer-major"], frontier, Windows(11)):
+        frontier.advance(tasklet)
+    assert frontier.done
+
+
+class Roomy(Windows):
+    """Up to three layers at once."""
+
+    def fits(self, tasklet):
+        return tasklet.parts <= 3
+
+
+def test_neighbour_layers_join_as_long_as_they_fit():
+    micro = GROUP[0]
+    frontier, order = Frontier([micro], 5), ORDERS["layer-major"]
+    sizes = []
+    while (tasklet := next_of(order, frontier, Roomy(99))) is not None:
+        sizes.append((tasklet.phase.name, tasklet.layer, tasklet.layer_end))
+        frontier.advance(tasklet)
+    assert sizes == [
+        ("FORWARD", 0, 3),
+        ("FORWARD", 3, 5),
+        ("LOSS", 5, 5),
+        ("BACKWARD", 2, 5),
+        ("BACKWARD", 0, 2),
+    ]

@@ -1,0 +1,218 @@
+"""Options of a training change what they say and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from windrow.crd import OptimizerSpec
+from windrow_sidecar.finetune.course import Course, Judged
+from windrow_sidecar.finetune.model import load_base
+from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.precision import WeightForm
+from windrow_sidecar.finetune.schedule import Schedule
+from windrow_sidecar.finetune.stream import EvaluationDone, Stage
+from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(job, *, until=None) -> list:
+    """Run a job to its end, or until so many steps are done; returns what came."""
+    came = []
+    while (tasklet := job.stream.peek()) is not None:
+        if until is not None and job.stream.position.step >= until:
+            break
+        if (outcome := job.stream.run(tasklet)) is not None:
+            came.append(outcome)
+    return came
+
+
+def distance(ours, theirs) -> float:
+    top = sum(float((ours[n] - theirs[n]).square().sum()) for n in theirs)
+    return (top / sum(float(t.square().sum()) for t in theirs.values())) ** 0.5
+
+
+def same(ours, theirs) -> bool:
+    return all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+@pytest.fixture(scope="module")
+def padded():
+    job = tiny_job()
+    run(job)
+    return adapter_of(job)
+
+
+@pytest.mark.parametrize("max_tokens", [8, 24, 1000])
+def test_packed_rows_learn_what_padded_rows_learn_dropout_included(padded, max_tokens):
+    job = tiny_job(max_tokens=max_tokens, course=Course(packed=True))
+    run(job)
+    assert distance(adapter_of(job), padded) < 1e-5
+
+
+def test_packed_rows_hold_no_padding():
+    job = tiny_job(max_tokens=1000, course=Course(packed=True))
+    tasklet = job.stream.peek()
+    assert tasklet.micro.lines == 1
+    assert tasklet.micro.padded_tokens == tasklet.micro.tokens == sum(tasklet.micro.lengths)
+
+
+def test_small_micro_batches_accumulate_to_the_same_step(padded):
+    job = tiny_job(max_tokens=1000, course=Course(max_rows=1))
+    assert len(job.stream.peek().micro.rows) == 1
+    run(job)
+    assert distance(adapter_of(job), padded) < 1e-5
+
+
+def test_the_adapter_is_judged_every_so_many_steps():
+    job = tiny_job(steps=5, course=Course(eval_every=2))
+    came = run(job)
+    stages = [o.stage for o in came if isinstance(o, EvaluationDone)]
+    held_out = Stage.HELD_OUT_EVALUATION
+    assert stages == [Stage.BASE_EVALUATION, held_out, held_out, Stage.TUNED_EVALUATION]
+    assert job.stream.position.judged.step == 4
+
+
+def test_evaluations_between_steps_change_nothing_of_what_is_learnt(padded):
+    job = tiny_job(course=Course(eval_every=1))
+    run(job)
+    assert same(adapter_of(job), padded)
+
+
+def test_a_job_that_gets_no_better_ends_early_with_its_best_adapter():
+    # So large a margin is never reached: the first evaluation is the best, the third ends the job.
+    course = Course(eval_every=1, patience=2, min_delta=100.0)
+    first = tiny_job(steps=1)
+    run(first)
+    job = tiny_job(steps=1000, course=course)
+    came = run(job)
+    assert job.stream.position.step == 3
+    assert isinstance(came[-1], EvaluationDone)
+    assert came[-1].stage is Stage.TUNED_EVALUATION
+    assert came[-1].loss == job.stream.position.judged.best_loss
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=3))
+def test_a_job_that_ends_early_does_so_wherever_it_was_interrupted(cuts):
+    course = Course(eval_every=1, patience=2, min_delta=0.02)
+    whole = tiny_job(steps=8, course=course)
+    run(whole)
+    position, tensors = None, {}
+    for cut in (*cuts, 100_000):
+        job = tiny_job(steps=8, course=course)
+        if position is not None:
+            job.stream.restore(position, tensors)
+        for _ in range(cut):
+            if (tasklet := job.stream.peek()) is not None:
+                job.stream.run(tasklet)
+        position = job.stream.position
+        tensors = {name: t.clone() for name, t in job.stream.tensors().items()}
+    assert job.stream.position == whole.stream.position
+    assert same(adapter_of(job), adapter_of(whole))
+
+
+def test_only_a_loss_that_is_lower_by_the_margin_is_better():
+    course = Course(eval_every=1, patience=2, min_delta=0.1)
+    judged = course.judge(Judged(), 1, 2.0)
+    judged = course.judge(judged, 2, 1.95)
+    assert (judged.best_loss, judged.since_best) == (2.0, 1)
+    assert not course.ends(judged)
+    assert course.ends(course.judge(judged, 3, 1.91))
+    assert course.judge(judged, 3, 1.89).is_best
+
+
+def optimizer(parameter, **spec):
+    schedule = Schedule("constant", 1e-1, 10, 0.0)
+    return AdapterOptimizer({"w": parameter}, schedule, OptimizerSpec(**spec))
+
+
+def step(made, parameter, number: int) -> None:
+    parameter.grad = torch.full_like(parameter, 0.5)
+    made.commit()
+    made.step(number)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+def test_an_optimizer_goes_on_from_its_tensors_bit_for_bit(kind):
+    if kind == "adamw8bit":
+        pytest.importorskip("bitsandbytes")
+    torch.manual_seed(1)
+    start = torch.randn(128, 64)
+    whole = torch.nn.Parameter(start.clone())
+    made = optimizer(whole, type=kind)
+    for number in range(2):
+        step(made, whole, number)
+    held = {name: t.clone() for name, t in made.tensors().items()}
+    resumed = torch.nn.Parameter(torch.zeros_like(start))
+    other = optimizer(resumed, type=kind)
+    other.load(held)
+    step(made, whole, 2)
+    step(other, resumed, 2)
+    assert torch.equal(whole, resumed)
+
+
+def test_decay_betas_and_clipping_are_those_of_the_spec():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    made = optimizer(parameter, weight_decay=0.5, beta1=0.5, beta2=0.5, max_gradient_norm=1e-3)
+    theirs = torch.nn.Parameter(torch.ones(4))
+    reference = torch.optim.AdamW([theirs], lr=1e-1, betas=(0.5, 0.5), weight_decay=0.5)
+    for number in range(3):
+        step(made, parameter, number)
+        theirs.grad = torch.full_like(theirs, 0.5)
+        torch.nn.utils.clip_grad_norm_([theirs], 1e-3)
+        reference.step()
+    assert torch.allclose(parameter, theirs, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("form", "tolerance"),
+    [
+        (WeightForm(torch.bfloat16), 0.02),
+        (WeightForm(torch.float32, "int8"), 0.05),
+        (WeightForm(torch.float32, "nf4"), 0.3),
+    ],
+)
+def test_a_base_in_fewer_bits_is_trained_close_to_one_in_fp32(checkpoint, form, tolerance):
+    if form.quantization != "none":
+        pytest.importorskip("bitsandbytes")
+    losses = {}
+    for name, this in (("fp32", WeightForm()), ("fewer", form)):
+        job = tiny_job(steps=3, base=load_base(checkpoint, form=this).model)
+        losses[name] = [o.loss for o in run(job) if isinstance(o, EvaluationDone)]
+        assert all(p.dtype == torch.float32 for p in adapter_of(job).values())
+    assert losses["fewer"] == pytest.approx(losses["fp32"], rel=tolerance)
+    assert losses["fewer"] != losses["fp32"]

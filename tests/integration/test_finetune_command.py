@@ -1,0 +1,89 @@
+"""`windrow finetune`, as a user runs it: a real worker, no cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROWS = Path(__file__).resolve().parents[2] / "examples" / "support-tone" / "train.jsonl"
+MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
+COMMAND = (sys.executable, "-c", "from windrow.cli import main; main()", "finetune")
+
+
+def manifest(tmp_path, **training) -> Path:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:12]))
+    spec = {
+        "model": {"name": str(MODEL)},
+        "dataset": {"source": str(rows), "evalFraction": 0.2, "badRows": "skip"},
+        "adapter": {"lora": {"rank": 2, "alpha": 4}},
+        "training": {
+            "maxSteps": 3,
+            "batchSize": 2,
+            "maxSequenceLength": 64,
+            "learningRate": "1e-3",
+            "evalEverySteps": 2,
+            "packing": True,
+            **training,
+        },
+        "checkpoint": {"everySteps": 1},
+        "output": {"destination": str(tmp_path / "out")},
+    }
+    path = tmp_path / "job.yaml"
+    head = {"apiVersion": "windrow.dev/v1alpha1", "kind": "FinetuneJob", "metadata": {"name": "j"}}
+    path.write_text(yaml.safe_dump({**head, "spec": spec}))
+    return path
+
+
+def finetune(path: Path) -> tuple[int, dict]:
+    done = subprocess.run(
+        [*COMMAND, path, "--units", "1", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_a_job_runs_to_its_adapter_and_leaves_its_curves(tmp_path):
+    path = manifest(tmp_path)
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"messages": []}\n')
+    code, said = finetune(path)
+    assert (code, said["state"]) == (0, "Succeeded"), said
+    assert (said["step"], said["total_steps"], said["skipped_rows"]) == (3, 3, 1)
+    assert said["tuned_eval_loss"] > 0
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert Path(said["report"]).is_file()
+    metrics = (tmp_path / "out" / ".windrow" / "job" / "metrics.jsonl").read_text().splitlines()
+    stages = [json.loads(line).get("stage") for line in metrics]
+    assert stages == ["base", None, None, "held-out", None, "tuned"]
+
+
+def test_a_wrong_row_ends_it_with_file_line_and_remedy(tmp_path):
+    path = manifest(tmp_path)
+    path.write_text(path.read_text().replace("badRows: skip", "badRows: fail"))
+    with (tmp_path / "rows.jsonl").open("a") as rows:
+        rows.write('{"messages": []}\n')
+    code, said = finetune(path)
+    assert (code, said["state"]) == (2, "Failed")
+    assert f"{tmp_path / 'rows.jsonl'}:13: has no `messages`" in said["message"]
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
+    path = manifest(tmp_path, colour=1)
+    done = subprocess.run(
+        [*COMMAND, path],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "spec.training.colour" in done.stderr
+    assert not (tmp_path / "out").exists()

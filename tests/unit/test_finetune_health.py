@@ -1,0 +1,115 @@
+"""What is noticed of a training that has gone wrong, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.checkpoint import Position
+from windrow_sidecar.finetune.course import Judged
+from windrow_sidecar.finetune.dataset.places import DatasetSilent, failed
+from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.health import GradientWatch, StallWatch, Unhealthy
+from windrow_sidecar.finetune.optimizer import NotFinite, StepFacts
+from windrow_sidecar.finetune.scalars import Scalars
+from windrow_sidecar.finetune.stream import EvaluationDone, Stage, StepDone
+
+
+def seen(norms) -> GradientWatch:
+    watch = GradientWatch()
+    for step, norm in enumerate(norms, start=1):
+        watch.see(step, norm)
+    return watch
+
+
+def test_norms_that_stay_far_above_what_was_usual_end_the_job():
+    watch = seen([1.0] * 20 + [500.0, 500.0])
+    with pytest.raises(Unhealthy, match=r"500 at step 23, usual were 1") as caught:
+        watch.see(23, 500.0)
+    assert caught.value.reason == "GradientExploded"
+
+
+def test_single_outliers_are_clipped_and_forgiven():
+    watch = seen([1.0] * 20 + [500.0, 500.0, 1.0] * 5)
+    watch.see(99, 500.0)
+
+
+def test_the_first_steps_have_no_usual_norm():
+    seen([1e-6] * 3 + [10.0] * 30)
+
+
+def test_norms_that_grow_slowly_are_no_explosion():
+    seen([1.1**i for i in range(100)])
+
+
+def test_a_tasklet_that_does_not_end_is_noticed_and_waiting_is_not():
+    now = [0.0]
+    watch = StallWatch(900, clock=lambda: now[0])
+    now[0] = 10_000.0
+    assert watch.stalled() is None
+    watch.begin()
+    now[0] += 899
+    assert watch.stalled() is None
+    now[0] += 2
+    assert watch.stalled().reason == "NoProgress"
+    watch.end()
+    assert watch.stalled() is None
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotFinite("the loss of step 3 is not finite"), "LossNotFinite"),
+        (Unhealthy("GradientExploded", "too large"), "GradientExploded"),
+        (Unhealthy("NoProgress", "stuck"), "NoProgress"),
+        (DatasetSilent("s3://b does not answer"), "DataStarved"),
+        (OSError("disk full"), "WorkerError"),
+    ],
+)
+def test_each_failure_is_a_condition_that_names_the_last_good_checkpoint(error, reason):
+    event, _ = failure(error, "/out/.windrow/uid/checkpoints/step-00000040-00000")
+    assert event.reason == reason
+    assert "step-00000040" in event.detail
+    assert not event.user_error
+    assert "no checkpoint yet" in failure(error, "")[0].detail
+
+
+def test_a_network_that_fails_is_tried_again_and_a_missing_file_is_not():
+    assert isinstance(failed("s3://b/k", TimeoutError("slow")), DatasetSilent)
+    assert isinstance(failed("s3://b/k", FileNotFoundError(2, "none")), UserError)
+    assert isinstance(failed("/data/rows.jsonl", OSError(5, "I/O error")), UserError)
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_figures_of_each_step_are_lines_of_json(tmp_path):
+    now = [10.0]
+    scalars = Scalars(tmp_path, 2, tensorboard=False, clock=lambda: now[0])
+    scalars.begin(1000)
+    now[0] = 12.0
+    at = Position(7, loss=1.5, tokens_done=1400, judged=Judged())
+    scalars.step(StepDone(at, StepFacts(1e-3, 0.5)))
+    scalars.evaluation(7, EvaluationDone(Stage.HELD_OUT_EVALUATION, 2.5))
+    step, evaluation = lines(tmp_path)
+    assert step["tokens_per_second"] == 200.0
+    assert (step["step"], step["loss"], step["learning_rate"]) == (7, 1.5, 1e-3)
+    assert (step["gradient_norm"], step["epoch"]) == (0.5, 2)
+    assert step["memory_bytes"] > 1 << 20
+    assert (evaluation["eval_loss"], evaluation["stage"]) == (2.5, "held-out")
+
+
+def test_tensorboard_files_hold_the_same_figures(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    scalars = Scalars(tmp_path, 1, tensorboard=True)
+    scalars.step(StepDone(Position(3, loss=1.5, tokens_done=10), StepFacts(1e-3, 0.5)))
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    (point,) = board.Scalars("loss")
+    assert (point.step, point.value) == (3, 1.5)
+    assert math.isclose(board.Scalars("learning_rate")[0].value, 1e-3, rel_tol=1e-6)

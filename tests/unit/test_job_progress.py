@@ -1,0 +1,33 @@
+"""How far and how fast a job is, from its worker's reports once a second."""
+
+import pytest
+
+from windrow.proto import agent_pb2
+from windrow_sidecar.agent.progress import ProgressMeter
+
+
+def report(step, tokens, total_steps=100):
+    return agent_pb2.WorkerProgress(step=step, tokens=tokens, total_steps=total_steps)
+
+
+def test_rate_and_remaining_time_come_from_the_last_ten_seconds():
+    meter = ProgressMeter()
+    for second in range(30):
+        meter.add(second, report(step=second, tokens=1000 * second))
+    assert meter.tokens_per_second == pytest.approx(1000)
+    assert meter.eta_s == pytest.approx(71)
+
+
+def test_what_a_checkpoint_holds_was_not_done_by_this_worker():
+    meter = ProgressMeter()
+    assert meter.add(0, report(step=0, tokens=0, total_steps=0)) == 0
+    assert meter.add(1, report(step=76, tokens=100_000)) == 0
+    assert meter.tokens_per_second == 0
+    assert meter.add(2, report(step=77, tokens=101_500)) == 1500
+    assert meter.tokens_per_second == pytest.approx(1500)
+
+
+def test_a_worker_that_begins_anew_counts_from_its_first_step():
+    meter = ProgressMeter()
+    meter.add(0, report(step=0, tokens=0))
+    assert meter.add(1, report(step=1, tokens=1500)) == 1500

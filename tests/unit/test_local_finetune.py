@@ -1,0 +1,101 @@
+"""What a local run tells, understood line by line, and the page it leaves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from windrow.errors import UserError
+from windrow.local.curves import read_metrics, write_curves
+from windrow.local.finetune import Pace, Told, read_local_job, understood
+
+PROGRESS = {
+    "step": 0,
+    "total_steps": 0,
+    "loss": 0.0,
+    "learning_rate": 0.0,
+    "tokens": 0,
+    "memory_bytes": 1,
+    "skipped_rows": 0,
+    "checkpoint_path": "",
+}
+EVENT = {
+    "kind": "STARTED",
+    "detail": "",
+    "adapter_path": "",
+    "base_eval_loss": 0.0,
+    "tuned_eval_loss": 0.0,
+}
+
+
+def after(*said) -> Told:
+    told = Told()
+    for line in said:
+        told = understood(told, line)
+    return told
+
+
+def progress(**changed):
+    return {"progress": PROGRESS | changed}
+
+
+def event(**changed):
+    return {"event": EVENT | changed}
+
+
+def test_a_loss_that_is_not_known_yet_is_none():
+    assert after(progress(total_steps=4)).loss is None
+    assert after(progress(total_steps=4, step=1, loss=2.5)).loss == 2.5
+
+
+def test_events_are_kept_and_the_adapter_is_known_at_the_end():
+    told = after(
+        event(detail="from the beginning"),
+        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0),
+        event(kind="SUCCEEDED", adapter_path="/out"),
+    )
+    assert told.events[0] == "STARTED from the beginning"
+    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 2.0)
+    assert told.failure == ""
+
+
+def test_a_failure_is_kept_with_its_detail():
+    assert after(event(kind="FAILED", detail="rows.jsonl:3: bad")).failure == "rows.jsonl:3: bad"
+
+
+def test_the_pace_leaves_out_loading_and_what_a_checkpoint_held():
+    now = [0.0]
+    pace = Pace(clock=lambda: now[0])
+    assert pace.see(Told()) == (0.0, None)
+    now[0] = 50.0
+    pace.see(Told(step=10, total_steps=30, tokens=1000))
+    now[0] = 60.0
+    assert pace.see(Told(step=15, total_steps=30, tokens=2000)) == (100.0, 30.0)
+
+
+def test_a_manifest_of_another_kind_is_refused(tmp_path):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text("apiVersion: v1\nkind: Pod\n")
+    with pytest.raises(UserError):
+        read_local_job(manifest)
+
+
+def test_a_step_that_ran_twice_is_drawn_once_and_the_page_needs_no_network(tmp_path):
+    lines = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": 2.9},
+        {"step": 2, "loss": 2.8},
+        {"step": 2, "eval_loss": 2.7, "stage": "held-out"},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_metrics(tmp_path)
+    assert [line.get("loss") for line in found] == [3.0, 2.8, None]
+    page = write_curves(tmp_path, "a <job>", [("state", "Succeeded")]).read_text()
+    assert "a &lt;job&gt;" in page
+    assert "Norm of the gradient" in page
+    assert 'src="http' not in page
+
+
+def test_a_job_without_figures_has_no_curves(tmp_path):
+    assert read_metrics(tmp_path) == []
