@@ -11,11 +11,15 @@ ARGS ?=
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help setup demo test lint bench proto figures constraints clean
+# Kept between runs; the C++ tests use the same.
+SANITIZED := build/cpp-address
+
+.PHONY: help setup demo test soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make lint | bench | proto | figures | clean"
 
 $(VENV)/bin/python:
@@ -41,6 +45,13 @@ demo: setup
 
 test: setup
 	$(PY) -m pytest $(ARGS)
+
+soak: setup
+	@mkdir -p $(SANITIZED)
+	PATH="$(abspath $(VENV))/bin:$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DWINDROW_PYTHON=OFF -DWINDROW_CPP_TESTS=ON -DWINDROW_SANITIZE=address,undefined
+	PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build $(SANITIZED) --target windrow_soak
+	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(SANITIZED)/tests/cpp/windrow_soak $(ARGS)
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -19,6 +19,8 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from rich.progress import track
+
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
 from windrow.eventlog import StepEvent
 from windrow.rundir import ENV_RUN_DIR
@@ -50,6 +52,11 @@ class Switch:
 
     def __init__(self) -> None:
         self.inner: StepHook = NullHook()
+
+    @property
+    def request_objective_us(self) -> int:
+        """Ask the present one."""
+        return self.inner.request_objective_us
 
     def before_step(self, facts: StepFacts) -> Decision:
         """Ask the present one."""
@@ -103,7 +110,13 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
 
 def _profile(parts: Parts, context: int) -> dict[str, object]:
     effort = EFFORTS["quick"]
-    points = plan(host_splits(parts.units), effort, max_batch=16, max_tokens=context // 2)
+    points = plan(
+        host_splits(parts.units),
+        effort,
+        max_batch=16,
+        max_tokens=context // 2,
+        max_context=context,
+    )
     subject = Subject("host", "host", "builtin", "0", "0" * 64)
     return document(subject, profiling.measure(parts, points, effort), taken_at=datetime.now(UTC))
 
@@ -127,13 +140,14 @@ def _worker(socket: str) -> Iterator[None]:
 
 def _alternate(parts: Parts, hook: HarvestHook, rounds: int) -> dict[str, list[StepEvent]]:
     switch = Switch()
-    steps = rounds * len(WAYS) * BLOCK
+    steps = len(WAYS) * BLOCK
     events: dict[str, list[StepEvent]] = defaultdict(list)
     with profiling.muted(replace(parts, hook=FailClosed(switch))) as loop:
-        for i in range(BATCH):
-            parts.scheduler.submit(profiling.request(i, PROMPT, steps + BLOCK))
-        _block(loop)
-        for _ in range(rounds):
+        for _ in track(range(rounds), description="rounds"):
+            # New requests each round: contexts stay those of the trace.
+            parts.scheduler.clear()
+            for i in range(BATCH):
+                parts.scheduler.submit(profiling.request(i, PROMPT, steps + 1))
             for way, terms in WAYS.items():
                 switch.inner = NullHook() if terms is None else hook
                 hook.set_terms(terms)

@@ -27,6 +27,7 @@ from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, m
 from windrow.client import WindrowClient
 from windrow.eventlog import StepEvent, read_events
 from windrow.local.cluster import ClusterSettings, LocalCluster
+from windrow.local.devices import bystanders, devices, on_cpus, usable_cores
 from windrow.local.ports import LOOPBACK, ReservedPort
 from windrow.local.watcher import Watcher
 from windrow.rundir import ENV_LOG_DIR
@@ -81,9 +82,12 @@ def _await_ready(endpoint: str) -> None:
 
 def _pair(endpoint: str, folder: Path) -> tuple[list[StepEvent], list[StepEvent]]:
     """Steps of one block alone, and of one beside a cluster that is watched."""
-    alone = _block(endpoint, folder)
+    others = bystanders(devices(usable_cores()))
+    with on_cpus(others):
+        alone = _block(endpoint, folder)
     quiet = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with LocalCluster(ClusterSettings(), console=Console(stderr=True)) as cluster:
+    asked = ClusterSettings(cpus=others)
+    with LocalCluster(asked, console=Console(stderr=True)) as cluster, on_cpus(others):
         client = WindrowClient(cluster.kubeconfig)
         with Watcher(client, quiet, kubernetes=cluster.version, policy="none"):
             return alone, _block(endpoint, folder)

@@ -68,11 +68,15 @@ class Reason(StrEnum):
     MODEL_UNSUPPORTED = "ModelUnsupported"
     MODEL_TOO_LARGE = "ModelTooLarge"
     OUTPUT_NOT_WRITABLE = "OutputNotWritable"
+    CHECKPOINT_MISMATCH = "CheckpointMismatch"
     # Failed, or failed once and tried again
     WORKER_DIED = "WorkerDied"
     WORKER_ERROR = "WorkerError"
     OUT_OF_MEMORY = "OutOfMemory"
     LOSS_NOT_FINITE = "LossNotFinite"
+    GRADIENT_EXPLODED = "GradientExploded"
+    NO_PROGRESS = "NoProgress"
+    DATA_STARVED = "DataStarved"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     FENCED = "Fenced"
     STALE_EPOCH = "StaleEpoch"
@@ -146,6 +150,12 @@ LIFECYCLE: Final = (
     Row(T.FAILED, "True", R.MODEL_UNSUPPORTED, "The model's architecture cannot be trained here."),
     Row(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
     Row(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
+    Row(
+        T.FAILED,
+        "True",
+        R.CHECKPOINT_MISMATCH,
+        "The checkpoint is of another base, adapter or order of rows.",
+    ),
     Row(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
 )
 
@@ -177,6 +187,9 @@ RETRIED: Final = (
     R.WORKER_ERROR,
     R.OUT_OF_MEMORY,
     R.LOSS_NOT_FINITE,
+    R.GRADIENT_EXPLODED,
+    R.NO_PROGRESS,
+    R.DATA_STARVED,
     R.CHECKPOINT_UNREADABLE,
     R.FENCED,
 )

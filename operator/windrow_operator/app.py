@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 0.7
 _START_SECONDS = 30.0
+_STORE_AGAIN_S = 2.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -255,7 +256,13 @@ class App:
     async def _store_profiles(self) -> None:
         while True:
             pod, report = await self._profiles.get()
-            await self.slots.store_profile(pod, report)
+            try:
+                await self.slots.store_profile(pod, report)
+            except ApiError as error:
+                # It took its pod a minute to measure: not lost over an API server that restarts.
+                log.warning("the profile of %s could not be stored yet: %s", pod, error)
+                await asyncio.sleep(_STORE_AGAIN_S)
+                self._profiles.put_nowait((pod, report))
 
 
 async def _serve_http(

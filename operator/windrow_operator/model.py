@@ -76,6 +76,7 @@ class Progress:
     eta_seconds: float = 0.0
     checkpoint_step: int = 0
     checkpoint_path: str = ""
+    skipped_rows: int = 0
 
 
 class RunState(StrEnum):

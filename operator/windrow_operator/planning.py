@@ -104,7 +104,10 @@ def _unfit(slot: Slot) -> str:
 
 def _praise(job: Job, slot: Slot) -> str:
     shared = ", shares the served model's weights" if serves_model(job, slot) else ""
-    return f"{_name(job, slot)} predicts {rate(slot.predicted_tokens_per_second)} tok/s{shared}"
+    predicted = slot.predicted_tokens_per_second
+    # A policy that has just come has no second of decode behind it.
+    promise = f"predicts {rate(predicted)} tok/s" if predicted > 0 else "has predicted no rate yet"
+    return f"{_name(job, slot)} {promise}{shared}"
 
 
 def _name(job: Job, slot: Slot) -> str:

@@ -175,6 +175,7 @@ def _merged(known: Progress, said: pb.Progress) -> Progress:
         eta_seconds=said.eta_seconds,
         checkpoint_step=said.checkpoint_step if said.checkpoint_path else known.checkpoint_step,
         checkpoint_path=said.checkpoint_path or known.checkpoint_path,
+        skipped_rows=said.skipped_rows,
     )
 
 

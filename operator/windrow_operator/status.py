@@ -199,6 +199,7 @@ def _numbers(progress: Progress) -> Body:
         "totalSteps": progress.total_steps,
         "tokensPerSecond": round(progress.tokens_per_second, 1),
         "tokens": progress.tokens,
+        "skippedRows": progress.skipped_rows,
     }
     if math.isfinite(progress.loss):
         numbers["loss"] = progress.loss

@@ -4,6 +4,7 @@ Hot paths of both: no system call, no lock, no allocation. Everything here may b
 one thread at a time; the table and the page are shared with other processes and hold their own order.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 LAYOUT_VERSION: int
@@ -24,14 +25,29 @@ class OwnershipError(Error):
 class LiveTensorsError(Error):
     """The arena cannot be closed while tensors over it live; the message names them."""
 
+class DriverUnavailable(Error):
+    """The device that was asked for cannot be used here; the message says what is missing."""
+
+class BudgetError(Error):
+    """An allocation does not fit into the chunks that decode has lent; the message names the budget."""
+
 FREE: int
 KV: int
 LENT: int
 RESERVED: int
 DRAINING: int
+# The control region up to the table: name, first byte, bytes, who writes it.
+LAYOUT: tuple[tuple[str, int, int, str], ...]
+# All legal transitions of a chunk: from, to, who, calls, when, if the worker dies in it.
+TRANSITIONS: tuple[tuple[str, str, str, str, str, str], ...]
 
 class Geometry:
-    """Sizes of an arena. A chunk is `2 * layers` blocks: K and V of every layer, in that order."""
+    """Sizes of an arena. A chunk has the size of `2 * layers` blocks.
+
+    In the layout "per-layer" it is those blocks: K and V of every layer, in that order. In
+    "token-major" it is one piece: token after token, each with K and V of all layers; a GPU then
+    makes, maps and hands over one memory for a chunk.
+    """
 
     def __init__(
         self,
@@ -42,6 +58,7 @@ class Geometry:
         dtype_bytes: int,
         block_bytes: int,
         chunks: int,
+        layout: str = "per-layer",
     ) -> None: ...
     layers: int
     kv_heads: int
@@ -49,6 +66,8 @@ class Geometry:
     dtype_bytes: int
     block_bytes: int
     chunks: int
+    @property
+    def layout(self) -> str: ...
     @property
     def slots_per_chunk(self) -> int: ...  # tokens
     @property
@@ -62,15 +81,78 @@ class ChunkInfo:
     epoch: int  # grows with every transition of this chunk
     since_ns: int
 
+class Driver:
+    """What touches a device. By name: "host", "cuda" (the first GPU that is seen) or "cuda:N"."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def facts(self) -> dict[str, Any]:
+        """`name`, `units`, `unit_granularity`, `memory_bytes`, `granularity_bytes` of the device."""
+
+def driver(name: str) -> Driver:
+    """The process's driver of that name. Raises DriverUnavailable, ValueError for no such name."""
+
+def use_libcuda(library: str) -> None:
+    """Which CUDA driver library "cuda" means from now on, by path or by the loader's name."""
+
+class FaultyDriver(Driver):
+    """Another driver whose calls go wrong as they are told; see `windrow_sidecar.testing.faults`."""
+
+    def __init__(self, inner: Driver | str) -> None: ...
+    def fail(self, call: str, n: int) -> None:
+        """The n-th such call from now on raises Error and does nothing; 1 is the next.
+
+        Calls: reserve, map, unmap, create, export, import, seal, copy.
+        """
+    def fail_any(self, n: int) -> None: ...
+    def lose_export(self, n: int) -> None:
+        """The n-th export gives no descriptor, as if it had been lost on its way."""
+    def before(self, call: str, n: int, action: Callable[[], None]) -> None: ...
+    def clear(self) -> None:
+        """Take back what has not fired."""
+    @property
+    def calls(self) -> int: ...
+    @property
+    def fired(self) -> int: ...
+
+class GreenPartition:
+    """The SMs of one GPU in equal groups, shared by green contexts. One thread at a time.
+
+    Sides are "decode" (its shares begin at the first group) and "finetune" (they end at the last).
+    """
+
+    def __init__(self, driver: str) -> None:
+        """Split the GPU of that driver. Raises DriverUnavailable without green contexts."""
+    @property
+    def total_units(self) -> int: ...  # SMs
+    @property
+    def group_units(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    def stream(self, side: str, groups: int) -> int:
+        """A CUstream that runs on so many groups; made once, valid as long as this object.
+
+        With all groups it runs on every SM. Raises ValueError where there are not so many.
+        """
+    def units(self, side: str, groups: int) -> int: ...
+    def measure(self, side: str, groups: int) -> list[int]:
+        """SMs on which kernels of that share really ran, ascending. Waits for them."""
+
 class Arena:
-    """All blocks of a slot: one memfd, prefaulted, mapped once in each process (host driver)."""
+    """All blocks of a slot, mapped once in each process; on the host one memfd, prefaulted."""
 
     @staticmethod
-    def create(geometry: Geometry, *, reserved_chunks: int) -> Arena:
-        """Make the arena; the caller is decode and its only owner."""
+    def create(geometry: Geometry, *, reserved_chunks: int, driver: Driver | str = "host") -> Arena:
+        """Make the arena; the caller is decode and its only owner. Raises DriverUnavailable."""
     @staticmethod
-    def attach(socket_path: str, *, timeout_s: float = 5.0) -> Arena:
-        """Map a running arena as its peer. Raises AttachError (version, geometry, user, no server)."""
+    def attach(
+        socket_path: str, *, timeout_s: float = 5.0, driver: Driver | str | None = None
+    ) -> Arena:
+        """Map a running arena as its peer, with the owner's driver unless one is given.
+
+        Raises AttachError (version, geometry, user, no server, another driver).
+        """
     @property
     def geometry(self) -> Geometry: ...
     @property
@@ -82,7 +164,15 @@ class Arena:
 
         Writable on either side. Keeps the mapping alive.
         """
-    def chunk_offset(self, chunk: int) -> int: ...
+    def chunk_offset(self, chunk: int) -> int:
+        """Where its first block begins; each of the others lies `block_stride` bytes after the last.
+
+        A worker's chunk is one range. Decode's is not where a GPU has a memory for each block.
+        """
+    @property
+    def block_stride(self) -> int: ...
+    def kv_view(self, layer: int, *, value: bool) -> tuple[int, int, int]:
+        """K (or V) of one layer: offset of slot 0, bytes from chunk to chunk, from slot to slot."""
     def counts(self) -> tuple[int, int, int, int, int]:
         """Chunks by state, in the order FREE, KV, LENT, RESERVED, DRAINING."""
     def chunk(self, chunk: int) -> ChunkInfo: ...
@@ -116,10 +206,15 @@ class Arena:
     # Serving and closing:
     def serve(self, socket_path: str) -> None:
         """Hand out the descriptors on a Unix socket (mode 0600, same user), from a native thread."""
-    def export(self, name: str, fd: int) -> None:
-        """Hand out one more read-only descriptor under a name (shared weights)."""
+    def export(self, name: str, fd: int, *, n_bytes: int = 0) -> None:
+        """Hand out one more read-only descriptor under a name (shared weights).
+
+        A GPU's descriptors do not tell the size of their memory, so say it; 0: as the file says.
+        """
     def peers(self) -> list[int]:
         """Process ids of those attached now; one that died is gone from here at once."""
+    def owner_lives(self) -> bool:
+        """Peer: whether decode is there; False from the moment it died or closed the arena."""
     def imported(self, name: str) -> Any:
         """Peer: read-only uint8 tensor over a descriptor that the owner exported."""
     def check(self) -> None:
@@ -130,11 +225,34 @@ class Arena:
         Afterwards every call raises Error; a Page taken before stays readable.
         """
 
-class SharedWeights:
-    """A sealed memfd (F_SEAL_FUTURE_WRITE): written by its maker, read-only for everyone after."""
+class Inspection:
+    """A look at a live arena from another process: read-only, and no peer of it."""
 
     @staticmethod
-    def create(n_bytes: int) -> SharedWeights: ...
+    def open(socket_path: str, *, timeout_s: float = 5.0) -> Inspection:
+        """Raises AttachError (version, user, no server)."""
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def owner_pid(self) -> int:
+        """Of the process that serves; 0 from within another pid namespace."""
+    def owner_lives(self) -> bool: ...
+    def counts(self) -> tuple[int, int, int, int, int]:
+        """Chunks by state, in the order FREE, KV, LENT, RESERVED, DRAINING."""
+    def chunks(self) -> list[ChunkInfo]: ...
+    def job_epoch(self) -> int:
+        """Of the worker that offered last; 0: none."""
+    def heartbeat_age_ns(self, writer: int) -> int: ...
+
+class SharedWeights:
+    """Sealed memory: written by its maker, read-only for everyone after.
+
+    The host's kernel holds everyone to it (F_SEAL_FUTURE_WRITE). CUDA has no seal: its maker's and
+    our importers' mappings are read-only, and a write through one is a fatal fault.
+    """
+
+    @staticmethod
+    def create(n_bytes: int, *, driver: Driver | str = "host") -> SharedWeights: ...
     @property
     def fd(self) -> int: ...
     def tensor(self) -> Any:
@@ -227,5 +345,53 @@ class Page:
     def heartbeat_age_ns(self, writer: int) -> int: ...
     def add(self, counter: int, n: int) -> int:
         """Add to one of 16 counters that live as long as the arena; returns the new value."""
+
+class DeviceAllocator:
+    """Memory for tensors from chunks that decode has lent: a buddy pool for each stream below 2 MiB,
+    whole blocks at consecutive addresses from there on. Any thread. Addresses and streams (a
+    `cudaStream_t`; 0 is the default stream) are plain numbers.
+    """
+
+    @staticmethod
+    def over(arena: Arena) -> DeviceAllocator:
+        """With an empty budget. It keeps the arena's memory, whoever closes the arena."""
+    def lend(self, chunk: int) -> None:
+        """The chunk may be used from now on."""
+    def drain(self, chunk: int) -> None:
+        """Hand out no more of the chunk; `take_quiet` names it when its last block is free."""
+    def shrink_to(self, chunks: int) -> None:
+        """Drain the lowest ids until so many are left."""
+    def take_quiet(self) -> list[int]:
+        """Drained chunks that nothing uses any more; the budget forgets them."""
+    def allocate(self, n_bytes: int, *, stream: int = 0) -> int:
+        """An address, or 0 for 0 bytes. Raises BudgetError."""
+    def free(self, address: int) -> None:
+        """Reusable on its stream at once, on others when its work is done."""
+    def record_stream(self, address: int, stream: int) -> None:
+        """The allocation is used on that stream too."""
+    def keep_small(self, blocks: int, *, stream: int = 0) -> int:
+        """Hold so many blocks of 2 MiB for small requests; returns how many it could get."""
+    def release_cached(self) -> None:
+        """Give up what is not in use: empty pool blocks, idle mappings."""
+    def stats(self) -> dict[str, int]:
+        """Under the names of torch.cuda.memory_stats; besides, `num_device_alloc_saved`: mapping
+        calls that idle aliases saved.
+        """
+    def fragmentation_bytes(self) -> int:
+        """Held minus requested, now."""
+    def describe_budget(self) -> str: ...
+    def check(self) -> None:
+        """Verify every invariant; raises Error with what is wrong."""
+
+POOL_BLOCK_BYTES: int
+
+def small_pool_blocks_for(trace: list[tuple[int, int]]) -> int:
+    """Blocks that the small requests of an iteration need, and a tenth more.
+
+    Steps are (id, bytes), with 0 bytes where allocation `id` ends.
+    """
+
+def serve_device(device: int, allocator: DeviceAllocator | None) -> None:
+    """Let the C entry points (`windrow_alloc`, ...) serve that device from this allocator."""
 
 def monotonic_ns() -> int: ...

@@ -46,7 +46,10 @@ def install_crds(kube):
     def served():
         found = api.list_custom_resource_definition().items
         return all(
-            any(c.type == "Established" and c.status == "True" for c in item.status.conditions)
+            any(
+                c.type == "Established" and c.status == "True"
+                for c in (item.status.conditions or ())
+            )
             for item in found
         )
 

@@ -236,6 +236,8 @@ async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert agent.oom_score_adj(pid) == 1000
     assert "windrow_job_step" in agent.metrics()
+    fragmentation = 'windrow_worker_memory_bytes{part="fragmentation",slot="0"} 1.048576e+06'
+    assert fragmentation in agent.metrics()
 
 
 @pytest.mark.parametrize(

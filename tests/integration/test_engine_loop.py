@@ -333,6 +333,29 @@ def test_the_facts_tell_the_hook_what_the_step_is(bench):
     ]
 
 
+def test_the_facts_tell_the_least_slack_where_requests_are_held_to_an_objective(bench):
+    slacks: list[int] = []
+
+    class ByRequest(NullHook):
+        request_objective_us = 1000  # the bench's clock makes steps of a few microseconds
+
+        def before_step(self, facts: StepFacts) -> Decision:
+            slacks.append(facts.slo_debt_us)
+            return Decision()
+
+    one = bench()
+    one.use(ByRequest())
+    one.scheduler.submit(request(1, max_tokens=6, kv_arrives=True))
+    for _ in range(4):
+        one.loop.step()
+    assert slacks[:2] == [0, 0], "no token yet, then the first: nothing to judge"
+    assert 900 < slacks[2] < 1000
+    assert 1800 < slacks[3] < 2000
+    one.scheduler.submit(request(2, max_tokens=3, kv_arrives=True))
+    one.run_dry()
+    assert slacks[5] < slacks[3], "the request that has saved the least counts"
+
+
 def test_cancelled_requests_give_their_memory_back_in_every_state(bench):
     one = bench(chunks=2, reserve_tokens=1)
     for i in range(3):  # running, prefilling, waiting

@@ -26,6 +26,7 @@ from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry, SharedWeights
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.grants import ASK_AFTER_SILENCE_NS
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.qos.view import Action, Decision, Offer
 
@@ -49,6 +50,7 @@ class Decode:
         self.arena.serve(str(run_dir.arena_socket()))
         self.page = self.arena.page
         self.grant = Decision()
+        self.silent = False
         self._stop = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
@@ -85,7 +87,8 @@ class Decode:
 
     def _beat(self) -> None:
         while not self._stop.wait(0.05):
-            self.page.beat(0)
+            if not self.silent:
+                self.page.beat(0)
 
     def _export(self, run_dir: RunDir) -> None:
         tensors = {k: v.float() for k, v in load_file(MODEL / "model.safetensors").items()}
@@ -319,6 +322,16 @@ def test_a_pause_is_seen_within_a_tasklet_and_the_worker_goes_on_after_it(at_wor
     pod.decode.go()
     until(lambda: pod.decode.offer.tasklet_id > quiet.tasklet_id, pod=pod, worker=worker)
     until(lambda: "RESUMED" in pod.agent.kinds(), pod=pod, worker=worker)
+
+
+def test_a_worker_waits_for_a_decode_that_is_silent_but_alive(at_work):
+    decode, worker = at_work.decode, at_work.worker
+    decode.silent = True
+    far = 2 * ASK_AFTER_SILENCE_NS
+    until(lambda: decode.page.heartbeat_age_ns(0) > far, pod=at_work, worker=worker)
+    done, decode.silent = decode.offer.tokens_done, False
+    decode.go()
+    until(lambda: decode.offer.tokens_done > done, pod=at_work, worker=worker)
 
 
 def test_only_the_granted_number_of_tasklets_runs(at_work):

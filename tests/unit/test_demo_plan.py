@@ -86,7 +86,7 @@ def test_the_job_is_sized_to_end_within_the_load():
             seconds=seconds, dedicated_tokens_per_second=rate, tokens_per_step=1500
         )
 
-    assert steps(60) == int(manifests.LOWEST_SHARE * 5000 * (60 - manifests.START_S) / 1500)
+    assert steps(60) == int(manifests.USUAL_SHARE * 5000 * (60 - manifests.START_S) / 1500)
     assert steps(600) > steps(60)
     assert steps(1, rate=1.0) == manifests.FEWEST_STEPS
 

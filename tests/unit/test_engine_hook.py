@@ -64,6 +64,13 @@ def test_a_hook_that_raises_is_closed_and_decode_gets_every_unit_from_then_on(me
     assert len(caplog.records) == 1
 
 
+def test_a_hook_that_cannot_say_whom_it_judges_is_switched_off():
+    hook = FailClosed(Granting())  # has no request_objective_us
+    assert hook.request_objective_us == 0
+    assert hook.failed
+    assert FailClosed(NullHook()).request_objective_us == 0
+
+
 def test_a_hook_that_cannot_even_close_is_left_behind(caplog):
     class Hopeless(Granting):
         def close(self) -> None:

@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from windrow_sidecar.qos.lending import (
     GROW_REST_NS,
-    AdmissionRate,
     Chunks,
     LendingPlan,
     plan_lending,
-    reserve_chunks,
 )
 
 LONG_AGO = 1 << 60
@@ -126,41 +124,3 @@ def test_lending_and_revoking_come_to_rest():
         free, lent = free - made.lend + made.revoke, lent + made.lend - made.revoke
         seen.append(lent)
     assert seen == [64, 64, 64, 64]
-
-
-def test_the_reserve_covers_growth_and_prompts_while_the_worker_lets_go():
-    figures = {
-        "release_us": 50_000,
-        "objective_us": 50_000,
-        "max_batch": 128,
-        "admitted_q99_tokens": 0,
-        "slots_per_chunk": 1024,
-        "total": 128,
-    }
-    # Harli's formula alone: 128 tokens, a fraction of a chunk.
-    assert reserve_chunks(**figures) == 1
-    # With the conversation trace's prompts: 6,352 tokens within 50 ms are seven chunks.
-    assert reserve_chunks(**{**figures, "admitted_q99_tokens": 6352}) == 7
-    assert reserve_chunks(**{**figures, "admitted_q99_tokens": 10**9}) == 32
-    assert reserve_chunks(**{**figures, "objective_us": 0}) == 1
-
-
-def test_admitted_tokens_are_summed_by_window_and_empty_windows_count():
-    rate = AdmissionRate(50 * MS)
-    now = 10**12
-    for _ in range(99):
-        rate.add(now, 10)
-        now += 50 * MS
-    rate.add(now, 4000)
-    rate.add(now + MS, 4000)
-    assert rate.q99() == 10
-    rate.add(now + 50 * MS, 6000)
-    assert rate.q99() == 6000  # now two bursts of 101 windows
-    rate.add(now + 10**11, 0)
-    assert rate.q99() == 0
-
-
-def test_a_young_rate_knows_its_largest_window():
-    rate = AdmissionRate(50 * MS)
-    rate.add(10**12, 700)
-    assert rate.q99() == 700

@@ -4,8 +4,16 @@ import pytest
 
 from windrow.crd import LatencyProfileSpec, SoloModel
 from windrow.errors import UserError
+from windrow.eventlog import StepEvent
 from windrow.local import load
-from windrow.local.objective import bearable_rate, objective_for, play
+from windrow.local.objective import (
+    HIGHEST_RATE,
+    bearable_rate,
+    objective_for,
+    pace_of,
+    play,
+    solo_model,
+)
 from windrow.local.trace import Request
 
 
@@ -44,7 +52,8 @@ def test_slower_steps_make_larger_batches():
 
 def test_the_objective_is_twice_the_step_of_all_units_at_the_p90_batch():
     requests = [Request(0.0, 100, 10)] * 8
-    objective = objective_for(requests, profile(model(units=1, c0=99_000), model(units=2)))
+    on_all = solo_model(profile(model(units=1, c0=99_000), model(units=2)))
+    objective = objective_for(requests, on_all)
     assert objective.shape.p90_batch == 8
     assert objective.solo_ms == pytest.approx(7.0)
     assert objective.milliseconds == pytest.approx(14.0)
@@ -52,7 +61,7 @@ def test_the_objective_is_twice_the_step_of_all_units_at_the_p90_batch():
 
 def test_the_objective_counts_context_and_rounds_up_to_a_tenth():
     requests = [Request(0.0, 1000, 2)] * 4
-    objective = objective_for(requests, profile(model(c0=5000, b0=0, k0=10.0)))
+    objective = objective_for(requests, model(c0=5000, b0=0, k0=10.0))
     assert objective.shape.p90_context_tokens == 4004
     assert objective.solo_ms == pytest.approx(5.04004)
     assert objective.milliseconds == pytest.approx(10.1)
@@ -60,19 +69,43 @@ def test_the_objective_counts_context_and_rounds_up_to_a_tenth():
 
 def test_a_profile_without_models_and_a_load_without_requests_are_refused():
     with pytest.raises(UserError, match="no solo model"):
-        objective_for([Request(0, 1, 1)], profile())
+        solo_model(profile())
     with pytest.raises(UserError, match="no request arrives"):
-        objective_for([], profile(model()))
+        objective_for([], model())
 
 
-def test_a_slow_machine_gets_a_load_that_it_can_bear():
+def step(batch, took_us, admitted=0, prefill=0):
+    times = {"start_ns": 5_000, "end_ns": 5_000 + took_us * 1000}
+    return StepEvent(
+        step=0, **times, batch=batch, context_tokens=1000, admitted=admitted,
+        prefill_tokens=prefill, waiting=0, decode_units=2, finetune_units=0, predicted_us=0,
+        hook_us=0, chunks_kv=1, chunks_lent=0,
+    )  # fmt: skip
+
+
+def test_the_pace_is_the_median_of_live_steps_against_the_model():
+    slow = [step(4, 6_000), step(4, 7_500), step(8, 14_000)]  # the model says 5, 5 and 7 ms
+    assert pace_of(slow, model()) == pytest.approx(1.5)
+    assert pace_of([*slow, step(4, 90_000, admitted=1), step(4, 90_000, prefill=9)], model()) == 1.5
+    assert pace_of([], model()) == 1.0
+
+
+def test_at_a_slower_pace_the_batch_grows_and_the_objective_with_it():
+    requests = load.schedule(seconds=60, rate=1.0, seed=3, endpoints=1, trace=None)
+    quiet, live = (objective_for(requests, model(), pace) for pace in (1.0, 1.5))
+    assert live.shape.p90_batch > quiet.shape.p90_batch
+    assert live.milliseconds > 1.5 * quiet.milliseconds
+
+
+def test_a_machine_gets_the_load_that_brings_its_batch_into_the_middle_of_the_range():
     def schedule_at(rate):
         return load.schedule(seconds=60, rate=rate, seed=7, endpoints=1, trace=None)
 
-    fast, slow, dead = (profile(model(c0=c0, k0=100.0)) for c0 in (500, 9000, 10_000_000))
-    assert bearable_rate(schedule_at, fast) == 1.0
-    rate = bearable_rate(schedule_at, slow)
-    assert 0.05 < rate < 1.0
-    assert play(schedule_at(rate), slow.solo[0]).mean_batch <= 6.0
-    assert play(schedule_at(rate + 0.05), slow.solo[0]).mean_batch > 6.0
+    fast, slow, dead = (model(c0=c0, b0=100, k0=100.0) for c0 in (2000, 9000, 10_000_000))
+    assert bearable_rate(schedule_at, model(c0=1, b0=1)) == HIGHEST_RATE
+    rates = [bearable_rate(schedule_at, solo) for solo in (fast, slow)]
+    assert rates[0] > rates[1] > 0.05
+    for rate, solo in zip(rates, (fast, slow), strict=True):
+        assert play(schedule_at(rate), solo).mean_batch <= 6.0
+        assert play(schedule_at(rate + 0.05), solo).mean_batch > 6.0
     assert bearable_rate(schedule_at, dead) == 0.05

@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from windrow.cli import clusters, doctor, jobs, top
+from windrow.cli import clusters, doctor, finetune, jobs, memory, plan, top
 from windrow.errors import Transient, UserError, WindrowError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
@@ -35,12 +35,15 @@ def windrow() -> None:
 app.command("demo")(clusters.demo)
 app.command("up")(clusters.up)
 app.command("down")(clusters.down)
+app.command("finetune")(finetune.finetune)
+app.command("plan")(plan.plan)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
 app.command("adapter")(jobs.adapter)
 app.command("doctor")(doctor.doctor)
+app.add_typer(memory.app, name="memory")
 
 
 def run(arguments: list[str] | None = None) -> int:

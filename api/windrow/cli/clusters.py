@@ -128,14 +128,15 @@ def up(
     from windrow.local import assets, serving
     from windrow.local.cluster import ClusterSettings
     from windrow.local.demo import PODS_WITHIN
-    from windrow.local.devices import devices, usable_cores
+    from windrow.local.devices import bystanders, devices, usable_cores
     from windrow.local.standing import up as start
 
+    held = devices(usable_cores(), pods)
     plan = serving.plan_pods(
-        devices(usable_cores(), pods),
+        held,
         assets.find(assets.MODEL, option="--model", given=model),
     )
-    info = start(ClusterSettings(), console=Console(stderr=True))
+    info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
     client = WindrowClient(Path(info.kubeconfig))
     serving.create(client, plan)
     serving.await_ready(client, plan, PODS_WITHIN)

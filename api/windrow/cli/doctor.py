@@ -27,15 +27,15 @@ class Finding:
 
 
 def doctor(as_json: Json = False, kubeconfig: Kubeconfig = None) -> None:
-    """Check Python, compiler, native module, torch, cores, memory, control plane and cluster.
+    """Check Python, compiler, native module, torch, cores, memory, control plane, GPU, cluster.
 
-    Ends with 1 when something is missing that the demo needs. A cluster need not be there.
+    Ends with 1 when something is missing that the demo needs. GPU and cluster need not be there.
 
     Example: windrow doctor
     """
     findings = [check() for check in (_python, _compiler, _native, _torch, _cores, _memory, _tools)]
     failed = any(not finding.ok for finding in findings)
-    findings.append(_cluster(kubeconfig))
+    findings += [_gpu(), _cluster(kubeconfig)]
     if as_json:
         print_json(findings)
     else:
@@ -58,6 +58,14 @@ def _native() -> Finding:
     # In a process of its own: the client knows the sidecar's package by name only.
     run = _python_says("import windrow_sidecar._core as c; print('layout', c.LAYOUT_VERSION)")
     return Finding("native module", *run, "" if run[1] else "make setup")
+
+
+def _gpu() -> Finding:
+    run = _python_says(
+        "import windrow_sidecar._core as c; f = c.driver('cuda').facts; "
+        "print(f['name'], f['units'], 'SMs')"
+    )
+    return Finding("gpu", *run, "" if run[1] else "the host driver is used")
 
 
 def _torch() -> Finding:

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +56,7 @@ class ClusterSettings:
         node_environment: variables for each container.
         operator_arguments: more of them.
         nice: added to the niceness of all but the pods.
+        cpus: CPUs of control plane and operator; empty: all. Not decode's, where it is measured.
         start_within: deadline for operator and node to be ready.
     """
 
@@ -67,6 +68,7 @@ class ClusterSettings:
     node_environment: Mapping[str, str] = field(default_factory=dict)
     operator_arguments: tuple[str, ...] = ()
     nice: int = 5
+    cpus: Sequence[int] = ()
     start_within: timedelta = timedelta(seconds=60)
 
 
@@ -118,6 +120,7 @@ class LocalCluster:
             log_dir=self.log_dir,
             port=self._settings.port,
             nice=self._settings.nice,
+            cpus=self._settings.cpus,
         )
         try:
             self._control_plane = ControlPlane(plane, self._keeper)
@@ -180,6 +183,8 @@ class LocalCluster:
             log=self.log_dir / f"{name}.log",
             env=environment,
             nice=self._settings.nice if name == OPERATOR else 0,
+            # The node's pods may be given any CPU, so it keeps all.
+            cpus=self._settings.cpus if name == OPERATOR else (),
         )
         service = Service(name, command, self._keeper)
         service.start()

@@ -2,7 +2,8 @@
 
 Arms, one after the other, each with the same requests and the same objective:
 
-- alone: decode without any neighbour;
+- alone: decode without any neighbour, before all others and once more after them, since a machine
+  that has slow minutes and fast ones shows it there;
 - naive: a plain PEFT loop beside decode, both on all cores, OpenMP as it comes;
 - tuned naive: the same with sleeping OpenMP threads (OMP_WAIT_POLICY=passive) and nice 19;
 - windrow: the FinetuneJob, harvested;
@@ -37,8 +38,9 @@ from windrow.local.summary import serving as serving_of
 SPINNING = (("GOMP_SPINCOUNT", "300000"),)
 ARMS = "arms"
 LOOP_ENDS = timedelta(seconds=240)  # it starts slowly where it is starved
-ALONE, NAIVE, TUNED, WINDROW, DEDICATED = (
+ALONE, AGAIN, NAIVE, TUNED, WINDROW, DEDICATED = (
     "serving alone",
+    "serving alone, again",
     "naive",
     "tuned naive",
     "windrow",
@@ -103,12 +105,15 @@ def run(settings: demo.DemoSettings, console: Console) -> dict[str, Any]:
     with demo.stage(settings, console) as on:
         pods = demo.serve(on)
         objective = demo.settle_objective(on, pods)
+        # The injected pods stand idle meanwhile.
+        before = _plain_arm(on, objective, ALONE)
         job = demo.harvest(on, pods, objective)
-        plain = [_plain_arm(on, objective, name) for name in (ALONE, NAIVE, TUNED)]
+        after = [_plain_arm(on, objective, name) for name in (NAIVE, TUNED, AGAIN)]
     summary = demo.conclude(on, job, objective)
     rate = summary["harvest"]["dedicated_tokens_per_second"]
     alone = Arm(DEDICATED, None, None, None, None, None, rate, None)
-    arms = [with_eta(arm, rate) for arm in (*plain, _of_windrow(summary), alone)]
+    shared = [before, *after[:-1], _of_windrow(summary), after[-1]]
+    arms = [with_eta(arm, rate) for arm in (*shared, alone)]
     summary["compare"] = [asdict(arm) for arm in arms]
     demo.write_summary(settings.out / "summary.json", summary)
     console.print(table(arms))
@@ -118,7 +123,7 @@ def run(settings: demo.DemoSettings, console: Console) -> dict[str, Any]:
 def _plain_arm(on: demo.Stage, objective: Objective, name: str) -> Arm:
     """Serve the load without Windrow: by itself, or beside a plain loop on the first device."""
     settings = on.settings
-    slug = name.replace(" ", "-")
+    slug = name.replace(",", "").replace(" ", "-")
     folder = settings.out / ARMS / slug
     folder.mkdir(parents=True)
     pods = serving.plan_pods(
@@ -130,7 +135,7 @@ def _plain_arm(on: demo.Stage, objective: Objective, name: str) -> Arm:
     on.say(f"{name}: load for {settings.seconds:g} s")
     load = measure.Load.start(on.keeper, on.load_plan, pods.endpoints, folder)
     loop = None
-    if name != ALONE:
+    if name not in (ALONE, AGAIN):
         job = on.job(folder / "adapter", 1_000_000)
         loop = measure.start_baseline(
             on.keeper, job, on.devices[0], folder, settings.seconds, tuned=name == TUNED

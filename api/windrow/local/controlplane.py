@@ -16,7 +16,7 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -65,6 +65,7 @@ class ControlPlaneSettings:
         log_dir: where the logs go; None: below `directory`.
         port: of the API server; 0: any free one.
         nice: added to the niceness of all three, so that they yield to what is measured.
+        cpus: CPUs that they may run on; empty: all.
         start_within: deadline for readiness.
     """
 
@@ -73,6 +74,7 @@ class ControlPlaneSettings:
     log_dir: Path | None = None
     port: int = 0
     nice: int = 5
+    cpus: Sequence[int] = ()
     start_within: timedelta = timedelta(seconds=60)
 
 
@@ -191,6 +193,7 @@ class ControlPlane:
                 env={"PATH": os.environ.get("PATH", ""), "HOME": str(self._directory)},
                 cwd=self._directory,
                 nice=self._settings.nice,
+                cpus=self._settings.cpus,
             )
         )
 

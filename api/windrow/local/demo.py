@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,22 +19,31 @@ from rich.console import Console
 
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
+from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
 from windrow.local import assets, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
-from windrow.local.devices import Device, devices, usable_cores
+from windrow.local.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow.local.environment import environment
 from windrow.local.load import schedule, share_of
 from windrow.local.manifests import NAMESPACE
-from windrow.local.objective import Objective, bearable_rate, objective_for
+from windrow.local.objective import (
+    Objective,
+    at_pace,
+    bearable_rate,
+    objective_for,
+    pace_of,
+    solo_model,
+)
 from windrow.local.processes import Keeper
 from windrow.local.report import rows_of, write_report
-from windrow.local.summary import PODS, run_log, summarize
+from windrow.local.summary import PODS, Events, run_log, summarize
 from windrow.local.trace import Request
 from windrow.local.watcher import Watcher
 from windrow.views import JobView
 
 PODS_WITHIN = timedelta(seconds=120)
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load
+WARM_UP_S = 10.0
 DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
 
@@ -44,7 +54,7 @@ class DemoSettings:
 
     Attributes:
         out: folder of event logs, report and adapter; made by the run, must not exist.
-        rate: None: 1.0, or what this machine's decode can bear.
+        rate: None: what gives this machine's decode a batch in the middle of its range.
         pods: None: as many as the machine's cores make devices.
         objective_ms: None: by the rule of `windrow.local.objective`.
         steps: of the job; None: as many as surely end within the load.
@@ -99,7 +109,8 @@ class Stage:
     def load_plan(self) -> measure.LoadPlan:
         """What the load client is told."""
         asked = self.settings
-        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace)
+        cpus = bystanders(self.devices)
+        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus)
 
     def schedule_of_a_device(self, rate: float) -> list[Request]:
         """Return the requests that the first pod gets at a rate."""
@@ -150,8 +161,9 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
     example = read_manifest(assets.find(assets.JOB, option="--job"))
     (settings.out / PODS).mkdir(parents=True)
     log_dir = settings.out / "logs"
-    asked = ClusterSettings(log_dir=log_dir, event_log_root=settings.out / PODS)
-    with Keeper() as keeper, LocalCluster(asked, console=console) as cluster:
+    others = bystanders(held)
+    asked = ClusterSettings(log_dir=log_dir, event_log_root=settings.out / PODS, cpus=others)
+    with Keeper() as keeper, LocalCluster(asked, console=console) as cluster, on_cpus(others):
         client = WindrowClient(cluster.kubeconfig)
         watcher = Watcher(
             WindrowClient(cluster.kubeconfig),
@@ -206,17 +218,33 @@ def serve(on: Stage) -> serving.Pods:
 
 
 def settle_objective(on: Stage, pods: serving.Pods) -> Objective:
-    """Return the objective that the load deserves, from the profile that the pods took.
+    """Return the objective that the load deserves: the pods' profile, at the pace of live steps.
 
     Settles the load's rate as well, where none was asked for.
     """
-    profile = serving.await_profile(on.client, pods, PODS_WITHIN)
-    on.rate = on.settings.rate or bearable_rate(on.schedule_of_a_device, profile)
-    objective = objective_for(on.schedule_of_a_device(on.rate), profile)
-    if on.settings.objective_ms is not None:
-        objective = Objective(on.settings.objective_ms, objective.solo_ms, objective.shape)
+    settings = on.settings
+    model = solo_model(serving.await_profile(on.client, pods, PODS_WITHIN))
+    on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, model)
+    on.say(f"warm-up: load for {WARM_UP_S:g} s, decode alone")
+    pace = pace_of(warm_up(on, pods), model)
+    on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, at_pace(model, pace))
+    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace)
+    if settings.objective_ms is not None:
+        objective = replace(objective, milliseconds=settings.objective_ms)
     on.watcher.objective(objective.milliseconds)
     return objective
+
+
+def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
+    """Serve the beginning of the load without any policy, and return the steps."""
+    folder = on.settings.out / "warm-up"
+    folder.mkdir()
+    began_ns = time.monotonic_ns()
+    plan = replace(on.load_plan, seconds=WARM_UP_S)
+    measure.Load.start(on.keeper, plan, pods.endpoints, folder).await_end(drain_within=DRAIN)
+    time.sleep(2 * FLUSH_INTERVAL_S)
+    events = Events.read(on.settings.out / PODS)
+    return [step for _, step in events.steps if step.start_ns >= began_ns]
 
 
 def affordable_steps(on: Stage) -> int:
@@ -265,7 +293,8 @@ def conclude(on: Stage, job: JobView, objective: Objective) -> dict[str, Any]:
     summary["job"]["phase"] = job.state
     summary["adapter"] = {"path": job.adapter_path}
     summary["objective"] = {
-        "rule": "twice the median solo step at the load's p90 batch",
+        "rule": "twice the median solo step at the load's p90 batch, at the pace of live steps",
+        "pace": round(objective.pace, 3),
         "solo_step_ms": round(objective.solo_ms, 3),
         "p90_batch": shape.p90_batch,
         "p90_context_tokens": shape.p90_context_tokens,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from windrow.errors import UserError
@@ -45,6 +46,26 @@ def devices(cores: Sequence[int], pods: int | None = None) -> list[Device]:
     size = len(cores) // distinct
     sets = [tuple(cores[i * size : (i + 1) * size]) for i in range(distinct)]
     return [Device(sets[i % distinct], oversubscribed=wanted > fitting) for i in range(wanted)]
+
+
+def bystanders(held: Sequence[Device]) -> list[int]:
+    """Return the cores for whoever neither serves nor trains: the last one of each device.
+
+    A worker's share of a device grows from its last core, decode's from its first: what runs there
+    takes time from finetuning, and none from decode.
+    """
+    return sorted({device.cores[-1] for device in held})
+
+
+@contextlib.contextmanager
+def on_cpus(cpus: Sequence[int]) -> Iterator[None]:
+    """Keep this thread, and the threads and processes that it starts, on some CPUs."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def usable_cores() -> list[int]:

@@ -128,14 +128,14 @@ def steps_that_end(
     """Return how many optimizer steps fit into a load of `seconds` on harvested compute.
 
     A worker spends `START_S` until its first step (libraries, model, the base model's loss) and
-    then gets at least `LOWEST_SHARE` of its dedicated rate. One that gets more ends earlier; one
-    that gets less ends on the idle device after the load.
+    then gets about `USUAL_SHARE` of its dedicated rate. One that gets more ends earlier; one that
+    gets less ends on the idle device after the load.
     """
     budget_s = max(5.0, seconds - START_S)
-    steps = LOWEST_SHARE * dedicated_tokens_per_second * budget_s / tokens_per_step
+    steps = USUAL_SHARE * dedicated_tokens_per_second * budget_s / tokens_per_step
     return max(FEWEST_STEPS, int(steps))
 
 
 START_S = 5.0
-LOWEST_SHARE = 0.4
+USUAL_SHARE = 0.55
 FEWEST_STEPS = 4

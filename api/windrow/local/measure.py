@@ -32,6 +32,7 @@ class LoadPlan:
     rate: float
     seed: int
     trace: Path | None
+    cpus: Sequence[int]  # of the client
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,11 @@ class Load:
         if plan.trace is not None:
             argv.append(f"--trace={plan.trace}")
         began_ns = time.monotonic_ns()
-        return cls(plan, keeper.start(Command(argv, log=out / "load.log")), began_ns, out)
+        command = Command(argv, log=out / "load.log", cpus=plan.cpus)
+        return cls(plan, keeper.start(command), began_ns, out)
 
-    def finish(
-        self, log: EventLog, objective_ms: float, *, drain_within: timedelta, cut: bool = False
-    ) -> None:
-        """Return when the last answer is in, and note in `log` when the load ran.
+    def await_end(self, *, drain_within: timedelta, cut: bool = False) -> None:
+        """Return when the last answer is in.
 
         What is not answered within `drain_within` after the last arrival is given up where `cut`
         is set, and raises NotReady where it is not. Failed requests are counted by the summary.
@@ -69,6 +69,15 @@ class Load:
         except NotReady:
             if not cut:
                 raise
+
+    def finish(
+        self, log: EventLog, objective_ms: float, *, drain_within: timedelta, cut: bool = False
+    ) -> None:
+        """Return when the last answer is in, and note in `log` when the load ran.
+
+        Raises as `await_end` does.
+        """
+        self.await_end(drain_within=drain_within, cut=cut)
         marks = load_marks(
             self.began_ns,
             seconds=self.plan.seconds,

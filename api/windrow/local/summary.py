@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,7 +203,7 @@ def throughput(tasklets: Sequence[TaskletEvent], window: Window | None = None) -
 
 def job_figures(events: Events) -> dict[str, Any]:
     """Return the job's steps and losses; a loss that was not measured is None."""
-    by_stage: dict[str, list[LossEvent]] = {"base": [], "training": [], "tuned": []}
+    by_stage: defaultdict[str, list[LossEvent]] = defaultdict(list)
     for loss in events.losses:
         by_stage[loss.stage].append(loss)
     training = by_stage["training"]

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from windrow import metrics as m
 from windrow.errors import UserError
+from windrow.proto import agent_pb2
 from windrow.rundir import ENV_METRICS_PORT
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import Slot
@@ -193,7 +194,21 @@ def _jobs(slots: list[Slot]) -> Iterator[Family]:
         m.JOB_LOSS,
         [((i,), r.meter.latest.loss) for i, r in runs if not math.isnan(r.meter.latest.loss)],
     )
+    yield _gauge(m.JOB_LEARNING_RATE, [((i,), r.meter.latest.learning_rate) for i, r in runs])
+    yield _gauge(m.JOB_GRADIENT_NORM, [((i,), r.meter.latest.grad_norm) for i, r in runs])
+    yield _gauge(m.JOB_MEMORY, [((i,), r.meter.latest.memory_bytes) for i, r in runs])
+    yield _gauge(m.JOB_SKIPPED_ROWS, [((i,), r.meter.latest.skipped_rows) for i, r in runs])
     yield _gauge(m.JOB_RATE, [((i,), r.meter.tokens_per_second) for i, r in runs])
+    yield _gauge(m.WORKER_MEMORY, [row for i, r in runs for row in _memory_rows(i, r.meter.latest)])
+
+
+def _memory_rows(slot: str, latest: agent_pb2.WorkerProgress) -> Rows:
+    held, requested = latest.allocator_held_bytes, latest.allocator_requested_bytes
+    return [
+        ((slot, "held"), held),
+        ((slot, "requested"), requested),
+        ((slot, "fragmentation"), held - requested),
+    ]
 
 
 def _gauge(metric: m.Metric, rows: Rows) -> Family:

@@ -21,6 +21,9 @@ class ProgressMeter:
 
     def add(self, now_s: float, report: agent_pb2.WorkerProgress) -> int:
         """Take a report; returns how many tokens were done since the one before."""
+        if not self.latest.total_steps:
+            # It had not loaded its checkpoint yet: what that holds was not done just now.
+            self._reports.clear()
         known = bool(self._reports)
         fresh = report.tokens - self.latest.tokens if known else 0
         self.latest = report
@@ -53,6 +56,7 @@ class ProgressMeter:
             eta_seconds=self.eta_s,
             checkpoint_step=latest.checkpoint_step,
             checkpoint_path=latest.checkpoint_path,
+            skipped_rows=latest.skipped_rows,
         )
 
     def _rate(self, of: Callable[[agent_pb2.WorkerProgress], int]) -> float:

@@ -48,7 +48,7 @@ class Slot:
         self._meter = make_meter("host", 1)
         self._channel: EngineChannel | None = None
         self._policy = agent_pb2.EnginePolicy()
-        self._arena: _core.Arena | None = None
+        self._arena: _core.Inspection | None = None
         self._absence: asyncio.Task[None] | None = None
         self._assigned = ("", 0)  # the newest assignment, which may still wait for the one before
         self._inbox = asyncio.Lock()  # assignments and commands, one after the other
@@ -67,7 +67,7 @@ class Slot:
         if replaced and self.run:
             self.run.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
         if replaced:
-            self._leave_arena()
+            self._arena = None
         if self.hello != hello:
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units)
@@ -93,7 +93,7 @@ class Slot:
         await asyncio.sleep(self._settings.engine_absence_s)
         _log.warning("slot %d: the engine is gone", self.index)
         self.engine_state = "gone"
-        self._leave_arena()
+        self._arena = None
         if self.run:
             self.run.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine is gone")
 
@@ -128,15 +128,10 @@ class Slot:
             return
         try:
             self._arena = await asyncio.to_thread(
-                _core.Arena.attach, self.hello.arena_socket, timeout_s=2.0
+                _core.Inspection.open, self.hello.arena_socket, timeout_s=2.0
             )
         except _core.Error as error:
             _log.warning("slot %d: no view of the arena: %s", self.index, error)
-
-    def _leave_arena(self) -> None:
-        if self._arena:
-            self._arena.close()
-            self._arena = None
 
     def chunks(self) -> Counts:
         """FREE, KV, LENT, RESERVED, DRAINING; zeros without an arena."""
@@ -238,7 +233,7 @@ class Slot:
             self.run.give_up(Reason.SLOT_LOST, "the sidecar was asked to end")
             await self.run.wait()
         await self._standby.close()
-        self._leave_arena()
+        self._arena = None
 
     # Reports
 

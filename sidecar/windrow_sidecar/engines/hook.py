@@ -39,6 +39,14 @@ class StepHook(Protocol):
     Each call is part of a step's latency: no waiting, no lock, no system call that may sleep.
     """
 
+    @property
+    def request_objective_us(self) -> int:
+        """TPOT that a request is held to over its whole life; 0: nobody asks for slack.
+
+        Above 0 the engine says in `StepFacts.slo_debt_us` how much running requests have left.
+        """
+        ...
+
     def before_step(self, facts: StepFacts) -> Decision:
         """Decide for the step that starts now. The engine obeys `decode_units` and admission."""
         ...
@@ -58,6 +66,8 @@ class StepHook(Protocol):
 
 class NullHook:
     """Serves alone: every unit to decode."""
+
+    request_objective_us = 0
 
     def before_step(self, facts: StepFacts) -> Decision:
         """Take all units."""
@@ -92,6 +102,15 @@ class FailClosed:
 
     # Whatever a hook raises is our failure and not serving's, hence the blind excepts: they are the
     # one place where everything is caught, and they log and change the state.
+
+    @property
+    def request_objective_us(self) -> int:
+        """Ask the inner hook."""
+        try:
+            return int(self._inner.request_objective_us)
+        except Exception as error:  # noqa: BLE001
+            self._switch_off("request_objective_us", error)
+            return 0
 
     def before_step(self, facts: StepFacts) -> Decision:
         """Ask the inner hook."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass
 
-# Q99 over so many windows: at 50 ms each, the last half minute of traffic.
-_WINDOWS = 600
 # Growing again needs so much more than the reserve, else a request's chunks would go to and fro.
 GROW_REST_NS = 2_000_000_000
 
@@ -35,26 +32,6 @@ class LendingPlan:
     target: int
     lend: int = 0
     revoke: int = 0
-
-
-def reserve_chunks(
-    *,
-    release_us: float,
-    objective_us: int,
-    max_batch: int,
-    admitted_q99_tokens: int,
-    slots_per_chunk: int,
-    total: int,
-) -> int:
-    """Chunks that must be free at once while the worker needs `release_us` to give some back.
-
-    One decode step adds a token to each request: Harli's (T / S) * max_batch. In a disaggregated
-    pod whole prompts arrive as well: the 99th percentile of what was admitted within T. At least
-    one chunk, at most a quarter of the arena (beyond that, lending would be pointless).
-    """
-    growth = release_us / objective_us * max_batch if objective_us else 0.0
-    chunks = math.ceil((growth + admitted_q99_tokens) / slots_per_chunk)
-    return max(1, min(chunks, total // 4))
 
 
 def plan_lending(
@@ -85,28 +62,3 @@ def plan_lending(
         return LendingPlan(chunks.lent)
     lend = min(spare, ceiling - chunks.lent)
     return LendingPlan(chunks.lent + lend, lend=lend)
-
-
-class AdmissionRate:
-    """Context tokens that arrive within windows of a fixed length; the 99th percentile of them."""
-
-    def __init__(self, window_ns: int) -> None:
-        self._window_ns = window_ns
-        self._sums: deque[int] = deque(maxlen=_WINDOWS)
-        self._begin_ns, self._sum = 0, 0
-
-    def add(self, now_ns: int, tokens: int) -> None:
-        """Count what was admitted at that time; times never fall."""
-        if now_ns - self._begin_ns >= self._window_ns:
-            if self._begin_ns:
-                self._sums.append(self._sum)
-                # Windows without a step are windows without an arrival.
-                empty = (now_ns - self._begin_ns) // self._window_ns - 1
-                self._sums.extend([0] * min(empty, _WINDOWS))
-            self._begin_ns, self._sum = now_ns, 0
-        self._sum += tokens
-
-    def q99(self) -> int:
-        """Tokens; of few windows, the largest."""
-        ordered = sorted((*self._sums, self._sum))
-        return ordered[min(len(ordered) - 1, math.ceil(0.99 * len(ordered)) - 1)]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from windrow.eventlog import EventLog
-
-INTERVAL_S = 1.0
+from windrow.eventlog import FLUSH_INTERVAL_S, EventLog
 
 
 class LogFlusher:
@@ -21,9 +19,9 @@ class LogFlusher:
     def close(self) -> None:
         """Write what is left and end."""
         self._over.set()
-        self._thread.join(timeout=2 * INTERVAL_S)
+        self._thread.join(timeout=2 * FLUSH_INTERVAL_S)
         self._log.flush()
 
     def _run(self) -> None:
-        while not self._over.wait(INTERVAL_S):
+        while not self._over.wait(FLUSH_INTERVAL_S):
             self._log.flush()

@@ -7,7 +7,7 @@ times that its StepEvent carries.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +101,7 @@ class DecodeLoop:
             context_tokens=sum(request.kv.n_tokens for request in batch),
             waiting=len(scheduler.waiting),
             admitted_tokens=sum(request.kv.n_tokens for request in admitted),
-            slo_debt_us=0,
+            slo_debt_us=least_slack_us(batch, start_ns, parts.hook.request_objective_us),
             prefill_tokens=len(prefill[1]) if prefill else 0,
         )
         asked_ns = parts.clock_ns()
@@ -214,6 +214,22 @@ class DecodeLoop:
                     error=error,
                 )
             )
+
+
+def least_slack_us(batch: Iterable[Request], now_ns: int, objective_us: int) -> int:
+    """Return how much sooner than the objective allows the tokens of a batch have come.
+
+    That of the request that has saved the least; below 0 it is behind. 0 where no request is held
+    to an objective, or one has only just begun.
+    """
+    if not objective_us:
+        return 0
+    slacks = (
+        (request.n_completed - 1) * objective_us - (now_ns - request.first_token_ns) // 1000
+        for request in batch
+        if request.first_token_ns
+    )
+    return min(slacks, default=0)
 
 
 def _finish_reason(request: Request, token: int) -> str:

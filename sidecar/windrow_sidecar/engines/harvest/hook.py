@@ -78,6 +78,12 @@ class HarvestHook:
         """What `before_step` took of the current step."""
         return self._cost_ns / 1e3
 
+    @property
+    def request_objective_us(self) -> int:
+        """The objective, where the policy judges requests and not steps; else 0."""
+        terms = self.controller.terms
+        return terms.objective_us if terms and terms.per_request else 0
+
     def set_terms(self, terms: Terms | None) -> None:
         """A policy has arrived, changed or gone."""
         self._new_terms.append(terms)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
-from windrow_sidecar.qos.lending import (
-    AdmissionRate,
-    Chunks,
-    plan_lending,
-    reserve_chunks,
-)
+from windrow_sidecar.qos.lending import Chunks, plan_lending
+from windrow_sidecar.qos.reserve import AdmissionRate, Demand, reserve_chunks
 from windrow_sidecar.qos.terms import Terms
 from windrow_sidecar.qos.view import Offer
 
@@ -76,13 +72,18 @@ class LendingDesk:
             return
         self._sized_ns = now_ns
         geometry = self._arena.geometry
-        wanted = reserve_chunks(
+        demand = Demand(
             release_us=in_flight_bound_us + self._release_us,
             objective_us=terms.objective_us,
             max_batch=self._settings.max_batch,
+            token_bytes=geometry.chunk_bytes // geometry.slots_per_chunk,
             admitted_q99_tokens=self._admitted.q99(),
-            slots_per_chunk=geometry.slots_per_chunk,
+        )
+        wanted = reserve_chunks(
+            demand,
+            chunk_bytes=geometry.chunk_bytes,
             total=geometry.chunks,
+            formula=self._settings.reserve,
         )
         if wanted != self._reserve:
             self._arena.set_reserve(wanted)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windrow_sidecar.qos.reserve import ReserveFormula
+
 
 @dataclass(frozen=True, slots=True)
 class HarvestSettings:
@@ -13,6 +15,7 @@ class HarvestSettings:
         max_batch: requests that decode runs at once; each needs a KV slot a step.
         drain_us: how long a worker takes to give back chunks after its tasklet ended, until it has
             been measured.
+        reserve: which formula sizes the reserve of free chunks (`qos.reserve`).
         admission_window_ns: over which arriving context tokens are summed for the reserve.
         worker_stale_ns: a worker whose heart has not beaten for so long counts as gone.
         regrant_ns: a grant that does not change is published again after so long.
@@ -23,6 +26,7 @@ class HarvestSettings:
 
     max_batch: int = 64
     drain_us: int = 50_000
+    reserve: ReserveFormula = "traffic"
     admission_window_ns: int = 50_000_000
     worker_stale_ns: int = 1_000_000_000
     regrant_ns: int = 50_000_000
