@@ -65,6 +65,9 @@ class Handlers:
 
     def __init__(self, watching: Watching) -> None:
         self._watching, self._world = watching, watching.world
+        # kopf tells only the last of the changes that come close together, and lists without a
+        # type, so "ADDED" does not say that a pod is new; that we have not seen it does.
+        self._told = set(watching.world.pods)
 
     async def job(self, event: kopf.RawEvent, **_: object) -> None:
         """Take up a FinetuneJob."""
@@ -88,11 +91,14 @@ class Handlers:
     async def pod(self, event: kopf.RawEvent, **_: object) -> None:
         """Take up a decode pod; say by which rule a new one was found."""
         body = _plain(event)
+        uid = body["metadata"]["uid"]
         if event["type"] == "DELETED":
-            self._world.drop_pod(body["metadata"]["uid"])
+            self._world.drop_pod(uid)
+            self._told.discard(uid)
         else:
             rule = self._world.put_pod(body).annotations.get(ANNOTATION_INJECTED_BY)
-            if event["type"] == "ADDED" and rule:
+            if rule and uid not in self._told:
+                self._told.add(uid)
                 message = f"Sidecar added: decode pod by rule `{rule}`"
                 await self._watching.note(body, Event("Injected", message))
         self._seen()

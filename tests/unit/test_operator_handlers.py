@@ -1,0 +1,74 @@
+"""What the operator makes of the changes that kopf tells it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import pytest
+
+from windrow.crd import ANNOTATION_INJECTED_BY, LABEL_DECODE
+from windrow_operator.handlers import Handlers, Watching
+from windrow_operator.metrics import Metrics
+from windrow_operator.world import World
+
+NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
+
+
+def pod_body(uid="pod-1", **annotations):
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "namespace": "team",
+            "name": "decode-0",
+            "uid": uid,
+            "labels": {LABEL_DECODE: "true"},
+            "annotations": {ANNOTATION_INJECTED_BY: "arguments"} | annotations,
+        },
+        "spec": {"containers": [{"name": "decode", "image": "none"}]},
+    }
+
+
+@pytest.fixture
+def world():
+    return World(NOW)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+@pytest.fixture
+def handlers(world, said):
+    async def note(body, event):
+        said.append((body["metadata"]["uid"], event.reason))
+
+    return Handlers(Watching(world, Metrics(), lambda: None, note))
+
+
+@pytest.mark.parametrize("how", ["ADDED", "MODIFIED", None])
+async def test_an_injected_pod_is_told_once_however_it_comes(handlers, said, how):
+    """kopf lists without a type, and of two changes that come close together tells the second."""
+    for kind in (how, "MODIFIED", None):
+        await handlers.pod({"type": kind, "object": pod_body()})
+    assert said == [("pod-1", "Injected")]
+
+
+async def test_pods_of_before_a_restart_are_not_told_again(world, said):
+    world.put_pod(pod_body())
+
+    async def note(body, event):
+        said.append(event)
+
+    again = Handlers(Watching(world, Metrics(), lambda: None, note))
+    await again.pod({"type": None, "object": pod_body()})
+    assert said == []
+
+
+async def test_a_pod_that_is_gone_leaves_nothing_behind(handlers, world, said):
+    await handlers.pod({"type": "ADDED", "object": pod_body()})
+    await handlers.pod({"type": "DELETED", "object": pod_body()})
+    assert world.pods == {}
+    await handlers.pod({"type": "ADDED", "object": pod_body("pod-2")})
+    assert [uid for uid, _ in said] == ["pod-1", "pod-2"]
