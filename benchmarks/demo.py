@@ -92,7 +92,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
     )
     config = read_config(settings.model_path)
     threads = Threads()
-    partition = HostPartition.from_affinity(set_threads=threads)
+    partition = HostPartition.from_affinity("decode", set_threads=threads)
     arena = server.make_arena(settings, config)
     context = arena.geometry.chunks * arena.geometry.slots_per_chunk
     parts = server.load(settings, config, partition, arena, None, context, "0" * 64)

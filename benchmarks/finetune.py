@@ -102,7 +102,7 @@ def gate_cost_us(rounds: int) -> Result:
 
         total_units = 2
 
-        def activate_finetune(self, units: int) -> None:
+        def activate(self, level: int) -> None:
             """Nothing to move."""
 
     geometry = Geometry(

@@ -47,7 +47,7 @@ class _OneCore:
 
     total_units = 1
 
-    def activate_finetune(self, units: int) -> None:
+    def activate(self, level: int) -> None:
         """Nothing to move."""
 
 

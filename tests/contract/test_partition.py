@@ -1,207 +1,93 @@
-"""A partition moves every thread of its process to its share of the device, and back."""
+"""One suite for every partition: levels, activation, and what is refused, for either side."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from windrow.errors import UserError
-from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+from windrow.errors import InvariantBroken
+from windrow_sidecar.compute.cgroup import CgroupLimits
+from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.compute.partition import Partition, Side, UnknownLevel
+from windrow_sidecar.engines.builtin.partition import WholeDevice
 
 UNLIMITED = CgroupLimits(cpus=None, memory_bytes=None)
 
 
 @pytest.fixture
-def threads() -> list[int]:
-    """What the partition asked compute to use, in order."""
+def moves() -> list[int]:
+    """What compute was told at each move: how many threads, or which stream."""
     return []
 
 
 @pytest.fixture
-def partition(threads) -> Iterator[HostPartition]:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("a host device needs two cores; this process may use one")
+def make(driver, moves) -> Iterator[Callable[[Side], Partition]]:
+    """Makes partitions of one device, on each driver."""
+    if driver == "cuda":
+        yield lambda side: CudaPartition(side, use_stream=moves.append)
+        return
     before = os.sched_getaffinity(0)
-    yield HostPartition.from_affinity(set_threads=threads.append, limits=UNLIMITED)
+    if len(before) < 2:
+        pytest.skip("a host device needs two cores; this process may use one")
+    yield lambda side: HostPartition.from_affinity(side, set_threads=moves.append, limits=UNLIMITED)
     for name in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(name), before)
 
 
-@contextmanager
-def running_thread(name: str = "compute") -> Iterator[int]:
-    """A thread that waits; gives its native id."""
-    stop, started = threading.Event(), threading.Event()
-    ids: list[int] = []
-
-    def body() -> None:
-        ids.append(threading.get_native_id())
-        Path(f"/proc/self/task/{ids[0]}/comm").write_text(name)
-        started.set()
-        stop.wait()
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    started.wait()
-    try:
-        yield ids[0]
-    finally:
-        stop.set()
-        thread.join()
+@pytest.fixture(params=["decode", "finetune"])
+def partition(request, make) -> Partition:
+    return make(request.param)
 
 
-def test_decode_takes_the_first_units_and_the_worker_the_last(partition):
-    partition.activate_decode(1)
-    assert os.sched_getaffinity(0) == {partition.cpus[0]}
-    partition.activate_finetune(1)
-    assert os.sched_getaffinity(0) == {partition.cpus[-1]}
+def test_levels_grow_to_the_whole_device(partition):
+    levels = partition.levels()
+    assert len(levels) > 1
+    assert list(levels) == sorted(set(levels))
+    assert levels[0] > 0
+    assert levels[-1] == partition.total_units
 
 
-def test_zero_units_give_decode_the_whole_device(partition, threads):
-    partition.activate_decode(1)
-    partition.activate_decode(0)
-    assert os.sched_getaffinity(0) == set(partition.cpus)
-    assert threads[-1] == partition.total_units
+def test_below_the_whole_device_every_level_has_its_complement_on_the_other_side(make):
+    decode, finetune = make("decode"), make("finetune")
+    beside = {decode.total_units - level for level in finetune.levels()[:-1]}
+    assert beside <= set(decode.levels())
 
 
-def test_every_thread_moves_not_only_the_caller(partition):
-    with running_thread() as thread_id:
-        partition.activate_decode(1)
-        assert os.sched_getaffinity(thread_id) == {partition.cpus[0]}
+def test_each_level_is_activated_and_an_unchanged_one_makes_no_call(partition, moves):
+    for level in partition.levels():
+        partition.activate(level)
+        partition.activate(level)
+    assert len(moves) == len(set(moves)) == len(partition.levels())
 
 
-def test_a_thread_that_starts_after_a_move_inherits_the_share(partition):
-    partition.activate_finetune(1)
-    with running_thread() as thread_id:
-        assert os.sched_getaffinity(thread_id) == {partition.cpus[-1]}
+@pytest.mark.parametrize("wrong", [-1, 0, "beyond"])
+def test_an_unknown_level_is_refused_by_name_and_changes_nothing(partition, moves, wrong):
+    partition.activate(partition.levels()[0])
+    before = list(moves), os.sched_getaffinity(0)
+    level = partition.total_units + 1 if wrong == "beyond" else wrong
+    with pytest.raises(UnknownLevel, match=f"cannot take {level} of .*its levels here are") as said:
+        partition.activate(level)
+    assert "grant only what levels() names" in str(said.value)
+    assert isinstance(said.value, InvariantBroken), "harvesting ends, decode does not"
+    assert (moves, os.sched_getaffinity(0)) == before
 
 
-def test_threads_shrink_before_cores_and_grow_after_them(partition, threads):
-    masks: list[int] = []
-    partition._set_threads = lambda n: masks.append(len(os.sched_getaffinity(0)))
-    partition.activate_decode(0)
-    partition.activate_decode(1)
-    partition.activate_decode(0)
-    n = partition.total_units
-    # At each call compute had never more threads than cores.
-    assert masks == [n, n, n]
+def test_release_gives_the_whole_device_back(partition, moves):
+    partition.activate(partition.levels()[0])
+    partition.release()
+    released = moves[-1]
+    partition.activate(partition.total_units)
+    assert moves[-1] == released != moves[0]
 
 
-def test_an_unchanged_share_makes_no_call(partition, threads):
-    partition.activate_decode(1)
-    os.sched_setaffinity(0, partition.cpus)
-    partition.activate_decode(1)
-    assert threads == [1]
-    assert os.sched_getaffinity(0) == set(partition.cpus)
-
-
-def test_excluded_threads_are_never_moved(partition):
-    with running_thread() as thread_id:
-        partition.exclude(thread_id)
-        partition.activate_decode(1)
-        assert os.sched_getaffinity(thread_id) == set(partition.cpus)
-
-
-@pytest.mark.parametrize("name", ["grpc_global_tim", "event_engine"])
-def test_threads_of_grpc_stay_on_the_last_core(partition, name):
-    with running_thread(name) as thread_id:
-        partition.activate_decode(1)
-        assert os.sched_getaffinity(thread_id) == {partition.cpus[-1]}
-
-
-def test_threads_that_start_in_the_background_stay_on_the_last_core(partition):
-    with partition.background_threads():
-        context = running_thread()
-        thread_id = context.__enter__()
-    try:
-        partition.activate_decode(1)
-        assert os.sched_getaffinity(thread_id) == {partition.cpus[-1]}
-    finally:
-        context.__exit__(None, None, None)
-
-
-def test_release_gives_every_core_back_to_every_thread(partition):
-    with running_thread("grpc_x") as thread_id:
-        partition.activate_decode(1)
-        partition.release()
-        assert os.sched_getaffinity(thread_id) == set(partition.cpus)
-    assert os.sched_getaffinity(0) == set(partition.cpus)
-
-
-def test_levels_leave_decode_a_core_while_it_works(partition):
-    n = partition.total_units
-    assert partition.finetune_levels(decode_busy=True) == tuple(range(1, n))
-    assert partition.finetune_levels(decode_busy=False) == (n,)
-
-
-@pytest.mark.parametrize("units", [-1, 4096])
-def test_a_share_that_the_device_does_not_have_is_refused(partition, units):
-    with pytest.raises(ValueError, match="cannot take"):
-        partition.activate_decode(units)
-    with pytest.raises(ValueError, match="cannot take"):
-        partition.activate_finetune(units)
-    with pytest.raises(ValueError, match="cannot take"):
-        partition.activate_finetune(0)
-
-
-def test_one_core_is_refused_with_what_is_needed():
-    with pytest.raises(UserError, match="at least two cores") as error:
-        HostPartition([0])
-    assert error.value.reason == "TooFewCores"
-
-
-def test_cores_that_do_not_exist_are_refused():
-    with pytest.raises(UserError, match=r"cores \[99999\] do not exist"):
-        HostPartition([0, 99999])
-
-
-def test_a_quota_below_two_cores_is_refused():
-    with pytest.raises(UserError, match="CPU quota"):
-        HostPartition.from_affinity(
-            set_threads=lambda n: None, limits=CgroupLimits(cpus=1.5, memory_bytes=None)
-        )
-
-
-def write_tree(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        file = root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-
-
-@pytest.mark.parametrize(
-    ("group", "files", "expected"),
-    [
-        (
-            "0::/pods/a\n",
-            {
-                "pods/a/cpu.max": "max 100000\n",
-                "pods/cpu.max": "250000 100000\n",
-                "pods/a/memory.max": "1073741824\n",
-                "memory.max": "max\n",
-            },
-            CgroupLimits(cpus=2.5, memory_bytes=1 << 30),
-        ),
-        (
-            "4:memory:/a\n1:cpu,cpuacct:/a\n",
-            {
-                "memory/a/memory.limit_in_bytes": "9223372036854771712\n",
-                "memory/memory.limit_in_bytes": "4096\n",
-                "cpu,cpuacct/a/cpu.cfs_quota_us": "-1\n",
-                "cpu,cpuacct/a/cpu.cfs_period_us": "100000\n",
-            },
-            CgroupLimits(cpus=None, memory_bytes=4096),
-        ),
-        ("0::/gone\n", {}, UNLIMITED),
-    ],
-    ids=["v2", "v1", "not mounted"],
-)
-def test_the_tightest_limit_of_all_groups_above_counts(tmp_path, group, files, expected):
-    write_tree(tmp_path / "fs", files)
-    (tmp_path / "cgroup").write_text(group)
-    assert read_limits(tmp_path / "cgroup", tmp_path / "fs") == expected
+def test_a_device_that_is_not_shared_has_one_level():
+    threads: list[int] = []
+    whole = WholeDevice(set_threads=threads.append)
+    assert whole.levels() == (whole.total_units,)
+    whole.activate(whole.total_units)
+    with pytest.raises(UnknownLevel):
+        whole.activate(whole.total_units + 1)
+    assert threads == [whole.total_units]

@@ -82,12 +82,12 @@ def test_new_memory_is_zero_and_comes_back_when_the_arena_closes(geometry):
 
 
 def test_torch_computes_the_same_on_every_level(geometry):
-    partition = CudaPartition()
+    partition = CudaPartition("finetune")
     a = torch.randn(1024, 1024, device="cuda")
     expected = a @ a
     torch.cuda.synchronize()
-    for units in partition.finetune_levels(decode_busy=True):
-        partition.activate_finetune(units)
+    for units in partition.levels():
+        partition.activate(units)
         assert torch.cuda.current_stream() != torch.cuda.default_stream()
         torch.testing.assert_close(a @ a, expected)
         torch.cuda.synchronize()

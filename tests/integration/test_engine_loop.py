@@ -39,7 +39,7 @@ class OneThread:
 
     total_units = 2
 
-    def activate_decode(self, units: int) -> None:
+    def activate(self, level: int) -> None:
         torch.set_num_threads(1)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from windrow.errors import UserError
 from windrow_sidecar._core import DriverUnavailable, GreenPartition
+from windrow_sidecar.compute.partition import Side, UnknownLevel
 
 # Each level is a set of graphs on decode's side and a cache of activations on the worker's.
 MOST_LEVELS = 6
@@ -26,6 +27,7 @@ class CudaPartition:
     """The SMs of one GPU as a device (see `Partition`).
 
     Args:
+        side: whose share it is.
         driver: "cuda", or "cuda:N".
         use_stream: makes a CUstream the one that compute is launched on; torch's by default, as an
             `ExternalStream`.
@@ -35,7 +37,11 @@ class CudaPartition:
     """
 
     def __init__(
-        self, driver: str = "cuda", *, use_stream: Callable[[int], None] = _use_torch_stream
+        self,
+        side: Side,
+        driver: str = "cuda",
+        *,
+        use_stream: Callable[[int], None] = _use_torch_stream,
     ) -> None:
         try:
             self._green = GreenPartition(driver)
@@ -46,6 +52,8 @@ class CudaPartition:
                 remedy="Share the GPU in time (sidecar.gpuAccess.mps: false) or use the host.",
                 reason="NoGreenContexts",
             ) from error
+        self.side: Side = side
+        self._groups = _levels(self._green, side)
         self._use_stream = use_stream
         self._active: int | None = None
 
@@ -54,61 +62,55 @@ class CudaPartition:
         """SMs of the device."""
         return self._green.total_units
 
-    def finetune_levels(self, *, decode_busy: bool) -> tuple[int, ...]:
-        """At most `MOST_LEVELS` sizes, evenly spread, that leave decode a group; all when idle."""
-        if not decode_busy:
-            return (self.total_units,)
-        most = self._green.groups - 1
-        n = min(MOST_LEVELS, most)
-        groups = sorted({round(most * (i + 1) / n) for i in range(n)})
-        return tuple(g * self._green.group_units for g in groups)
+    def levels(self) -> tuple[int, ...]:
+        """Few sizes, evenly spread; the worker's are whole groups, decode's their complements."""
+        return tuple(self._groups)
 
-    def activate_decode(self, units: int) -> None:
-        """Launch on the first SMs: as many groups as the rest of the device leaves; 0: all.
+    def activate(self, level: int) -> None:
+        """Launch on decode's first or the worker's last `level` SMs.
 
         Raises:
-            ValueError: more units than there are, or so few that they make no group.
+            UnknownLevel: the device has no such share.
         """
-        self._activate("decode", self._decode_groups(units or self.total_units))
-
-    def activate_finetune(self, units: int) -> None:
-        """Launch on the last `units` SMs: whole groups, or the whole device.
-
-        Raises:
-            ValueError: the device has no such share.
-        """
-        self._activate("finetune", self._finetune_groups(units))
+        self._use(self._groups_of(level))
 
     def release(self) -> None:
         """Launch on every SM again."""
-        self._activate("decode", self._green.groups)
+        self._use(self._green.groups)
 
-    def measure_decode(self, units: int) -> frozenset[int]:
-        """SMs on which decode's share really runs; waits for a few small kernels."""
-        groups = self._decode_groups(units or self.total_units)
-        return frozenset(self._green.measure("decode", groups))
+    def measure(self, level: int) -> frozenset[int]:
+        """SMs on which that share really runs; waits for a few small kernels.
 
-    def measure_finetune(self, units: int) -> frozenset[int]:
-        """SMs on which the worker's share really runs."""
-        return frozenset(self._green.measure("finetune", self._finetune_groups(units)))
+        Raises:
+            UnknownLevel: the device has no such share.
+        """
+        return frozenset(self._green.measure(self.side, self._groups_of(level)))
 
-    def _activate(self, side: str, groups: int) -> None:
-        stream = self._green.stream(side, groups)
+    def _use(self, groups: int) -> None:
+        stream = self._green.stream(self.side, groups)
         if stream != self._active:
             self._use_stream(stream)
             self._active = stream
 
-    def _decode_groups(self, units: int) -> int:
-        left = self.total_units - units
-        groups = self._green.groups - -(-left // self._green.group_units)
-        if units > self.total_units or groups < 1:
-            raise ValueError(f"decode cannot take {units} of {self.total_units} SMs")
-        return groups
+    def _groups_of(self, level: int) -> int:
+        if level not in self._groups:
+            raise UnknownLevel(self.side, level, self.levels(), "SMs")
+        return self._groups[level]
 
-    def _finetune_groups(self, units: int) -> int:
-        if units == self.total_units:
-            return self._green.groups
-        groups, rest = divmod(units, self._green.group_units)
-        if rest or not 1 <= groups < self._green.groups:
-            raise ValueError(f"the worker cannot take {units} of {self.total_units} SMs")
-        return groups
+
+def _levels(green: GreenPartition, side: Side) -> dict[int, int]:
+    """Groups of each level, ascending: at most `MOST_LEVELS` beside the other side, and all.
+
+    SMs that fill no group are decode's, save where the worker has the whole device.
+    """
+    most = green.groups - 1
+    n = min(MOST_LEVELS, most)
+    shares = sorted({round(most * (i + 1) / n) for i in range(n)})
+    if side == "finetune":
+        levels = {groups * green.group_units: groups for groups in shares}
+    else:
+        levels = {
+            green.total_units - groups * green.group_units: green.groups - groups
+            for groups in reversed(shares)
+        }
+    return levels | {green.total_units: green.groups}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from windrow.errors import UserError
 from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+from windrow_sidecar.compute.partition import Side, UnknownLevel
 
 # A host device is two cores at least: one for decode, one for the worker.
 FEWEST_CPUS = 2
@@ -39,6 +40,7 @@ class HostPartition:
     moved.
 
     Args:
+        side: whose share it is.
         cpus: the device's cores, ascending; decode's come first. The same in both processes.
         set_threads: takes the number of threads that compute may use; torch's by default.
 
@@ -47,8 +49,13 @@ class HostPartition:
     """
 
     def __init__(
-        self, cpus: Iterable[int], *, set_threads: Callable[[int], None] = _set_torch_threads
+        self,
+        side: Side,
+        cpus: Iterable[int],
+        *,
+        set_threads: Callable[[int], None] = _set_torch_threads,
     ) -> None:
+        self.side: Side = side
         self.cpus: tuple[int, ...] = tuple(sorted(set(cpus)))
         _require_two(len(self.cpus), "cpus")
         _require_allowed(self.cpus)
@@ -60,6 +67,7 @@ class HostPartition:
     @classmethod
     def from_affinity(
         cls,
+        side: Side,
         *,
         set_threads: Callable[[int], None] = _set_torch_threads,
         limits: CgroupLimits | None = None,
@@ -77,39 +85,28 @@ class HostPartition:
         if quota is not None and quota < len(cpus):
             _require_two(int(quota), "CPU quota of the control group")
             cpus = cpus[: int(quota)]
-        return cls(cpus, set_threads=set_threads)
+        return cls(side, cpus, set_threads=set_threads)
 
     @property
     def total_units(self) -> int:
         """Cores of the device."""
         return len(self.cpus)
 
-    def finetune_levels(self, *, decode_busy: bool) -> tuple[int, ...]:
-        """1 to all but one while decode works, all while it is idle."""
-        return tuple(range(1, self.total_units)) if decode_busy else (self.total_units,)
+    def levels(self) -> tuple[int, ...]:
+        """Every number of cores."""
+        return tuple(range(1, self.total_units + 1))
 
-    def activate_decode(self, units: int) -> None:
-        """Move this process to the first `units` cores, with as many threads; 0: all.
+    def activate(self, level: int) -> None:
+        """Move this process to decode's first or the worker's last `level` cores.
 
-        About 0.2 us when nothing changes, else some 3 us a thread.
-
-        Raises:
-            ValueError: more units than there are, or fewer than none.
-        """
-        wanted = units or self.total_units
-        if not 1 <= wanted <= self.total_units:
-            raise ValueError(f"decode cannot take {units} of {self.total_units} cores")
-        self._activate(self.cpus[:wanted])
-
-    def activate_finetune(self, units: int) -> None:
-        """Move this process to the last `units` cores, with as many threads.
+        Compute uses as many threads. About 0.2 us when nothing changes, else some 3 us a thread.
 
         Raises:
-            ValueError: more units than there are, or none (a paused worker stays where it is).
+            UnknownLevel: more cores than there are, or none (a paused worker stays where it is).
         """
-        if not 1 <= units <= self.total_units:
-            raise ValueError(f"the worker cannot take {units} of {self.total_units} cores")
-        self._activate(self.cpus[-units:])
+        if not 1 <= level <= self.total_units:
+            raise UnknownLevel(self.side, level, self.levels(), "cores")
+        self._activate(self.cpus[:level] if self.side == "decode" else self.cpus[-level:])
 
     def release(self) -> None:
         """Give this process all cores of the device again, background threads too."""

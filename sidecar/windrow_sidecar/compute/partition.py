@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from windrow.errors import InvariantBroken
+
+Side = Literal["decode", "finetune"]
+
+_NAMES: dict[Side, str] = {"decode": "decode", "finetune": "the worker"}
+
+
+class UnknownLevel(InvariantBroken):
+    """A share was asked for that is none of the partition's levels; the old one is kept."""
+
+    def __init__(self, side: Side, level: int, levels: Sequence[int], unit: str) -> None:
+        known = ", ".join(map(str, levels))
+        super().__init__(
+            f"{_NAMES[side]} cannot take {level} of {levels[-1]} {unit};"
+            f" its levels here are {known}. Make decode's partition and the worker's over the same"
+            " device, and grant only what levels() names."
+        )
 
 
 class Partition(Protocol):
-    """One device's compute units, and this process's hold on its share of them.
+    """One process's hold on its share of a device's compute units.
 
-    Units are cores on the host, SMs on a GPU. Decode takes units from the low end, the worker from
-    the high end; that the two do not overlap is their caller's decision, not this object's. Each
-    process makes its own over the same device. One thread at a time.
+    Units are cores on the host, SMs on a GPU; a level is a number of them. Decode takes units from
+    the low end, the worker from the high end; that the two do not overlap is their caller's
+    decision, not this object's. Each process makes its own, for its side, over the same device. One
+    thread at a time.
     """
 
     @property
+    def side(self) -> Side:
+        """Whose share it is."""
+        ...
+
+    @property
     def total_units(self) -> int:
-        """Units of the device."""
+        """Units of the device: the last of the levels."""
+        ...
 
-    def finetune_levels(self, *, decode_busy: bool) -> tuple[int, ...]:
-        """How many units the worker may get, ascending.
+    def levels(self) -> tuple[int, ...]:
+        """All that this side can be given, ascending.
 
-        While decode works it keeps at least one unit; while it is idle the worker gets all or none.
+        The last is the whole device, for while the other side computes nothing; all before it leave
+        the other side at least one unit.
         """
+        ...
 
-    def activate_decode(self, units: int) -> None:
-        """Run this process's compute on the first `units` units (0: all). Cheap when unchanged."""
+    def activate(self, level: int) -> None:
+        """Run this process's compute on so many units. Cheap when unchanged.
 
-    def activate_finetune(self, units: int) -> None:
-        """Run this process's compute on the last `units` units, at least 1. As cheap."""
+        Raises:
+            UnknownLevel: none of `levels()`; nothing has changed.
+        """
+        ...
 
     def release(self) -> None:
         """Undo: this process may use every unit again."""
+        ...

@@ -130,7 +130,7 @@ class GrantGate:
         estimate = self._estimates.estimate_us(tasklet, units)
         if not self._allowed(estimate):
             return False
-        self._partition.activate_finetune(units)
+        self._partition.activate(units)
         self._active = units
         self._publish(tasklet, in_flight_us=max(1, estimate))
         return True

@@ -84,10 +84,10 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     os.nice(max(0, NICENESS - os.nice(0)))
     from windrow_sidecar.compute.host import HostPartition
 
-    partition = HostPartition.from_affinity()
+    partition = HostPartition.from_affinity("finetune")
     # Loading is not granted by anyone: it takes the one core that decode needs least.
     os.sched_setaffinity(0, partition.cpus[-1:])
-    partition.activate_finetune(1)
+    partition.activate(1)
     if options.standby and not _take_order(options):
         return 0
 

@@ -100,7 +100,7 @@ def _hello(
         device=subject.device,
         driver=subject.driver,
         compute_units=partition.total_units,
-        finetune_levels=partition.finetune_levels(decode_busy=True),
+        finetune_levels=partition.levels()[:-1],  # the last is all, decode's own included,
         chunk_bytes=arena.geometry.chunk_bytes,
         chunks=arena.geometry.chunks,
         tensor_parallel=subject.tensor_parallel,

@@ -14,13 +14,13 @@ import torch
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
+from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.kvcache import KvCache
 from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.builtin.paging import ChunkSource
-from windrow_sidecar.engines.builtin.partition import DecodePartition
 from windrow_sidecar.engines.builtin.sampling import sample
 from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
 from windrow_sidecar.engines.hook import FailClosed, StepFacts
@@ -40,7 +40,7 @@ class Parts:
     model: LlamaModel
     cache: KvCache
     arena: ChunkSource
-    partition: DecodePartition
+    partition: Partition
     hook: FailClosed
     log: EventLog | None
     clock_ns: Callable[[], int]
@@ -107,7 +107,7 @@ class DecodeLoop:
         asked_ns = parts.clock_ns()
         decision = parts.hook.before_step(facts)
         self._hold_until_ns = decision.hold_admission_until_ns
-        parts.partition.activate_decode(decision.decode_units)
+        parts.partition.activate(decision.decode_units or parts.units)
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
 
         if prefill is not None:

@@ -1,27 +1,17 @@
-"""What the loop needs of a device's partition, and what stands in on one that is not shared."""
+"""What stands in for a partition on a device that is not shared."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
 
-
-class DecodePartition(Protocol):
-    """Decode's side of `compute.Partition`."""
-
-    @property
-    def total_units(self) -> int:
-        """Units of the device."""
-        ...
-
-    def activate_decode(self, units: int) -> None:
-        """Compute on so many units from now on (0: all). Costs nothing when they are the same."""
-        ...
+from windrow_sidecar.compute.partition import Side, UnknownLevel
 
 
 class WholeDevice:
     """Every core of this process, always: for a server that harvests nothing, even on one core."""
+
+    side: Side = "decode"
 
     def __init__(self, *, set_threads: Callable[[int], None]) -> None:
         self.cpus = tuple(sorted(os.sched_getaffinity(0)))
@@ -32,6 +22,19 @@ class WholeDevice:
         """Cores of the affinity mask."""
         return len(self.cpus)
 
-    def activate_decode(self, units: int) -> None:
-        """All of it, whatever is asked."""
-        self._set_threads(self.total_units)
+    def levels(self) -> tuple[int, ...]:
+        """All of it."""
+        return (self.total_units,)
+
+    def activate(self, level: int) -> None:
+        """Use as many threads as there are cores.
+
+        Raises:
+            UnknownLevel: a part of the device is asked for.
+        """
+        if level != self.total_units:
+            raise UnknownLevel(self.side, level, self.levels(), "cores")
+        self._set_threads(level)
+
+    def release(self) -> None:
+        """Nothing was taken away."""

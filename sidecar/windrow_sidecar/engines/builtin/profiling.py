@@ -59,7 +59,7 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
                 seen[point] += _steps_at(loop, parts, point, steps)
     finally:
         parts.scheduler.clear()
-        parts.partition.activate_decode(0)
+        parts.partition.activate(parts.units)
     return [_sample(point, steps) for point, steps in seen.items()]
 
 

@@ -87,7 +87,7 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     signals.install()
     threads = Threads(settings.threads)
     partition = (
-        HostPartition.from_affinity(set_threads=threads)
+        HostPartition.from_affinity("decode", set_threads=threads)
         if settings.run_dir
         else WholeDevice(set_threads=threads)
     )
@@ -233,7 +233,7 @@ def load(
 ) -> Parts:
     """Load the weights and put together what the loop drives, without a hook yet."""
     torch.set_flush_denormal(True)
-    partition.activate_decode(0)
+    partition.activate(partition.total_units)
     layout = plan_layout(config)
     shared = SharedWeights.create(layout.n_bytes)
     storage = from_dlpack(shared.tensor())
