@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
@@ -27,6 +29,14 @@ def standin() -> Path:
         pytest.skip("no cmake: make setup brings it")
     # Kept between runs, so that only what changed is compiled again.
     build = ROOT / "build" / "libcuda_standin"
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_standin(build)
+    return build / "tests" / "libcuda_standin" / "libcuda.so.1"
+
+
+def build_standin(build: Path) -> None:
     options = ["-DWINDROW_PYTHON=OFF", "-DWINDROW_CUDA_STANDIN=ON", "-DCMAKE_BUILD_TYPE=Debug"]
     generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
     for command in (
@@ -42,7 +52,6 @@ def standin() -> Path:
             check=False,
         )
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return build / "tests" / "libcuda_standin" / "libcuda.so.1"
 
 
 @pytest.fixture
@@ -86,6 +95,18 @@ def geometry(request, driver: str) -> Callable[..., Geometry]:
         return Geometry(**(usual | blocks | sizes), layout=layout)
 
     return make
+
+
+@pytest.fixture
+def cores() -> Iterator[set[int]]:
+    """This process's cores, two at least; every thread has them again afterwards."""
+    before = os.sched_getaffinity(0)
+    if len(before) < 2:
+        pytest.skip("a host device needs two cores; this process may use one")
+    yield before
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.sched_setaffinity(int(name), before)
 
 
 @pytest.fixture

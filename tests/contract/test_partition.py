@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -24,17 +24,14 @@ def moves() -> list[int]:
 
 
 @pytest.fixture
-def make(driver, moves) -> Iterator[Callable[[Side], Partition]]:
+def make(request, driver, moves) -> Callable[[Side], Partition]:
     """Makes partitions of one device, on each driver."""
     if driver == "cuda":
-        yield lambda side: CudaPartition(side, use_stream=moves.append)
-        return
-    before = os.sched_getaffinity(0)
-    if len(before) < 2:
-        pytest.skip("a host device needs two cores; this process may use one")
-    yield lambda side: HostPartition.from_affinity(side, set_threads=moves.append, limits=UNLIMITED)
-    for name in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(name), before)
+        return lambda side: CudaPartition(side, use_stream=moves.append)
+    request.getfixturevalue("cores")
+    return lambda side: HostPartition.from_affinity(
+        side, set_threads=moves.append, limits=UNLIMITED
+    )
 
 
 @pytest.fixture(params=["decode", "finetune"])

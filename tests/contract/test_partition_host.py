@@ -24,13 +24,8 @@ def threads() -> list[int]:
 
 
 @pytest.fixture
-def partition(threads) -> Iterator[HostPartition]:
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("a host device needs two cores; this process may use one")
-    before = os.sched_getaffinity(0)
-    yield HostPartition.from_affinity("decode", set_threads=threads.append, limits=UNLIMITED)
-    for name in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(name), before)
+def partition(cores, threads) -> HostPartition:
+    return HostPartition.from_affinity("decode", set_threads=threads.append, limits=UNLIMITED)
 
 
 @contextmanager
