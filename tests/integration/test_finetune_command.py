@@ -15,6 +15,7 @@ COMMAND = (sys.executable, "-c", "from windrow.cli import main; main()", "finetu
 
 
 def manifest(tmp_path, **training) -> Path:
+    tmp_path.mkdir(exist_ok=True)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:12]))
     spec = {
@@ -39,9 +40,9 @@ def manifest(tmp_path, **training) -> Path:
     return path
 
 
-def finetune(path: Path) -> tuple[int, dict]:
+def finetune(*paths: Path) -> tuple[int, dict]:
     done = subprocess.run(
-        [*COMMAND, path, "--units", "1", "--json"],
+        [*COMMAND, *paths, "--units", "1", "--json"],
         capture_output=True,
         text=True,
         check=False,
@@ -74,6 +75,23 @@ def test_a_wrong_row_ends_it_with_file_line_and_remedy(tmp_path):
     assert (code, said["state"]) == (2, "Failed")
     assert f"{tmp_path / 'rows.jsonl'}:13: has no `messages`" in said["message"]
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_jobs_share_a_base_and_one_with_a_wrong_row_ends_alone(tmp_path):
+    paths = [manifest(tmp_path / name, seed=seed) for seed, name in enumerate("abc")]
+    paths[1].write_text(paths[1].read_text().replace("badRows: skip", "badRows: fail"))
+    with (tmp_path / "b" / "rows.jsonl").open("a") as rows:
+        rows.write('{"messages": []}\n')
+    code, said = finetune(*paths)
+    assert code == 2
+    assert [(job["state"], job["step"]) for job in said] == [
+        ("Succeeded", 3),
+        ("Failed", 0),
+        ("Succeeded", 3),
+    ]
+    assert f"{tmp_path / 'b' / 'rows.jsonl'}:13: has no `messages`" in said[1]["message"]
+    adapters = [tmp_path / name / "out" / "adapter_model.safetensors" for name in "ac"]
+    assert adapters[0].read_bytes() != adapters[1].read_bytes()
 
 
 def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):

@@ -21,7 +21,14 @@ _LINE_EVERY_S = 10.0
 
 
 def finetune(
-    manifest: Annotated[Path, typer.Argument(help="YAML file with one FinetuneJob.")],
+    manifests: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="MANIFEST...",
+            help="YAML files with one FinetuneJob each. Several share their base model: it is "
+            "loaded once, and the jobs take turns with equal shares of the tokens.",
+        ),
+    ],
     units: Annotated[
         int | None, typer.Option(help="Cores to use, the last ones. Default: all.")
     ] = None,
@@ -37,41 +44,51 @@ def finetune(
     """Finetune here, with the engine that runs beside decode. The same command resumes.
 
     Leaves a peft adapter in spec.output.destination, and below it in .windrow/: checkpoints,
-    metrics.jsonl and report.html with the curves.
+    metrics.jsonl and report.html with the curves. Of several jobs each has its own, and one that
+    fails does not end the others.
 
     Example: windrow finetune examples/finetunejob.yaml
     """
     from windrow.local import finetune as local
 
-    job = local.read_local_job(manifest)
+    jobs = [local.read_local_job(manifest) for manifest in manifests]
     arguments = [] if units is None else ["--units", str(units)]
     if seconds is not None:
-        _measure(job, [*arguments, "--seconds", str(seconds)])
+        _measure(jobs, [*arguments, "--seconds", str(seconds)])
         return
     if fresh:
-        local.forget(job)
+        for job in jobs:
+            local.forget(job)
     begun = time.monotonic()
-    with local.started(job, *arguments) as process, _passing_on(process), _shown(as_json) as show:
-        told = local.listen(process, show)
-    result = _result(job, told, time.monotonic() - begun, process.returncode)
+    names = [job.name for job in jobs]
+    with (
+        local.started(jobs, *arguments) as process,
+        _passing_on(process),
+        _shown(names, as_json) as show,
+    ):
+        told = local.listen(process, len(jobs), show)
+    log = jobs[0].folder / local.WORKER_LOG
+    seconds = time.monotonic() - begun
+    results = [_result(*each, seconds, log) for each in zip(jobs, told, strict=True)]
     if as_json:
-        print_json(result)
+        print_json(results[0] if len(results) == 1 else results)
     else:
-        _say(result, told)
+        for result, heard in zip(results, told, strict=True):
+            _say(result, heard, alone=len(results) == 1)
     if process.returncode == local.STOPPED:
         raise typer.Exit(130)
     if process.returncode != local.SUCCEEDED:
         raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
 
 
-def _measure(job: LocalJob, arguments: list[str]) -> None:
+def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
     from windrow.local import finetune as local
 
-    with local.started(job, *arguments) as process:
+    with local.started(jobs, *arguments) as process:
         out, _ = process.communicate()
     print_line(out.rstrip())
     if process.returncode:
-        print_line((job.folder / local.WORKER_LOG).read_text().rstrip().rpartition("\n")[2])
+        print_line(_last_line(jobs[0].folder / local.WORKER_LOG))
         raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
 
 
@@ -86,37 +103,40 @@ def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 @contextmanager
-def _shown(quiet: bool) -> Iterator[Callable[[Told], None]]:
-    """Show what is told: a bar on a terminal, else a line every ten seconds and for each event."""
+def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None]]:
+    """Show what is told: a bar on a terminal, else a line every ten seconds and for each event.
+
+    What is yielded is told of a job by its number; of several each line begins with its name.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
     from windrow.local.finetune import Pace
 
-    console, pace = Console(), Pace()
+    console, paces = Console(), [Pace() for _ in names]
+    titles = [f"{name}: " if len(names) > 1 else "" for name in names]
     if quiet:
-        yield lambda told: None
+        yield lambda n, told: None
         return
     if not console.is_terminal:
-        yield _Lines(pace).show
+        lines = [_Lines(title, pace) for title, pace in zip(titles, paces, strict=True)]
+        yield lambda n, told: lines[n].show(told)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
     with Progress(*columns, console=console) as bar:
-        task = bar.add_task("loading", total=None, state="")
-        shown = 0
+        tasks = [bar.add_task(f"{title}loading", total=None, state="") for title in titles]
+        shown = [0] * len(names)
 
-        def show(told: Told) -> None:
-            nonlocal shown
-            for event in told.events[shown:]:
-                bar.console.print(event, highlight=False)
-            shown = len(told.events)
-            title = "training" if told.total_steps else "loading"
+        def show(n: int, told: Told) -> None:
+            for event in told.events[shown[n] :]:
+                bar.console.print(titles[n] + event, highlight=False)
+            shown[n] = len(told.events)
             bar.update(
-                task,
-                description=title,
+                tasks[n],
+                description=titles[n] + ("training" if told.total_steps else "loading"),
                 completed=told.step,
                 total=told.total_steps or None,
-                state=_state(told, pace),
+                state=_state(told, paces[n]),
             )
 
         yield show
@@ -124,17 +144,18 @@ def _shown(quiet: bool) -> Iterator[Callable[[Told], None]]:
 
 @dataclass
 class _Lines:
+    title: str
     pace: Any
     shown: int = 0
     due: float = 0.0
 
     def show(self, told: Told) -> None:
         for event in told.events[self.shown :]:
-            print_line(event)
+            print_line(self.title + event)
         self.shown = len(told.events)
         state = _state(told, self.pace)
         if told.step and time.monotonic() >= self.due:
-            print_line(state)
+            print_line(self.title + state)
             self.due = time.monotonic() + _LINE_EVERY_S
 
 
@@ -150,11 +171,10 @@ def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
     return ", ".join(parts)
 
 
-def _result(job: LocalJob, told: Told, seconds: float, code: int) -> dict[str, Any]:
+def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, Any]:
     from windrow.local.curves import read_metrics, write_curves
-    from windrow.local.finetune import STOPPED, SUCCEEDED
 
-    state = {SUCCEEDED: "Succeeded", STOPPED: "Stopped"}.get(code, "Failed")
+    state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
     result: dict[str, Any] = {
         "name": job.name,
         "state": state,
@@ -170,7 +190,7 @@ def _result(job: LocalJob, told: Told, seconds: float, code: int) -> dict[str, A
         "seconds": round(seconds, 1),
         "checkpoint": told.checkpoint,
         "adapter": told.adapter,
-        "log": str(job.folder / "worker.log"),
+        "log": str(log),
         "report": "",
     }
     if read_metrics(job.folder):
@@ -179,11 +199,14 @@ def _result(job: LocalJob, told: Told, seconds: float, code: int) -> dict[str, A
     return result
 
 
-def _say(result: dict[str, Any], told: Told) -> None:
+def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
+    if not alone:
+        print_line(f"{result['name']}: {result['state']}")
     if told.failure:
         print_line(f"windrow: {told.failure}")
-    elif not told.events:
-        print_line(f"windrow: the worker ended without a word; see {result['log']}")
+    elif not told.ended:
+        last = _last_line(Path(result["log"]))
+        print_line(f"windrow: the worker ended without a word; see {result['log']}: {last}")
     if result["state"] == "Stopped":
         print_line("stopped; the same command resumes from the checkpoint")
     if result["tuned_eval_loss"] is not None and result["state"] == "Succeeded":
@@ -192,3 +215,7 @@ def _say(result: dict[str, Any], told: Told) -> None:
     for word in ("adapter", "report"):
         if result[word]:
             print_line(f"{word}: {result[word]}")
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text().rstrip().rpartition("\n")[2]

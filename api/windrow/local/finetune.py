@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, parse_job_spec
@@ -22,6 +22,8 @@ WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
 # Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
 SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
+# Kinds of events after which a job does nothing more.
+ENDS = ("SUCCEEDED", "STOPPED", "FAILED")
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Told:
     tuned_eval_loss: float | None = None
     events: tuple[str, ...] = ()  # `KIND detail`
     failure: str = ""
+    ended: str = ""  # kind of the last event, where it was one of the ends
     tokens_at_first: int | None = field(default=None, repr=False)
 
 
@@ -74,25 +77,24 @@ def forget(job: LocalJob) -> None:
 
 
 @contextmanager
-def started(job: LocalJob, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start the worker; its words for developers go to `worker.log`. Ends it on the way out.
+def started(jobs: Sequence[LocalJob], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start the worker of one or more jobs; it is ended on the way out.
+
+    Its words for developers go to `worker.log` of the first job.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: a folder cannot be written.
     """
-    try:
-        job.folder.mkdir(parents=True, exist_ok=True)
-        log = (job.folder / WORKER_LOG).open("ab")
-    except OSError as error:
-        raise UserError(
-            f"{job.folder} cannot be written: {error.strerror}",
-            field="spec.output.destination",
-            remedy="Name a directory that you may write.",
-        ) from error
-    command = [sys.executable, "-m", WORKER, "--standalone", "--job", str(job.manifest)]
+    for job in reversed(jobs):
+        log = _log_of(job)
+    command = [sys.executable, "-m", WORKER, "--standalone"]
+    for job in jobs:
+        command += ["--job", str(job.manifest)]
+    if len(jobs) == 1:
+        command += ["--log-dir", str(jobs[0].folder)]
     with log:
         process = subprocess.Popen(
-            [*command, "--log-dir", str(job.folder), *arguments],
+            [*command, *arguments],
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -107,13 +109,29 @@ def started(job: LocalJob, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def listen(process: subprocess.Popen[str], on_change: Callable[[Told], None]) -> Told:
-    """Follow the worker until it ends; `on_change` sees each new state."""
-    told = Told()
+def _log_of(job: LocalJob) -> BinaryIO:
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        return (job.folder / WORKER_LOG).open("ab")
+    except OSError as error:
+        raise UserError(
+            f"{job.folder} cannot be written: {error.strerror}",
+            field="spec.output.destination",
+            remedy="Name a directory that you may write.",
+        ) from error
+
+
+def listen(
+    process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, Told], None]
+) -> list[Told]:
+    """Follow the worker until it ends; `on_change` sees each new state of a job, by its number."""
+    told = [Told() for _ in range(n_jobs)]
     assert process.stdout is not None
     for line in process.stdout:
-        told = understood(told, json.loads(line))
-        on_change(told)
+        said = json.loads(line)
+        n = said["job"]
+        told[n] = understood(told[n], said)
+        on_change(n, told[n])
     process.wait()
     return told
 
@@ -137,7 +155,11 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
             tokens_at_first=first,
         )
     event = said["event"]
-    told = replace(told, events=(*told.events, f"{event['kind']} {event['detail']}".strip()))
+    told = replace(
+        told,
+        events=(*told.events, f"{event['kind']} {event['detail']}".strip()),
+        ended=event["kind"] if event["kind"] in ENDS else "",
+    )
     if event["kind"] == "FAILED":
         return replace(told, failure=event["detail"])
     return replace(

@@ -1,33 +1,24 @@
-"""Finetuning on a device of its own: the denominator of eta, and a job without a cluster."""
+"""One job on a device of its own: how it is loaded, and the denominator of eta."""
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import signal
-import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
+from windrow.errors import UserError
 from windrow.eventlog import EventLog, TaskletEvent
 from windrow_sidecar.finetune.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.checkpoint import JobFolder
-from windrow_sidecar.finetune.device import OpenGate, OwnMemory
-from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, Session, open_session, read_job
-from windrow_sidecar.finetune.ledger import Ledger, Standing
-from windrow_sidecar.finetune.lines import LineReporter
 from windrow_sidecar.finetune.measurement import Step, endless, measure
-from windrow_sidecar.finetune.model import find_model, load_base
+from windrow_sidecar.finetune.model import BaseModel, find_model, load_base
 from windrow_sidecar.finetune.precision import WeightForm
-from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.stream import MicroLimits, StepDone
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
-
-log = logging.getLogger(__name__)
 
 # Tokens of a micro-batch where nobody waits for the device.
 MICRO_BATCH_TOKENS = 1024
@@ -36,19 +27,18 @@ MICRO_BATCH_TOKENS = 1024
 MICRO_BATCHES_A_VISIT = 5
 
 
-def run_dedicated(options: argparse.Namespace) -> int:
-    """Measure (`--seconds`, `--steps`), or run the job to its end.
+def measure_alone(options: argparse.Namespace) -> int:
+    """Measure a job for `--seconds` or `--steps`.
 
     Raises:
-        UserError: the job cannot be honoured.
+        UserError: the job cannot be honoured, or there are several.
     """
     units = take_cores(options.units)
-    job = read_job(options.job)
-    folder = options.log_dir or job.destination / ".windrow" / job.uid
-    events = EventLog(folder / f"dedicated-{os.getpid()}.events.jsonl", source="dedicated")
-    if options.seconds is None and options.steps is None:
-        return _run_to_the_end(job, units, events)
+    if len(options.job) > 1:
+        raise UserError("--seconds and --steps measure one job", remedy="Name one.")
+    job = read_job(options.job[0])
     job = replace(job, spec=endless(job.spec))
+    events = event_log(job, options.log_dir)
     session = open_alone(job)
     measured = measure(
         lambda: _step(session, units, events),
@@ -62,6 +52,12 @@ def run_dedicated(options: argparse.Namespace) -> int:
     return 0
 
 
+def event_log(job: Job, folder: Path | None) -> EventLog:
+    """Return the log of a job, in `folder` or in the job's own."""
+    folder = folder or job.destination / ".windrow" / job.uid
+    return EventLog(folder / f"dedicated-{os.getpid()}.events.jsonl", source="dedicated")
+
+
 def take_cores(units: int | None) -> int:
     """Move this process to the last `units` of its cores (None: all); returns how many."""
     cpus = sorted(os.sched_getaffinity(0))
@@ -71,15 +67,23 @@ def take_cores(units: int | None) -> int:
     return units
 
 
-def open_alone(job: Job) -> Session:
-    """Load a job into this process's own memory.
+def base_of(job: Job) -> BaseModel:
+    """Load the base model that a job names.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    directory = find_model(job.spec.model.name, job.spec.model.revision)
+    return load_base(directory, form=WeightForm.of(job.spec))
+
+
+def open_alone(job: Job, base: BaseModel | None = None) -> Session:
+    """Load a job into this process's own memory, over `base` where that is loaded already.
 
     Raises:
         UserError: it cannot be honoured.
     """
-    base = load_base(
-        find_model(job.spec.model.name, job.spec.model.revision), form=WeightForm.of(job.spec)
-    )
+    base = base or base_of(job)
     together = MICRO_BATCHES_A_VISIT if base.frozen else 1
     limits = MicroLimits(MICRO_BATCH_TOKENS, micro_batches=together)
     return open_session(job, base, boundaries=TorchBoundaries(), limits=lambda: limits)
@@ -112,32 +116,3 @@ def _event(session: Session, tasklet: Tasklet, start_ns: int, units: int) -> Tas
         time.monotonic_ns(),
         units,
     )
-
-
-def _run_to_the_end(job: Job, units: int, events: EventLog) -> int:
-    """Run the job, and tell of it on standard output (see `lines`)."""
-    standing = Standing()
-    for signal_ in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signal_, lambda *_: setattr(standing, "stop_asked", "asked to stop"))
-    with LineReporter(sys.stdout, standing.report) as reporter:
-        try:
-            return int(_run(job, units, events, standing, reporter))
-        except Exception as error:
-            # The edge of the process: whatever went wrong, who started it hears of it.
-            event, ending = failure(error, standing.progress.checkpoint_path)
-            log.exception("the job failed")
-            reporter.event(event)
-            return int(ending)
-        finally:
-            events.flush()
-
-
-def _run(
-    job: Job, units: int, events: EventLog, standing: Standing, reporter: LineReporter
-) -> Ending:
-    folder = JobFolder(job.destination, job.uid, job.epoch)
-    folder.claim()
-    session = open_alone(job)
-    ledger = Ledger(session, folder, reporter, events, standing)
-    runner = Runner(session.stream, OpenGate(units), OwnMemory(), ledger, reporter, standing)
-    return runner.run()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from windrow_sidecar.finetune.model import available_bytes
+from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.swapping import Home, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
 
 # A pause by command is for people: they do not notice a twentieth of a second.
@@ -38,10 +41,16 @@ class Memory(Protocol):
     """Where boundary activations live (see `memory.LentMemory`)."""
 
     def settle(self) -> None:
-        """Follow what was lent and what is asked back; may drop the micro-batch on its way."""
+        """Follow what was lent and what is asked back; the group on its way may be moved."""
 
     def starving(self, tasklet: Tasklet) -> bool:
         """Whether there is no room for that tasklet."""
+
+    def set_aside(self) -> None:
+        """Leave device memory to others: the job's state goes to the host. Twice is once."""
+
+    def bring_back(self) -> bool:
+        """Undo `set_aside`, before anything of the job runs. Returns whether it had to."""
 
     def release(self) -> None:
         """Drop the micro-batch on its way and give everything back."""
@@ -82,7 +91,15 @@ class OpenGate:
 
 
 class OwnMemory:
-    """Torch's own: always there."""
+    """Torch's own: always there.
+
+    Args:
+        stream: of the job.
+        home: where it trains (default: where its adapter is).
+    """
+
+    def __init__(self, stream: TaskletStream, home: Home | None = None) -> None:
+        self._stream, self._swap = stream, Swap(stream, available_bytes, home)
 
     def settle(self) -> None:
         """Nothing changes."""
@@ -92,5 +109,14 @@ class OwnMemory:
         del tasklet
         return False
 
+    def set_aside(self) -> None:
+        """Move the job's state to the host."""
+        self._swap.out()
+
+    def bring_back(self) -> bool:
+        """Move it back."""
+        return self._swap.back()
+
     def release(self) -> None:
-        """Torch does."""
+        """Drop the group on its way; torch frees it."""
+        self._stream.drop()

@@ -79,6 +79,13 @@ class Graph:
     edge: GradientEdge | None  # None: nothing in it learns
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A window of which only the layer's input is kept: it runs forward again before backward."""
+
+    window: Window
+
+
 @dataclass(slots=True)
 class Activations:
     """A micro-batch on its way.
@@ -98,7 +105,7 @@ class Activations:
     calls: tuple[LayerCall, ...]
     inputs: list[Tensor | None]
     prefix: Prefix | None = None
-    graphs: list[list[Graph]] = field(default_factory=list)
+    graphs: list[list[Graph | Forgotten]] = field(default_factory=list)
     key_values: list[KeyValues | None] = field(default_factory=list)
     gradient: Tensor | None = None
 
@@ -106,6 +113,11 @@ class Activations:
     def whole(self) -> Window:
         """All tokens of a row."""
         return Window(0, self.ids.shape[1])
+
+    def forget_graphs(self) -> None:
+        """Keep layers' inputs only, on the host, in memory of their own."""
+        self.graphs = [[Forgotten(graph.window) for graph in layer] for layer in self.graphs]
+        self.inputs = [None if x is None else x.detach().to("cpu", copy=True) for x in self.inputs]
 
 
 class DecoderStack:
@@ -171,7 +183,7 @@ class DecoderStack:
                 if positions is None:
                     self._remember(key, calls)
         inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
-        graphs: list[list[Graph]] = [[] for _ in self.layers]
+        graphs: list[list[Graph | Forgotten]] = [[] for _ in self.layers]
         return Activations(ids, calls, inputs, prefix, graphs, [None] * self.depth)
 
     def forward(
@@ -181,19 +193,13 @@ class DecoderStack:
 
         Afterwards the next layer's input is there. With `learn` the graph is kept for `backward`.
         """
-        whole = window == at.whole
-        leaf = _leaf(at.inputs[layer], window, whole=whole)
-        leaf.requires_grad_(learn and layer > 0)
-        with torch.set_grad_enabled(learn), self.around_layer.forward(layer):
-            out = self._run(at, layer, window, leaf)
-        if whole:
+        leaf, out = self._pass(at, layer, window, learn=learn)
+        if window == at.whole:
             at.inputs[layer + 1] = store.place(out) if learn else out
         else:
             self._fill(at, layer + 1, window, out, store)
         if learn:
-            # The edge keeps the graph alive, not the output: that is in the boundary already.
-            edge = get_gradient_edge(out) if out.requires_grad else None
-            at.graphs[layer].append(Graph(window, leaf, edge))
+            at.graphs[layer].append(_graph(window, leaf, out))
         elif window.end == at.whole.end:
             at.inputs[layer] = at.key_values[layer] = None
 
@@ -205,6 +211,8 @@ class DecoderStack:
         graph = at.graphs[layer].pop()
         if graph.window != window or at.gradient is None:
             raise ValueError(f"{window} of layer {layer} is not next, {graph.window} is")
+        if isinstance(graph, Forgotten):
+            graph = _graph(window, *self._pass(at, layer, window, learn=True))
         whole = window == at.whole
         gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
         if graph.edge is not None:
@@ -217,6 +225,15 @@ class DecoderStack:
                 gradient.copy_(graph.leaf.grad)
         if not at.graphs[layer]:
             at.inputs[layer] = at.key_values[layer] = None
+
+    def _pass(
+        self, at: Activations, layer: int, window: Window, *, learn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run a layer's forward; returns what it read and what it made."""
+        leaf = _leaf(at.inputs[layer], window, whole=window == at.whole).to(at.ids.device)
+        leaf.requires_grad_(learn and layer > 0)
+        with torch.set_grad_enabled(learn), self.around_layer.forward(layer):
+            return leaf, self._run(at, layer, window, leaf)
 
     def _run(self, at: Activations, layer: int, window: Window, leaf: Tensor) -> Tensor:
         """Call a layer as the model would."""
@@ -271,6 +288,11 @@ class DecoderStack:
             return False, f"a layer does not run on a part of a row ({error})"
         same = torch.allclose(whole.inputs[1], parts.inputs[1], rtol=1e-2, atol=1e-3)  # type: ignore[arg-type]
         return False, "" if same else "its layers look at tokens other than by attention"
+
+
+def _graph(window: Window, leaf: Tensor, out: Tensor) -> Graph:
+    # The edge keeps the graph alive, not the output: that is in the boundary already.
+    return Graph(window, leaf, get_gradient_edge(out) if out.requires_grad else None)
 
 
 def _leaf(hidden: Tensor | None, window: Window, *, whole: bool) -> Tensor:

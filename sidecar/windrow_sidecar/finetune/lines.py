@@ -13,18 +13,31 @@ from windrow_sidecar.finetune.report import Action, Progress, WorkerEvent
 PROGRESS_EVERY_S = 0.5
 
 
+class Lines:
+    """Where all jobs of a process write, a line at a time."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out, self._one_line = out, threading.Lock()
+
+    def write(self, **said: object) -> None:
+        """Write a line; any thread may."""
+        with self._one_line:
+            self._out.write(json.dumps(said) + "\n")
+            self._out.flush()
+
+
 class LineReporter:
-    """Writes lines for whoever started this process. Use as a context manager.
+    """Tells whoever started this process of one job. Use as a context manager.
 
     Args:
-        out: where to.
+        lines: where to.
+        job: its number among those of the process, from 0.
         progress: asked twice a second.
     """
 
-    def __init__(self, out: TextIO, progress: Callable[[], Progress]) -> None:
-        self._out, self._progress = out, progress
+    def __init__(self, lines: Lines, job: int, progress: Callable[[], Progress]) -> None:
+        self._lines, self._job, self._progress = lines, job, progress
         self._closing = threading.Event()
-        self._one_line = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> LineReporter:
@@ -34,12 +47,12 @@ class LineReporter:
     def __exit__(self, *_: object) -> None:
         self._closing.set()
         self._thread.join()
-        self._line(progress=asdict(self._progress()))
+        self._tell_progress()
 
     def event(self, event: WorkerEvent) -> None:
         """Write it, after the progress that it came with."""
-        self._line(progress=asdict(self._progress()))
-        self._line(event=asdict(event))
+        self._tell_progress()
+        self._lines.write(job=self._job, event=asdict(event))
 
     def take_command(self) -> Action | None:
         """Nobody asks for anything."""
@@ -47,9 +60,7 @@ class LineReporter:
 
     def _run(self) -> None:
         while not self._closing.wait(PROGRESS_EVERY_S):
-            self._line(progress=asdict(self._progress()))
+            self._tell_progress()
 
-    def _line(self, **said: object) -> None:
-        with self._one_line:
-            self._out.write(json.dumps(said) + "\n")
-            self._out.flush()
+    def _tell_progress(self) -> None:
+        self._lines.write(job=self._job, progress=asdict(self._progress()))

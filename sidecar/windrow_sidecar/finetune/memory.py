@@ -1,8 +1,8 @@
 """Where boundary activations live beside decode: in chunks that decode has lent.
 
 The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary. A chunk
-that no activation lies in goes at once; for the others the micro-batch on its way is dropped and
-runs again, in less memory.
+that no activation lies in goes at once; for the others the group on its way is spilled: it goes on
+from copies in the worker's own memory, and the next one is formed for what is left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from math import prod
 from torch import Tensor
 
 from windrow_sidecar._core import Arena
+from windrow_sidecar.finetune.model import available_bytes
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.tensors import arena_tensor
 
@@ -109,19 +111,19 @@ class LentBoundaries:
             bytes_per_token=self._bytes_per_token,
         )
 
-    def settle(self, drop: Callable[[], None]) -> bool:
+    def settle(self, leave: Callable[[], None]) -> bool:
         """Follow the table: give back what drains, take note of new chunks.
 
         Args:
-            drop: forgets the micro-batch on its way (and calls `clear`); called where its memory
-                is asked back.
+            leave: takes the group on its way out of the chunks (and calls `clear`); called where
+                one of them is asked back.
 
         Returns:
             whether the next micro-batch has other memory than was known.
         """
         draining = self._arena.draining(self._owner)
         if not self._used.isdisjoint(draining):
-            drop()
+            leave()
         for chunk in draining:
             self._arena.give_back(chunk, owner=self._owner)
         held = tuple(self._arena.held(self._owner))
@@ -178,13 +180,20 @@ class LentBoundaries:
 class LentMemory:
     """The memory of a job that runs beside decode (see `device.Memory`)."""
 
-    def __init__(self, boundaries: LentBoundaries, stream: TaskletStream) -> None:
-        self._boundaries, self._stream = boundaries, stream
+    def __init__(
+        self,
+        boundaries: LentBoundaries,
+        stream: TaskletStream,
+        *,
+        free_bytes: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._boundaries, self._stream, self._free_bytes = boundaries, stream, free_bytes
+        self._swap = Swap(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
     def settle(self) -> None:
         """Follow the table of owners; the next micro-batch is formed for what is there."""
-        if self._boundaries.settle(self._stream.drop):
+        if self._boundaries.settle(self._spill):
             self._stream.replan()
 
     def starving(self, tasklet: Tasklet) -> bool:
@@ -196,10 +205,21 @@ class LentMemory:
             self.is_starving = micro.padded_tokens > self._boundaries.capacity_tokens()
         return self.is_starving
 
+    def set_aside(self) -> None:
+        """Move the job's state to the host; chunks that are empty then stay until asked for."""
+        self._swap.out()
+
+    def bring_back(self) -> bool:
+        """Move it back."""
+        return self._swap.back()
+
     def release(self) -> None:
         """Drop the micro-batch on its way and give everything back."""
         self._stream.drop()
         self._boundaries.give_all_back()
+
+    def _spill(self) -> None:
+        self._stream.spill(int(SPILL_SHARE * self._free_bytes()))
 
 
 def _aligned(n_bytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,11 @@ class AdapterOptimizer:
         self._best: dict[str, Tensor] = {}
         self._snapshot: Snapshot | None = None
         self._adamw = adamw(self._parameters, self._spec)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the adapter is now."""
+        return self._parameters[0].device
 
     def commit(self) -> None:
         """Add the micro-batch's gradients to the sum."""
@@ -143,6 +148,22 @@ class AdapterOptimizer:
         has_sums = any(name.startswith("sum/") for name in held)
         self._sums = [held[f"sum/{name}"].clone() for name in self._names] if has_sums else None
         self.discard()
+
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
+        """Let everything that it owns lie where `to` puts it; nothing may be on its way.
+
+        A snapshot that is being copied keeps reading where the tensors were.
+        """
+        for parameter in self._parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = to(parameter.data)
+            parameter.grad = None if gradient is None else to(gradient)
+        for state in self._adamw.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = to(value)
+        self._sums = None if self._sums is None else [to(total) for total in self._sums]
+        self._best = {name: to(value) for name, value in self._best.items()}
 
     def keep_best(self) -> None:
         """Remember the parameters as they are."""

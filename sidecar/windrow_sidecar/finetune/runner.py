@@ -14,6 +14,8 @@ from windrow_sidecar.finetune.tasklets import Tasklet
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
 PAUSE_EVENT_AFTER_S = 1.0
+# A longer pause leaves no device memory behind; coming back costs up to a tenth of a second.
+SET_ASIDE_AFTER_S = 10.0
 
 
 class Ending(IntEnum):
@@ -50,8 +52,14 @@ class Runner:
         self._stream, self._gate, self._memory = stream, gate, memory
         self._ledger, self._reporter, self._standing = ledger, reporter, standing
         self._told_to_pause = False
+        self._held_up: Tasklet | None = None
         self._waiting_since: float | None = None
         self._said_paused = False
+
+    @property
+    def told_to_pause(self) -> bool:
+        """Whether a command holds this job back."""
+        return self._told_to_pause
 
     def run(self) -> Ending:
         """Run until the job has ended or someone ends it.
@@ -59,33 +67,47 @@ class Runner:
         Raises:
             NotFinite, Fenced, OSError, MemoryError: see the parts; the last checkpoint stands.
         """
+        self.begin()
+        while (ending := self.cycle()) is None:
+            pass
+        return ending
+
+    def begin(self) -> None:
+        """Go on from the newest checkpoint, where there is one."""
         self._ledger.restore()
-        while (tasklet := self._stream.peek()) is not None:
-            if (ending := self._obey()) is not None:
-                return ending
-            self._memory.settle()
-            tasklet = self._stream.peek() or tasklet
-            if self._may_run(tasklet):
-                self._resumed()
-                self._standing.stall.begin()
-                outcome = self._stream.run(tasklet)
-                self._standing.stall.end()
-                self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.active_units)
-                if outcome is not None:
-                    self._gate.quiet(self._stream.peek())
-                    self._ledger.came(outcome)
-            elif (ending := self._wait(tasklet)) is not None:
-                return ending
-        self._gate.quiet(None)
-        self._ledger.succeeded()
-        return Ending.SUCCEEDED
 
-    def _may_run(self, tasklet: Tasklet) -> bool:
-        if self._told_to_pause or self._memory.starving(tasklet):
-            return False
-        return self._gate.launch(tasklet)
+    def cycle(self) -> Ending | None:
+        """Obey, run a tasklet, or wait where none may run; an ending where that was the last."""
+        for act in (self.obey, self.turn, self.wait):
+            if (ending := act()) is not None:
+                return ending
+        return None
 
-    def _obey(self) -> Ending | None:
+    def turn(self) -> Ending | None:
+        """Run the next tasklet if it may run; an ending where there is none (see `wait`)."""
+        if (tasklet := self._stream.peek()) is None:
+            return self._succeed()
+        self._memory.settle()
+        tasklet = self._stream.peek() or tasklet
+        if not self._may_run(tasklet):
+            self._held_up = tasklet
+            return None
+        self._resumed()
+        self._standing.stall.begin()
+        outcome = self._stream.run(tasklet)
+        self._standing.stall.end()
+        self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.active_units)
+        if outcome is not None:
+            self._gate.quiet(self._stream.peek())
+            self._ledger.came(outcome)
+        return None
+
+    def wait(self) -> Ending | None:
+        """Where the last turn was held up: tell decode, and sleep until it is worth asking."""
+        tasklet, self._held_up = self._held_up, None
+        return None if tasklet is None else self._wait(tasklet)
+
+    def obey(self) -> Ending | None:
         """Follow signals and commands; an ending where they ask for one."""
         if self._standing.stop_asked:
             return self._stop(self._standing.stop_asked)
@@ -102,6 +124,20 @@ class Runner:
                 self._told_to_pause = command == "PAUSE"
         return None
 
+    def _succeed(self) -> Ending:
+        self._gate.quiet(None)
+        self._ledger.succeeded()
+        return Ending.SUCCEEDED
+
+    def _may_run(self, tasklet: Tasklet) -> bool:
+        if self._told_to_pause or self._memory.starving(tasklet):
+            return False
+        launched = self._gate.launch(tasklet)
+        if launched and self._memory.bring_back():
+            # That took a while: what was granted before it may be gone.
+            launched = self._gate.launch(tasklet)
+        return launched
+
     def _stop(self, why: str) -> Ending:
         self._gate.quiet(None)
         detail = f"{why}; {self._ledger.checkpoint()}"
@@ -116,6 +152,8 @@ class Runner:
             self._said_paused = True
             why = "by command" if self._told_to_pause else "decode has the device"
             self._reporter.event(WorkerEvent("PAUSED", Reason.PAUSED, why))
+        elif now - self._waiting_since > SET_ASIDE_AFTER_S:
+            self._memory.set_aside()
         self._gate.quiet(tasklet)
         self._gate.wait()
         if not self._gate.decode_gone():

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
@@ -22,6 +23,7 @@ from windrow_sidecar.finetune.plan.frontier import Frontier
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing, next_of
 from windrow_sidecar.finetune.snapshot import Snapshot
+from windrow_sidecar.finetune.swapping import Home
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Tasklet,
@@ -109,6 +111,7 @@ class TaskletStream:
         self._course = course or Course()
         self._train_lengths = lengths_of(rows.train)
         self._position = Position(step=0)
+        self._tokens_seen = 0
         self._visit: Visit | None = None
         self._todo: tuple[int, ...] = ()
         self._evaluated = (0.0, 0)  # loss sum, labels
@@ -130,9 +133,19 @@ class TaskletStream:
         return self._total_steps
 
     @property
+    def tokens_seen(self) -> int:
+        """Real tokens that have come to their loss in this process, evaluations included."""
+        return self._tokens_seen
+
+    @property
     def depth(self) -> int:
         """Layers of the model."""
         return self._parts.stack.depth
+
+    @property
+    def device(self) -> torch.device:
+        """Where the adapter is now."""
+        return self._optimizer.device
 
     @property
     def windows_refused(self) -> str:
@@ -182,6 +195,8 @@ class TaskletStream:
                 raise ValueError(f"{tasklet} is not next")
             return self._step(tasklet)
         self._visit.run(tasklet)
+        if tasklet.phase is Phase.LOSS:
+            self._tokens_seen += tasklet.real_tokens
         if tasklet.phase is Phase.LOSS and not math.isfinite(self._visit.loss):
             where = ", ".join(self._examples[row].where for row in self._visit.rows[:3])
             raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
@@ -192,6 +207,33 @@ class TaskletStream:
         self.replan(force=True)
         self._optimizer.discard()
         self._boundaries.clear()
+
+    def spill(self, room_bytes: int) -> None:
+        """Leave nothing of the group on its way in device memory; it goes on from the host.
+
+        Dropped instead where that takes more than `room_bytes` of host memory, or cannot be.
+        """
+        visit = self._visit
+        if visit is None or visit.frontier.untouched:
+            self.replan()
+        elif visit.can_spill and visit.spill_bytes <= room_bytes:
+            visit.spill()
+        else:
+            self.drop()
+
+    def swap_out(self, home: Home, room_bytes: int) -> None:
+        """Move what changes with training to the host (see `swapping`, `spill`).
+
+        Of a group on its way, keys and values of windows and one gradient stay where they are.
+        """
+        self.spill(room_bytes)
+        self._optimizer.move(home.out)
+        home.settle()
+
+    def swap_in(self, home: Home) -> None:
+        """Take back what `swap_out` has moved; between the two nothing may run."""
+        self._optimizer.move(home.back)
+        home.settle()
 
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""

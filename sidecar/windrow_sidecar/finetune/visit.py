@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windrow_sidecar.finetune.adapters import Adapter
-from windrow_sidecar.finetune.boundaries import Boundaries
+from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.data import IGNORED, Example
 from windrow_sidecar.finetune.layerwise import Activations, DecoderStack
 from windrow_sidecar.finetune.loss import Head
@@ -84,6 +84,27 @@ class Visit:
         if tasklet.phase is Phase.BACKWARD and self.frontier.done:
             self._finish()
 
+    @property
+    def can_spill(self) -> bool:
+        """Whether nothing but layers hangs on the adapter: a prefix does."""
+        return all(at.prefix is None for at in self._at.values())
+
+    @property
+    def spill_bytes(self) -> int:
+        """How much host memory `spill` takes."""
+        return sum(x.nbytes for at in self._at.values() for x in at.inputs if x is not None)
+
+    def spill(self) -> None:
+        """Move what later tasklets need to the host and forget the rest; boundaries are cleared.
+
+        Layers that have run up run forward once more, each before its backward, so nothing changes
+        in what is learnt. Further boundaries lie on the host as well.
+        """
+        for at in self._at.values():
+            at.forget_graphs()
+        self._boundaries.clear()
+        self._boundaries = TorchBoundaries()
+
     def _forward(self, part: Tasklet, micro: MicroBatch) -> None:
         at = self._at.get(micro) or self._begin(micro)
         self._seed_dropout(part, micro)
@@ -107,7 +128,8 @@ class Visit:
         hidden = at.inputs[-1]
         assert hidden is not None
         part_of_row = (slice(None), slice(window.begin, window.end))
-        hidden, targets = hidden.detach()[part_of_row], self._targets[micro][part_of_row]
+        hidden = hidden.detach()[part_of_row].to(at.ids.device)
+        targets = self._targets[micro][part_of_row]
         if micro.evaluation:
             self.loss += float(self._parts.head.loss(hidden, targets))
             return

@@ -35,10 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
     if options.standalone:
-        from windrow_sidecar.finetune.dedicated import run_dedicated
+        from windrow_sidecar.finetune.dedicated import measure_alone
+        from windrow_sidecar.finetune.together import run_together
 
+        measured = options.seconds is not None or options.steps is not None
         try:
-            return run_dedicated(options)
+            return (measure_alone if measured else run_together)(options)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
@@ -62,7 +64,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     beside.add_argument("--served-model", default="", help="standby: load its code ahead as well")
     own = parser.add_argument_group("on a device of its own")
     own.add_argument("--standalone", action="store_true", help="no decode, no grants, all cores")
-    own.add_argument("--job", type=Path, help="FinetuneJob manifest, or a job.json")
+    own.add_argument(
+        "--job",
+        type=Path,
+        action="append",
+        help="FinetuneJob manifest, or a job.json; several share a base model and take turns",
+    )
     own.add_argument("--seconds", type=float, help="measure for so long, then stop; no adapter")
     own.add_argument("--steps", type=int, help="measure so many steps, then stop; no adapter")
     own.add_argument("--units", type=int, help="cores to use, the last ones (default: all)")

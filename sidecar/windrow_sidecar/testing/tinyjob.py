@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,14 +44,16 @@ def tiny_job(
     course: Course | None = None,
     base: nn.Module | None = None,
     around_layer: AroundLayer | None = None,
+    adapter: Mapping[str, Any] | None = None,
+    seed: int = 1,
 ) -> TinyJob:
     """Make the job; equal arguments give bit-equal jobs. It has dropout and held-out rows."""
     spec = parse_job_spec(
         {
             "model": {"name": "tiny"},
             "dataset": {"source": "/rows.jsonl"},
-            "adapter": {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}},
-            "training": {"maxSteps": steps, "batchSize": 3, "learningRate": "1e-2"},
+            "adapter": adapter or {"lora": {"rank": 2, "alpha": 4, "dropout": 0.1}},
+            "training": {"maxSteps": steps, "batchSize": 3, "learningRate": "1e-2", "seed": seed},
             "output": {"destination": "/out"},
         }
     )
@@ -62,12 +65,12 @@ def tiny_job(
         Parts(stack, Head(stack), Adapter(tuned)),
         AdapterOptimizer(trainable(tuned), Schedule("cosine", 1e-2, steps, 0.0)),
         rows,
-        BatchPlan(len(rows.train), 3, 1),
+        BatchPlan(len(rows.train), 3, seed),
         total_steps=steps,
         boundaries=boundaries or TorchBoundaries(),
         limits=lambda: MicroLimits(max_tokens, micro_batches=micro_batches),
         grain=lambda: grain,
-        seed=1,
+        seed=seed,
         course=course,
     )
     return TinyJob(tuned, stream)

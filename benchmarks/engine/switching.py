@@ -1,0 +1,150 @@
+"""How long a worker takes from one job to another that shares its base model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import Result, middle
+from windrow_sidecar.finetune.device import OwnMemory
+from windrow_sidecar.finetune.model import BaseModel
+from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.schedule import Schedule
+from windrow_sidecar.finetune.sharing.twin import twin_of
+from windrow_sidecar.finetune.swapping import DeviceHome, Home, HostHome, Swap
+from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
+
+GOAL_MS = 100.0
+RANK, LAYERS, HIDDEN, KV, MLP = 16, 32, 4096, 1024, 14336
+# (in, out) of the linears of a Llama 3 8B layer.
+SHAPES = [
+    (HIDDEN, HIDDEN),
+    (HIDDEN, KV),
+    (HIDDEN, KV),
+    (HIDDEN, HIDDEN),
+    (HIDDEN, MLP),
+    (HIDDEN, MLP),
+    (MLP, HIDDEN),
+]
+
+
+class _Away:
+    """As if the host were a device: whatever leaves is copied, into memory that is there already.
+
+    torch keeps pinned memory for the next swap of a GPU; here the buffers are kept.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Copy it into its buffer; what it lay in is kept for the way back."""
+        there = self._kept.pop(tensor.data_ptr(), None)
+        there = torch.empty_like(tensor) if there is None else there
+        there.copy_(tensor)
+        self._kept[there.data_ptr()] = tensor
+        return there
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Copy it to where it lay before."""
+        here = self._kept.pop(tensor.data_ptr()).copy_(tensor)
+        self._kept[here.data_ptr()] = tensor
+        return here
+
+    def settle(self) -> None:
+        """Copies are done when they return."""
+
+
+class _Copying(HostHome):
+    """The same for state that comes and goes, with new memory each time."""
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Copy it."""
+        return tensor.clone()
+
+    back = out
+
+
+class _Adapter:
+    """A rank-16 adapter of an 8B shape after a step, and what its optimizer remembers."""
+
+    def __init__(self, device: torch.device) -> None:
+        parameters = {}
+        for layer in range(LAYERS):
+            for n, (wide_in, wide_out) in enumerate(SHAPES):
+                for name, shape in (("A", (RANK, wide_in)), ("B", (wide_out, RANK))):
+                    parameters[f"{layer}.{n}.{name}"] = nn.Parameter(
+                        torch.zeros(shape, device=device)
+                    )
+        self.device, self._optimizer = (
+            device,
+            AdapterOptimizer(parameters, Schedule("constant", 1e-4, 10, 0.0)),
+        )
+        self._optimizer.commit()
+        self._optimizer.step(0)
+
+    def swap_out(self, home: Home, room_bytes: int) -> None:
+        """As `TaskletStream.swap_out`, between two groups."""
+        del room_bytes
+        self._optimizer.move(home.out)
+        home.settle()
+
+    def swap_in(self, home: Home) -> None:
+        """As `TaskletStream.swap_in`."""
+        self._optimizer.move(home.back)
+        home.settle()
+
+
+def switching(*, rounds: int) -> list[Result]:
+    """Between two adapters of an 8B shape, and between two whole jobs of a tiny model."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    what = f"switch of jobs, rank {RANK} of an 8B shape"
+    results = []
+    if on_gpu:
+        results.append(_adapters(f"{what}, GPU to pinned and back", DeviceHome(device), rounds))
+    else:
+        results.append(_adapters(f"{what}, host", HostHome(), rounds))
+        results.append(_adapters(f"{what}, copied as if from a device", _Away(), rounds))
+    results.append(_jobs(rounds))
+    return results
+
+
+def _adapters(name: str, home: Home, rounds: int) -> Result:
+    device = torch.device("cuda" if isinstance(home, DeviceHome) else "cpu")
+    swaps = [Swap(_Adapter(device), lambda: 1 << 40, home) for _ in range(2)]
+    swaps[1].out()
+    times_ms = [_switch_ms(swaps[n % 2].out, swaps[(n + 1) % 2].back) for n in range(rounds + 2)]
+    value, spread = middle(times_ms[2:])  # the first ones make the buffers
+    # Copies from host memory to host memory say nothing of a device's link: no goal for them.
+    goal = None if isinstance(home, _Away) else GOAL_MS
+    return Result(name, value, "ms", "lower", goal=goal, spread=spread)
+
+
+def _switch_ms(leaves: Callable[[], object], comes: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    leaves()
+    comes()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _jobs(rounds: int) -> Result:
+    """In the middle of a step: what is on its way is spilled, and goes on from there."""
+    base = BaseModel(tiny_llama(), None, None, shared=False)
+    jobs = [tiny_job(base=twin_of(base).model, steps=10**6) for _ in range(2)]
+    memories = [OwnMemory(job.stream, _Copying()) for job in jobs]
+    memories[1].set_aside()
+    times_ms = []
+    for n in range(4 * rounds):
+        now, other = n % 2, (n + 1) % 2
+        for _ in range(3):
+            tasklet = jobs[now].stream.peek()
+            assert tasklet is not None  # a million steps
+            jobs[now].stream.run(tasklet)
+        times_ms.append(_switch_ms(memories[now].set_aside, memories[other].bring_back))
+    value, spread = middle(times_ms)
+    name = "switch of jobs in the middle of a step, tiny model"
+    return Result(name, value, "ms", "lower", goal=GOAL_MS, spread=spread)

@@ -1,0 +1,1 @@
+"""How several jobs share one base model in one worker, taking turns."""

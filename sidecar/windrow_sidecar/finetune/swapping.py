@@ -1,0 +1,117 @@
+"""How what a job owns leaves device memory for the host, and comes back.
+
+Between jobs that share a base model, and in pauses that are long. Only what changes with training
+moves: adapter, moments, sums of gradients; the boundaries of a group that is on its way are moved
+by `Visit.spill`. Values stay the same bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Of the host's free memory: what the boundaries of one group may take.
+SPILL_SHARE = 0.5
+
+
+class Home(Protocol):
+    """Where tensors are while their job trains; elsewhere is the host."""
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` as it lies on the host, valid after `settle`."""
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Return what `out` returned as it lies at home, valid after `settle`."""
+
+    def settle(self) -> None:
+        """Wait until all copies are there."""
+
+
+class HostHome:
+    """The worker's own host memory. Nobody lends it, so nothing has to leave it."""
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` itself."""
+        return tensor
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` itself."""
+        return tensor
+
+    def settle(self) -> None:
+        """Nothing is copied."""
+
+
+class DeviceHome:
+    """A GPU's memory; on the host tensors are pinned, so that copies run at the link's rate.
+
+    torch keeps pinned memory for the next swap, which makes only the first one slow.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Begin the copy to the host."""
+        there = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        return there.copy_(tensor, non_blocking=True)
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Begin the copy to the device."""
+        return tensor.to(self._device, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        torch.cuda.synchronize(self._device)
+
+
+class Swappable(Protocol):
+    """What has a state that moves (see `stream.TaskletStream`)."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains, or lies."""
+
+    def swap_out(self, home: Home, room_bytes: int) -> None:
+        """Leave the device, with at most `room_bytes` for activations on the host."""
+
+    def swap_in(self, home: Home) -> None:
+        """Come back."""
+
+
+class Swap:
+    """Whether a job is at home or on the host; each way is gone once.
+
+    Args:
+        job: what moves.
+        free_bytes: of the host's memory.
+        home: of the job (default: the device on which it is now).
+    """
+
+    def __init__(
+        self, job: Swappable, free_bytes: Callable[[], int], home: Home | None = None
+    ) -> None:
+        self._job, self._free_bytes = job, free_bytes
+        self._home, self._is_out = home or home_of(job.device), False
+
+    def out(self) -> None:
+        """Go to the host."""
+        if not self._is_out:
+            self._job.swap_out(self._home, int(SPILL_SHARE * self._free_bytes()))
+            self._is_out = True
+
+    def back(self) -> bool:
+        """Come home. Returns whether it was away."""
+        was_out = self._is_out
+        if was_out:
+            self._job.swap_in(self._home)
+            self._is_out = False
+        return was_out
+
+
+def home_of(device: torch.device) -> Home:
+    """Return the home of tensors on a device."""
+    return HostHome() if device.type == "cpu" else DeviceHome(device)

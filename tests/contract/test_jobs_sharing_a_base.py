@@ -1,0 +1,245 @@
+"""Jobs that share a base model in one worker: each learns what it learns alone, and ends alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.device import OwnMemory
+from windrow_sidecar.finetune.job import Job
+from windrow_sidecar.finetune.model import BaseModel
+from windrow_sidecar.finetune.optimizer import NotFinite
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
+from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
+from windrow_sidecar.finetune.together import check_apart
+from windrow_sidecar.testing.architectures import random_model
+from windrow_sidecar.testing.equality import small_spec
+from windrow_sidecar.testing.tinyjob import TinyJob, adapter_of, tiny_job, tiny_llama
+
+LORA = {"lora": {"rank": 4, "alpha": 4, "dropout": 0.1, "targetModules": "q_proj,up_proj"}}
+IA3 = {"type": "ia3"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Elsewhere:
+    """A home whose memory others write to as soon as a tensor has left it."""
+
+    def __init__(self) -> None:
+        self.moved = 0
+
+    def out(self, tensor):
+        kept = tensor.clone()
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        self.moved += 1
+        return kept
+
+    def back(self, tensor):
+        return tensor.clone()
+
+    def settle(self) -> None:
+        pass
+
+
+def base_model(model=None) -> BaseModel:
+    return BaseModel(model or tiny_llama(), None, None, shared=False)
+
+
+def jobs_of(grain, base=None) -> list[TinyJob]:
+    """Three kinds of training over one base, or each over its own."""
+    make = [
+        {},
+        {"adapter": LORA, "seed": 5, "micro_batches": 2},
+        {"adapter": IA3, "seed": 7, "steps": 3},
+    ]
+    return [
+        tiny_job(base=twin_of(base).model if base else None, **{"grain": grain, **options})
+        for options in make
+    ]
+
+
+@pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
+def alone(request):
+    """How the work is cut, and what each job learns alone."""
+    jobs = jobs_of(request.param)
+    for job in jobs:
+        while (tasklet := job.stream.peek()) is not None:
+            job.stream.run(tasklet)
+    return request.param, [adapter_of(job) for job in jobs]
+
+
+def same(ours, theirs) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(draw=st.randoms(use_true_random=False))
+def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alone(alone, draw):
+    grain, expected = alone
+    jobs, home = jobs_of(grain, base_model()), Elsewhere()
+    memories = [OwnMemory(job.stream, home) for job in jobs]
+    live = list(range(len(jobs)))
+    while live:
+        n = draw.choice(live)
+        memories[n].bring_back()
+        for _ in range(draw.randint(1, 12)):
+            if (tasklet := jobs[n].stream.peek()) is None:
+                live.remove(n)
+                break
+            jobs[n].stream.run(tasklet)
+        if n in live:
+            memories[n].set_aside()
+    assert home.moved
+    for job, theirs in zip(jobs, expected, strict=True):
+        assert same(adapter_of(job), theirs)
+
+
+def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
+    job, home = tiny_job(), Elsewhere()
+    memory = OwnMemory(job.stream, home)
+    for _ in range(30):
+        job.stream.run(job.stream.peek())
+    before = {name: t.clone() for name, t in job.stream.tensors().items()}
+    memory.set_aside()
+    assert same(job.stream.snapshot().take(), before)
+    memory.bring_back()
+    assert same(dict(job.stream.tensors()), before)
+
+
+def test_a_twin_shares_every_weight_but_the_biases_may_be_trained_apart():
+    base = base_model(random_model("Qwen2", num_hidden_layers=2))
+    one, other = twin_of(base).model, twin_of(base).model
+    at = {name: p.data_ptr() for name, p in base.model.named_parameters()}
+    assert {name: p.data_ptr() for name, p in one.named_parameters()} == at
+    biased = small_spec({"lora": {"rank": 2, "bias": "all"}})
+    tuned = add_adapter(one, biased)
+    assert any(name.endswith("bias") for name in trainable(tuned))
+    add_adapter(other, small_spec())
+    assert any(name.endswith("bias") for name in trainable(tuned))
+    for parameter in trainable(tuned).values():
+        parameter.data.fill_(9.0)
+    assert all(not p.eq(9.0).any() for p in other.parameters() if p.numel())
+    assert not any(p.requires_grad for p in base.model.parameters())
+
+
+def test_jobs_of_different_bases_are_refused_by_name():
+    with pytest.raises(UserError, match=r"tone wants llama.*code wants qwen"):
+        check_shared({"tone": ("llama", "main"), "same": ("llama", "main"), "code": ("qwen", "1")})
+
+
+def test_jobs_that_would_write_into_one_folder_are_refused():
+    jobs = [Job("default", name, name, 1, small_spec()) for name in ("tone", "code")]
+    with pytest.raises(UserError, match="tone and code would both write to /out") as caught:
+        check_apart(jobs)
+    assert caught.value.field == "spec.output.destination"
+
+
+@given(
+    steps=st.lists(st.integers(1, 500), min_size=1, max_size=4),
+    weights=st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
+)
+def test_shares_differ_by_one_turn_at_most(steps, weights):
+    tokens = [0] * len(steps)
+    for _ in range(200):
+        chosen = next_turn([Standing(t, w) for t, w in zip(tokens, weights, strict=False)])
+        tokens[chosen] += steps[chosen]
+    shares = [t / w for t, w in zip(tokens, weights, strict=False)]
+    most = max(s / w for s, w in zip(steps, weights, strict=False))
+    assert max(shares) - min(shares) <= most + 1e-6
+
+
+def test_who_may_not_run_has_no_turn_and_a_turn_is_long_beside_its_switch():
+    assert next_turn([Standing(0, may_run=False), Standing(9)]) == 1
+    assert next_turn([Standing(0, may_run=False)]) is None
+    assert turn_is_over(1.0, 0.05)
+    assert not turn_is_over(0.9, 0.05)
+    assert turn_is_over(0.0, 0.0)
+
+
+class Acting:
+    """What a `Runner` does, as far as a carrier sees it: tasklets, and a hold by command."""
+
+    def __init__(self, name, job, order, *, fails_at=None) -> None:
+        self.name, self.stream, self.order, self.fails_at = name, job.stream, order, fails_at
+        self.told_to_pause, self.ran, self.begun = False, 0, False
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def obey(self) -> None:
+        assert self.begun
+
+    def turn(self):
+        if self.told_to_pause:
+            return None
+        if (tasklet := self.stream.peek()) is None:
+            return Ending.SUCCEEDED
+        if self.ran == self.fails_at:
+            raise NotFinite("the loss is not finite")
+        self.stream.run(tasklet)
+        self.ran += 1
+        self.order.append(self.name)
+        return None
+
+    def wait(self) -> None:
+        self.told_to_pause = False
+
+
+def carried(runner, endings) -> Carried:
+    return Carried(
+        runner.name,
+        runner.stream,
+        OwnMemory(runner.stream, Elsewhere()),
+        runner,
+        failed=lambda error: Ending.FAILED,
+        ended=lambda ending: endings.update({runner.name: ending}),
+    )
+
+
+def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(alone):
+    grain, expected = alone
+    jobs, order, endings = jobs_of(grain, base_model()), [], {}
+    acting = [
+        Acting("first", jobs[0], order),
+        Acting("broken", jobs[1], order, fails_at=17),
+        Acting("third", jobs[2], order),
+    ]
+    Carrier([carried(a, endings) for a in acting], clock=lambda: 0.0).run()
+    assert endings == {
+        "first": Ending.SUCCEEDED,
+        "broken": Ending.FAILED,
+        "third": Ending.SUCCEEDED,
+    }
+    assert same(adapter_of(jobs[0]), expected[0])
+    assert same(adapter_of(jobs[2]), expected[2])
+    turns = sum(a != b for a, b in pairwise(order))
+    assert turns > 6
+
+
+def test_one_that_is_told_to_pause_in_the_middle_of_a_step_leaves_the_device_to_the_others():
+    base = base_model()
+    jobs, order, endings = [tiny_job(base=twin_of(base).model) for _ in range(2)], [], {}
+    acting = [Acting("first", jobs[0], order), Acting("second", jobs[1], order)]
+    acting[0].told_to_pause = True
+    Carrier([carried(a, endings) for a in acting], clock=lambda: 0.0).run()
+    assert order[: acting[1].ran] == ["second"] * acting[1].ran
+    assert endings == {"first": Ending.SUCCEEDED, "second": Ending.SUCCEEDED}
+    assert same(adapter_of(jobs[0]), adapter_of(jobs[1]))

@@ -1,0 +1,121 @@
+"""Decode takes chunks back while a group lies in them: within one tasklet, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.finetune.memory import LentBoundaries, LentMemory
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, tiny_job
+
+OWNER, CHUNKS = 7, 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def arenas(tmp_path_factory):
+    """Decode's arena, and the worker's view of it."""
+    geometry = Geometry(
+        layers=2, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=CHUNKS
+    )
+    decode = Arena.create(geometry, reserved_chunks=1)
+    path = str(tmp_path_factory.mktemp("a") / "s")
+    decode.serve(path)
+    worker = Arena.attach(path)
+    yield decode, worker
+    worker.close()
+    decode.check()
+    decode.close()
+
+
+@pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
+def untouched(request):
+    """How the work is cut; what is learnt when nobody asks for memory, in how many tasklets."""
+    job = tiny_job(grain=request.param)
+    ran = 0
+    while (tasklet := job.stream.peek()) is not None:
+        job.stream.run(tasklet)
+        ran += 1
+    return request.param, adapter_of(job), ran
+
+
+class Beside:
+    """A tiny job whose boundaries lie in lent chunks, and decode."""
+
+    def __init__(self, arenas, grain, *, free_bytes=1 << 30) -> None:
+        self.decode, worker = arenas
+        self.boundaries = LentBoundaries(
+            worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4
+        )
+        self.job = tiny_job(grain=grain, boundaries=self.boundaries)
+        self.memory = LentMemory(self.boundaries, self.job.stream, free_bytes=lambda: free_bytes)
+        self.ran = 0
+
+    def go(self, most: int) -> bool:
+        """Run so many tasklets; whether there are more."""
+        for _ in range(most):
+            if self.job.stream.peek() is None:
+                return False
+            self.memory.settle()
+            tasklet = self.job.stream.peek()
+            if self.memory.starving(tasklet):
+                self.decode.lend(CHUNKS, owner=OWNER)
+                continue
+            self.job.stream.run(tasklet)
+            self.ran += 1
+        return True
+
+    def close(self) -> None:
+        self.memory.release()
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(moments=st.lists(st.tuples(st.integers(0, 30), st.integers(1, CHUNKS)), max_size=8))
+def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
+    arenas, untouched, moments
+):
+    grain, expected, tasklets = untouched
+    beside = Beside(arenas, grain)
+    for after, chunks in moments:
+        beside.go(after)
+        beside.decode.revoke(chunks)
+        beside.memory.settle()  # what the next tasklet boundary does
+        assert beside.decode.counts()[4] == 0  # nothing drains any more
+    while beside.go(1000):
+        pass
+    learnt = adapter_of(beside.job)
+    beside.close()
+    assert beside.decode.counts()[2] == 0
+    assert learnt.keys() == expected.keys()
+    assert all(torch.equal(learnt[name], expected[name]) for name in expected)
+    assert beside.ran == tasklets  # no group ran twice
+
+
+def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, untouched):
+    grain, expected, tasklets = untouched
+    beside = Beside(arenas, grain, free_bytes=0)
+    while beside.job.stream.peek().phase is not Phase.BACKWARD:
+        beside.go(1)
+    beside.decode.revoke(CHUNKS)
+    beside.memory.settle()
+    assert beside.decode.counts()[4] == 0
+    while beside.go(1000):
+        pass
+    learnt = adapter_of(beside.job)
+    beside.close()
+    assert all(torch.equal(learnt[name], expected[name]) for name in expected)
+    assert beside.ran > tasklets
