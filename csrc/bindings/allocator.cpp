@@ -65,6 +65,7 @@ nb::dict figures_of(const Handle& self) {
   }
   const MappingCalls calls = self.shared->mapping_calls();
   figures["num_device_alloc"] = calls.map;
+  figures["num_device_set_access"] = calls.access;
   figures["num_device_free"] = calls.unmap;
   figures["num_device_alloc_saved"] = calls.saved;
   return figures;

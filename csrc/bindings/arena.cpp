@@ -134,7 +134,7 @@ void bind_arena(nb::module_& module) {
       .def(
           "tensor",
           [](Arena& self, std::int64_t offset, std::int64_t n_bytes) {
-            return make_tensor(self.mapping(), offset, n_bytes);
+            return make_tensor(self.mapping_of(offset, n_bytes), offset, n_bytes);
           },
           nb::arg("offset"), nb::arg("n_bytes"))
       .def("chunk_offset", &Arena::chunk_offset, nb::arg("chunk"))

@@ -54,9 +54,7 @@ std::unique_ptr<Alias> AliasCache::reuse(std::size_t blocks, ChunkBudget& budget
       idle_.erase(place);
       candidates.erase(candidates.begin() + static_cast<std::ptrdiff_t>(i));
       idle_blocks_ -= blocks;
-      for (std::size_t at = 0; at < blocks; at += run_length(alias->blocks, at)) {
-        ++calls_.saved;
-      }
+      calls_.saved += std::ssize(pieces_of(alias->blocks));
       return alias;
     }
   }
@@ -67,12 +65,15 @@ std::unique_ptr<Alias> AliasCache::map(std::vector<BlockId> blocks) {
   const std::size_t bytes = address_bytes(blocks.size());
   auto alias = std::make_unique<Alias>();
   const std::size_t offset = find_addresses(bytes);
+  const std::vector<Piece> pieces = pieces_of(blocks);
   try {
-    calls_.map += map_runs(offset, blocks);
+    range_->map_run(offset, pieces, Access::kReadWrite);
   } catch (...) {
     addresses_.put(offset, bytes);
     throw;
   }
+  calls_.map += std::ssize(pieces);
+  ++calls_.access;
   alias->address = range_->data() + offset;
   alias->blocks = std::move(blocks);
   return alias;
@@ -130,26 +131,15 @@ std::size_t AliasCache::run_length(const std::vector<BlockId>& blocks, std::size
   return length;
 }
 
-std::int64_t AliasCache::map_runs(std::size_t offset, const std::vector<BlockId>& blocks) {
-  const std::size_t block_bytes = memory_->block_bytes();
-  std::vector<std::pair<std::size_t, std::size_t>> mapped;  // offset, bytes
-  try {
-    for (std::size_t at = 0; at < blocks.size();) {
-      const std::size_t length = run_length(blocks, at);
-      const Backing from = backing(blocks[at]);
-      mapped.reserve(mapped.size() + 1);
-      range_->map(offset + at * block_bytes, *from.memory, from.offset, length * block_bytes,
-                  Access::kReadWrite);
-      mapped.emplace_back(offset + at * block_bytes, length * block_bytes);
-      at += length;
-    }
-  } catch (...) {
-    for (const auto& [begin, bytes] : mapped) {
-      range_->unmap(begin, bytes);
-    }
-    throw;
+std::vector<Piece> AliasCache::pieces_of(const std::vector<BlockId>& blocks) const {
+  std::vector<Piece> pieces;
+  for (std::size_t at = 0; at < blocks.size();) {
+    const std::size_t length = run_length(blocks, at);
+    const Backing from = backing(blocks[at]);
+    pieces.push_back({from.memory, from.offset, length * memory_->block_bytes()});
+    at += length;
   }
-  return std::ssize(mapped);
+  return pieces;
 }
 
 // Forgotten first: should unmapping fail, its addresses are lost and nobody can reuse them.
@@ -163,11 +153,11 @@ void AliasCache::drop(Idle::iterator place) {
     alias->last_use->wait();  // unmapping under a running kernel is a fault
   }
   const auto offset = static_cast<std::size_t>(alias->address - range_->data());
-  for (std::size_t at = 0; at < blocks;) {
-    const std::size_t length = run_length(alias->blocks, at);
-    range_->unmap(offset + at * memory_->block_bytes(), length * memory_->block_bytes());
+  std::size_t at = offset;
+  for (const Piece& piece : pieces_of(alias->blocks)) {
+    range_->unmap(at, piece.bytes);
     ++calls_.unmap;
-    at += length;
+    at += piece.bytes;
   }
   addresses_.put(offset, address_bytes(blocks));
 }

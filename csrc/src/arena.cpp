@@ -122,6 +122,29 @@ std::shared_ptr<LeasedMapping> Arena::mapping() const {
   return blocks_->mapping();
 }
 
+std::shared_ptr<LeasedMapping> Arena::mapping_of(std::int64_t offset, std::int64_t bytes) {
+  require_open();
+  const std::int64_t whole = geometry_.arena_bytes();
+  if (offset < 0 || bytes < 1 || offset > whole || bytes > whole - offset) {
+    throw std::out_of_range(std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
+                            " are not inside of the arena's " + std::to_string(whole));
+  }
+  if (blocks_->maps_on_demand()) {
+    const std::int64_t first = offset / geometry_.chunk_bytes();
+    const std::int64_t last = (offset + bytes - 1) / geometry_.chunk_bytes();
+    for (std::int64_t chunk = first; chunk <= last; ++chunk) {
+      const ChunkState state = table_->chunk(chunk).word.state;
+      if (state != ChunkState::kLent && state != ChunkState::kDraining) {
+        throw OwnershipError("chunk " + std::to_string(chunk) + " is " +
+                             std::string(name_of(state)) +
+                             "; a worker on a device reaches lent chunks only");
+      }
+    }
+    blocks_->map_chunks(first, last);
+  }
+  return blocks_->mapping();
+}
+
 std::shared_ptr<const Blocks> Arena::blocks() const {
   require_open();
   return blocks_;

@@ -22,8 +22,9 @@ std::unique_ptr<Blocks> Blocks::create(Driver& driver, const Geometry& geometry)
     memories.push_back(driver.create(bytes, "windrow-arena"));
   }
   const bool by_layer = !driver.maps_parts() && geometry.layout == KvLayout::kPerLayer;
-  return std::unique_ptr<Blocks>(new Blocks(
-      driver, geometry, by_layer ? Order::kByLayer : Order::kByChunk, std::move(memories)));
+  return std::unique_ptr<Blocks>(new Blocks(driver, geometry,
+                                            by_layer ? Order::kByLayer : Order::kByChunk,
+                                            Mapped::kAll, std::move(memories)));
 }
 
 std::unique_ptr<Blocks> Blocks::import(Driver& driver, const Geometry& geometry,
@@ -40,23 +41,51 @@ std::unique_ptr<Blocks> Blocks::import(Driver& driver, const Geometry& geometry,
   for (OwnedFd& fd : fds) {
     memories.push_back(driver.import_fd(std::move(fd), bytes));
   }
+  const Mapped mapped = driver.maps_parts() ? Mapped::kAll : Mapped::kOnDemand;
   return std::unique_ptr<Blocks>(
-      new Blocks(driver, geometry, Order::kByChunk, std::move(memories)));
+      new Blocks(driver, geometry, Order::kByChunk, mapped, std::move(memories)));
 }
 
-Blocks::Blocks(Driver& driver, const Geometry& geometry, Order order,
+Blocks::Blocks(Driver& driver, const Geometry& geometry, Order order, Mapped mapped,
                std::vector<std::unique_ptr<Memory>> memories)
     : geometry_(geometry), order_(order), memories_(std::move(memories)) {
-  map_all(driver);
-}
-
-void Blocks::map_all(Driver& driver) {
   auto range = driver.reserve(static_cast<std::size_t>(geometry_.arena_bytes()));
-  for (std::size_t i = 0; i < memories_.size(); ++i) {
-    range->map(static_cast<std::size_t>(place_of(i)), *memories_[i], 0, memories_[i]->bytes(),
-               Access::kReadWrite);
+  if (mapped == Mapped::kOnDemand) {
+    mapped_.resize(static_cast<std::size_t>(geometry_.chunks));
+  } else {
+    range->map_run(0, pieces(0, memories_.size()), Access::kReadWrite);
   }
   mapping_ = std::make_shared<LeasedMapping>(std::move(range));
+}
+
+void Blocks::map_chunks(std::int64_t first, std::int64_t last) {
+  if (mapped_.empty()) {
+    return;
+  }
+  const auto chunk_bytes = static_cast<std::size_t>(geometry_.chunk_bytes());
+  const std::size_t per_chunk = memories_.size() / mapped_.size();
+  for (auto chunk = static_cast<std::size_t>(first); chunk <= static_cast<std::size_t>(last);
+       ++chunk) {
+    if (!mapped_[chunk]) {
+      mapping_->reservation().map_run(chunk * chunk_bytes, pieces(chunk * per_chunk, per_chunk),
+                                      Access::kReadWrite);
+      mapped_[chunk] = true;
+    }
+  }
+}
+
+// Memories as they lie in the range: from its `first` place on.
+std::vector<Piece> Blocks::pieces(std::size_t first, std::size_t count) const {
+  std::vector<Piece> found;
+  found.reserve(count);
+  const auto chunks = static_cast<std::size_t>(geometry_.chunks);
+  const std::size_t per_chunk = memories_.size() / chunks;
+  for (std::size_t place = first; place < first + count; ++place) {
+    const std::size_t memory =
+        order_ == Order::kByChunk ? place : place % chunks * per_chunk + place / chunks;
+    found.push_back({memories_[memory].get(), 0, memories_[memory]->bytes()});
+  }
+  return found;
 }
 
 std::vector<OwnedFd> Blocks::export_fds() const {
@@ -70,16 +99,6 @@ std::vector<OwnedFd> Blocks::export_fds() const {
 
 std::int64_t Blocks::memory_bytes() const {
   return geometry_.arena_bytes() / static_cast<std::int64_t>(memories_.size());
-}
-
-// Memories are numbered chunk by chunk, whatever the order in which they are mapped.
-std::int64_t Blocks::place_of(std::size_t memory) const {
-  const auto index = static_cast<std::int64_t>(memory);
-  if (order_ == Order::kByChunk) {
-    return index * memory_bytes();
-  }
-  const std::int64_t per_chunk = 2 * geometry_.layers;
-  return block_offset(index / per_chunk, index % per_chunk);
 }
 
 std::int64_t Blocks::block_offset(std::int64_t chunk, std::int64_t block) const {

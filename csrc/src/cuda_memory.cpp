@@ -56,29 +56,56 @@ CudaReservation::~CudaReservation() {
 
 void CudaReservation::map(std::size_t offset, const Memory& memory, std::size_t memory_offset,
                           std::size_t bytes, Access access) {
-  const auto& physical = dynamic_cast<const CudaMemory&>(memory);
-  if (memory_offset != 0 || bytes != physical.bytes()) {
-    throw Error("device memory of " + std::to_string(physical.bytes()) +
-                " bytes is mapped whole or not at all");
-  }
-  if (physical.sealed() && access == Access::kReadWrite) {
-    throw Error("sealed device memory is mapped read-only");
-  }
-  const CudaContext::Current current(*context_);
+  const Piece piece{&memory, memory_offset, bytes};
+  const CudaMemory& physical = require_whole(piece, access);
   const auto found = mappings_.find(offset);
   if (found != mappings_.end() && found->second.handle == physical.handle()) {
+    const CudaContext::Current current(*context_);
     return set_access(offset, physical.granules(), access);
   }
-  require_free(offset, physical.granules());
-  context_->check(context_->calls().cuMemMap(base_ + offset, physical.granules(), 0,
-                                             physical.handle()->get(), 0),
-                  "mapping " + std::to_string(bytes) + " bytes of device memory");
+  map_run(offset, {&piece, 1}, access);
+}
+
+void CudaReservation::map_run(std::size_t offset, std::span<const Piece> pieces, Access access) {
+  std::size_t end = offset;
+  for (const Piece& piece : pieces) {
+    end += require_whole(piece, access).granules();
+  }
+  require_free(offset, end - offset);
+  const CudaContext::Current current(*context_);
+  std::size_t at = offset;
   try {
-    set_access(offset, physical.granules(), access);
-    mappings_.insert({offset, {bytes, physical.granules(), physical.handle()}});
+    for (const Piece& piece : pieces) {
+      at += map_piece(at, piece);
+    }
+    set_access(offset, end - offset, access);
   } catch (...) {
-    context_->calls().cuMemUnmap(base_ + offset, physical.granules());
+    take_back(offset, at);
     throw;
+  }
+}
+
+// Without access yet. Returns how many bytes it took.
+std::size_t CudaReservation::map_piece(std::size_t offset, const Piece& piece) {
+  const auto& physical = dynamic_cast<const CudaMemory&>(*piece.memory);
+  const Mapping mapping{piece.bytes, physical.granules(), physical.handle()};
+  const auto entry = mappings_.emplace(offset, mapping).first;  // first: it may throw
+  const auto made =
+      context_->calls().cuMemMap(base_ + offset, mapping.granules, 0, mapping.handle->get(), 0);
+  if (made != cuda::kSuccess) {
+    mappings_.erase(entry);
+    context_->check(made, "mapping " + std::to_string(piece.bytes) + " bytes of device memory");
+  }
+  return mapping.granules;
+}
+
+void CudaReservation::take_back(std::size_t begin, std::size_t end) {
+  const auto last = mappings_.lower_bound(end);
+  for (auto mapping = mappings_.lower_bound(begin); mapping != last;) {
+    context_->library().check_quietly(
+        context_->calls().cuMemUnmap(base_ + mapping->first, mapping->second.granules),
+        "cuMemUnmap");
+    mapping = mappings_.erase(mapping);
   }
 }
 
@@ -97,10 +124,26 @@ void CudaReservation::unmap(std::size_t offset, std::size_t bytes) {
 
 MemorySpace CudaReservation::space() const {
   const CudaContext::Current current(*context_);
+  if (mappings_.empty()) {
+    throw Error("nothing is mapped, so nobody can say who could read it");
+  }
   unsigned type = 0;
-  context_->check(context_->calls().cuPointerGetAttribute(&type, cuda::kPointerMemoryType, base_),
+  context_->check(context_->calls().cuPointerGetAttribute(&type, cuda::kPointerMemoryType,
+                                                          base_ + mappings_.begin()->first),
                   "asking who can read device memory");
   return {.processors = type == cuda::kMemoryTypeHost, .device = context_->ordinal()};
+}
+
+const CudaMemory& CudaReservation::require_whole(const Piece& piece, Access access) {
+  const auto& physical = dynamic_cast<const CudaMemory&>(*piece.memory);
+  if (piece.offset != 0 || piece.bytes != physical.bytes()) {
+    throw Error("device memory of " + std::to_string(physical.bytes()) +
+                " bytes is mapped whole or not at all");
+  }
+  if (physical.sealed() && access == Access::kReadWrite) {
+    throw Error("sealed device memory is mapped read-only");
+  }
+  return physical;
 }
 
 void CudaReservation::require_free(std::size_t offset, std::size_t granules) const {

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <map>
 #include <memory>
+#include <span>
 
 #include "windrow/cuda_context.h"
 #include "windrow/driver.h"
@@ -62,6 +63,7 @@ class CudaReservation final : public Reservation {
   [[nodiscard]] std::size_t bytes() const override { return bytes_; }
   void map(std::size_t offset, const Memory& memory, std::size_t memory_offset, std::size_t bytes,
            Access access) override;
+  void map_run(std::size_t offset, std::span<const Piece> pieces, Access access) override;
   void unmap(std::size_t offset, std::size_t bytes) override;
   [[nodiscard]] MemorySpace space() const override;
 
@@ -72,6 +74,10 @@ class CudaReservation final : public Reservation {
     std::shared_ptr<const CudaHandle> handle;
   };
 
+  // Throws Error where CUDA does not map it so.
+  [[nodiscard]] static const CudaMemory& require_whole(const Piece& piece, Access access);
+  std::size_t map_piece(std::size_t offset, const Piece& piece);
+  void take_back(std::size_t begin, std::size_t end);
   void require_free(std::size_t offset, std::size_t granules) const;
   void set_access(std::size_t offset, std::size_t granules, Access access);
   // Unmapping waits for nothing by itself, and memory that a copy still reads would be a fault.

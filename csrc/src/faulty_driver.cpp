@@ -36,6 +36,15 @@ class FaultyReservation final : public Reservation {
     inner_->map(offset, dynamic_cast<const FaultyMemory&>(memory).inner(), memory_offset, bytes,
                 access);
   }
+  // Each piece counts as a call of map(). The faulty ones come before the first is made.
+  void map_run(std::size_t offset, std::span<const Piece> pieces, Access access) override {
+    std::vector<Piece> inner(pieces.begin(), pieces.end());
+    for (Piece& piece : inner) {
+      plan_->reach(DriverCall::kMap);
+      piece.memory = &dynamic_cast<const FaultyMemory&>(*piece.memory).inner();
+    }
+    inner_->map_run(offset, inner, access);
+  }
   void unmap(std::size_t offset, std::size_t bytes) override {
     plan_->reach(DriverCall::kUnmap);
     inner_->unmap(offset, bytes);

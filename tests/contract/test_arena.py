@@ -78,6 +78,7 @@ def test_k_and_v_are_found_by_layer_and_slot_in_both_layouts_on_both_sides(
     owner = Arena.create(geometry(layout=layout), reserved_chunks=0, driver=driver)
     owner.serve(path := str(run_dir / "a.sock"))
     peer = Arena.attach(path)
+    owner.lend(owner.geometry.chunks, owner=1)  # a worker on a device sees no more than that
     for layer in (0, 1):
         for value in (False, True):
             kv_tensor(owner, layer, torch.float32, value=value).fill_(10 * layer + value)
@@ -221,6 +222,22 @@ def test_attaching_where_nobody_serves_says_so(run_dir):
 def test_a_path_too_long_for_a_socket_says_so(arena):
     with pytest.raises(_core.AttachError, match="shorter run directory"):
         arena.serve("/tmp/" + "x" * 120)
+
+
+def test_a_worker_on_a_device_reaches_lent_chunks_only(served, driver):
+    owner, path = served
+    kv = owner.take_kv()
+    (lent,) = owner.lend(1, owner=21)
+    peer = Arena.attach(path)
+    torch.from_dlpack(peer.tensor(peer.chunk_offset(lent), 16)).fill_(3)
+    before = peer.states()
+    if driver == "host":
+        peer.tensor(peer.chunk_offset(kv), 16)
+    else:
+        with pytest.raises(_core.OwnershipError, match=f"chunk {kv} is KV; .* lent chunks only"):
+            peer.tensor(peer.chunk_offset(kv), 16)
+    assert peer.states() == before
+    peer.close()
 
 
 CHILD_ATTACH = """

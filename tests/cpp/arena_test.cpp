@@ -144,10 +144,12 @@ TEST_P(ArenaTest, OnAGpuEnginesSeeEachLayerAsOneRowOfTokens) {
 }
 
 TEST_P(ArenaTest, APeerSeesEveryBlockWhereItsOwnViewSays) {
-  const auto owner = Arena::create(inner(), geometry(), 1);
+  const auto owner = Arena::create(inner(), geometry(), 0);
   owner->serve(path_);
   const auto peer = Arena::attach(inner(), path_, soon());
   EXPECT_EQ(peer->geometry().layout, geometry().layout);
+  static_cast<void>(owner->table().lend(geometry().chunks, 7));
+  const auto seen = peer->mapping_of(0, geometry().arena_bytes());
   std::uint8_t mark = 1;
   for (std::int64_t chunk = 0; chunk < geometry().chunks; ++chunk) {
     for (std::int64_t layer = 0; layer < 2; ++layer) {
@@ -155,13 +157,66 @@ TEST_P(ArenaTest, APeerSeesEveryBlockWhereItsOwnViewSays) {
       const KvView its = peer->kv_view(layer, true);
       put(inner(), owner->mapping()->data() + mine.offset + chunk * mine.chunk_stride,
           std::byte{mark});
-      EXPECT_EQ(get(inner(), peer->mapping()->data() + its.offset + chunk * its.chunk_stride),
+      EXPECT_EQ(get(inner(), seen->data() + its.offset + chunk * its.chunk_stride),
                 std::byte{mark});
       ++mark;
     }
     // To the worker a chunk is one range.
     EXPECT_EQ(peer->chunk_offset(chunk), chunk * geometry().chunk_bytes());
   }
+}
+
+// On the host a worker maps the arena once, whole: there the kernel's one memory has no parts.
+TEST_P(ArenaTest, OnADeviceAWorkerMapsWhatItIsLentAndNothingElse) {
+  const auto owner = Arena::create(inner(), geometry(), 1);
+  owner->serve(path_);
+  const auto kv = owner->table().take_kv();
+  FaultyDriver counted(inner());
+  const auto maps = [&] { return counted.plan().calls(DriverCall::kMap); };
+  const auto peer = Arena::attach(counted, path_, soon());
+  const std::int64_t at_start = maps();
+  const auto reach = [&](std::int64_t chunk) {
+    return peer->mapping_of(peer->chunk_offset(chunk), geometry().chunk_bytes());
+  };
+  if (inner().maps_parts()) {
+    EXPECT_EQ(at_start, 2) << "the control region and the arena";
+    EXPECT_NO_THROW(static_cast<void>(reach(kv)));
+    return;
+  }
+  EXPECT_EQ(at_start, 1) << "the control region";
+  const std::int64_t chunk = owner->table().lend(1, 7).at(0);
+  const std::int64_t memories = geometry().chunk_bytes() / geometry().moving_bytes();
+  static_cast<void>(reach(chunk));
+  EXPECT_EQ(maps() - at_start, memories);
+  for (const auto not_lent : {kv, geometry().chunks - 1}) {  // the last one is reserved
+    EXPECT_THROW(static_cast<void>(reach(not_lent)), OwnershipError);
+  }
+  EXPECT_THROW(static_cast<void>(peer->mapping_of(0, geometry().arena_bytes())), OwnershipError);
+  static_cast<void>(owner->table().revoke(1));
+  static_cast<void>(reach(chunk));  // what drains is still the worker's
+  peer->table().give_back(chunk, 7);
+  EXPECT_THROW(static_cast<void>(reach(chunk)), OwnershipError);
+  static_cast<void>(owner->table().lend(1, 8));
+  static_cast<void>(reach(chunk));
+  EXPECT_EQ(maps() - at_start, memories) << "lent a second time, it was mapped still";
+}
+
+TEST_P(ArenaTest, MappingALentChunkSurvivesTheFailureOfAnyCall) {
+  const auto owner = Arena::create(inner(), geometry(), 0);
+  owner->serve(path_);
+  const std::int64_t chunk = owner->table().lend(1, 7).at(0);
+  FaultyDriver driver(inner());
+  const auto peer = Arena::attach(driver, path_, soon());
+  const auto reach = [&] {
+    return peer->mapping_of(peer->chunk_offset(chunk), geometry().chunk_bytes());
+  };
+  const std::int64_t memories = geometry().chunk_bytes() / geometry().moving_bytes();
+  for (std::int64_t n = 1; !inner().maps_parts() && n <= memories; ++n) {
+    driver.plan().fail(DriverCall::kMap, n);
+    EXPECT_THROW(static_cast<void>(reach()), Error);
+  }
+  put(inner(), owner->mapping()->data() + owner->chunk_offset(chunk), std::byte{9});
+  EXPECT_EQ(get(inner(), reach()->data() + peer->chunk_offset(chunk)), std::byte{9});
 }
 
 TEST_P(ArenaTest, TheMemoryBehindABlockCanBeMappedASecondTime) {

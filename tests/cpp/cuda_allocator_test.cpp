@@ -92,8 +92,11 @@ class CudaAllocator : public ::testing::Test {
 };
 
 TEST_F(CudaAllocator, ALargeTensorIsOneRangeOverTheHandlesOfSeveralChunks) {
+  const auto accesses = Standin::counts().accesses;
   std::byte* const tensor = allocator_->allocate(10 * kMiB, id(mine_));
   EXPECT_EQ(allocator_->mapping_calls().map, 5);
+  EXPECT_EQ(allocator_->mapping_calls().access, 1);
+  EXPECT_EQ(Standin::counts().accesses, accesses + 1);
   launch_fill(mine_, tensor, 7, 10 * kMiB);
   synchronize(mine_);
   EXPECT_EQ(get(driver_, tensor + 10 * kMiB - 1), std::byte{7});

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "drivers.h"
 #include "windrow/error.h"
 #include "windrow/geometry.h"
@@ -75,6 +77,44 @@ TEST_P(DriverContract, APartOfAMemoryIsMappedWhereTheDriverSaysSo) {
   put(driver(), range->data() + page(), std::byte{3});
   const auto whole = map_whole(driver(), *memory, Access::kReadOnly);
   EXPECT_EQ(get(driver(), whole->data() + page()), std::byte{3});
+}
+
+TEST_P(DriverContract, ARunIsMappedSideBySideAndUnmappedPieceByPiece) {
+  const auto first = driver().create(page(), "test");
+  const auto second = driver().create(2 * page(), "test");
+  const auto range = driver().reserve(4 * page());
+  const std::array<Piece, 2> run{{{first.get(), 0, page()}, {second.get(), 0, 2 * page()}}};
+  const auto accesses = Standin::counts().accesses;
+  range->map_run(page(), run, Access::kReadWrite);
+  if (GetParam() == "standin") {
+    EXPECT_EQ(Standin::counts().accesses, accesses + 1) << "one call for the whole run";
+  }
+  put(driver(), range->data() + page(), std::byte{1});
+  put(driver(), range->data() + 4 * page() - 1, std::byte{2});
+  EXPECT_EQ(get(driver(), map_whole(driver(), *second, Access::kReadOnly)->data() + 2 * page() - 1),
+            std::byte{2});
+  range->unmap(page(), page());
+  EXPECT_EQ(get(driver(), range->data() + 4 * page() - 1), std::byte{2});
+  range->unmap(2 * page(), 2 * page());
+}
+
+TEST_P(DriverContract, ARunThatFailsLeavesNothingMapped) {
+  const auto memory = driver().create(page(), "test");
+  const auto beyond = driver().create(2 * page(), "test");
+  const auto range = driver().reserve(2 * page());
+  std::array<Piece, 2> run{{{memory.get(), 0, page()}, {beyond.get(), 0, 2 * page()}}};
+  EXPECT_THROW(range->map_run(0, run, Access::kReadWrite), Error);
+  range->map(0, *beyond, 0, 2 * page(), Access::kReadWrite);
+  range->unmap(0, 2 * page());
+  if (driver().maps_parts()) {
+    return;
+  }
+  // Found out by CUDA only, when it has mapped the first one.
+  const auto smaller = driver().import_fd(beyond->export_fd(), page());
+  run[1] = {smaller.get(), 0, page()};
+  EXPECT_THROW(range->map_run(0, run, Access::kReadWrite), Error);
+  static_cast<void>(Standin::violations());
+  range->map(0, *beyond, 0, 2 * page(), Access::kReadWrite);
 }
 
 TEST_P(DriverContract, MappingOutsideOfTheReservationThrows) {

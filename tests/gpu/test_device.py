@@ -54,7 +54,8 @@ print("written")
 
 
 def test_another_process_reads_and_writes_the_same_device_memory(geometry, tmp_path):
-    arena = Arena.create(geometry, reserved_chunks=1, driver="cuda")
+    arena = Arena.create(geometry, reserved_chunks=0, driver="cuda")
+    arena.lend(geometry.chunks, owner=1)
     arena.serve(path := str(tmp_path / "a.sock"))
     kv = kv_tensor(arena, 3, torch.bfloat16, value=True)
     kv[5, 7] = 1

@@ -159,6 +159,7 @@ Result cuMemMap(DevicePtr address, std::size_t bytes, std::size_t offset, cuda::
                 unsigned long long /*flags*/) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
+  ++s.maps;
   if (const Result result = enter_context("cuMemMap"); result != cuda::kSuccess) {
     return result;
   }
@@ -207,6 +208,7 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
                       std::size_t count) {
   State& s = state();
   const std::scoped_lock lock(s.mutex);
+  ++s.accesses;
   if (const Result result = enter_context("cuMemSetAccess"); result != cuda::kSuccess) {
     return result;
   }

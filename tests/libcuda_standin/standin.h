@@ -17,6 +17,8 @@ struct Counts {
   long long modules;
   long long violations;  // rules broken so far
   long long calls;       // CUDA calls so far
+  long long maps;        // of those, cuMemMap
+  long long accesses;    // cuMemSetAccess
 };
 
 using ReadCounts = void (*)(Counts*);      // "windrow_standin_counts"

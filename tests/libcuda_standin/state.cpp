@@ -24,6 +24,8 @@ Counts count() {
   counts.contexts = s.primary_retained;
   counts.green_contexts = static_cast<long long>(s.greens.size());
   counts.modules = static_cast<long long>(s.modules.size());
+  counts.maps = s.maps;
+  counts.accesses = s.accesses;
   counts.violations = static_cast<long long>(s.violations.size());
   counts.calls = s.calls;
   return counts;

@@ -82,6 +82,8 @@ struct State {
   std::uintptr_t next_object = 0x1000;
   long long primary_retained = 0;
   long long calls = 0;
+  long long maps = 0;
+  long long accesses = 0;
   std::vector<std::string> violations;
 };
 

@@ -26,6 +26,7 @@ struct Alias {
 // one call.
 struct MappingCalls {
   std::int64_t map = 0;
+  std::int64_t access = 0;  // one for each alias that was mapped (cuMemSetAccess; none on the host)
   std::int64_t unmap = 0;
   std::int64_t saved = 0;  // map calls that an idle alias made unnecessary
 };
@@ -71,8 +72,7 @@ class AliasCache {
   [[nodiscard]] Backing backing(BlockId block) const;
   // How many of the blocks from `begin` on lie side by side in one memory.
   [[nodiscard]] std::size_t run_length(const std::vector<BlockId>& blocks, std::size_t begin) const;
-  // Returns how many calls it took.
-  std::int64_t map_runs(std::size_t offset, const std::vector<BlockId>& blocks);
+  [[nodiscard]] std::vector<Piece> pieces_of(const std::vector<BlockId>& blocks) const;
   void drop(Idle::iterator alias);
   void drop_oldest() { drop(idle_.begin()); }
 

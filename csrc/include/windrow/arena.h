@@ -23,8 +23,9 @@ namespace windrow {
 
 // All blocks of a slot, with their table of owners and the shared page.
 //
-// Decode creates it and is its one owner; workers attach over the socket. Memory is mapped once,
-// for good: lending changes who may use a chunk and maps nothing. One thread at a time (the
+// Decode creates it and is its one owner; workers attach over the socket. Decode maps everything
+// once, for good: lending changes who may use a chunk and maps nothing there. A worker does the
+// same on the host; on a device it maps what it is lent (see Blocks). One thread at a time (the
 // server's thread shares nothing with it but descriptors). After close() every call throws Error;
 // pages and tensors that were handed out keep their memory mapped until they are gone.
 class Arena {
@@ -49,6 +50,9 @@ class Arena {
   // Shares ownership of the control mapping.
   [[nodiscard]] std::shared_ptr<SharedPage> page() const;
   [[nodiscard]] std::shared_ptr<LeasedMapping> mapping() const;
+  // The same, with that extent of it there to be used. A worker on a device gets lent chunks only:
+  // OwnershipError names the first one that is not LENT or DRAINING. Throws std::out_of_range.
+  [[nodiscard]] std::shared_ptr<LeasedMapping> mapping_of(std::int64_t offset, std::int64_t bytes);
   // Where the blocks lie; outlives the arena as long as somebody holds it.
   [[nodiscard]] std::shared_ptr<const Blocks> blocks() const;
   // Byte of the mapping where a chunk's first block begins. Throws std::out_of_range.
@@ -84,7 +88,7 @@ class Arena {
   Driver* driver_;
   Geometry geometry_;
   Side side_;
-  std::shared_ptr<const Blocks> blocks_;  // null once closed
+  std::shared_ptr<Blocks> blocks_;  // null once closed
   std::unique_ptr<Memory> control_memory_;
   std::shared_ptr<LeasedMapping> control_;
   std::unique_ptr<ChunkTable> table_;

@@ -23,15 +23,19 @@ struct KvView {
   bool operator==(const KvView&) const = default;
 };
 
-// All blocks of an arena: their memories, and one mapping of them all, made at the start and for
-// good.
+// All blocks of an arena: their memories, and one range of addresses for them all.
+//
+// What is mapped there: everything, at the start and for good; save in a worker whose device has a
+// memory for each piece that moves alone. It maps a chunk when it is lent and first used, so that
+// KV which was never lent has no address in that process. A chunk that went home stays mapped, as
+// idle aliases do: the worker's kernels may still run over it, and it will be lent again.
 //
 // How many memories: one in all where a driver maps parts of a memory; else as many as move alone:
 // a block (per-layer layout) or a chunk (token-major). In which order they are mapped: chunk by
 // chunk, so that a chunk is one range; save that decode, where it has a memory for each block, maps
 // each layer's K and V on its own, as engines want them: chunk after chunk of the same layer.
 //
-// Immutable after construction; any thread.
+// map_chunks() by one thread at a time; the rest by any.
 class Blocks final : public ChunkMemory {
  public:
   // New memory; throws Error.
@@ -42,6 +46,10 @@ class Blocks final : public ChunkMemory {
                                                       std::vector<OwnedFd> fds);
 
   [[nodiscard]] const std::shared_ptr<LeasedMapping>& mapping() const { return mapping_; }
+  // Sees to it that those chunks are mapped. Throws Error; none of a failed chunk is mapped then.
+  void map_chunks(std::int64_t first, std::int64_t last);
+  // Whether each chunk is mapped on its own, when it is lent.
+  [[nodiscard]] bool maps_on_demand() const { return !mapped_.empty(); }
   // A descriptor of each memory. Throws Error.
   [[nodiscard]] std::vector<OwnedFd> export_fds() const;
   // Where a block begins in the mapping; the blocks of a chunk are `block_stride` apart. In the
@@ -61,16 +69,17 @@ class Blocks final : public ChunkMemory {
 
  private:
   enum class Order { kByChunk, kByLayer };
-  Blocks(Driver& driver, const Geometry& geometry, Order order,
+  enum class Mapped { kAll, kOnDemand };
+  Blocks(Driver& driver, const Geometry& geometry, Order order, Mapped mapped,
          std::vector<std::unique_ptr<Memory>> memories);
-  void map_all(Driver& driver);
+  [[nodiscard]] std::vector<Piece> pieces(std::size_t first, std::size_t count) const;
   [[nodiscard]] std::int64_t memory_bytes() const;
-  [[nodiscard]] std::int64_t place_of(std::size_t memory) const;
 
   Geometry geometry_;
   Order order_;
   std::vector<std::unique_ptr<Memory>> memories_;
   std::shared_ptr<LeasedMapping> mapping_;
+  std::vector<bool> mapped_;  // by chunk; empty: all are, since the start
 };
 
 // How many memories an arena of that geometry has on that driver.

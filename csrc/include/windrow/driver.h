@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,6 +41,13 @@ class Memory {
   virtual void seal_writes() = 0;
 };
 
+// A memory, or part of one, among others that are mapped side by side.
+struct Piece {
+  const Memory* memory;
+  std::size_t offset;
+  std::size_t bytes;
+};
+
 // A range of addresses, at first backed by nothing. Unmaps and frees itself; nothing may point into
 // it then. One thread at a time.
 class Reservation {
@@ -53,9 +61,13 @@ class Reservation {
   // changes its access. Throws Error.
   virtual void map(std::size_t offset, const Memory& memory, std::size_t memory_offset,
                    std::size_t bytes, Access access) = 0;
-  // A range that was mapped by one call.
+  // Backs consecutive addresses from `offset` on with those pieces, each as map() would: all or
+  // none. Where access is a call of its own (CUDA), all of them get it by one. Each piece is
+  // unmapped alone. Throws Error.
+  virtual void map_run(std::size_t offset, std::span<const Piece> pieces, Access access);
+  // A range that was mapped by one call, or by one piece of a run.
   virtual void unmap(std::size_t offset, std::size_t bytes) = 0;
-  // Of what is mapped at its beginning. Throws Error.
+  // Of what is mapped first in it. Throws Error where nothing is.
   [[nodiscard]] virtual MemorySpace space() const { return {}; }
 };
 
