@@ -22,6 +22,8 @@ DECODE_STALE_NS = 1_000_000_000
 ASK_AFTER_SILENCE_NS = 2_000_000_000
 # While waiting: often enough that decode, which takes a second of silence for death, sees us beat.
 WAIT_S = 0.2
+# How long a tasklet waits in its middle before it is given up, so that commands are heard.
+PATIENCE_NS = 2_000_000_000
 _DECODE, _WORKER = 0, 1
 
 
@@ -84,7 +86,10 @@ class GrantGate:
         self._used = Used()
         self._launched = 0
         self._active = 0  # units of what was launched last
-        self._begun_ns = 0
+        self._begun_ns = self._held_ns = 0
+        self._running: Tasklet | None = None
+        self._unheeded = False
+        self._glanced, self._glance = -1, Decision()  # a grant seen in the middle of a tasklet
 
     def latest(self) -> Decision:
         """Read the page; return the newest grant."""
@@ -121,8 +126,57 @@ class GrantGate:
         claimed = self._claim(tasklet)
         while claimed and self._read():
             claimed = self._claim(tasklet)
-        self._begun_ns = self._clock()
+        self._begun_ns, self._held_ns = self._clock(), 0
+        self._running = tasklet if claimed else None
         return claimed
+
+    def revoked(self) -> bool:
+        """Whether the tasklet that runs may not go on as it does; False where none runs.
+
+        Its grant is not replaced: what a new one allows begins with the next launch.
+        """
+        if self._running is None:
+            return False
+        if (seq := self._page.grant_seq) != self._glanced:
+            self._glanced, self._glance = seq, Decision(*self._page.read_grant())
+        return not self._may_go_on(self._glance) or self._glance.finetune_units < self._active
+
+    def hold(self, give_up: Callable[[], bool]) -> bool:
+        """In the middle of a tasklet, say that nothing runs and wait until it may go on.
+
+        Returns:
+            False: it has waited for `PATIENCE_NS`, decode is gone, or `give_up` says so.
+        """
+        tasklet, began_ns = self._running, self._clock()
+        assert tasklet is not None
+        self.quiet(tasklet)
+        while not self._rejoin(tasklet):
+            waited_ns = self._clock() - began_ns
+            if waited_ns > PATIENCE_NS or give_up() or self.decode_gone():
+                self._running = None
+                return False
+            self.quiet(tasklet)
+            self.wait()
+        self._held_ns += self._clock() - began_ns
+        return True
+
+    def _may_go_on(self, grant: Decision) -> bool:
+        """Whether what runs may run on, whatever it has used."""
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
+
+    def _rejoin(self, tasklet: Tasklet) -> bool:
+        """Take the units that are granted now, no more than before, and say that it runs again."""
+        while self._may_go_on(self._grant):
+            units = min(self._active, self.units)
+            if units != self._active:
+                self._partition.activate(units)
+                self._active = units
+            estimate = self._estimates.estimate_us(tasklet, units)
+            self._publish(tasklet, in_flight_us=max(1, estimate))
+            if not self._read():
+                return True
+        return False
 
     def _claim(self, tasklet: Tasklet) -> bool:
         """Move to as many of the granted units as are of use, and say what is about to run."""
@@ -136,22 +190,31 @@ class GrantGate:
         return True
 
     def landed(self, tasklet: Tasklet) -> tuple[int, int]:
-        """Account for a tasklet that has run. Returns when it began and ended, in nanoseconds."""
-        ended_ns = self._clock()
-        elapsed_us = (ended_ns - self._begun_ns) / 1e3
-        self._estimates.learn(tasklet, self._active, elapsed_us)
+        """Account for a tasklet that has run.
+
+        Returns:
+            when it began and ended, in nanoseconds; what it was held up is left out at the front.
+        """
+        ended_ns, began_ns = self._clock(), self._begun_ns + self._held_ns
+        elapsed_us = (ended_ns - began_ns) / 1e3
+        if not self._held_ns:
+            self._estimates.learn(tasklet, self._active, elapsed_us)
         self._used.tasklets += 1
         self._used.us += elapsed_us
         self._launched += 1
-        return self._begun_ns, ended_ns
+        self._running = None
+        return began_ns, ended_ns
 
     def quiet(self, tasklet: Tasklet | None) -> None:
         """Say that nothing runs, and which pause has been seen. `tasklet`: the next one."""
-        self._read()
+        # A grant that comes in here was not seen by whoever is about to wait: do not sleep over it.
+        self._unheeded = self._read() and self._may_go_on(self._grant)
         self._publish(tasklet, in_flight_us=0)
 
     def wait(self, timeout_s: float = WAIT_S) -> None:
         """Sleep until the next grant or the timeout."""
+        if self._unheeded:
+            timeout_s, self._unheeded = 0.0, False
         self._page.wait_grant(self._seq, timeout_s=timeout_s)
         self._page.beat(_WORKER)
 

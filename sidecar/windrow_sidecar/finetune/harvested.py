@@ -28,6 +28,7 @@ from windrow_sidecar.finetune.model import (
 from windrow_sidecar.finetune.plan.grain import Paced
 from windrow_sidecar.finetune.precision import WeightForm
 from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.suspension import Suspension
 from windrow_sidecar.qos.view import Phase
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,14 @@ class HarvestedSlot:
             self._offer_facts,
             decode_lives=arena.owner_lives,
         )
+        suspension = Suspension(self.gate, standing.stall, self._give_up)
         self.session: Session = open_session(
-            job, base, boundaries=self._boundaries, limits=self._limits, grain=self._grain
+            job,
+            base,
+            boundaries=self._boundaries,
+            limits=self._limits,
+            grain=self._grain,
+            between=suspension.point,
         )
         self.memory = LentMemory(self._boundaries, self.session.stream)
 
@@ -101,6 +108,10 @@ class HarvestedSlot:
             bound_us = min(bound_us, grant.budget_us)
         windows = not self.session.stream.windows_refused
         return Paced(self._estimates, bound_us, grant.finetune_units, windows, grant.window_tokens)
+
+    def _give_up(self) -> bool:
+        """Whether a layer that is held up in its middle had better be given up."""
+        return bool(self._standing.stop_asked) or self.memory.asked_back()
 
     def _offer_facts(self) -> OfferFacts:
         held = self._boundaries.held_chunks

@@ -32,6 +32,7 @@ from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
 from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
+from windrow_sidecar.finetune.suspension import between_modules
 from windrow_sidecar.finetune.visit import Parts
 
 log = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ def open_session(
     limits: Callable[[], MicroLimits],
     grain: Callable[[], Grain] = WholeRows,
     order: Order = layer_major,
+    between: Callable[[], None] | None = None,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -124,6 +126,7 @@ def open_session(
         limits: of micro-batches, asked before each group.
         grain: of tasklets, asked before each.
         order: of the tasklets of a group.
+        between: called between the modules of a layer that runs (see `suspension`).
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
@@ -160,6 +163,8 @@ def open_session(
         seed=training.seed,
         course=Course.of(training),
     )
+    if between is not None:
+        between_modules(stack.layers, between)
     origin = _origin(spec, base, rows)
     return Session(job, tuned, stream, longest, base.shared, origin, rows.skipped)
 

@@ -131,6 +131,10 @@ class LentBoundaries:
         self._held = held
         return changed
 
+    def asked_back(self) -> bool:
+        """Whether a chunk drains."""
+        return bool(self._arena.draining(self._owner))
+
     def give_all_back(self) -> None:
         """Return every chunk. No activation may be left in them."""
         self.clear()
@@ -204,6 +208,10 @@ class LentMemory:
         else:
             self.is_starving = micro.padded_tokens > self._boundaries.capacity_tokens()
         return self.is_starving
+
+    def asked_back(self) -> bool:
+        """Whether decode waits for a chunk."""
+        return self._boundaries.asked_back()
 
     def set_aside(self) -> None:
         """Move the job's state to the host; chunks that are empty then stay until asked for."""

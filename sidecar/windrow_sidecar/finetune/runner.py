@@ -10,6 +10,7 @@ from windrow_sidecar.finetune.device import Gate, Memory
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.suspension import BrokenOff
 from windrow_sidecar.finetune.tasklets import Tasklet
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
@@ -94,8 +95,14 @@ class Runner:
             return None
         self._resumed()
         self._standing.stall.begin()
-        outcome = self._stream.run(tasklet)
-        self._standing.stall.end()
+        try:
+            outcome = self._stream.run(tasklet)
+        except BrokenOff:
+            self._stream.break_off(tasklet)
+            self._held_up = self._stream.peek()
+            return None
+        finally:
+            self._standing.stall.end()
         self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.active_units)
         if outcome is not None:
             self._gate.quiet(self._stream.peek())

@@ -202,6 +202,14 @@ class TaskletStream:
             raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
         return self._commit(self._visit) if self._visit.frontier.done else None
 
+    def break_off(self, tasklet: Tasklet) -> None:
+        """Forget a tasklet that was given up in its middle.
+
+        Forward and loss run again. A backward has left part of a gradient: its group runs again.
+        """
+        if tasklet.phase is Phase.BACKWARD:
+            self.drop()
+
     def drop(self) -> None:
         """Give up the group on its way, its memory included; its rows run again later."""
         self.replan(force=True)

@@ -16,8 +16,8 @@ TARGET = 0.7
 FIRST_TOKENS = 32
 # Fewer mostly pay for the call: a layer of a small model takes 1 ms for no tokens at all. Beside
 # decode on two cores, windows of 24 to 34 tokens kept within 5.5 ms, but took 1.6 to 2.1 times as
-# long a token: 1,200 tokens a second where whole rows of 200 gave 2,140. Decode is not held up by
-# what is in flight there (an idle task on another core), so the bound gives way to this.
+# long a token: 1,200 tokens a second where whole rows of 200 gave 2,140. So the bound gives way to
+# this, and a layer that is longer is held up between its modules (`suspension`).
 LEAST_TOKENS = 256
 
 

@@ -1,0 +1,197 @@
+"""A layer that is held up between its modules computes what it computes at one go."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.health import StallWatch
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.suspension import BrokenOff, Suspension, between_modules
+from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
+from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
+def untouched(request):
+    job = tiny_job(grain=request.param, micro_batches=2)
+    while (tasklet := job.stream.peek()) is not None:
+        job.stream.run(tasklet)
+    return request.param, adapter_of(job)
+
+
+def job_with(point, grain):
+    job = tiny_job(grain=grain, micro_batches=2)
+    between_modules(job.model.get_base_model().model.layers, point)
+    return job
+
+
+def same(ours, theirs) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_there_are_points_within_every_forward_and_every_backward(untouched):
+    points = []
+    job = job_with(lambda: points.append(1), untouched[0])
+    while (tasklet := job.stream.peek()) is not None:
+        points.clear()
+        job.stream.run(tasklet)
+        if tasklet.phase in (Phase.FORWARD, Phase.BACKWARD):
+            # Four products of attention, three of the MLP.
+            assert len(points) >= 7
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(stretches=st.lists(st.integers(1, 34), min_size=1, max_size=12))
+def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretches):
+    grain, expected = untouched
+    left, broken = [*stretches], 0
+
+    def point() -> None:
+        if left:
+            left[0] -= 1
+            if not left[0]:
+                left.pop(0)
+                raise BrokenOff
+
+    job = job_with(point, grain)
+    while (tasklet := job.stream.peek()) is not None:
+        try:
+            job.stream.run(tasklet)
+        except BrokenOff:
+            job.stream.break_off(tasklet)
+            broken += 1
+    assert broken == len(stretches)
+    assert same(adapter_of(job), expected)
+
+
+class Cores:
+    """A partition that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.units = []
+
+    def activate(self, units: int) -> None:
+        self.units.append(units)
+
+
+class Slot:
+    """The page between decode and a worker, and the worker's gate."""
+
+    def __init__(self) -> None:
+        geometry = Geometry(
+            layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2
+        )
+        self.arena = Arena.create(geometry, reserved_chunks=1)
+        self.page, self.cores, self.epoch = self.arena.page, Cores(), 0
+        self.estimates = Estimates()
+        self.gate = GrantGate(
+            self.page,
+            self.cores,
+            self.estimates,
+            lambda: OfferFacts(1),
+            decode_lives=lambda: True,
+        )
+
+    def give(self, **fields) -> None:
+        self.page.beat(0)
+        self.page.publish_grant(*dataclasses.astuple(Decision(**fields))[:-1])
+
+    def go(self, units: int) -> None:
+        self.give(action=Action.GO, finetune_units=units, pause_epoch=self.epoch)
+
+    def pause(self) -> None:
+        self.epoch += 1
+        self.give(action=Action.PAUSE, pause_epoch=self.epoch)
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(*self.page.read_offer())
+
+
+def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched):
+    grain, expected = untouched
+    slot, stall, answered = Slot(), StallWatch(), []
+
+    def decode_answers() -> bool:
+        """Runs while the worker is held up: it says so, with the pause that it has seen."""
+        assert slot.offer.in_flight_us == 0
+        assert slot.offer.pause_epoch_seen == slot.epoch
+        assert stall.stalled() is None
+        answered.append(slot.offer.phase)
+        slot.go(1)
+        return False
+
+    suspension = Suspension(slot.gate, stall, decode_answers)
+    passed = 0
+
+    def point() -> None:
+        nonlocal passed
+        passed += 1
+        if passed % 37 == 0 and slot.offer.in_flight_us:
+            slot.pause()
+        suspension.point()
+
+    job = job_with(point, grain)
+    slot.go(2)
+    while (tasklet := job.stream.peek()) is not None:
+        assert slot.gate.launch(tasklet)
+        job.stream.run(tasklet)
+        began_ns, ended_ns = slot.gate.landed(tasklet)
+        assert began_ns < ended_ns
+    assert {Phase.FORWARD, Phase.BACKWARD} <= set(answered)
+    assert slot.cores.units[0] == 2
+    assert slot.cores.units[-1] == 1  # fewer cores are taken in the middle of a layer, too
+    assert same(adapter_of(job), expected)
+
+
+def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():
+    slot = Slot()
+    suspension = Suspension(slot.gate, StallWatch(), lambda: True)
+    points = []
+
+    def point() -> None:
+        points.append(1)
+        if len(points) == 5:
+            slot.pause()
+        suspension.point()
+
+    job = job_with(point, Windows(1000))
+    slot.go(1)
+    tasklet = job.stream.peek()
+    assert slot.gate.launch(tasklet)
+    with pytest.raises(BrokenOff):
+        job.stream.run(tasklet)
+    job.stream.break_off(tasklet)
+    assert slot.offer.in_flight_us == 0
+    assert job.stream.peek() == tasklet
+    assert not slot.gate.launch(tasklet)
+
+
+def test_a_grant_that_comes_while_the_worker_says_it_is_quiet_is_not_slept_over():
+    slot = Slot()
+    job = tiny_job()
+    tasklet = job.stream.peek()
+    slot.pause()
+    assert not slot.gate.launch(tasklet)
+    slot.go(1)
+    slot.gate.quiet(tasklet)
+    slot.gate.wait(300.0)  # longer than a test may take
+    assert slot.gate.launch(tasklet)
