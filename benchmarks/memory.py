@@ -139,7 +139,7 @@ def measure_calls(arena: Arena, repeats: int) -> list[Result]:
     ]
 
 
-def measure_iteration() -> list[Result]:
+def measure_iteration(driver: str) -> list[Result]:
     """A recorded LoRA iteration on lent chunks: what it wastes, and what idle aliases save it.
 
     Three times: the first maps, the second finds its mappings, the third finds them again after all
@@ -155,7 +155,7 @@ def measure_iteration() -> list[Result]:
         block_bytes=2 * 1024 * 1024,
         chunks=-(-(peak_bytes(steps) + FRAGMENTATION_GOAL_MB * 10**6) // chunk_bytes),
     )
-    arena = Arena.create(geometry, reserved_chunks=0)
+    arena = Arena.create(geometry, reserved_chunks=0, driver=driver)
     allocator = DeviceAllocator.over(arena)
 
     def lend_all() -> None:
@@ -231,8 +231,8 @@ def main() -> None:
         "--driver",
         choices=["host", "cuda"],
         default="host",
-        help="whose create, map, unmap and copy are measured (default host); all else is "
-        "bookkeeping of the core, the same on both",
+        help="whose create, map, unmap and copy are measured, and where the recorded iteration "
+        "runs (default host); all else is bookkeeping of the core, the same on both",
     )
     options = parser.parse_args()
     env = environment()
@@ -245,7 +245,7 @@ def main() -> None:
             *measure_native(TRACE, options.driver, quick=options.quick),
             Result("make an arena of 192 MiB, resident", created_ms, "ms", "lower", 1_000),
             *measure_calls(arena, repeats),
-            *measure_iteration(),
+            *measure_iteration(options.driver),
             *measure_return(arena, Path(folder) / "arena.sock", 30 if options.quick else REVOKES),
         ]
         arena.check()

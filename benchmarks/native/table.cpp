@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "samples.h"
+#include "system_calls.h"
 #include "windrow/chunk_table.h"
 #include "windrow/device_allocator.h"
 #include "windrow/host_driver.h"
@@ -74,8 +75,9 @@ void measure_table(int repeats) {
       returning.add(quantile(returns, 0.5));
     }
   }
+  std::vector<std::int64_t> kv;
   while (decode.counts()[0] > 0) {
-    static_cast<void>(decode.take_kv());
+    kv.push_back(decode.take_kv());
   }
   for (int repeat = -kWarmUps; repeat < repeats; ++repeat) {
     std::vector<double> takes;
@@ -88,9 +90,23 @@ void measure_table(int repeats) {
       taking.add(quantile(takes, 0.99));
     }
   }
+  for (const auto chunk : kv) {
+    decode.return_kv(chunk);
+  }
   taking.print();
   lending.print();
   returning.print();
+  const auto calls = system_calls([&] {
+    for (std::size_t i = 0; i < kCalls; ++i) {
+      lend();
+      give_back();
+    }
+  });
+  if (calls) {
+    Figure counted("system calls of 2,000 loans and returns");
+    counted.add(static_cast<double>(*calls));
+    counted.print();
+  }
 }
 
 }  // namespace windrow::bench

@@ -25,19 +25,32 @@ std::string mebibytes(std::size_t bytes) {
   return text;
 }
 
+// Before anything is made of it.
+std::shared_ptr<const ChunkMemory> require_usable(const Driver& driver,
+                                                  std::shared_ptr<const ChunkMemory> memory) {
+  const std::size_t block = memory->block_bytes();
+  if (kPoolBlockBytes % block != 0) {
+    throw GeometryError("blocks of " + std::to_string(block) +
+                        " bytes do not divide the small pool's 2 MiB");
+  }
+  if (!driver.maps_parts() && memory->backing(0, 0).memory->bytes() != block) {
+    throw GeometryError("a chunk of this arena is one memory of " +
+                        std::to_string(memory->backing(0, 0).memory->bytes()) + " bytes, and " +
+                        std::string(driver.name()) +
+                        " maps no part of a memory; tensors take blocks, so make the arena with "
+                        "layout='per-layer'");
+  }
+  return memory;
+}
+
 }  // namespace
 
 DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
                                  std::shared_ptr<const ChunkMemory> memory)
     : streams_(&streams),
-      memory_(std::move(memory)),
+      memory_(require_usable(driver, std::move(memory))),
       budget_(memory_->chunks(), memory_->blocks_per_chunk()),
-      aliases_(driver, memory_) {
-  if (kPoolBlockBytes % memory_->block_bytes() != 0) {
-    throw GeometryError("blocks of " + std::to_string(memory_->block_bytes()) +
-                        " bytes do not divide the small pool's 2 MiB");
-  }
-}
+      aliases_(driver, memory_) {}
 
 void DeviceAllocator::lend(std::int64_t chunk) {
   const std::scoped_lock lock(mutex_);

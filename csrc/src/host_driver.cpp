@@ -37,7 +37,9 @@ class HostReservation final : public Reservation {
     void* base =
         ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (base == MAP_FAILED) {
-      throw errno_error("reserving " + std::to_string(bytes) + " bytes of addresses");
+      throw errno_error("reserving " + std::to_string(bytes) +
+                        " bytes of addresses (make the arena smaller, or raise RLIMIT_AS: "
+                        "ulimit -v)");
     }
     base_ = static_cast<std::byte*>(base);
   }

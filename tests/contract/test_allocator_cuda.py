@@ -54,6 +54,26 @@ def test_a_tensor_of_the_worker_lies_in_the_lent_chunks(owner, run_dir):
     peer.close()
 
 
+def test_a_token_major_arena_is_refused_with_what_to_use_and_stays_as_it_was(violations):
+    geometry = Geometry(
+        layers=2,
+        kv_heads=2,
+        head_dim=32,
+        dtype_bytes=4,
+        block_bytes=2 * MIB,
+        chunks=2,
+        layout="token-major",
+    )
+    arena = Arena.create(geometry, reserved_chunks=0, driver="cuda")
+    arena.lend(1, owner=WORKER)
+    before = arena.states()
+    with pytest.raises(_core.GeometryError, match=r"one memory of 8388608 .*'per-layer'"):
+        DeviceAllocator.over(arena)
+    assert arena.states() == before
+    arena.check()
+    arena.close()
+
+
 def test_memory_freed_on_one_share_is_reused_on_another_after_its_work_is_over(owner):
     allocator = DeviceAllocator.over(owner)
     (chunk,) = owner.lend(1, owner=WORKER)

@@ -129,9 +129,12 @@ def test_an_arena_larger_than_the_device_is_refused_before_anything_is_made(aren
 
 CHILD_LIMITED = """
 import resource, sys
+from pathlib import Path
 from windrow_sidecar._core import Arena, Error, Geometry
 kind, most = getattr(resource, sys.argv[1]), int(sys.argv[2])
-arena = Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=64)
+arena = Geometry(layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=1 << 20, chunks=32)
+if sys.argv[1] == "RLIMIT_AS":  # beyond what the process has already
+    most += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
 try:
     Arena.create(arena, reserved_chunks=0)
@@ -145,6 +148,7 @@ except Error as error:
     [
         ("RLIMIT_NOFILE", 6, "raise it to at least"),
         ("RLIMIT_FSIZE", 65536, "raise RLIMIT_FSIZE"),
+        ("RLIMIT_AS", 16 << 20, "raise RLIMIT_AS"),
     ],
 )
 def test_a_limit_of_the_process_is_named_with_what_to_do(child, limit, most, message):

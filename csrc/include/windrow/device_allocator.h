@@ -33,7 +33,8 @@ namespace windrow {
 class DeviceAllocator {
  public:
   // The budget is empty at first. `driver` and `streams` outlive it. Throws GeometryError where
-  // blocks do not divide 2 MiB, Error where addresses cannot be reserved.
+  // blocks do not divide 2 MiB or cannot be mapped alone (token-major on CUDA), Error where
+  // addresses cannot be reserved.
   DeviceAllocator(Driver& driver, Streams& streams, std::shared_ptr<const ChunkMemory> memory);
   DeviceAllocator(const DeviceAllocator&) = delete;
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
