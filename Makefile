@@ -54,7 +54,7 @@ endif
 
 soak: setup
 	@mkdir -p $(SANITIZED)
-	PATH="$(abspath $(VENV))/bin:$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DCMAKE_BUILD_TYPE= \
+	PATH="$(abspath $(VENV))/bin:$$PATH" cmake -G Ninja -S . -B $(SANITIZED) -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DWINDROW_PYTHON=OFF -DWINDROW_CPP_TESTS=ON -DWINDROW_SANITIZE=address,undefined
 	PATH="$(abspath $(VENV))/bin:$$PATH" cmake --build $(SANITIZED) --target windrow_soak
 	UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(SANITIZED)/tests/cpp/windrow_soak $(ARGS)

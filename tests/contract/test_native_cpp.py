@@ -39,7 +39,6 @@ def configure(build: Path, sanitizer: str) -> None:
     done = run(
         "cmake",
         *generator,
-        "-DCMAKE_BUILD_TYPE=",  # the sanitizers' own options, as `make soak` has them
         "-DWINDROW_PYTHON=OFF",
         "-DWINDROW_CPP_TESTS=ON",
         "-DWINDROW_WERROR=ON",
