@@ -43,11 +43,11 @@ setup: $(VENV)/.native
 demo: setup
 	$(VENV)/bin/windrow demo $(ARGS)
 
-# Unit and contract tests side by side; what runs processes against deadlines has the machine alone.
+# Side by side what can be; then what has the machine alone.
 test: setup
 ifeq ($(strip $(ARGS)),)
-	OMP_NUM_THREADS=1 $(PY) -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit tests/contract
-	$(PY) -m pytest tests --ignore tests/unit --ignore tests/contract
+	$(PY) -m pytest -m "not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PY) -m pytest -m alone
 else
 	$(PY) -m pytest $(ARGS)
 endif

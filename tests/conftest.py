@@ -1,5 +1,6 @@
 """What tests of more than one folder share: a real API server, and a namespace of one's own."""
 
+import os
 import uuid
 
 import pytest
@@ -13,16 +14,33 @@ from windrow.local.progress import LineProgress
 TOOLS = pytest.StashKey()
 
 
+@pytest.hookimpl(trylast=True)  # the reporter is there
+def pytest_configure(config):
+    """Give each process its share of the cores; build what they need before they start."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes > 1:
+        import torch
+
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
+    elif config.getoption("numprocesses", None):
+        find_tools(config)
+
+
 def pytest_collection_finish(session):
     """Build the control plane before the tests that need it, since it outlasts their time-outs."""
     if session.config.option.collectonly:
         return
     if any("tools" in item.fixturenames for item in session.items):
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        try:
-            session.config.stash[TOOLS] = ensure_tools(LineProgress(reporter.write_line))
-        except UserError as error:
-            session.config.stash[TOOLS] = error
+        find_tools(session.config)
+
+
+def find_tools(config):
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    write_line = reporter.write_line if reporter else lambda _: None
+    try:
+        config.stash[TOOLS] = ensure_tools(LineProgress(write_line))
+    except UserError as error:
+        config.stash[TOOLS] = error
 
 
 @pytest.fixture(scope="session")

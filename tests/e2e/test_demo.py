@@ -10,6 +10,8 @@ import pytest
 
 from windrow.local.summary import PODS, summarize
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 WANTED = (
     "kubernetes.version", "job.phase", "job.steps", "job.loss.first", "job.loss.last",

@@ -12,9 +12,12 @@ from kubernetes import client as k8s
 from windrow.local import serving
 from windrow.local.manifests import decode_pod
 
-pytestmark = pytest.mark.timeout(420)  # a first build of the API server included
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.timeout(420),  # a first build of the API server included
+]
 
-STEPS = 40
+STEPS = 28
 BREAK_AT = 6  # after the checkpoint of step 4, before that of step 8
 
 

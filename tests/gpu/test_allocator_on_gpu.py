@@ -10,7 +10,7 @@ import torch
 
 from windrow_sidecar import _core
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 # A process of its own: torch's allocator is chosen once in a process.
 CODE = """

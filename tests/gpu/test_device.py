@@ -13,7 +13,7 @@ from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.memory.kv import kv_tensor
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
 
 

@@ -23,6 +23,8 @@ from windrow_sidecar.testing.attached_operator import AttachedOperator as Operat
 from windrow_sidecar.testing.attached_operator import until
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
+pytestmark = pytest.mark.alone
+
 Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
+
+pytestmark = pytest.mark.alone
 
 ROWS = Path(__file__).resolve().parents[2] / "examples" / "support-tone" / "train.jsonl"
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"

@@ -17,6 +17,8 @@ from windrow_sidecar.qos.terms import Terms
 from windrow_sidecar.qos.view import Action, Decision
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
+pytestmark = pytest.mark.alone
+
 EPOCH = 7
 TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
 

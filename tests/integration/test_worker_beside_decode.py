@@ -30,6 +30,8 @@ from windrow_sidecar.finetune.grants import ASK_AFTER_SILENCE_NS
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.qos.view import Action, Decision, Offer
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
 UID = "3b1c"
