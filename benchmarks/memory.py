@@ -20,6 +20,7 @@ from rich.progress import track
 
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from benchmarks.native.rows import measure_native
+from benchmarks.partition import measure_partition
 from windrow_sidecar._core import (
     Arena,
     DeviceAllocator,
@@ -246,6 +247,7 @@ def main() -> None:
             Result("make an arena of 192 MiB, resident", created_ms, "ms", "lower", 1_000),
             *measure_calls(arena, repeats),
             *measure_iteration(options.driver),
+            *measure_partition(options.driver, repeats),
             *measure_return(arena, Path(folder) / "arena.sock", 30 if options.quick else REVOKES),
         ]
         arena.check()
