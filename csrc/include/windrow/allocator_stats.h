@@ -37,7 +37,8 @@ struct PooledStat {
   }
 };
 
-// What an allocator counts. Bytes: requested <= allocated <= active <= reserved, save that a large
+// What an allocator counts: plain data, which its allocator changes under its lock and hands out as
+// copies. Bytes: requested <= allocated <= active <= reserved, save that a large
 // tensor is allocated in whole blocks.
 struct AllocatorStats {
   PooledStat allocation;       // live allocations

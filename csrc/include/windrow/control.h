@@ -34,11 +34,11 @@ static_assert(kPageOffset == 128 && kTableOffset == 1792);
 // Bytes of a control region, a multiple of the granularity.
 [[nodiscard]] std::size_t control_bytes(std::int64_t chunks, std::size_t granularity);
 
-// Makes head, page and table in zeroed memory.
+// Makes head, page and table in zeroed memory. One thread, before the region is handed out.
 void format_control(std::byte* base, const Geometry& geometry, std::int64_t reserve,
                     std::string_view driver);
 
-// Throws AttachError where the region is not what this build reads.
+// Throws AttachError where the region is not what this build reads. Any thread.
 void require_control(const std::byte* base, const Geometry& geometry);
 
 // The name of the driver on which a sound control region's owner made its blocks.

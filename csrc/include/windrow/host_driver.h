@@ -9,7 +9,7 @@ namespace windrow {
 // mask. One memfd and one mapping for a whole arena: one for each block would pass the usual limit
 // of 1,024 descriptors, and taking 64 touched mappings down costs 5 ms.
 //
-// Copies run in the caller; their events are done at once.
+// Copies run in the caller; their events are done at once. Thread, ownership and errors: as Driver.
 class HostDriver final : public Driver {
  public:
   [[nodiscard]] std::string_view name() const override { return "host"; }
