@@ -162,7 +162,8 @@ class Arena:
     def tensor(self, offset: int, n_bytes: int) -> Any:
         """Zero-copy uint8 tensor (DLPack; `torch.from_dlpack`) over part of the arena.
 
-        Writable on either side. Keeps the mapping alive.
+        Writable on either side. Keeps the mapping alive. In a worker on a GPU, which maps what it is
+        lent when it first asks for it, all its chunks are LENT or DRAINING; else OwnershipError.
         """
     def chunk_offset(self, chunk: int) -> int:
         """Where its first block begins; each of the others lies `block_stride` bytes after the last.
@@ -354,7 +355,10 @@ class DeviceAllocator:
 
     @staticmethod
     def over(arena: Arena) -> DeviceAllocator:
-        """With an empty budget. It keeps the arena's memory, whoever closes the arena."""
+        """With an empty budget. It keeps the arena's memory, whoever closes the arena.
+
+        Raises GeometryError for blocks that do not divide 2 MiB, and on CUDA for a token-major arena.
+        """
     def lend(self, chunk: int) -> None:
         """The chunk may be used from now on."""
     def drain(self, chunk: int) -> None:
@@ -374,8 +378,9 @@ class DeviceAllocator:
     def release_cached(self) -> None:
         """Give up what is not in use: empty pool blocks, idle mappings."""
     def stats(self) -> dict[str, int]:
-        """Under the names of torch.cuda.memory_stats; besides, `num_device_alloc_saved`: mapping
-        calls that idle aliases saved.
+        """Under the names of torch.cuda.memory_stats; besides, `num_device_set_access`: aliases that
+        got their access (one call each), and `num_device_alloc_saved`: mapping calls that idle
+        aliases saved.
         """
     def fragmentation_bytes(self) -> int:
         """Held minus requested, now."""

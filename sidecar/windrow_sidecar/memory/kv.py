@@ -17,6 +17,7 @@ def kv_tensor(arena: Arena, layer: int, dtype: torch.dtype, *, value: bool) -> t
 
     Raises:
         IndexError: there is no such layer.
+        OwnershipError: in a worker on a GPU, unless the whole arena is lent.
         ValueError: elements of another size than the geometry's.
     """
     g = arena.geometry
