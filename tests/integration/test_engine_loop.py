@@ -15,6 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.kvcache import KvCache
@@ -40,6 +41,8 @@ class OneThread:
     total_units = 2
 
     def activate(self, level: int) -> None:
+        if level not in (1, 2):
+            raise UnknownLevel("decode", level, (1, 2), "threads")
         torch.set_num_threads(1)
 
 
@@ -292,6 +295,23 @@ def test_a_hook_that_raises_leaves_decode_going_on_all_units(bench, method, capl
     one.use(Broken())
     one.scheduler.submit(request(1, max_tokens=10))
     assert len(one.run_dry()[1]) == 10
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert (steps[0].decode_units, steps[0].finetune_units) == (1, 1)
+    assert (steps[-1].decode_units, steps[-1].finetune_units) == (2, 0)
+
+
+def test_a_hook_that_asks_for_an_unknown_level_is_switched_off_and_decode_goes_on(bench, caplog):
+    caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
+
+    class Greedy(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            return Decision(decode_units=3 if facts.step == 3 else 1, finetune_units=1)
+
+    one = bench()
+    one.use(Greedy())
+    one.scheduler.submit(request(1, max_tokens=10))
+    assert len(one.run_dry()[1]) == 10
+    assert one.parts.hook.failed
     steps = [event for event in one.events() if isinstance(event, StepEvent)]
     assert (steps[0].decode_units, steps[0].finetune_units) == (1, 1)
     assert (steps[-1].decode_units, steps[-1].finetune_units) == (2, 0)

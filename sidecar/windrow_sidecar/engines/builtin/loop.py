@@ -14,7 +14,7 @@ import torch
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
-from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.compute.partition import Partition, UnknownLevel
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.kvcache import KvCache
 from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
@@ -24,6 +24,7 @@ from windrow_sidecar.engines.builtin.paging import ChunkSource
 from windrow_sidecar.engines.builtin.sampling import sample
 from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
 from windrow_sidecar.engines.hook import FailClosed, StepFacts
+from windrow_sidecar.qos.view import Decision
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # Requests wait for memory that the worker is about to give back: long enough to leave it the core,
@@ -107,7 +108,12 @@ class DecodeLoop:
         asked_ns = parts.clock_ns()
         decision = parts.hook.before_step(facts)
         self._hold_until_ns = decision.hold_admission_until_ns
-        parts.partition.activate(decision.decode_units or parts.units)
+        try:
+            parts.partition.activate(decision.decode_units or parts.units)
+        except UnknownLevel as error:  # the hook's mistake, not serving's
+            parts.hook.give_up(error)
+            decision = Decision()
+            parts.partition.activate(parts.units)
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
 
         if prefill is not None:
