@@ -200,6 +200,10 @@ def job_spec(out: Path) -> dict:
     }
 
 
+def layers_of_model() -> int:
+    return json.loads((MODEL / "config.json").read_text())["num_hidden_layers"]
+
+
 def weights_bytes() -> int:
     return sum(t.numel() * 4 for t in load_file(MODEL / "model.safetensors").values())
 
@@ -321,6 +325,7 @@ def test_a_pause_is_seen_within_a_tasklet_and_the_worker_goes_on_after_it(at_wor
     )
     until(lambda: "PAUSED" in pod.agent.kinds(), pod=pod, worker=worker)
     assert pod.decode.offer.tasklet_id == quiet.tasklet_id
+    assert quiet.resident_layers == layers_of_model()
     pod.decode.go()
     until(lambda: pod.decode.offer.tasklet_id > quiet.tasklet_id, pod=pod, worker=worker)
     until(lambda: "RESUMED" in pod.agent.kinds(), pod=pod, worker=worker)

@@ -154,3 +154,18 @@ def test_a_plan_keeps_to_its_budget_and_can_be_followed(graph, budget, gemm_agai
     assert plan.kept_bytes <= budget
     assert plan.replayed == graph.replayed(plan.kept)
     assert plan.kept_bytes <= largest(graph).kept_bytes
+
+
+@given(tokens=st.integers(1, 10_000), room=st.integers(0, 10**7))
+def test_what_a_budget_leaves_never_takes_more_than_there_is(tokens, room):
+    appetite = Appetite(4, 100.0, boundary_bytes_per_token=16.0, state_bytes=5_000)
+    assert appetite.least_bytes(tokens) <= appetite.peak_bytes(tokens)
+    most = appetite.most_tokens(room)
+    assert most == 0 or appetite.least_bytes(most) <= room
+    assert appetite.least_bytes(most + 1) > room
+    kept = appetite.within(tokens, room)
+    if kept is None:
+        assert appetite.peak_bytes(tokens) <= room
+    elif kept > 0:
+        boundaries_and_state = 5_000 + 5 * 16 * tokens
+        assert boundaries_and_state + tokens * (100 + 4 * kept) <= room + 1

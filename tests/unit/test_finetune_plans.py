@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow_sidecar.finetune.estimates import SETTLED, Estimates
-from windrow_sidecar.finetune.grants import DECODE_STALE_NS, Used, may_launch
+from windrow_sidecar.finetune.grants import DECODE_STALE_NS, Used, may_launch, memory_delta_bytes
 from windrow_sidecar.finetune.memory import Run, chunks_needed, runs_of, tokens_that_fit
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
 from windrow_sidecar.finetune.plan.orders import layer_major, unfold
@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.tasklets import (
     Window,
     by_length,
     next_micro_batch,
+    optimizer_tasklet,
 )
 from windrow_sidecar.qos.view import Action, Decision, Phase
 
@@ -42,6 +43,18 @@ def test_micro_batches_take_every_row_once_within_the_bounds(lengths, max_tokens
         taken += micro.rows
         todo = todo[len(micro.rows) :]
     assert sorted(taken) == list(range(len(lengths)))
+
+
+def test_what_a_layer_holds_is_held_from_its_forward_to_its_backward():
+    micro = MicroBatch(0, (0, 1), (4, 3))
+    tasklets = list(unfold(layer_major, Frontier([micro], 3)))
+    deltas = [memory_delta_bytes(tasklet, 10) for tasklet in tasklets]
+    assert deltas == [80, 80, 80, 0, -80, -80, -80]
+    first, second = tasklets[:2]
+    assert memory_delta_bytes(first.joined(second), 10) == 160
+    judged = MicroBatch(0, (0,), (4,), evaluation=True)
+    assert memory_delta_bytes(tasklet_of(Phase.FORWARD, judged, 0, judged.whole), 10) == 0
+    assert memory_delta_bytes(optimizer_tasklet(0), 10) == 0
 
 
 def test_a_micro_batch_goes_up_to_the_loss_and_down_again():

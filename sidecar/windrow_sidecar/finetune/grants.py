@@ -14,7 +14,7 @@ from windrow_sidecar._core import Page
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.finetune.estimates import Estimates
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import Action, Decision
+from windrow_sidecar.qos.view import Action, Decision, Phase
 
 # Decode beats every step, and every 50 ms at most when it is idle.
 DECODE_STALE_NS = 1_000_000_000
@@ -36,6 +36,16 @@ class OfferFacts:
     held_chunks: int = 0
     tokens_done: int = 0
     starving: bool = False
+    bytes_per_token: int = 0  # that a layer holds from its forward to its backward
+    resident_layers: int = 0  # whose weights are in memory
+
+
+def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int) -> int:
+    """Return how many bytes more the worker holds after a tasklet than before."""
+    if tasklet.micro is None or tasklet.micro.evaluation:
+        return 0
+    n_bytes = tasklet.tokens * tasklet.parts * bytes_per_token
+    return {Phase.FORWARD: n_bytes, Phase.BACKWARD: -n_bytes}.get(tasklet.phase, 0)
 
 
 @dataclass(slots=True)
@@ -244,8 +254,8 @@ class GrantGate:
             tasklet.tokens if tasklet else 0,
             len(micro.rows) if micro else 0,
             self._estimates.by_level(tasklet) if tasklet else (),
-            0,
-            0,
+            memory_delta_bytes(tasklet, now.bytes_per_token) if tasklet else 0,
+            now.resident_layers,
             int(now.starving),
             in_flight_us,
             self._grant.pause_epoch,

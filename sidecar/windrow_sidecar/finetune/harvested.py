@@ -27,6 +27,7 @@ from windrow_sidecar.finetune.model import (
 )
 from windrow_sidecar.finetune.plan.grain import Paced
 from windrow_sidecar.finetune.precision import WeightForm
+from windrow_sidecar.finetune.residency.schedule import layers_granted
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.finetune.suspension import Suspension
 from windrow_sidecar.qos.view import Phase
@@ -59,6 +60,8 @@ class HarvestedSlot:
     ) -> None:
         config = base.config
         self._standing = standing
+        self._frozen = base.frozen
+        self._most_layers = base.frozen.capacity if base.frozen else 0
         self._estimates = Estimates()
         self._boundaries = LentBoundaries(
             arena,
@@ -83,7 +86,9 @@ class HarvestedSlot:
             grain=self._grain,
             between=suspension.point,
         )
-        self.memory = LentMemory(self._boundaries, self.session.stream)
+        self.memory = LentMemory(
+            self._boundaries, self.session.stream, follow_residency=self._follow_residency
+        )
 
     def close(self) -> None:
         """Give all chunks back and offer nothing any more."""
@@ -113,6 +118,17 @@ class HarvestedSlot:
         """Whether a layer that is held up in its middle had better be given up."""
         return bool(self._standing.stop_asked) or self.memory.asked_back()
 
+    def _resident_layers(self) -> int:
+        frozen = self._frozen
+        return self.session.stream.depth if frozen is None else len(frozen.resident)
+
+    def _follow_residency(self) -> None:
+        """Hold no more layers than decode grants (0: as many as fit), where they take turns."""
+        if self._frozen is not None:
+            wanted = layers_granted(self.gate.grant.resident_layers, self._most_layers)
+            if wanted != self._frozen.capacity:
+                self._frozen.resize(wanted)
+
     def _offer_facts(self) -> OfferFacts:
         held = self._boundaries.held_chunks
         self._standing.held_chunks = held
@@ -123,6 +139,8 @@ class HarvestedSlot:
             held_chunks=held,
             tokens_done=self.session.stream.position.tokens_done,
             starving=self.memory.is_starving,
+            bytes_per_token=self.session.keeping.held_bytes_per_token,
+            resident_layers=self._resident_layers(),
         )
 
 

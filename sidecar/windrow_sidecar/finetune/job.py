@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import yaml
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.activations.keeping import Keeping
+from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.around import InTurn
-from windrow_sidecar.finetune.boundaries import Boundaries
+from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.checkpoint import Origin
 from windrow_sidecar.finetune.course import Course
 from windrow_sidecar.finetune.data import BatchPlan, Split, lengths_of
@@ -88,6 +88,7 @@ class Session:
     longest_row: int  # tokens
     shared_weights: bool
     origin: Origin
+    keeping: Keeping
     skipped_rows: int = 0
 
 
@@ -144,15 +145,23 @@ def open_session(
     longest = max(lengths_of(rows.train))
     planned = PlannedLayers(stack.layers)
     stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    learns = trainable(tuned)
+    if base.frozen is not None:
+        check_turns(learns)
+    needs = Needs(
+        longest,
+        sum(parameter.nbytes for parameter in learns.values()),
+        own_boundaries=isinstance(boundaries, TorchBoundaries),
+    )
     keeping = Keeping(
-        stack, planned, longest, least=base.frozen is not None, free_bytes=available_bytes
+        stack, planned, needs, least=base.frozen is not None, free_bytes=available_bytes
     )
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
     stream = TaskletStream(
         Parts(stack, Head(stack), Adapter(tuned)),
-        AdapterOptimizer(trainable(tuned), schedule, training.optimizer),
+        AdapterOptimizer(learns, schedule, training.optimizer),
         rows,
         plan,
         total_steps=total,
@@ -166,7 +175,24 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = _origin(spec, base, rows)
-    return Session(job, tuned, stream, longest, base.shared, origin, rows.skipped)
+    return Session(job, tuned, stream, longest, base.shared, origin, keeping, rows.skipped)
+
+
+def check_turns(learns: Iterable[str]) -> None:
+    """Refuse to train what layers that take turns in memory would read anew at each visit.
+
+    Args:
+        learns: names of the parameters.
+
+    Raises:
+        UserError: biases are among them.
+    """
+    if any(name.endswith("bias") for name in learns):
+        raise UserError(
+            "layers take turns in memory, and their biases would be read anew at each visit",
+            field="spec.adapter.lora.bias",
+            remedy="Write none, or use a machine whose memory holds the model.",
+        )
 
 
 def _origin(spec: FinetuneJobSpec, base: BaseModel, rows: Split) -> Origin:

@@ -190,13 +190,16 @@ class LentMemory:
         stream: TaskletStream,
         *,
         free_bytes: Callable[[], int] = available_bytes,
+        follow_residency: Callable[[], None] = lambda: None,
     ) -> None:
+        self._follow_residency = follow_residency
         self._boundaries, self._stream, self._free_bytes = boundaries, stream, free_bytes
         self._swap = Swap(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
     def settle(self) -> None:
-        """Follow the table of owners; the next micro-batch is formed for what is there."""
+        """Follow the table of owners and the grant; what comes next is formed for what is there."""
+        self._follow_residency()
         if self._boundaries.settle(self._spill):
             self._stream.replan()
 

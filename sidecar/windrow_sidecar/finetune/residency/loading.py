@@ -11,11 +11,9 @@ from torch import nn
 from windrow_sidecar.finetune.overlay import build_over
 from windrow_sidecar.finetune.residency.copying import Copier
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers, absent, weights_of
+from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.residency.source import read, stored_tensors
 from windrow_sidecar.finetune.structure import find_layers
-
-# One layer computes while the next one comes.
-LEAST_LAYERS = 2
 
 
 class CannotWindow(ValueError):

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+# One layer computes while the next one comes.
+LEAST_LAYERS = 2
+
 
 def coming(depth: int, layer: int, *, up: bool, returns: bool = True) -> tuple[int, ...]:
     """Return all layers in the order of their next visit, from the one that runs now.
@@ -47,6 +50,11 @@ def moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
     spare = [layer for layer in reversed(order) if layer in held and layer not in kept]
     too_many = max(0, len(held) + len(load) - capacity)
     return Moves(tuple(spare[:too_many]), load)
+
+
+def layers_granted(granted: int, most: int) -> int:
+    """Return how many layers to hold under a grant of so many (0: `most`, as many as fit)."""
+    return max(LEAST_LAYERS, min(granted or most, most))
 
 
 def micro_batches_to_hide(layer_bytes: int, bytes_per_s: float, compute_s: float) -> int:

@@ -1,0 +1,59 @@
+"""No group is formed that memory does not hold; what can never fit is refused with its bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
+from windrow_sidecar.finetune.activations.planned import PlannedLayers
+from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, tiny_job
+
+LONGEST, ADAPTER = 16, 3_000
+# Embeddings' output counts as a boundary too; gradient, sum and two moments of what learns.
+BESIDE_GRAPHS = (LAYERS + 1) * LONGEST * HIDDEN * 4 + 4 * ADAPTER
+
+
+@pytest.fixture(scope="module")
+def stack():
+    return DecoderStack(tiny_job().model.get_base_model())
+
+
+def keeping(stack, free_bytes, **needs):
+    planned = PlannedLayers(stack.layers)
+    of_job = Needs(LONGEST, ADAPTER, **needs)
+    return planned, Keeping(stack, planned, of_job, least=False, free_bytes=lambda: free_bytes)
+
+
+def needed_bytes(stack, **needs) -> int:
+    with pytest.raises(UserError, match="bytes at least") as caught:
+        keeping(stack, 0, **needs)
+    assert caught.value.field == "spec.training.maxSequenceLength"
+    assert caught.value.reason == "OutOfMemory"
+    return int(caught.value.problem.split(" takes ")[1].split()[0])
+
+
+def test_a_budget_too_small_for_one_layer_says_how_many_bytes_are_needed(stack):
+    needed = needed_bytes(stack)
+    assert needed > BESIDE_GRAPHS
+    keeping(stack, needed)
+    with pytest.raises(UserError, match=f"{needed} bytes at least"):
+        keeping(stack, needed - 1)
+
+
+def test_boundaries_that_lie_in_lent_chunks_are_not_counted_twice(stack):
+    boundaries = (LAYERS + 1) * LONGEST * HIDDEN * 4
+    assert needed_bytes(stack) - needed_bytes(stack, own_boundaries=False) == boundaries
+
+
+def test_a_group_is_made_smaller_before_it_is_formed_and_keeps_less(stack):
+    _, plenty = keeping(stack, 1 << 40)
+    asked = MicroLimits(max_tokens=4096, micro_batches=2)
+    assert plenty.before(asked) == asked
+    planned, tight = keeping(stack, 4 * needed_bytes(stack))
+    given = tight.before(asked)
+    assert LONGEST <= given.max_tokens < 4096
+    assert given.micro_batches == 2
+    assert planned.bytes_per_token is not None  # not everything
