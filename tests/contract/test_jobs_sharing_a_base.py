@@ -145,6 +145,17 @@ def test_jobs_of_different_bases_are_refused_by_name():
         check_shared({"tone": ("llama", "main"), "same": ("llama", "main"), "code": ("qwen", "1")})
 
 
+def test_a_quantised_base_is_not_shared():
+    class Quantised(torch.nn.Parameter):
+        """As bitsandbytes makes them."""
+
+    model = tiny_llama()
+    head = model.get_output_embeddings()
+    head.weight = Quantised(head.weight.detach(), requires_grad=False)
+    with pytest.raises(UserError, match="cannot share a quantised base"):
+        twin_of(base_model(model))
+
+
 def test_jobs_that_would_write_into_one_folder_are_refused():
     jobs = [Job("default", name, name, 1, small_spec()) for name in ("tone", "code")]
     with pytest.raises(UserError, match="tone and code would both write to /out") as caught:

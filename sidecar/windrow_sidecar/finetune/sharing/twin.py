@@ -22,7 +22,17 @@ def twin_of(base: BaseModel) -> BaseModel:
     Frozen parameters are the very same objects, since layers that take turns in memory are moved by
     them. Biases, which an adapter may train, are objects of their own over the same values; not
     where layers take turns, which refuse to have them trained.
+
+    Raises:
+        UserError: its weights are quantised. Such parameters hand parts of themselves to the module
+            that first computes with them, so two trees cannot share them.
     """
+    if any(type(parameter) is not nn.Parameter for parameter in base.model.parameters()):
+        raise UserError(
+            "jobs of one worker cannot share a quantised base",
+            field="spec.model.quantization",
+            remedy="Write none, or run them one by one.",
+        )
     memo: dict[int, Any] = {}
     for name, parameter in base.model.named_parameters():
         own = name.endswith("bias") and base.frozen is None
