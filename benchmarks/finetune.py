@@ -133,7 +133,7 @@ def main() -> None:
     """Run all."""
     options = arguments(__doc__).parse_args()
     env = environment()
-    repeats, seconds = (1, 5.0) if options.quick else (5, 15.0)
+    repeats, seconds = (1, 5.0) if options.quick else (3, 12.0)
     cores = len(os.sched_getaffinity(0))
     results = [r for units in sorted({1, cores}) for r in compare(units, repeats, seconds)]
     results.append(gate_cost_us(2_000 if options.quick else 20_000))
