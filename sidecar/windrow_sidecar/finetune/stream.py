@@ -113,7 +113,7 @@ class TaskletStream:
         self._position = Position(step=0)
         self._tokens_seen = 0
         self._visit: Visit | None = None
-        self._todo: tuple[int, ...] = ()
+        self._rows_left: tuple[int, ...] = ()
         self._evaluated = (0.0, 0)  # loss sum, labels
         self._enter(self._first_stage())
 
@@ -162,7 +162,7 @@ class TaskletStream:
         if self._stage is Stage.FINISHED:
             return None
         if self._visit is None:
-            if not self._todo:
+            if not self._rows_left:
                 return optimizer_tasklet(self._position.step)
             self._visit = self._form()
         return next_of(self._order, self._visit.frontier, self._grain())
@@ -171,11 +171,11 @@ class TaskletStream:
         """Yield what is left of the step or evaluation, as it would run if nothing changed."""
         if self._stage is Stage.FINISHED:
             return
-        grain, todo = self._grain(), self._todo
+        grain, rows_left = self._grain(), self._rows_left
         if self._visit is not None:
             yield from listing(self._order, self._visit.frontier, grain)
-        while todo:
-            group, todo = self._take(todo)
+        while rows_left:
+            group, rows_left = self._take(rows_left)
             yield from listing(self._order, Frontier(group, self.depth), grain)
         if self._stage is Stage.TRAINING:
             yield optimizer_tasklet(self._position.step)
@@ -191,7 +191,7 @@ class TaskletStream:
             ValueError: it may not run now.
         """
         if self._visit is None:
-            if self._todo or tasklet.phase is not Phase.OPTIMIZER:
+            if self._rows_left or tasklet.phase is not Phase.OPTIMIZER:
                 raise ValueError(f"{tasklet} is not next")
             return self._step(tasklet)
         self._visit.run(tasklet)
@@ -246,7 +246,7 @@ class TaskletStream:
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
         if self._visit is not None and (force or self._visit.frontier.untouched):
-            self._todo = self._visit.rows + self._todo
+            self._rows_left = self._visit.rows + self._rows_left
             self._visit = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -293,34 +293,34 @@ class TaskletStream:
         self._examples = self._split.held_out
         self._lengths = lengths_of(self._examples)
         self._evaluated = (0.0, 0)
-        self._todo = by_length(range(len(self._examples)), self._lengths)
+        self._rows_left = by_length(range(len(self._examples)), self._lengths)
 
     def _begin_step(self) -> None:
         rows = self._plan.rows_of(self._position.step)
         done = set(self._position.committed_rows)
-        self._todo = tuple(row for row in by_length(rows, self._lengths) if row not in done)
+        self._rows_left = tuple(row for row in by_length(rows, self._lengths) if row not in done)
         self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
 
-    def _take(self, todo: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+    def _take(self, rows_left: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
         """Return the next group of micro-batches, and the rows that are left then."""
         limits = self._limits()
         group: list[MicroBatch] = []
-        while todo and len(group) < max(1, limits.micro_batches):
+        while rows_left and len(group) < max(1, limits.micro_batches):
             micro = next_micro_batch(
                 self._position.step,
-                todo,
+                rows_left,
                 self._lengths,
                 max_tokens=limits.max_tokens,
                 max_rows=_smaller(limits.max_rows, self._course.max_rows),
                 evaluation=self._stage is not Stage.TRAINING,
                 packed=self._course.packed,
             )
-            todo = todo[len(micro.rows) :]
+            rows_left = rows_left[len(micro.rows) :]
             group.append(micro)
-        return group, todo
+        return group, rows_left
 
     def _form(self) -> Visit:
-        group, self._todo = self._take(self._todo)
+        group, self._rows_left = self._take(self._rows_left)
         evaluation = self._stage is not Stage.TRAINING
         return Visit(
             self._parts,
@@ -348,7 +348,7 @@ class TaskletStream:
     def _add_evaluation(self, visit: Visit) -> Outcome | None:
         labels = sum(self._examples[row].targets for row in visit.rows)
         self._evaluated = (self._evaluated[0] + visit.loss, self._evaluated[1] + labels)
-        if self._todo:
+        if self._rows_left:
             return None
         done = EvaluationDone(self._stage, self._evaluated[0] / self._evaluated[1])
         if self._stage is Stage.TUNED_EVALUATION:

@@ -276,16 +276,16 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return signs
 
     def _read_by_relu(self, out: Tensor) -> list[int]:
-        todo, seen = [out.grad_fn], set()
+        unseen, seen = [out.grad_fn], set()
         self._unpacked.clear()
-        while todo:
-            node = todo.pop()
+        while unseen:
+            node = unseen.pop()
             if node is None or node in seen:
                 continue
             seen.add(node)
             if node.name() == "ReluBackward0":
                 _ = node._saved_result  # type: ignore[attr-defined]
-            todo += [following for following, _ in node.next_functions]
+            unseen += [following for following, _ in node.next_functions]
         return sorted(set(self._unpacked))
 
 
