@@ -17,6 +17,7 @@ namespace nb = nanobind;
 // Each binds one part of the core into the module; called once, from module.cpp.
 void bind_errors(nb::module_& module);
 void bind_geometry(nb::module_& module);
+void bind_partition(nb::module_& module);
 void bind_drivers(nb::module_& module);
 void bind_page(nb::module_& module);
 void bind_arena(nb::module_& module);

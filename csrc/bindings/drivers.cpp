@@ -3,13 +3,13 @@
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 
 #include "bind.h"
 #include "windrow/faulty_driver.h"
-#include "windrow/green_partition.h"
 
 namespace windrow::bindings {
 namespace {
@@ -65,46 +65,6 @@ void bind_faulty(nb::module_& module) {
       .def_prop_ro("fired", [](FaultyDriver& self) { return self.plan().fired(); });
 }
 
-GreenPartition::Side side_of(const std::string& side) {
-  if (side != "decode" && side != "finetune") {
-    throw std::invalid_argument("there is no side '" + side + "': use decode or finetune");
-  }
-  return side == "decode" ? GreenPartition::Side::kDecode : GreenPartition::Side::kFinetune;
-}
-
-void bind_green(nb::module_& module) {
-  nb::class_<GreenPartition>(module, "GreenPartition",
-                             "The SMs of one GPU in groups, shared by green contexts.")
-      .def(
-          "__init__",
-          [](GreenPartition* self, const std::string& driver) {
-            new (self) GreenPartition(dynamic_cast<CudaDriver&>(named_driver(driver)));
-          },
-          nb::arg("driver"))
-      .def_prop_ro("total_units", &GreenPartition::total_units)
-      .def_prop_ro("group_units", &GreenPartition::group_units)
-      .def_prop_ro("groups", &GreenPartition::groups)
-      .def(
-          "stream",
-          [](GreenPartition& self, const std::string& side, int groups) {
-            return self.stream(side_of(side), groups);
-          },
-          nb::arg("side"), nb::arg("groups"))
-      .def(
-          "units",
-          [](GreenPartition& self, const std::string& side, int groups) {
-            return self.units(side_of(side), groups);
-          },
-          nb::arg("side"), nb::arg("groups"))
-      .def(
-          "measure",
-          [](GreenPartition& self, const std::string& side, int groups) {
-            nb::gil_scoped_release release;
-            return self.measure(side_of(side), groups);
-          },
-          nb::arg("side"), nb::arg("groups"));
-}
-
 }  // namespace
 
 Driver& driver_from(nb::handle driver) {
@@ -113,13 +73,16 @@ Driver& driver_from(nb::handle driver) {
 }
 
 void bind_drivers(nb::module_& module) {
-  nb::class_<Driver>(module, "Driver", "What touches a device: memory, addresses, copies.")
+  nb::class_<Driver>(module, "Driver", "What touches a device: memory, addresses, copies, shares.")
       .def_prop_ro("name", &Driver::name)
-      .def_prop_ro("facts", &facts_of);
+      .def_prop_ro("facts", &facts_of)
+      .def(
+          "partition",
+          [](Driver& self, const std::vector<int>& units) { return self.partition(units); },
+          nb::arg("units") = std::vector<int>{}, nb::keep_alive<0, 1>());
   module.def("driver", &named_driver, nb::arg("name"), nb::rv_policy::reference);
   module.def("use_libcuda", &use_libcuda, nb::arg("library"));
   bind_faulty(module);
-  bind_green(module);
 }
 
 }  // namespace windrow::bindings

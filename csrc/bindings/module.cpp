@@ -56,6 +56,7 @@ NB_MODULE(_core, module) {
   module.def("monotonic_ns", &windrow::monotonic_ns, "CLOCK_MONOTONIC, as page and table use it.");
   windrow::bindings::bind_errors(module);
   windrow::bindings::bind_geometry(module);
+  windrow::bindings::bind_partition(module);
   windrow::bindings::bind_drivers(module);
   windrow::bindings::bind_page(module);
   windrow::bindings::bind_arena(module);

@@ -2,9 +2,11 @@
 
 #include <array>
 #include <numeric>
+#include <stdexcept>
 
 #include "cuda_event.h"
 #include "cuda_memory.h"
+#include "windrow/green_partition.h"
 #include "windrow/host_driver.h"
 
 namespace windrow {
@@ -100,6 +102,13 @@ std::unique_ptr<Event> CudaDriver::copy(std::byte* to, const std::byte* from, st
       context_->calls().cuMemcpyAsync(address(to), address(from), bytes, context_->copies()),
       "copying " + std::to_string(bytes) + " bytes");
   return std::make_unique<CudaEvent>(context_, context_->copies());
+}
+
+std::unique_ptr<Partition> CudaDriver::partition(std::span<const int> units) {
+  if (!units.empty() && units.size() != facts().compute_units.size()) {
+    throw std::invalid_argument("the SMs of a GPU are shared whole: name none of them");
+  }
+  return std::make_unique<GreenPartition>(*this);
 }
 
 }  // namespace windrow

@@ -9,7 +9,8 @@ namespace windrow {
 
 std::string_view name_of(DriverCall call) {
   constexpr std::array<std::string_view, kDriverCalls> kNames{
-      "reserve", "map", "unmap", "create", "export", "import", "seal", "copy"};
+      "reserve", "map",  "unmap",     "create", "export", "import",
+      "seal",    "copy", "partition", "enter",  "leave"};
   return kNames.at(static_cast<std::size_t>(call));
 }
 

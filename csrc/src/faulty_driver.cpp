@@ -56,6 +56,34 @@ class FaultyReservation final : public Reservation {
   std::shared_ptr<FaultPlan> plan_;
 };
 
+class FaultyPartition final : public Partition {
+ public:
+  FaultyPartition(std::unique_ptr<Partition> inner, std::shared_ptr<FaultPlan> plan)
+      : inner_(std::move(inner)), plan_(std::move(plan)) {}
+
+  [[nodiscard]] int total_units() const override { return inner_->total_units(); }
+  [[nodiscard]] int group_units() const override { return inner_->group_units(); }
+  [[nodiscard]] int groups() const override { return inner_->groups(); }
+  [[nodiscard]] std::uintptr_t enter(Side side, int groups) override {
+    plan_->reach(DriverCall::kEnter);
+    return inner_->enter(side, groups);
+  }
+  void leave() override {
+    plan_->reach(DriverCall::kLeave);
+    inner_->leave();
+  }
+  [[nodiscard]] int units(Side side, int groups) override { return inner_->units(side, groups); }
+  [[nodiscard]] std::vector<unsigned> measure(Side side, int groups) override {
+    return inner_->measure(side, groups);
+  }
+  void exclude(int thread) override { inner_->exclude(thread); }
+  void keep_in_background(int thread) override { inner_->keep_in_background(thread); }
+
+ private:
+  std::unique_ptr<Partition> inner_;
+  std::shared_ptr<FaultPlan> plan_;
+};
+
 }  // namespace
 
 FaultyDriver::FaultyDriver(Driver& inner, std::shared_ptr<FaultPlan> plan)
@@ -87,6 +115,11 @@ std::unique_ptr<Memory> FaultyDriver::import_fd(OwnedFd fd, std::size_t bytes) {
 std::unique_ptr<Event> FaultyDriver::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
   plan_->reach(DriverCall::kCopy);
   return inner_->copy(to, from, bytes);
+}
+
+std::unique_ptr<Partition> FaultyDriver::partition(std::span<const int> units) {
+  plan_->reach(DriverCall::kPartition);
+  return std::make_unique<FaultyPartition>(inner_->partition(units), plan_);
 }
 
 }  // namespace windrow

@@ -1,6 +1,5 @@
 #include "windrow/green_partition.h"
 
-#include <stdexcept>
 #include <string>
 
 #include "smid_kernel.h"
@@ -105,10 +104,7 @@ std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int group
 }
 
 GreenPartition::Share& GreenPartition::share(Side side, int groups) {
-  if (groups < 1 || groups > this->groups()) {
-    throw std::invalid_argument("a share takes 1 to " + std::to_string(this->groups()) +
-                                " groups of SMs, not " + std::to_string(groups));
-  }
+  require_share(*this, groups);
   auto& share = shares_[{side, groups}];
   if (!share && groups == this->groups()) {
     share = std::make_unique<Share>(*context_, green_, total_units_);
@@ -118,7 +114,7 @@ GreenPartition::Share& GreenPartition::share(Side side, int groups) {
   return *share;
 }
 
-std::uintptr_t GreenPartition::stream(Side side, int groups) {
+std::uintptr_t GreenPartition::enter(Side side, int groups) {
   return reinterpret_cast<std::uintptr_t>(share(side, groups).stream());
 }
 

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "windrow/error.h"
+#include "windrow/host_partition.h"
 
 namespace windrow {
 namespace {
@@ -167,6 +168,13 @@ std::unique_ptr<Memory> HostDriver::import_fd(OwnedFd fd, std::size_t bytes) {
 std::unique_ptr<Event> HostDriver::copy(std::byte* to, const std::byte* from, std::size_t bytes) {
   std::memmove(to, from, bytes);
   return std::make_unique<DoneEvent>();
+}
+
+std::unique_ptr<Partition> HostDriver::partition(std::span<const int> units) {
+  if (units.empty()) {
+    return std::make_unique<HostPartition>(facts().compute_units);
+  }
+  return std::make_unique<HostPartition>(units);
 }
 
 Driver& host_driver() {

@@ -4,7 +4,7 @@ Hot paths of both: no system call, no lock, no allocation. Everything here may b
 one thread at a time; the table and the page are shared with other processes and hold their own order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LAYOUT_VERSION: int
@@ -81,6 +81,35 @@ class ChunkInfo:
     epoch: int  # grows with every transition of this chunk
     since_ns: int
 
+class Partition:
+    """One process's hold on a device's compute units, in groups of one size. One thread at a time.
+
+    Sides are "decode" (its shares begin at the first group) and "finetune" (they end at the last).
+    A call that raises has changed nothing; a share with more groups than there are is a ValueError.
+    """
+
+    @property
+    def total_units(self) -> int: ...  # cores on the host, SMs on a GPU
+    @property
+    def group_units(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    def enter(self, side: str, groups: int) -> int:
+        """Make the share ready; returns what its work is launched on.
+
+        GPU: a CUstream, made once, valid as long as this object. Host: 0, and every thread of this
+        process is on those cores. Raises Error.
+        """
+    def leave(self) -> None:
+        """Threads may use every core again, those in the background too. Nothing on a GPU."""
+    def units(self, side: str, groups: int) -> int: ...
+    def measure(self, side: str, groups: int) -> list[int]:
+        """Units on which probes of that share really ran, ascending. Waits for them."""
+    def exclude(self, thread_id: int) -> None:
+        """Never move that thread (native id). Nothing on a GPU."""
+    def keep_in_background(self, thread_id: int) -> None:
+        """Keep that thread (native id) on the last core until `leave`. Nothing on a GPU."""
+
 class Driver:
     """What touches a device. By name: "host", "cuda" (the first GPU that is seen) or "cuda:N"."""
 
@@ -89,6 +118,11 @@ class Driver:
     @property
     def facts(self) -> dict[str, Any]:
         """`name`, `units`, `unit_granularity`, `memory_bytes`, `granularity_bytes` of the device."""
+    def partition(self, units: Sequence[int] = ()) -> Partition:
+        """A hold on those cores, or on all units; a GPU is shared whole.
+
+        Raises DriverUnavailable for fewer than two groups, or a GPU without green contexts.
+        """
 
 def driver(name: str) -> Driver:
     """The process's driver of that name. Raises DriverUnavailable, ValueError for no such name."""
@@ -103,7 +137,7 @@ class FaultyDriver(Driver):
     def fail(self, call: str, n: int) -> None:
         """The n-th such call from now on raises Error and does nothing; 1 is the next.
 
-        Calls: reserve, map, unmap, create, export, import, seal, copy.
+        Calls: reserve, map, unmap, create, export, import, seal, copy; partition, enter, leave.
         """
     def fail_any(self, n: int) -> None: ...
     def lose_export(self, n: int) -> None:
@@ -115,29 +149,6 @@ class FaultyDriver(Driver):
     def calls(self) -> int: ...
     @property
     def fired(self) -> int: ...
-
-class GreenPartition:
-    """The SMs of one GPU in equal groups, shared by green contexts. One thread at a time.
-
-    Sides are "decode" (its shares begin at the first group) and "finetune" (they end at the last).
-    """
-
-    def __init__(self, driver: str) -> None:
-        """Split the GPU of that driver. Raises DriverUnavailable without green contexts."""
-    @property
-    def total_units(self) -> int: ...  # SMs
-    @property
-    def group_units(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    def stream(self, side: str, groups: int) -> int:
-        """A CUstream that runs on so many groups; made once, valid as long as this object.
-
-        With all groups it runs on every SM. Raises ValueError where there are not so many.
-        """
-    def units(self, side: str, groups: int) -> int: ...
-    def measure(self, side: str, groups: int) -> list[int]:
-        """SMs on which kernels of that share really ran, ascending. Waits for them."""
 
 class Arena:
     """All blocks of a slot, mapped once in each process; on the host one memfd, prefaulted."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from windrow_sidecar import _core
-from windrow_sidecar._core import Arena, DeviceAllocator, Geometry, GreenPartition
+from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
 from windrow_sidecar.memory.tensors import chunk_tensor
 
 MIB = 1 << 20
@@ -78,8 +78,8 @@ def test_memory_freed_on_one_share_is_reused_on_another_after_its_work_is_over(o
     allocator = DeviceAllocator.over(owner)
     (chunk,) = owner.lend(1, owner=WORKER)
     allocator.lend(chunk)
-    partition = GreenPartition("cuda")
-    first, second = partition.stream("finetune", 1), partition.stream("finetune", 2)
+    partition = _core.driver("cuda").partition()
+    first, second = partition.enter("finetune", 1), partition.enter("finetune", 2)
     address = allocator.allocate(8 * MIB, stream=first)
     allocator.record_stream(address, second)
     allocator.free(address)

@@ -8,13 +8,12 @@ from collections.abc import Callable
 import pytest
 
 from windrow.errors import InvariantBroken
-from windrow_sidecar.compute.cgroup import CgroupLimits
+from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.compute.partition import Partition, Side, UnknownLevel
+from windrow_sidecar.compute.partition import NotMoved, Partition, Side, UnknownLevel
 from windrow_sidecar.engines.builtin.partition import WholeDevice
-
-UNLIMITED = CgroupLimits(cpus=None, memory_bytes=None)
+from windrow_sidecar.testing.faults import FaultyDriver
 
 
 @pytest.fixture
@@ -24,14 +23,18 @@ def moves() -> list[int]:
 
 
 @pytest.fixture
-def make(request, driver, moves) -> Callable[[Side], Partition]:
+def faulty(driver) -> FaultyDriver:
+    """What partitions are made over: each driver, with calls that can be made to fail."""
+    return FaultyDriver(driver)
+
+
+@pytest.fixture
+def make(request, driver, faulty, moves) -> Callable[[Side], Partition]:
     """Makes partitions of one device, on each driver."""
     if driver == "cuda":
-        return lambda side: CudaPartition(side, use_stream=moves.append)
-    request.getfixturevalue("cores")
-    return lambda side: HostPartition.from_affinity(
-        side, set_threads=moves.append, limits=UNLIMITED
-    )
+        return lambda side: CudaPartition(side, faulty, use_stream=moves.append)
+    cpus = request.getfixturevalue("cores")
+    return lambda side: HostPartition(side, cpus, set_threads=moves.append, driver=faulty)
 
 
 @pytest.fixture(params=["decode", "finetune"])
@@ -70,6 +73,34 @@ def test_an_unknown_level_is_refused_by_name_and_changes_nothing(partition, move
     assert "grant only what levels() names" in str(said.value)
     assert isinstance(said.value, InvariantBroken), "harvesting ends, decode does not"
     assert (moves, os.sched_getaffinity(0)) == before
+
+
+def masks() -> dict[str, set[int]]:
+    """Cores of each thread."""
+    return {name: os.sched_getaffinity(int(name)) for name in os.listdir("/proc/self/task")}
+
+
+@pytest.mark.parametrize("to_more", [False, True])
+def test_a_share_that_cannot_be_entered_leaves_the_process_where_it_was(
+    partition, faulty, moves, to_more
+):
+    low, *_, whole = partition.levels()
+    old, new = (low, whole) if to_more else (whole, low)
+    partition.activate(old)
+    before = moves[-1], masks()
+    faulty.fail("enter", 1)
+    with pytest.raises(NotMoved, match="stays on the share that it had: injected fault: enter"):
+        partition.activate(new)
+    assert (moves[-1], masks()) == before
+    partition.activate(new)
+    assert moves[-1] != before[0]
+
+
+def test_a_device_that_cannot_be_shared_now_makes_no_partition(make, faulty):
+    faulty.fail("partition", 1)
+    with pytest.raises(_core.Error, match="injected fault: partition failed"):
+        make("decode")
+    make("decode").release()
 
 
 def test_release_gives_the_whole_device_back(partition, moves):

@@ -23,7 +23,8 @@ def test_the_worker_has_few_levels_of_whole_groups_and_leaves_decode_one(sides):
     _, worker = sides
     *shared, whole = worker.levels()
     assert 1 <= len(shared) <= MOST_LEVELS
-    assert {units % _core.GreenPartition("cuda").group_units for units in shared} == {0}
+    group_units = _core.driver("cuda").partition().group_units
+    assert {units % group_units for units in shared} == {0}
     assert shared[-1] < whole == worker.total_units
 
 

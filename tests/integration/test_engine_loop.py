@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.config import read_config
@@ -30,6 +33,7 @@ from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
 from windrow_sidecar.engines.profile import Effort, Point
 from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.testing.faults import FaultyDriver
 from windrow_sidecar.testing.models import save_random_llama
 
 BLOCK_BYTES = 16 << 10  # 64 token slots of the random model
@@ -317,6 +321,41 @@ def test_a_hook_that_asks_for_an_unknown_level_is_switched_off_and_decode_goes_o
     assert (steps[-1].decode_units, steps[-1].finetune_units) == (2, 0)
 
 
+@pytest.mark.parametrize("refusals", [1, 3], ids=["one share", "every share for a while"])
+def test_a_share_that_the_device_refuses_ends_harvesting_and_decode_goes_on(
+    bench, caplog, refusals
+):
+    caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) < 2:
+        pytest.skip("a host device needs two cores; this process may use one")
+
+    class Alternating(NullHook):
+        def before_step(self, facts: StepFacts) -> Decision:
+            return Decision(decode_units=1 + facts.step % 2, finetune_units=1)
+
+    faulty = FaultyDriver("host")
+    partition = HostPartition(
+        "decode", cpus, set_threads=lambda n: torch.set_num_threads(1), driver=faulty
+    )
+    one = bench()
+    one.parts = replace(one.parts, partition=partition, units=len(cpus))
+    one.use(Alternating())
+    for n in range(2, 2 + refusals):
+        faulty.fail("enter", n)
+    one.scheduler.submit(request(1, max_tokens=10))
+    try:
+        assert len(one.run_dry()[1]) == 10
+        assert faulty.fired == refusals
+        assert one.parts.hook.failed
+        assert os.sched_getaffinity(0) == cpus
+    finally:
+        partition.release()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert (steps[0].decode_units, steps[0].finetune_units) == (1, 1)
+    assert (steps[-1].decode_units, steps[-1].finetune_units) == (len(cpus), 0)
+
+
 def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
     class Holding(NullHook):
         def before_step(self, facts: StepFacts) -> Decision:
@@ -425,3 +464,12 @@ def test_a_profile_measures_every_point_and_leaves_nothing_behind(bench):
     assert all(s.step_us > 0 for s in samples)
     assert one.scheduler.is_empty
     assert one.events() == []
+
+
+def test_a_profile_of_units_that_decode_cannot_have_is_not_taken(bench, caplog):
+    caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
+    one = bench()
+    effort = Effort(rounds=1, steps=3, batches=(), contexts=(), soft_limit_s=60)
+    with pytest.raises(InvariantBroken, match="does not run on 3 units"):
+        measure(one.parts, [Point(2, 1, 40), Point(3, 1, 40)], effort)
+    assert one.scheduler.is_empty

@@ -32,6 +32,7 @@ class CudaDriver final : public Driver {
   [[nodiscard]] std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) override;
   [[nodiscard]] std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
                                             std::size_t bytes) override;
+  [[nodiscard]] std::unique_ptr<Partition> partition(std::span<const int> units) override;
 
   [[nodiscard]] const std::shared_ptr<const CudaContext>& context() const { return context_; }
 

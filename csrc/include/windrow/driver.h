@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "windrow/fd.h"
+#include "windrow/partition.h"
 
 namespace windrow {
 
@@ -79,8 +80,9 @@ class Event {
   virtual void wait() const = 0;
 };
 
-// Everything of the core that touches a device. Arena and weights know only this, so that one
-// contract suite runs on every driver and a decorator can make any call of it fail.
+// Everything of the core that touches a device. What stands above (arena, weights, shares of a
+// device) knows only this, so that one contract suite runs on every driver and a decorator can make
+// any call of it fail.
 //
 // Thread: as the object it returns; the driver itself keeps no state between calls and may be
 // called from any thread. Errors: Error, with the failed call in the message; a call that throws
@@ -108,6 +110,10 @@ class Driver {
   // Starts a copy; both ranges are mapped, or the caller's own memory, until the event is done.
   [[nodiscard]] virtual std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
                                                     std::size_t bytes) = 0;
+  // A hold on those compute units, of facts(); none named: on all. A GPU is shared whole. Throws
+  // DriverUnavailable where the device cannot be shared, std::invalid_argument for units that
+  // cannot be chosen.
+  [[nodiscard]] virtual std::unique_ptr<Partition> partition(std::span<const int> units) = 0;
 };
 
 // Maps the whole of a memory at an address of the driver's choice.

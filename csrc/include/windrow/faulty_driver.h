@@ -20,8 +20,11 @@ enum class DriverCall : std::uint8_t {
   kImport,
   kSeal,
   kCopy,
+  kPartition,
+  kEnter,
+  kLeave,
 };
-inline constexpr std::size_t kDriverCalls = 8;
+inline constexpr std::size_t kDriverCalls = 11;
 [[nodiscard]] std::string_view name_of(DriverCall call);
 
 // Which calls of a driver go wrong, by their number: never by chance or by time. Thread: any.
@@ -86,6 +89,7 @@ class FaultyDriver final : public Driver {
   [[nodiscard]] std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) override;
   [[nodiscard]] std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
                                             std::size_t bytes) override;
+  [[nodiscard]] std::unique_ptr<Partition> partition(std::span<const int> units) override;
 
  private:
   FaultyDriver(Driver& inner, std::shared_ptr<FaultPlan> plan);

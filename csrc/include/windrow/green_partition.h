@@ -8,43 +8,35 @@
 #include <vector>
 
 #include "windrow/cuda_driver.h"
+#include "windrow/partition.h"
 
 namespace windrow {
 
 // The SMs of one GPU, shared between decode and a finetune worker by green contexts.
 //
-// Both processes make the same split into groups of the device's smallest size. Decode's shares
-// begin at the first group, the worker's end at the last, so that shares which add up to no more
-// than all groups are disjoint; that the driver gave both the same groups is not documented, and
-// `measure` finds out. SMs that fill no group go to decode, where the driver lets them be joined.
+// Both processes make the same split into groups of the device's smallest size; that the driver
+// gave both the same groups is not documented, and `measure` finds out. SMs that fill no group go
+// to decode, where the driver lets them be joined.
 //
-// A share's context and stream are made when it is first asked for and kept: their streams stay
-// valid as long as this object. A green context reserves nothing: work on other streams runs on
-// every SM, these included. Thread: one at a time.
-class GreenPartition {
+// A share's context and stream are made when it is first entered and kept. A green context reserves
+// nothing: work on other streams runs on every SM, these included. With all groups the stream is a
+// plain one. Thread and errors: as Partition.
+class GreenPartition final : public Partition {
  public:
-  enum class Side { kDecode, kFinetune };
-
   // Throws DriverUnavailable where the driver lacks green contexts or the GPU is one group.
-  // The driver outlives it.
   explicit GreenPartition(CudaDriver& driver);
   GreenPartition(const GreenPartition&) = delete;
   GreenPartition& operator=(const GreenPartition&) = delete;
-  ~GreenPartition();
+  ~GreenPartition() override;
 
-  // SMs of the device; those of one group.
-  [[nodiscard]] int total_units() const { return total_units_; }
-  [[nodiscard]] int group_units() const { return group_units_; }
-  [[nodiscard]] int groups() const { return static_cast<int>(groups_.size()); }
-
-  // A stream (CUstream as a number) that runs on so many groups of that side; with all groups it is
-  // a plain one, on every SM. Throws std::invalid_argument where there are not so many.
-  [[nodiscard]] std::uintptr_t stream(Side side, int groups);
-  // SMs that the driver says a share has.
-  [[nodiscard]] int units(Side side, int groups);
-  // SMs on which kernels of that share ran, ascending: several small kernels fill it and note
-  // %smid. Waits until they are done.
-  [[nodiscard]] std::vector<unsigned> measure(Side side, int groups);
+  [[nodiscard]] int total_units() const override { return total_units_; }
+  [[nodiscard]] int group_units() const override { return group_units_; }
+  [[nodiscard]] int groups() const override { return static_cast<int>(groups_.size()); }
+  [[nodiscard]] std::uintptr_t enter(Side side, int groups) override;
+  void leave() override {}
+  [[nodiscard]] int units(Side side, int groups) override;
+  // Several small kernels fill the share and note %smid.
+  [[nodiscard]] std::vector<unsigned> measure(Side side, int groups) override;
 
  private:
   // A green context and its stream; none for the whole device.

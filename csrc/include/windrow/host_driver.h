@@ -21,6 +21,7 @@ class HostDriver final : public Driver {
   [[nodiscard]] std::unique_ptr<Memory> import_fd(OwnedFd fd, std::size_t bytes) override;
   [[nodiscard]] std::unique_ptr<Event> copy(std::byte* to, const std::byte* from,
                                             std::size_t bytes) override;
+  [[nodiscard]] std::unique_ptr<Partition> partition(std::span<const int> units) override;
 };
 
 // The driver of this process; lives until the process ends.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from windrow.errors import UserError
-from windrow_sidecar._core import DriverUnavailable, GreenPartition
-from windrow_sidecar.compute.partition import Side, UnknownLevel
+from windrow_sidecar import _core
+from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
 
 # Each level is a set of graphs on decode's side and a cache of activations on the worker's.
 MOST_LEVELS = 6
@@ -28,7 +28,7 @@ class CudaPartition:
 
     Args:
         side: whose share it is.
-        driver: "cuda", or "cuda:N".
+        driver: "cuda", "cuda:N", or a driver that stands in for one.
         use_stream: makes a CUstream the one that compute is launched on; torch's by default, as an
             `ExternalStream`.
 
@@ -39,13 +39,14 @@ class CudaPartition:
     def __init__(
         self,
         side: Side,
-        driver: str = "cuda",
+        driver: _core.Driver | str = "cuda",
         *,
         use_stream: Callable[[int], None] = _use_torch_stream,
     ) -> None:
         try:
-            self._green = GreenPartition(driver)
-        except DriverUnavailable as error:
+            gpu = _core.driver(driver) if isinstance(driver, str) else driver
+            self._shares = gpu.partition()
+        except _core.DriverUnavailable as error:
             raise UserError(
                 str(error),
                 field="driver",
@@ -53,14 +54,14 @@ class CudaPartition:
                 reason="NoGreenContexts",
             ) from error
         self.side: Side = side
-        self._groups = _levels(self._green, side)
+        self._groups = _levels(self._shares, side)
         self._use_stream = use_stream
         self._active: int | None = None
 
     @property
     def total_units(self) -> int:
         """SMs of the device."""
-        return self._green.total_units
+        return self._shares.total_units
 
     def levels(self) -> tuple[int, ...]:
         """Few sizes, evenly spread; the worker's are whole groups, decode's their complements."""
@@ -71,12 +72,17 @@ class CudaPartition:
 
         Raises:
             UnknownLevel: the device has no such share.
+            NotMoved: it could not be made; work goes on where it went.
         """
         self._use(self._groups_of(level))
 
     def release(self) -> None:
-        """Launch on every SM again."""
-        self._use(self._green.groups)
+        """Launch on every SM again.
+
+        Raises:
+            NotMoved: there is no stream for it.
+        """
+        self._use(self._shares.groups)
 
     def measure(self, level: int) -> frozenset[int]:
         """SMs on which that share really runs; waits for a few small kernels.
@@ -84,10 +90,13 @@ class CudaPartition:
         Raises:
             UnknownLevel: the device has no such share.
         """
-        return frozenset(self._green.measure(self.side, self._groups_of(level)))
+        return frozenset(self._shares.measure(self.side, self._groups_of(level)))
 
     def _use(self, groups: int) -> None:
-        stream = self._green.stream(self.side, groups)
+        try:
+            stream = self._shares.enter(self.side, groups)
+        except _core.Error as error:
+            raise NotMoved(self.side, error) from error
         if stream != self._active:
             self._use_stream(stream)
             self._active = stream
@@ -98,19 +107,19 @@ class CudaPartition:
         return self._groups[level]
 
 
-def _levels(green: GreenPartition, side: Side) -> dict[int, int]:
+def _levels(gpu: _core.Partition, side: Side) -> dict[int, int]:
     """Groups of each level, ascending: at most `MOST_LEVELS` beside the other side, and all.
 
     SMs that fill no group are decode's, save where the worker has the whole device.
     """
-    most = green.groups - 1
+    most = gpu.groups - 1
     n = min(MOST_LEVELS, most)
     shares = sorted({round(most * (i + 1) / n) for i in range(n)})
     if side == "finetune":
-        levels = {groups * green.group_units: groups for groups in shares}
+        levels = {groups * gpu.group_units: groups for groups in shares}
     else:
         levels = {
-            green.total_units - groups * green.group_units: green.groups - groups
+            gpu.total_units - groups * gpu.group_units: gpu.groups - groups
             for groups in reversed(shares)
         }
-    return levels | {green.total_units: green.groups}
+    return levels | {gpu.total_units: gpu.groups}

@@ -1,9 +1,9 @@
 """The host's partition: CPU affinity of every thread, and the number of OpenMP threads.
 
-`sched_setaffinity(0)` moves the calling thread only, so all of `/proc/self/task` is walked. Two
-OpenMP threads on one core wait for each other (96 ms for what takes one thread 8.8), hence the
-order: to shrink, first fewer threads, then fewer cores; to grow, first more cores, then more
-threads, which start with the mask of the thread that makes them.
+The core moves the threads (`csrc/include/windrow/host_partition.h`). Two OpenMP threads on one core
+wait for each other (96 ms for what takes one thread 8.8), hence the order: to shrink, first fewer
+threads, then fewer cores; to grow, first more cores, then more threads, which start with the mask
+of the thread that makes them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from windrow.errors import UserError
+from windrow_sidecar import _core
 from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
-from windrow_sidecar.compute.partition import Side, UnknownLevel
+from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
 
 # A host device is two cores at least: one for decode, one for the worker.
 FEWEST_CPUS = 2
-
-# Threads of gRPC's core have no Python object to know them by, but a name.
-BACKGROUND_NAMES = ("grpc", "event_engine", "resolver", "default-exec", "timer_manager")
-
-_TASKS = Path("/proc/self/task")
 
 
 def _set_torch_threads(n: int) -> None:
@@ -35,14 +30,14 @@ def _set_torch_threads(n: int) -> None:
 class HostPartition:
     """A CPU set as a device (see `Partition`).
 
-    Threads in the background (their names begin as in `BACKGROUND_NAMES`, or they were named with
-    `background`) stay on the last core, out of decode's way; threads that were excluded are never
-    moved.
+    Threads in the background (gRPC's, and those named with `background`) stay on the last core, out
+    of decode's way; threads that were excluded are never moved.
 
     Args:
         side: whose share it is.
         cpus: the device's cores, ascending; decode's come first. The same in both processes.
         set_threads: takes the number of threads that compute may use; torch's by default.
+        driver: the host's, or one that stands in for it.
 
     Raises:
         UserError: fewer than two cores, or cores that the machine does not have.
@@ -54,15 +49,16 @@ class HostPartition:
         cpus: Iterable[int],
         *,
         set_threads: Callable[[int], None] = _set_torch_threads,
+        driver: _core.Driver | str = "host",
     ) -> None:
         self.side: Side = side
         self.cpus: tuple[int, ...] = tuple(sorted(set(cpus)))
         _require_two(len(self.cpus), "cpus")
         _require_allowed(self.cpus)
         self._set_threads = set_threads
-        self._active: tuple[int, ...] | None = None
-        self._excluded: set[int] = set()
-        self._background: set[int] = set()
+        host = _core.driver(driver) if isinstance(driver, str) else driver
+        self._shares = host.partition(self.cpus)
+        self._active: int | None = None
 
     @classmethod
     def from_affinity(
@@ -103,27 +99,47 @@ class HostPartition:
 
         Raises:
             UnknownLevel: more cores than there are, or none (a paused worker stays where it is).
+            NotMoved: the system refused; every thread is where it was.
         """
         if not 1 <= level <= self.total_units:
             raise UnknownLevel(self.side, level, self.levels(), "cores")
-        self._activate(self.cpus[:level] if self.side == "decode" else self.cpus[-level:])
+        if level == self._active:
+            return
+        shrinks = self._active is None or level < self._active
+        if shrinks:
+            self._set_threads(level)
+        try:
+            self._shares.enter(self.side, level)
+        except _core.Error as error:
+            if shrinks:
+                self._set_threads(self._active or self.total_units)
+            raise NotMoved(self.side, error) from error
+        if not shrinks:
+            self._set_threads(level)
+        self._active = level
 
     def release(self) -> None:
-        """Give this process all cores of the device again, background threads too."""
-        self._background.clear()
-        self._move_threads(self.cpus, background=self.cpus)
-        self._set_threads(len(self.cpus))
-        self._active = self.cpus
+        """Give this process all cores of the device again, background threads too.
+
+        Raises:
+            NotMoved: the system refused; every thread is where it was.
+        """
+        try:
+            self._shares.leave()
+        except _core.Error as error:
+            raise NotMoved(self.side, error) from error
+        self._set_threads(self.total_units)
+        self._active = self.total_units
 
     def exclude(self, *thread_ids: int) -> None:
         """Never move these threads (native ids) from now on."""
-        self._excluded.update(thread_ids)
+        for thread_id in thread_ids:
+            self._shares.exclude(thread_id)
 
     def background(self, *thread_ids: int) -> None:
         """Keep these threads (native ids) on the last core from now on."""
-        self._background.update(thread_ids)
         for thread_id in thread_ids:
-            _set_affinity(thread_id, self.cpus[-1:])
+            self._shares.keep_in_background(thread_id)
 
     @contextmanager
     def background_threads(self) -> Iterator[None]:
@@ -134,33 +150,6 @@ class HostPartition:
         before = _thread_ids()
         yield
         self.background(*(_thread_ids() - before))
-
-    def _activate(self, cpus: tuple[int, ...]) -> None:
-        if cpus == self._active:
-            return
-        shrinks = self._active is None or len(cpus) < len(self._active)
-        if shrinks:
-            self._set_threads(len(cpus))
-        self._move_threads(cpus, background=self.cpus[-1:])
-        if not shrinks:
-            self._set_threads(len(cpus))
-        self._active = cpus
-
-    def _move_threads(self, cpus: tuple[int, ...], *, background: tuple[int, ...]) -> None:
-        """Move all threads, also those that start meanwhile from one that was not moved yet."""
-        moved: set[int] = set()
-        while new := _thread_ids() - moved:
-            for thread_id in new - self._excluded:
-                _set_affinity(thread_id, background if self._is_background(thread_id) else cpus)
-            moved |= new
-
-    def _is_background(self, thread_id: int) -> bool:
-        if thread_id in self._background:
-            return True
-        if thread_id != os.getpid() and _thread_name(thread_id).startswith(BACKGROUND_NAMES):
-            self._background.add(thread_id)
-            return True
-        return False
 
 
 def _require_two(n: int, what: str) -> None:
@@ -186,18 +175,4 @@ def _require_allowed(cpus: tuple[int, ...]) -> None:
 
 
 def _thread_ids() -> set[int]:
-    return {int(name) for name in os.listdir(_TASKS)}
-
-
-def _thread_name(thread_id: int) -> str:
-    try:
-        return (_TASKS / str(thread_id) / "comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""  # it ended
-
-
-def _set_affinity(thread_id: int, cpus: tuple[int, ...]) -> None:
-    try:
-        os.sched_setaffinity(thread_id, cpus)
-    except ProcessLookupError:
-        return  # it ended
+    return {int(name) for name in os.listdir("/proc/self/task")}

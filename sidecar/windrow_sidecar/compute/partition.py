@@ -24,6 +24,13 @@ class UnknownLevel(InvariantBroken):
         )
 
 
+class NotMoved(InvariantBroken):
+    """The driver refused a share that is one of the levels; the old one is kept."""
+
+    def __init__(self, side: Side, cause: Exception) -> None:
+        super().__init__(f"{_NAMES[side]} stays on the share that it had: {cause}")
+
+
 class Partition(Protocol):
     """One process's hold on its share of a device's compute units.
 
@@ -56,9 +63,14 @@ class Partition(Protocol):
 
         Raises:
             UnknownLevel: none of `levels()`; nothing has changed.
+            NotMoved: the driver refused; nothing has changed.
         """
         ...
 
     def release(self) -> None:
-        """Undo: this process may use every unit again."""
+        """Undo: this process may use every unit again.
+
+        Raises:
+            NotMoved: the driver refused; nothing has changed.
+        """
         ...

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
-from windrow_sidecar.compute.partition import Partition, UnknownLevel
+from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.kvcache import KvCache
 from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
@@ -106,14 +107,8 @@ class DecodeLoop:
             prefill_tokens=len(prefill[1]) if prefill else 0,
         )
         asked_ns = parts.clock_ns()
-        decision = parts.hook.before_step(facts)
+        decision = self._take_share(parts.hook.before_step(facts))
         self._hold_until_ns = decision.hold_admission_until_ns
-        try:
-            parts.partition.activate(decision.decode_units or parts.units)
-        except UnknownLevel as error:  # the hook's mistake, not serving's
-            parts.hook.give_up(error)
-            decision = Decision()
-            parts.partition.activate(parts.units)
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
 
         if prefill is not None:
@@ -155,6 +150,22 @@ class DecodeLoop:
         if self._step % _STEPS_PER_COLLECTION == 0:
             gc.collect(0)
         return event
+
+    def _take_share(self, decision: Decision) -> Decision:
+        """Move to the units that the hook has decided on; returns what the step goes by.
+
+        A level that is none, or a device that refuses one, ends harvesting: decode takes all units.
+        Where it is refused those too, it serves on what it has and asks again at the next step.
+        """
+        parts = self._parts
+        try:
+            parts.partition.activate(decision.decode_units or parts.units)
+        except InvariantBroken as error:
+            parts.hook.give_up(error)
+            with suppress(InvariantBroken):
+                parts.partition.activate(parts.units)
+            return Decision()
+        return decision
 
     def _after_bare_pass(self, *, computed: bool) -> None:
         """A pass without a decode step: only prefill, or nothing could start."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 
+from windrow.errors import InvariantBroken
 from windrow.eventlog import StepEvent
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
@@ -42,12 +43,16 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
 
     Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and
     decode on all units.
+
+    Raises:
+        InvariantBroken: decode could not be put on the units of a point.
     """
     hook = _OnUnits()
+    guarded = FailClosed(hook)
     began_s = time.monotonic()
     seen: dict[Point, list[StepEvent]] = defaultdict(list)
     try:
-        with muted(replace(parts, hook=FailClosed(hook), log=None)) as loop:
+        with muted(replace(parts, hook=guarded, log=None)) as loop:
             for point in [*points] * effort.rounds:
                 late = time.monotonic() - began_s > effort.soft_limit_s
                 if late and point in seen:
@@ -57,6 +62,8 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
                 # Rounds apart in time are pooled: a machine has slow seconds and fast ones, and
                 # serving will see both.
                 seen[point] += _steps_at(loop, parts, point, steps)
+                if guarded.failed:  # the loop has gone on, with all units
+                    raise InvariantBroken(f"decode does not run on {point.units} units: no profile")
     finally:
         parts.scheduler.clear()
         parts.partition.activate(parts.units)
