@@ -43,6 +43,17 @@ def find_tools(config):
         config.stash[TOOLS] = error
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small operations on a busy machine: a team of threads would wait for its slowest."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tools(request):
     """The executables of a control plane."""

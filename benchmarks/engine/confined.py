@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_MOUNTS = Path("/proc/self/mounts")
-_OWN = Path("/proc/self/cgroup")
+from windrow_sidecar.compute.cgroup import groups
 
 
 class CannotConfine(RuntimeError):
@@ -53,14 +52,11 @@ def forget_cached(folder: Path) -> None:
 
 
 def _controller() -> tuple[Path, str]:
-    """Return this process's group under the memory controller, and the limit's file in a child."""
-    groups = dict(line.split(":", 2)[1:] for line in _OWN.read_text().splitlines())
-    for line in _MOUNTS.read_text().splitlines():
-        _, place, kind, options, *_ = line.split()
-        if kind == "cgroup" and "memory" in options.split(","):
-            return Path(place + groups["memory"]), "memory.limit_in_bytes"
-        if kind == "cgroup2":
-            group = Path(place + groups.get("", "/"))
-            if "memory" in (group / "cgroup.subtree_control").read_text().split():
-                return group, "memory.max"
+    """Return a group that can have children with a limit, and the limit's file in a child."""
+    for controllers, group in groups():
+        if "memory" in controllers.split(",") and group.is_dir():
+            return group, "memory.limit_in_bytes"
+        delegated = group / "cgroup.subtree_control"
+        if not controllers and delegated.is_file() and "memory" in delegated.read_text().split():
+            return group, "memory.max"
     raise CannotConfine("there is no memory controller for groups below this process's own")

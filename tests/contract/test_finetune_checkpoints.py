@@ -19,18 +19,13 @@ from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Origin, Posit
 from windrow_sidecar.finetune.course import Course
 from windrow_sidecar.finetune.saving import CheckpointWriter
 from windrow_sidecar.finetune.snapshot import Snapshot
-from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"
 COURSE = Course(eval_every=2, patience=3)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
@@ -40,20 +35,10 @@ def folder(tmp_path):
     return made
 
 
-def run(stream, n: int) -> None:
-    for _ in range(n):
-        if (tasklet := stream.peek()) is not None:
-            stream.run(tasklet)
-
-
-def same(ours, theirs) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted():
     job = tiny_job(course=COURSE)
-    run(job.stream, 10_000)
+    finish(job)
     return adapter_of(job)
 
 
@@ -70,15 +55,15 @@ def test_checkpoints_that_are_copied_while_training_goes_on_resume_bit_for_bit(
         job = tiny_job(course=COURSE)
         if (found := folder.newest()) is not None:
             job.stream.restore(found.position, found.tensors)
-        run(job.stream, before)
+        advance(job.stream, before)
         position, snapshot = job.stream.position, job.stream.snapshot()
-        run(job.stream, after)  # lost, but for what the copies must not see
+        advance(job.stream, after)  # lost, but for what the copies must not see
         folder.save(position, snapshot.take(), keep=2)
     job = tiny_job(course=COURSE)
     found = folder.newest()
     job.stream.restore(found.position, found.tensors)
-    run(job.stream, 10_000)
-    assert same(adapter_of(job), uninterrupted)
+    finish(job)
+    assert bit_equal(adapter_of(job), uninterrupted)
 
 
 class Slow(Snapshot):

@@ -40,12 +40,7 @@ CUTS = {
 OF_NORM, OF_TENSOR = 1e-5, 5e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

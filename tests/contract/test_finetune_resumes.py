@@ -12,35 +12,19 @@ from hypothesis import strategies as st
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Position
-from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted():
     job = tiny_job()
-    while (tasklet := job.stream.peek()) is not None:
-        job.stream.run(tasklet)
+    finish(job)
     return adapter_of(job)
-
-
-def same(ours, theirs) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
-
-
-def run(stream, n: int) -> None:
-    for _ in range(n):
-        if (tasklet := stream.peek()) is not None:
-            stream.run(tasklet)
 
 
 @settings(
@@ -50,10 +34,10 @@ def run(stream, n: int) -> None:
 def test_micro_batches_that_are_dropped_anywhere_change_nothing(uninterrupted, cuts):
     job = tiny_job()
     for cut in cuts:
-        run(job.stream, cut)
+        advance(job.stream, cut)
         job.stream.drop()
-    run(job.stream, 10_000)
-    assert same(adapter_of(job), uninterrupted)
+    finish(job)
+    assert bit_equal(adapter_of(job), uninterrupted)
 
 
 @settings(
@@ -68,14 +52,14 @@ def test_a_job_that_is_killed_anywhere_resumes_bit_for_bit(uninterrupted, tmp_pa
         job = tiny_job()
         if (found := folder.newest()) is not None:
             job.stream.restore(found.position, found.tensors)
-        run(job.stream, kill)
+        advance(job.stream, kill)
         folder.save(job.stream.position, job.stream.tensors(), keep=2)
-        run(job.stream, 3)  # lost
+        advance(job.stream, 3)  # lost
     job = tiny_job()
     found = folder.newest()
     job.stream.restore(found.position, found.tensors)
-    run(job.stream, 10_000)
-    assert same(adapter_of(job), uninterrupted)
+    finish(job)
+    assert bit_equal(adapter_of(job), uninterrupted)
 
 
 def saved(tmp_path, steps=(1, 2, 3), keep=3, epoch=1) -> JobFolder:

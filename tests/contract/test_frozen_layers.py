@@ -19,7 +19,7 @@ from windrow_sidecar.finetune.residency.loading import CannotWindow, load_window
 from windrow_sidecar.finetune.residency.source import stored_tensors
 from windrow_sidecar.finetune.structure import find_layers
 from windrow_sidecar.testing.models import save_random_llama
-from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
 LAYERS, PLENTY = 5, 10**9
 SIZES = {
@@ -72,10 +72,6 @@ def trained(job, between=lambda number: None):
     return adapter_of(job)
 
 
-def same(ours, theirs):
-    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 @pytest.mark.parametrize(
     ("capacity", "micro_batches", "tokens"), [(1, 1, 0), (2, 1, 0), (3, 2, 0), (2, 2, 4)]
 )
@@ -91,7 +87,7 @@ def test_training_is_bit_equal_with_and_without_a_window(
     model, frozen, around, _ = windowed()
     frozen.resize(capacity)
     found = trained(tiny_job(base=model, around_layer=around, **how))
-    assert same(found, expected)
+    assert bit_equal(found, expected)
     assert len(frozen.resident) <= capacity
     assert frozen.moved.transfers > LAYERS
 
@@ -106,7 +102,7 @@ def test_growing_shrinking_and_vanishing_between_tasklets_changes_nothing(checkp
         assert len(frozen.resident) <= sizes[number % len(sizes)]
         planned.bytes_per_token = budgets[number % len(budgets)]
 
-    assert same(trained(tiny_job(steps=2, base=model, around_layer=around), between), expected)
+    assert bit_equal(trained(tiny_job(steps=2, base=model, around_layer=around), between), expected)
 
 
 def test_several_micro_batches_share_the_transfer_of_a_visit(checkpoint, windowed):

@@ -23,18 +23,20 @@ from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
 from windrow_sidecar.finetune.together import check_apart
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
-from windrow_sidecar.testing.tinyjob import TinyJob, adapter_of, tiny_job, tiny_llama
+from windrow_sidecar.testing.tinyjob import (
+    TinyJob,
+    adapter_of,
+    bit_equal,
+    finish,
+    tiny_job,
+    tiny_llama,
+)
 
 LORA = {"lora": {"rank": 4, "alpha": 4, "dropout": 0.1, "targetModules": "q_proj,up_proj"}}
 IA3 = {"type": "ia3"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Elsewhere:
@@ -79,13 +81,8 @@ def alone(request):
     """How the work is cut, and what each job learns alone."""
     jobs = jobs_of(request.param)
     for job in jobs:
-        while (tasklet := job.stream.peek()) is not None:
-            job.stream.run(tasklet)
+        finish(job)
     return request.param, [adapter_of(job) for job in jobs]
-
-
-def same(ours, theirs) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 @settings(
@@ -109,7 +106,7 @@ def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alon
             memories[n].set_aside()
     assert home.moved
     for job, theirs in zip(jobs, expected, strict=True):
-        assert same(adapter_of(job), theirs)
+        assert bit_equal(adapter_of(job), theirs)
 
 
 def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
@@ -119,9 +116,9 @@ def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
         job.stream.run(job.stream.peek())
     before = {name: t.clone() for name, t in job.stream.tensors().items()}
     memory.set_aside()
-    assert same(job.stream.snapshot().take(), before)
+    assert bit_equal(job.stream.snapshot().take(), before)
     memory.bring_back()
-    assert same(dict(job.stream.tensors()), before)
+    assert bit_equal(dict(job.stream.tensors()), before)
 
 
 def test_a_twin_shares_every_weight_but_the_biases_may_be_trained_apart():
@@ -239,8 +236,8 @@ def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(al
         "broken": Ending.FAILED,
         "third": Ending.SUCCEEDED,
     }
-    assert same(adapter_of(jobs[0]), expected[0])
-    assert same(adapter_of(jobs[2]), expected[2])
+    assert bit_equal(adapter_of(jobs[0]), expected[0])
+    assert bit_equal(adapter_of(jobs[2]), expected[2])
     turns = sum(a != b for a, b in pairwise(order))
     assert turns > 6
 
@@ -253,4 +250,4 @@ def test_one_that_is_told_to_pause_in_the_middle_of_a_step_leaves_the_device_to_
     Carrier([carried(a, endings) for a in acting], clock=lambda: 0.0).run()
     assert order[: acting[1].ran] == ["second"] * acting[1].ran
     assert endings == {"first": Ending.SUCCEEDED, "second": Ending.SUCCEEDED}
-    assert same(adapter_of(jobs[0]), adapter_of(jobs[1]))
+    assert bit_equal(adapter_of(jobs[0]), adapter_of(jobs[1]))

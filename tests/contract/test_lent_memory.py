@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -11,17 +10,12 @@ from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.finetune.memory import LentBoundaries, LentMemory
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.qos.view import Phase
-from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, bit_equal, tiny_job
 
 OWNER, CHUNKS = 7, 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +95,7 @@ def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
     beside.close()
     assert beside.decode.counts()[2] == 0
     assert learnt.keys() == expected.keys()
-    assert all(torch.equal(learnt[name], expected[name]) for name in expected)
+    assert bit_equal(learnt, expected)
     assert beside.ran == tasklets  # no group ran twice
 
 
@@ -117,5 +111,5 @@ def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, un
         pass
     learnt = adapter_of(beside.job)
     beside.close()
-    assert all(torch.equal(learnt[name], expected[name]) for name in expected)
+    assert bit_equal(learnt, expected)
     assert beside.ran > tasklets

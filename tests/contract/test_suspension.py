@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,22 +15,15 @@ from windrow_sidecar.finetune.health import StallWatch
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.suspension import BrokenOff, Suspension, between_modules
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
-from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, finish, tiny_job
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def untouched(request):
     job = tiny_job(grain=request.param, micro_batches=2)
-    while (tasklet := job.stream.peek()) is not None:
-        job.stream.run(tasklet)
+    finish(job)
     return request.param, adapter_of(job)
 
 
@@ -39,10 +31,6 @@ def job_with(point, grain):
     job = tiny_job(grain=grain, micro_batches=2)
     between_modules(job.model.get_base_model().model.layers, point)
     return job
-
-
-def same(ours, theirs) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 def test_there_are_points_within_every_forward_and_every_backward(untouched):
@@ -79,7 +67,7 @@ def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretch
             job.stream.break_off(tasklet)
             broken += 1
     assert broken == len(stretches)
-    assert same(adapter_of(job), expected)
+    assert bit_equal(adapter_of(job), expected)
 
 
 class Cores:
@@ -159,7 +147,7 @@ def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched
     assert {Phase.FORWARD, Phase.BACKWARD} <= set(answered)
     assert slot.cores.units[0] == 2
     assert slot.cores.units[-1] == 1  # fewer cores are taken in the middle of a layer, too
-    assert same(adapter_of(job), expected)
+    assert bit_equal(adapter_of(job), expected)
 
 
 def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():

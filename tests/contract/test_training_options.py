@@ -15,15 +15,9 @@ from windrow_sidecar.finetune.optimizer import AdapterOptimizer
 from windrow_sidecar.finetune.precision import WeightForm
 from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import EvaluationDone, Stage
-from windrow_sidecar.testing.tinyjob import adapter_of, tiny_job
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def run(job, *, until=None) -> list:
@@ -40,10 +34,6 @@ def run(job, *, until=None) -> list:
 def distance(ours, theirs) -> float:
     top = sum(float((ours[n] - theirs[n]).square().sum()) for n in theirs)
     return (top / sum(float(t.square().sum()) for t in theirs.values())) ** 0.5
-
-
-def same(ours, theirs) -> bool:
-    return all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +76,7 @@ def test_the_adapter_is_judged_every_so_many_steps():
 def test_evaluations_between_steps_change_nothing_of_what_is_learnt(padded):
     job = tiny_job(course=Course(eval_every=1))
     run(job)
-    assert same(adapter_of(job), padded)
+    assert bit_equal(adapter_of(job), padded)
 
 
 def test_a_job_that_gets_no_better_ends_early_with_its_best_adapter():
@@ -121,7 +111,7 @@ def test_a_job_that_ends_early_does_so_wherever_it_was_interrupted(cuts):
         position = job.stream.position
         tensors = {name: t.clone() for name, t in job.stream.tensors().items()}
     assert job.stream.position == whole.stream.position
-    assert same(adapter_of(job), adapter_of(whole))
+    assert bit_equal(adapter_of(job), adapter_of(whole))
 
 
 def test_only_a_loss_that_is_lower_by_the_margin_is_better():

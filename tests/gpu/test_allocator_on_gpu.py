@@ -6,9 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-
-from windrow_sidecar import _core
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -48,16 +45,6 @@ else:
 allocator.check()
 print("done")
 """
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    try:
-        _core.driver("cuda")
-    except _core.DriverUnavailable as error:
-        pytest.skip(f"no GPU: {error}")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 def test_torch_trains_on_lent_chunks():

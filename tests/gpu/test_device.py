@@ -8,23 +8,12 @@ import sys
 import pytest
 import torch
 
-from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.memory.kv import kv_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    try:
-        _core.driver("cuda")
-    except _core.DriverUnavailable as error:
-        pytest.skip(f"no GPU: {error}")
-    if not torch.cuda.is_available():
-        pytest.skip("this torch was built without CUDA")
 
 
 @pytest.fixture(params=["per-layer", "token-major"])

@@ -55,13 +55,7 @@ class Engine:
         return kv
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Small operations on a busy machine: a team of threads would wait for its slowest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(

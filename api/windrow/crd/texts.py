@@ -21,26 +21,26 @@ def _not_blank(text: str) -> str:
     return text
 
 
-def _place(text: str) -> str:
+def _reachable(text: str, schemes: tuple[str, ...], verb: str, remedy: str) -> str:
     scheme = urlsplit(_not_blank(text)).scheme
-    if scheme not in WRITABLE_SCHEMES:
-        raise invalid(
-            f"{text!r}: nothing here can write {scheme}:// yet",
-            "Write a path on a volume that the decode pods mount (HarvestPolicy "
-            "spec.sidecar.volumes).",
-        )
+    if scheme not in schemes:
+        raise invalid(f"{text!r}: nothing here can {verb.format(f'{scheme}://')}", remedy)
     return text
+
+
+def _place(text: str) -> str:
+    remedy = (
+        "Write a path on a volume that the decode pods mount (HarvestPolicy spec.sidecar.volumes)."
+    )
+    return _reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy)
 
 
 def _source(text: str) -> str:
-    scheme = urlsplit(_not_blank(text)).scheme
-    if scheme not in READABLE_SCHEMES:
-        raise invalid(
-            f"{text!r}: nothing here can read {scheme}://",
-            "Write a path on a volume that the decode pods mount, s3://bucket/key, https://..., or "
-            "the name of a dataset on the Hub.",
-        )
-    return text
+    remedy = (
+        "Write a path on a volume that the decode pods mount, s3://bucket/key, https://..., or "
+        "the name of a dataset on the Hub."
+    )
+    return _reachable(text, READABLE_SCHEMES, "read {}", remedy)
 
 
 Text = Annotated[str, AfterValidator(_not_blank), Field(min_length=1, max_length=TEXT_MAX)]

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 _T = TypeVar("_T", int, float)
 
+_OWN_GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _UNLIMITED_V1 = 1 << 60  # v1 writes "no limit" as a page-rounded 2^63
 
 
@@ -20,16 +21,14 @@ class CgroupLimits:
     memory_bytes: int | None
 
 
-def read_limits(
-    proc_file: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> CgroupLimits:
+def read_limits(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> CgroupLimits:
     """Read the limits that hold for this process.
 
     A file that is not there limits nothing: in a container only part of the hierarchy is mounted.
     """
     cpus: list[float] = []
     memory: list[int] = []
-    for controllers, folder in _folders(proc_file, mount):
+    for controllers, folder in groups(proc_file, mount):
         if controllers == "":
             _add(cpus, _cpu_v2(folder / "cpu.max"))
             _add(memory, _bytes(folder / "memory.max"))
@@ -40,8 +39,11 @@ def read_limits(
     return CgroupLimits(min(cpus, default=None), min(memory, default=None))
 
 
-def _folders(proc_file: Path, mount: Path) -> Iterator[tuple[str, Path]]:
-    """Controllers ("" is v2) and folder of each group of this process, and of those above it."""
+def groups(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> Iterator[tuple[str, Path]]:
+    """Yield controllers ("" is v2) and folder of this process's groups, each before those above it.
+
+    A folder need not be there.
+    """
     try:
         lines = proc_file.read_text().splitlines()
     except OSError:

@@ -100,6 +100,24 @@ def adapter_of(job: TinyJob) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in trainable(job.model).items()}
 
 
+def bit_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Whether both hold the same tensors under the same names."""
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def advance(stream: TaskletStream, n: int) -> None:
+    """Run so many tasklets, or as many as are left."""
+    for _ in range(n):
+        if (tasklet := stream.peek()) is not None:
+            stream.run(tasklet)
+
+
+def finish(job: TinyJob) -> None:
+    """Run what is left of a job."""
+    while (tasklet := job.stream.peek()) is not None:
+        job.stream.run(tasklet)
+
+
 def _rows() -> list[Example]:
     draw = torch.Generator().manual_seed(3)
     examples = []

@@ -43,13 +43,13 @@ class Network:
                 pass
 
     def _levels(self) -> dict[int, int]:
-        level, todo = {SOURCE: 0}, deque([SOURCE])
-        while todo:
-            node = todo.popleft()
+        level, reached = {SOURCE: 0}, deque([SOURCE])
+        while reached:
+            node = reached.popleft()
             for edge in self._edges[node]:
                 if self._room[edge] > 0 and self._to[edge] not in level:
                     level[self._to[edge]] = level[node] + 1
-                    todo.append(self._to[edge])
+                    reached.append(self._to[edge])
         return level
 
     def _push(self, level: dict[int, int], begun: list[int]) -> bool:

@@ -60,9 +60,9 @@ class LayerGraph:
             ValueError: something that is needed then cannot be had.
         """
         held, producers = set(kept), self.producers()
-        todo, again = list(self.needs), set[int]()
-        while todo:
-            value = todo.pop()
+        wanted, again = list(self.needs), set[int]()
+        while wanted:
+            value = wanted.pop()
             if value in held or self.values[value].there:
                 continue
             op = producers.get(value)
@@ -70,5 +70,5 @@ class LayerGraph:
                 raise ValueError(f"value {value} is neither kept nor can it be computed again")
             if op not in again:
                 again.add(op)
-                todo.extend(self.ops[op].inputs)
+                wanted.extend(self.ops[op].inputs)
         return frozenset(again)
