@@ -80,13 +80,13 @@ def test_the_examples_are_valid(name):
         assert "--disaggregation-mode=decode" in found["spec"]["containers"][0]["args"]
 
 
-def test_the_job_is_sized_to_end_within_the_load():
+def test_the_job_is_sized_to_last_through_the_load():
     def steps(seconds, rate=5000.0):
         return manifests.steps_that_end(
             seconds=seconds, dedicated_tokens_per_second=rate, tokens_per_step=1500
         )
 
-    assert steps(60) == int(manifests.USUAL_SHARE * 5000 * (60 - manifests.START_S) / 1500)
+    assert steps(60) == int(manifests.BEST_SHARE * 5000 * (60 - manifests.START_S) / 1500)
     assert steps(600) > steps(60)
     assert steps(1, rate=1.0) == manifests.FEWEST_STEPS
 

@@ -8,6 +8,9 @@ from windrow.eventlog import StepEvent
 from windrow.local import load
 from windrow.local.objective import (
     HIGHEST_RATE,
+    SLOW_MINUTES,
+    WANTED_BATCH,
+    at_pace,
     bearable_rate,
     objective_for,
     pace_of,
@@ -106,6 +109,7 @@ def test_a_machine_gets_the_load_that_brings_its_batch_into_the_middle_of_the_ra
     rates = [bearable_rate(schedule_at, solo) for solo in (fast, slow)]
     assert rates[0] > rates[1] > 0.05
     for rate, solo in zip(rates, (fast, slow), strict=True):
-        assert play(schedule_at(rate), solo).mean_batch <= 6.0
-        assert play(schedule_at(rate + 0.05), solo).mean_batch > 6.0
+        in_slow_minutes = at_pace(solo, SLOW_MINUTES)
+        assert play(schedule_at(rate), in_slow_minutes).mean_batch <= WANTED_BATCH
+        assert play(schedule_at(rate + 0.05), in_slow_minutes).mean_batch > WANTED_BATCH
     assert bearable_rate(schedule_at, dead) == 0.05

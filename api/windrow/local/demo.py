@@ -42,7 +42,7 @@ from windrow.local.watcher import Watcher
 from windrow.views import JobView
 
 PODS_WITHIN = timedelta(seconds=120)
-JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load
+JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load and as much time again
 WARM_UP_S = 10.0
 DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
@@ -57,7 +57,7 @@ class DemoSettings:
         rate: None: what gives this machine's decode a batch in the middle of its range.
         pods: None: as many as the machine's cores make devices.
         objective_ms: None: by the rule of `windrow.local.objective`.
-        steps: of the job; None: as many as surely end within the load.
+        steps: of the job; None: as many as keep it busy through the load.
     """
 
     out: Path
@@ -248,7 +248,7 @@ def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
 
 
 def affordable_steps(on: Stage) -> int:
-    """Measure the job alone on the device and return how many steps surely end within the load."""
+    """Measure the job alone on the device and return how many steps last through the load."""
     on.say(f"dedicated: the job alone on the whole device for {measure.DEDICATED_S:g} s")
     job = on.job(on.settings.out / "dedicated" / "adapter", 1_000_000)
     alone = measure.measure_dedicated(on.keeper, job, on.devices[0], on.settings.out)
@@ -274,7 +274,8 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     load.finish(run_log(settings.out), objective.milliseconds, drain_within=DRAIN)
     on.say("the load has ended, the job goes on to its end")
     try:
-        done = on.client.wait(job.name, namespace=NAMESPACE, within=JOB_ENDS_WITHIN)
+        within = JOB_ENDS_WITHIN + timedelta(seconds=settings.seconds)
+        done = on.client.wait(job.name, namespace=NAMESPACE, within=within)
     except TimeoutError as e:
         raise serving.NotReady(str(e), logs=[*pods.logs, "operator"]) from e
     on.say(f"the job has ended: {done.state}")

@@ -125,17 +125,17 @@ def finetune_job(
 def steps_that_end(
     *, seconds: float, dedicated_tokens_per_second: float, tokens_per_step: float
 ) -> int:
-    """Return how many optimizer steps fit into a load of `seconds` on harvested compute.
+    """Return how many optimizer steps keep a worker busy through a load of `seconds`, not longer.
 
-    A worker spends `START_S` until its first step (libraries, model, the base model's loss) and
-    then gets about `USUAL_SHARE` of its dedicated rate. One that gets more ends earlier; one that
-    gets less ends on the idle device after the load.
+    Its figures shall hold for all of the load, bursts included, so it gets what only `BEST_SHARE`
+    of its dedicated rate would end within the load. What is left is done on the idle device
+    afterwards, in less than the time that the load took.
     """
     budget_s = max(5.0, seconds - START_S)
-    steps = USUAL_SHARE * dedicated_tokens_per_second * budget_s / tokens_per_step
+    steps = BEST_SHARE * dedicated_tokens_per_second * budget_s / tokens_per_step
     return max(FEWEST_STEPS, int(steps))
 
 
-START_S = 5.0
-USUAL_SHARE = 0.55
+START_S = 5.0  # until a worker's first step: libraries, model, the base model's loss
+BEST_SHARE = 0.9
 FEWEST_STEPS = 4
