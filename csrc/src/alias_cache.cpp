@@ -30,7 +30,12 @@ AliasCache::AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory
     : driver_(&driver),
       memory_(std::move(memory)),
       range_(driver_->reserve(range_bytes(*memory_))),
-      addresses_(range_->bytes()) {}
+      addresses_(range_->bytes()) {
+  if (memory_->one_memory_a_chunk()) {
+    homes_.emplace(*range_, *memory_);
+    static_cast<void>(addresses_.take(homes_->bytes()));
+  }
+}
 
 AliasCache::~AliasCache() {
   for (const auto& alias : idle_) {
@@ -62,8 +67,13 @@ std::unique_ptr<Alias> AliasCache::reuse(std::size_t blocks, ChunkBudget& budget
 }
 
 std::unique_ptr<Alias> AliasCache::map(std::vector<BlockId> blocks) {
-  const std::size_t bytes = address_bytes(blocks.size());
   auto alias = std::make_unique<Alias>();
+  if (at_home(blocks)) {
+    alias->address = homes_->hold(blocks, calls_);
+    alias->blocks = std::move(blocks);
+    return alias;
+  }
+  const std::size_t bytes = address_bytes(blocks);
   const std::size_t offset = find_addresses(bytes);
   const std::vector<Piece> pieces = pieces_of(blocks);
   try {
@@ -80,6 +90,9 @@ std::unique_ptr<Alias> AliasCache::map(std::vector<BlockId> blocks) {
 }
 
 void AliasCache::idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use) {
+  if (at_home(alias->blocks)) {
+    return homes_->let_go(alias->blocks, last_use);
+  }
   const std::size_t blocks = alias->blocks.size();
   alias->last_use = std::move(last_use);
   idle_.push_back(std::move(alias));
@@ -94,11 +107,22 @@ void AliasCache::clear() {
   while (!idle_.empty()) {
     drop_oldest();
   }
+  if (homes_) {
+    homes_->clear(calls_);
+  }
 }
 
 // Aliases begin where a block of the small pool may begin.
-std::size_t AliasCache::address_bytes(std::size_t blocks) const {
-  return round_up(blocks * memory_->block_bytes(), kPoolBlockBytes);
+std::size_t AliasCache::address_bytes(const std::vector<BlockId>& blocks) const {
+  std::size_t bytes = 0;
+  for (const Piece& piece : pieces_of(blocks)) {
+    bytes += piece.bytes;
+  }
+  return round_up(bytes, kPoolBlockBytes);
+}
+
+bool AliasCache::at_home(const std::vector<BlockId>& blocks) const {
+  return homes_ && blocks.back() - blocks.front() + 1 == std::ssize(blocks);
 }
 
 std::size_t AliasCache::find_addresses(std::size_t bytes) {
@@ -136,7 +160,8 @@ std::vector<Piece> AliasCache::pieces_of(const std::vector<BlockId>& blocks) con
   for (std::size_t at = 0; at < blocks.size();) {
     const std::size_t length = run_length(blocks, at);
     const Backing from = backing(blocks[at]);
-    pieces.push_back({from.memory, from.offset, length * memory_->block_bytes()});
+    const std::size_t bytes = homes_ ? from.memory->bytes() : length * memory_->block_bytes();
+    pieces.push_back({from.memory, from.offset, bytes});
     at += length;
   }
   return pieces;
@@ -159,7 +184,7 @@ void AliasCache::drop(Idle::iterator place) {
     ++calls_.unmap;
     at += piece.bytes;
   }
-  addresses_.put(offset, address_bytes(blocks));
+  addresses_.put(offset, address_bytes(alias->blocks));
 }
 
 }  // namespace windrow

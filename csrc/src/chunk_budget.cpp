@@ -1,6 +1,7 @@
 #include "windrow/chunk_budget.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -79,6 +80,24 @@ std::vector<BlockId> ChunkBudget::take(std::int64_t blocks, StreamId stream) {
   return found;
 }
 
+std::vector<BlockId> ChunkBudget::take_side_by_side(std::int64_t blocks, StreamId stream) {
+  Run best;
+  for (const Run& run : runs([&](BlockId id) { return to_be_had(id, stream); })) {
+    if (run.blocks >= blocks && (best.blocks == 0 || run.blocks < best.blocks)) {
+      best = run;
+    }
+  }
+  std::vector<BlockId> found;
+  if (best.blocks > 0) {
+    found.resize(static_cast<std::size_t>(blocks));
+    std::iota(found.begin(), found.end(), best.first + best.blocks - blocks);
+  } else if (blocks > blocks_per_chunk_) {
+    found = find_chunks(blocks, stream);
+  }
+  mark_taken(found);
+  return found;
+}
+
 bool ChunkBudget::take_these(std::span<const BlockId> blocks, StreamId stream) {
   const bool all = std::ranges::all_of(blocks, [&](BlockId id) { return to_be_had(id, stream); });
   if (all) {
@@ -100,6 +119,57 @@ void ChunkBudget::untake(std::span<const BlockId> blocks) {
     ++chunks_[static_cast<std::size_t>(id / blocks_per_chunk_)].free;
   }
   in_use_ -= std::ssize(blocks);
+}
+
+std::int64_t ChunkBudget::longest_run() const {
+  std::int64_t longest = 0;
+  for (const Run& run :
+       runs([&](BlockId id) { return blocks_[static_cast<std::size_t>(id)].free; })) {
+    longest = std::max(longest, run.blocks);
+  }
+  return longest;
+}
+
+template <class May>
+std::vector<ChunkBudget::Run> ChunkBudget::runs(May may) const {
+  std::vector<Run> found;
+  for (std::size_t chunk = chunks_.size(); chunk-- > 0;) {
+    if (chunks_[chunk].state != State::kLent || chunks_[chunk].free == 0) {
+      continue;
+    }
+    const auto first = static_cast<BlockId>(chunk) * blocks_per_chunk_;
+    for (BlockId id = first + blocks_per_chunk_ - 1; id >= first; --id) {
+      if (!may(id)) {
+        continue;
+      }
+      if (!found.empty() && found.back().first == id + 1) {
+        found.back() = {id, found.back().blocks + 1};
+      } else {
+        found.push_back({id, 1});
+      }
+    }
+  }
+  return found;
+}
+
+// Nothing is taken yet.
+std::vector<BlockId> ChunkBudget::find_chunks(std::int64_t blocks, StreamId stream) const {
+  std::vector<BlockId> found;
+  for (std::size_t chunk = chunks_.size(); chunk-- > 0 && std::ssize(found) < blocks;) {
+    if (chunks_[chunk].state != State::kLent || chunks_[chunk].free < blocks_per_chunk_) {
+      continue;
+    }
+    const auto first = static_cast<BlockId>(chunk) * blocks_per_chunk_;
+    const BlockId end = first + std::min(blocks_per_chunk_, blocks - std::ssize(found));
+    const std::size_t before = found.size();
+    for (BlockId id = first; id < end && to_be_had(id, stream); ++id) {
+      found.push_back(id);
+    }
+    if (std::ssize(found) - static_cast<std::int64_t>(before) < end - first) {
+      found.resize(before);
+    }
+  }
+  return std::ssize(found) < blocks ? std::vector<BlockId>{} : found;
 }
 
 void ChunkBudget::wait_for_fences() {

@@ -25,20 +25,16 @@ std::string mebibytes(std::size_t bytes) {
   return text;
 }
 
-// Before anything is made of it.
-std::shared_ptr<const ChunkMemory> require_usable(const Driver& driver,
-                                                  std::shared_ptr<const ChunkMemory> memory) {
+// In blocks that tensors can take. Before anything is made of it.
+std::shared_ptr<const ChunkMemory> in_blocks(const Driver& driver,
+                                             std::shared_ptr<const ChunkMemory> memory) {
   const std::size_t block = memory->block_bytes();
+  if (!driver.maps_parts() && memory->backing(0, 0).memory->bytes() != block) {
+    return std::make_shared<PiecesOfChunks>(std::move(memory));
+  }
   if (kPoolBlockBytes % block != 0) {
     throw GeometryError("blocks of " + std::to_string(block) +
                         " bytes do not divide the small pool's 2 MiB");
-  }
-  if (!driver.maps_parts() && memory->backing(0, 0).memory->bytes() != block) {
-    throw GeometryError("a chunk of this arena is one memory of " +
-                        std::to_string(memory->backing(0, 0).memory->bytes()) + " bytes, and " +
-                        std::string(driver.name()) +
-                        " maps no part of a memory; tensors take blocks, so make the arena with "
-                        "layout='per-layer'");
   }
   return memory;
 }
@@ -48,7 +44,7 @@ std::shared_ptr<const ChunkMemory> require_usable(const Driver& driver,
 DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
                                  std::shared_ptr<const ChunkMemory> memory)
     : streams_(&streams),
-      memory_(require_usable(driver, std::move(memory))),
+      memory_(in_blocks(driver, std::move(memory))),
       budget_(memory_->chunks(), memory_->blocks_per_chunk()),
       aliases_(driver, memory_) {}
 
@@ -260,7 +256,10 @@ std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId 
   if (auto alias = aliases_.reuse(blocks, budget_, stream)) {
     return alias;
   }
-  std::vector<BlockId> taken = budget_.take(static_cast<std::int64_t>(blocks), stream);
+  const auto wanted = static_cast<std::int64_t>(blocks);
+  std::vector<BlockId> taken = memory_->one_memory_a_chunk()
+                                   ? budget_.take_side_by_side(wanted, stream)
+                                   : budget_.take(wanted, stream);
   if (taken.empty()) {
     return nullptr;
   }
@@ -344,6 +343,10 @@ std::string DeviceAllocator::describe_locked() const {
                      " are in use";
   if (budget_.draining_chunks() > 0) {
     text += " (" + std::to_string(budget_.draining_chunks()) + " more chunks drain)";
+  }
+  if (memory_->one_memory_a_chunk()) {
+    text += "; at most " + mebibytes(static_cast<std::size_t>(budget_.longest_run()) * block) +
+            " of the rest lie side by side";
   }
   return text;
 }

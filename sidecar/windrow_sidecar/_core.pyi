@@ -368,7 +368,8 @@ class DeviceAllocator:
     def over(arena: Arena) -> DeviceAllocator:
         """With an empty budget. It keeps the arena's memory, whoever closes the arena.
 
-        Raises GeometryError for blocks that do not divide 2 MiB, and on CUDA for a token-major arena.
+        Raises GeometryError for blocks that do not divide 2 MiB; where a chunk is one memory
+        (token-major on CUDA), for chunks that are no multiple of it.
         """
     def lend(self, chunk: int) -> None:
         """The chunk may be used from now on."""

@@ -10,6 +10,7 @@ import torch
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
+from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.memory.tensors import chunk_tensor
 
 MIB = 1 << 20
@@ -26,10 +27,16 @@ def violations(cuda_standin) -> Iterator[None]:
     assert library.windrow_standin_take_violations() == b""
 
 
-@pytest.fixture
-def owner(violations) -> Iterator[Arena]:
+@pytest.fixture(params=["per-layer", "token-major"])
+def owner(request, violations) -> Iterator[Arena]:
     geometry = Geometry(
-        layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=2 * MIB, chunks=4
+        layers=2,
+        kv_heads=2,
+        head_dim=32,
+        dtype_bytes=4,
+        block_bytes=2 * MIB,
+        chunks=4,
+        layout=request.param,
     )
     arena = Arena.create(geometry, reserved_chunks=1, driver="cuda")
     yield arena
@@ -54,20 +61,56 @@ def test_a_tensor_of_the_worker_lies_in_the_lent_chunks(owner, run_dir):
     peer.close()
 
 
-def test_a_token_major_arena_is_refused_with_what_to_use_and_stays_as_it_was(violations):
+def test_a_tensor_larger_than_a_chunk_is_one_range(owner, run_dir):
+    owner.serve(path := str(run_dir / "a.sock"))
+    peer = Arena.attach(path)
+    allocator = DeviceAllocator.over(peer)
+    for chunk in owner.lend(3, owner=WORKER):
+        allocator.lend(chunk)
+    address = allocator.allocate(21 * MIB, stream=0)
+    ctypes.memset(address, 9, 21 * MIB)
+    assert ctypes.string_at(address + 20 * MIB, MIB) == bytes([9]) * MIB
+    calls = allocator.stats()["num_device_alloc"]
+    assert calls == (3 if owner.geometry.layout == "token-major" else 11)
+    allocator.free(address)
+    del allocator
+    peer.close()
+
+
+def test_the_budget_follows_the_table_and_gives_back_what_is_quiet(owner, run_dir):
+    owner.serve(path := str(run_dir / "a.sock"))
+    peer = Arena.attach(path)
+    allocator = DeviceAllocator.over(peer)
+    budget = LentBudget(peer, WORKER, allocator)
+    lent = owner.lend(3, owner=WORKER)
+    assert budget.settle()
+    held = allocator.allocate(10 * MIB, stream=0)
+    owner.revoke(2)
+    budget.settle()
+    # A tensor of 10 MiB lies in the highest two of three chunks of 8 MiB.
+    assert owner.draining(WORKER) == sorted(lent)[1:2]
+    allocator.free(held)
+    budget.settle()
+    assert owner.draining(WORKER) == []
+    assert owner.held(WORKER) == sorted(lent)[2:]
+    del allocator, budget
+    peer.close()
+
+
+def test_chunks_that_hold_no_whole_piece_are_refused_with_what_to_choose(violations):
     geometry = Geometry(
         layers=2,
         kv_heads=2,
         head_dim=32,
         dtype_bytes=4,
-        block_bytes=2 * MIB,
+        block_bytes=4096,
         chunks=2,
         layout="token-major",
     )
     arena = Arena.create(geometry, reserved_chunks=0, driver="cuda")
     arena.lend(1, owner=WORKER)
     before = arena.states()
-    with pytest.raises(_core.GeometryError, match=r"one memory of 8388608 .*'per-layer'"):
+    with pytest.raises(_core.GeometryError, match="choose block_bytes so that"):
         DeviceAllocator.over(arena)
     assert arena.states() == before
     arena.check()

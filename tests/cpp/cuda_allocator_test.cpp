@@ -1,6 +1,11 @@
-// The device allocator as it runs on a GPU: a handle for each block, CUDA's own streams and events.
+// The device allocator as it runs on a GPU: a handle for each block or for each chunk, CUDA's own
+// streams and events.
 // Over the stand-in for libcuda, which notes every rule that is broken.
 #include <gtest/gtest.h>
+
+#include <cstring>
+#include <map>
+#include <random>
 
 #include "drivers.h"
 #include "windrow/cuda_streams.h"
@@ -34,13 +39,37 @@ class SeparateBlocks final : public ChunkMemory {
   std::vector<std::unique_ptr<Memory>> blocks_;
 };
 
+// Each chunk one memory, as in the token-major layout.
+class SeparateChunks final : public ChunkMemory {
+ public:
+  SeparateChunks(Driver& driver, std::int64_t chunks, std::size_t block_bytes)
+      : block_bytes_(block_bytes) {
+    for (std::int64_t i = 0; i < chunks; ++i) {
+      chunks_.push_back(driver.create(4 * block_bytes, "allocator-test"));
+    }
+  }
+  [[nodiscard]] std::int64_t chunks() const override { return std::ssize(chunks_); }
+  [[nodiscard]] std::int64_t blocks_per_chunk() const override { return 4; }
+  [[nodiscard]] std::size_t block_bytes() const override { return block_bytes_; }
+  [[nodiscard]] Backing backing(std::int64_t chunk, std::int64_t block) const override {
+    return {chunks_[static_cast<std::size_t>(chunk)].get(),
+            static_cast<std::size_t>(block) * block_bytes_};
+  }
+
+ private:
+  std::size_t block_bytes_;
+  std::vector<std::unique_ptr<Memory>> chunks_;
+};
+
 class CudaAllocator : public ::testing::Test {
  protected:
-  static constexpr std::int64_t kChunks = 2;
+  [[nodiscard]] virtual std::shared_ptr<ChunkMemory> make_blocks() {
+    return std::make_shared<SeparateBlocks>(driver_, 2);
+  }
 
   void SetUp() override {
     held_before_ = Standin::held();
-    blocks_ = std::make_shared<SeparateBlocks>(driver_, kChunks);
+    blocks_ = make_blocks();
     allocator_ = std::make_unique<DeviceAllocator>(driver_, streams_, blocks_);
     const CudaContext::Current current(context());
     for (auto* stream : {&mine_, &other_}) {
@@ -60,7 +89,7 @@ class CudaAllocator : public ::testing::Test {
   }
 
   void lend_all() {
-    for (std::int64_t chunk = 0; chunk < kChunks; ++chunk) {
+    for (std::int64_t chunk = 0; chunk < blocks_->chunks(); ++chunk) {
       allocator_->lend(chunk);
     }
   }
@@ -82,7 +111,7 @@ class CudaAllocator : public ::testing::Test {
 
   CudaDriver& driver_ = dynamic_cast<CudaDriver&>(*testing::driver_of("standin"));
   CudaStreams streams_{driver_.context()};
-  std::shared_ptr<SeparateBlocks> blocks_;
+  std::shared_ptr<ChunkMemory> blocks_;
   std::unique_ptr<DeviceAllocator> allocator_;
   cuda::Stream mine_ = nullptr;
   cuda::Stream other_ = nullptr;
@@ -164,6 +193,163 @@ TEST_F(CudaAllocator, AChunkThatIsLentAgainIsNotMappedAgain) {
   EXPECT_EQ(allocator_->allocate(16 * kMiB, id(mine_)), tensor);
   EXPECT_EQ(Standin::counts().mappings, calls);
   EXPECT_EQ(allocator_->mapping_calls().saved, 8);
+}
+
+class TokenMajorAllocator : public CudaAllocator {
+ protected:
+  [[nodiscard]] std::shared_ptr<ChunkMemory> make_blocks() override {
+    return std::make_shared<SeparateChunks>(driver_, 3, 2 * kMiB);
+  }
+};
+
+TEST_F(TokenMajorAllocator, AChunkIsMappedOnceAndItsPiecesAreHandedOutWithoutACall) {
+  std::byte* const first = allocator_->allocate(2 * kMiB, id(mine_));
+  EXPECT_EQ(allocator_->mapping_calls().map, 1);
+  std::byte* const second = allocator_->allocate(4 * kMiB, id(mine_));
+  std::byte* const small = allocator_->allocate(5000, id(mine_));
+  EXPECT_EQ(allocator_->mapping_calls().map, 1);
+  EXPECT_EQ(allocator_->mapping_calls().access, 1);
+  launch_fill(mine_, first, 1, 2 * kMiB);
+  launch_fill(mine_, second, 2, 4 * kMiB);
+  launch_fill(mine_, small, 3, 5000);
+  synchronize(mine_);
+  EXPECT_EQ(get(driver_, first + 2 * kMiB - 1), std::byte{1});
+  EXPECT_EQ(get(driver_, second), std::byte{2});
+  EXPECT_EQ(get(driver_, second + 4 * kMiB - 1), std::byte{2});
+  EXPECT_EQ(get(driver_, small + 4999), std::byte{3});
+  allocator_->check();
+}
+
+TEST_F(TokenMajorAllocator, ATensorLargerThanAChunkLiesInNeighboursAtTheirHomes) {
+  std::byte* const tensor = allocator_->allocate(18 * kMiB, id(mine_));
+  EXPECT_EQ(allocator_->mapping_calls().map, 3);
+  launch_fill(mine_, tensor, 9, 18 * kMiB);
+  synchronize(mine_);
+  const auto decode = map_whole(driver_, *blocks_->backing(2, 0).memory, Access::kReadOnly);
+  EXPECT_EQ(get(driver_, decode->data() + 8 * kMiB - 1), std::byte{9}) << "the highest are taken";
+  allocator_->free(tensor);
+}
+
+TEST_F(TokenMajorAllocator, ChunksThatAreNoNeighboursAreMappedSideBySide) {
+  allocator_->drain(1);
+  EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+  std::byte* const tensor = allocator_->allocate(10 * kMiB, id(mine_));
+  EXPECT_EQ(allocator_->mapping_calls().map, 2);
+  EXPECT_EQ(allocator_->mapping_calls().access, 1);
+  std::byte* const rest = allocator_->allocate(6 * kMiB, id(mine_));  // of the chunk cut into
+  launch_fill(mine_, tensor, 4, 10 * kMiB);
+  launch_fill(mine_, rest, 5, 6 * kMiB);
+  synchronize(mine_);
+  for (const std::size_t at : {std::size_t{0}, 8 * kMiB, 10 * kMiB - 1}) {
+    EXPECT_EQ(get(driver_, tensor + at), std::byte{4});
+  }
+  EXPECT_EQ(get(driver_, rest), std::byte{5});
+  allocator_->check();
+  allocator_->free(tensor);
+  EXPECT_EQ(allocator_->allocate(10 * kMiB, id(mine_)), tensor) << "it stayed mapped";
+}
+
+TEST_F(TokenMajorAllocator, ARequestThatNoRunHoldsIsRefusedWithTheLongestOne) {
+  std::vector<std::byte*> tensors;
+  for (int i = 0; i < 12; ++i) {
+    tensors.push_back(allocator_->allocate(2 * kMiB, id(mine_)));
+  }
+  std::ranges::sort(tensors);
+  for (std::size_t i = 0; i < tensors.size(); i += 2) {
+    allocator_->free(tensors[i]);
+  }
+  try {
+    static_cast<void>(allocator_->allocate(4 * kMiB, id(mine_)));
+    FAIL() << "no two neighbours are free";
+  } catch (const BudgetError& error) {
+    EXPECT_NE(std::string(error.what()).find("at most 2.0 MiB of the rest lie side by side"),
+              std::string::npos)
+        << error.what();
+  }
+  allocator_->check();
+}
+
+TEST_F(TokenMajorAllocator, NothingIsUnmappedUnderAKernelOrUnderATensor) {
+  std::byte* const stays = allocator_->allocate(2 * kMiB, id(mine_));
+  std::byte* const goes = allocator_->allocate(8 * kMiB, id(mine_));
+  launch_fill(mine_, stays, 6, 2 * kMiB);
+  launch_fill(mine_, goes, 7, 8 * kMiB);
+  allocator_->free(goes);
+  allocator_->release_cached();
+  EXPECT_EQ(get(driver_, stays), std::byte{6});
+  EXPECT_GE(allocator_->mapping_calls().unmap, 1);
+  allocator_->free(stays);
+  allocator_->release_cached();
+  EXPECT_EQ(allocator_->mapping_calls().unmap, allocator_->mapping_calls().map);
+}
+
+TEST_F(TokenMajorAllocator, AChunkGoesBackAfterItsKernelsAndStaysMappedForTheNextTime) {
+  std::byte* const tensor = allocator_->allocate(24 * kMiB, id(mine_));
+  launch_fill(mine_, tensor, 5, 24 * kMiB);
+  allocator_->free(tensor);
+  allocator_->shrink_to(0);
+  std::size_t gone = 0;
+  for (int look = 0; look < 10 && gone < 3; ++look) {
+    gone += allocator_->take_quiet().size();
+  }
+  EXPECT_EQ(gone, 3U);
+  const auto calls = Standin::counts().mappings;
+  lend_all();
+  EXPECT_EQ(allocator_->allocate(24 * kMiB, id(mine_)), tensor);
+  EXPECT_EQ(Standin::counts().mappings, calls);
+}
+
+TEST_F(TokenMajorAllocator, AnySequenceKeepsTensorsApartAndEverythingReturns) {
+  std::minstd_rand random(5);
+  std::map<std::byte*, std::pair<std::size_t, unsigned char>> live;
+  const auto free_one = [&] {
+    const auto [address, tensor] = *std::next(live.begin(), std::ssize(live) / 2);
+    for (std::size_t i = 0; i < tensor.first; i += 4093) {
+      ASSERT_EQ(std::to_integer<unsigned char>(address[i]), tensor.second);
+    }
+    allocator_->free(address);
+    live.erase(address);
+  };
+  int served = 0;
+  for (int step = 0; step < 400; ++step) {
+    const unsigned dice = random() % 100;
+    if (dice < 55) {
+      const std::size_t bytes = 1 + random() % (std::size_t{1} << (10 + random() % 15));
+      try {
+        std::byte* const address = allocator_->allocate(bytes, id(mine_));
+        const auto mark = static_cast<unsigned char>(1 + step % 255);
+        std::memset(address, mark, bytes);  // the stand-in's memory is the processor's
+        ASSERT_TRUE(live.emplace(address, std::pair(bytes, mark)).second);
+        ++served;
+      } catch (const BudgetError&) {
+        // The budget is small and shrinks; the next one may be smaller.
+      }
+    } else if (dice < 90 && !live.empty()) {
+      free_one();
+    } else if (dice < 95) {
+      allocator_->shrink_to(static_cast<std::int64_t>(random() % 3));
+    } else {
+      for (const auto chunk : allocator_->take_quiet()) {
+        allocator_->lend(chunk);
+      }
+    }
+    if (step % 20 == 0) {
+      allocator_->check();
+    }
+  }
+  EXPECT_GT(served, 100);
+  while (!live.empty()) {
+    free_one();
+  }
+  allocator_->shrink_to(0);
+  static_cast<void>(allocator_->take_quiet());
+  allocator_->check();
+  EXPECT_EQ(allocator_->stats().reserved_bytes.all.current, 0);
+}
+
+TEST_F(TokenMajorAllocator, ChunksThatHoldNoWholePieceAreRefused) {
+  const auto odd = std::make_shared<SeparateChunks>(driver_, 1, 3 * kMiB / 4);
+  EXPECT_THROW(DeviceAllocator(driver_, streams_, odd), GeometryError);
 }
 
 }  // namespace

@@ -6,10 +6,12 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "windrow/address_ranges.h"
 #include "windrow/chunk_budget.h"
+#include "windrow/chunk_homes.h"
 #include "windrow/chunk_memory.h"
 #include "windrow/driver.h"
 
@@ -22,21 +24,16 @@ struct Alias {
   std::shared_ptr<const Event> last_use;  // of its last user's stream; unmapped only after it
 };
 
-// Calls of the driver, since the beginning. Runs of blocks that lie side by side in one memory are
-// one call.
-struct MappingCalls {
-  std::int64_t map = 0;
-  std::int64_t access = 0;  // one for each alias that was mapped (cuMemSetAccess; none on the host)
-  std::int64_t unmap = 0;
-  std::int64_t saved = 0;  // map calls that an idle alias made unnecessary
-};
-
 // Maps blocks to consecutive addresses, and keeps what it has mapped.
 //
 // On a GPU mapping a block costs about 40 us and unmapping it 26 (FACTS 2), so an alias that is not
 // used any more stays mapped, also while its chunks are given back: the worker must not touch them
 // then, but when the same blocks are to be had again, the alias serves without a call. Aliases that
-// idle longest are unmapped when their number or the addresses run out. Thread: one at a time.
+// idle longest are unmapped when their number or the addresses run out.
+//
+// Where a chunk is one memory, consecutive blocks lie in its home (ChunkHomes) and cost no call
+// beside the one that mapped the chunk; whole chunks that are no neighbours are mapped side by
+// side. Thread: one at a time.
 class AliasCache {
  public:
   // Reserves addresses, several times those of all chunks. Throws Error.
@@ -55,11 +52,12 @@ class AliasCache {
   // nullptr. Newest first; looks at a few only.
   [[nodiscard]] std::unique_ptr<Alias> reuse(std::size_t blocks, ChunkBudget& budget,
                                              StreamId stream);
-  // Throws Error; nothing is mapped then.
+  // Throws Error; nothing is mapped then. Where a chunk is one memory, the blocks are consecutive,
+  // or chunk after chunk from its first block on (ChunkBudget::take_side_by_side).
   [[nodiscard]] std::unique_ptr<Alias> map(std::vector<BlockId> blocks);
   // Its last user is done when `last_use` is.
   void idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use);
-  // Unmaps every idle alias.
+  // Unmaps every idle alias, and every home that nobody holds.
   void clear();
 
   [[nodiscard]] const MappingCalls& calls() const { return calls_; }
@@ -67,7 +65,8 @@ class AliasCache {
  private:
   using Idle = std::list<std::unique_ptr<Alias>>;
 
-  [[nodiscard]] std::size_t address_bytes(std::size_t blocks) const;
+  [[nodiscard]] std::size_t address_bytes(const std::vector<BlockId>& blocks) const;
+  [[nodiscard]] bool at_home(const std::vector<BlockId>& blocks) const;
   [[nodiscard]] std::size_t find_addresses(std::size_t bytes);
   [[nodiscard]] Backing backing(BlockId block) const;
   // How many of the blocks from `begin` on lie side by side in one memory.
@@ -79,6 +78,7 @@ class AliasCache {
   Driver* driver_;
   std::shared_ptr<const ChunkMemory> memory_;
   std::unique_ptr<Reservation> range_;
+  std::optional<ChunkHomes> homes_;  // where a chunk is one memory; at the start of the range
   AddressRanges addresses_;
   Idle idle_;                                                   // oldest first
   std::map<std::size_t, std::vector<Idle::iterator>> by_size_;  // blocks -> oldest first

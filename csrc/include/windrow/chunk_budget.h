@@ -44,6 +44,9 @@ class ChunkBudget {
   // So many free blocks for use on `stream`, from the highest chunks: decode asks for those last.
   // All or none (empty).
   [[nodiscard]] std::vector<BlockId> take(std::int64_t blocks, StreamId stream);
+  // The same with consecutive ids, from the shortest run that has so many, so that long ones stay
+  // long; where there is none, whole chunks in any order and the first blocks of one more.
+  [[nodiscard]] std::vector<BlockId> take_side_by_side(std::int64_t blocks, StreamId stream);
   // The same for blocks that the caller names. False: one of them is not to be had; none is taken.
   [[nodiscard]] bool take_these(std::span<const BlockId> blocks, StreamId stream);
   void put(std::span<const BlockId> blocks, const Fence& fence);
@@ -57,6 +60,8 @@ class ChunkBudget {
   [[nodiscard]] std::int64_t lent_chunks() const { return lent_; }
   [[nodiscard]] std::int64_t draining_chunks() const { return draining_; }
   [[nodiscard]] std::int64_t blocks_in_use() const { return in_use_; }
+  // Of the longest run of free blocks with consecutive ids, whoever has just used them.
+  [[nodiscard]] std::int64_t longest_run() const;
 
  private:
   enum class State : std::uint8_t { kAbsent, kLent, kDraining };
@@ -69,6 +74,16 @@ class ChunkBudget {
     Fence fence;  // since it was last put
   };
 
+  // Blocks [first, first + blocks).
+  struct Run {
+    BlockId first = 0;
+    std::int64_t blocks = 0;
+  };
+
+  // Runs of blocks that `may` accepts, in lent chunks, from the highest ids down.
+  template <class May>
+  [[nodiscard]] std::vector<Run> runs(May may) const;
+  [[nodiscard]] std::vector<BlockId> find_chunks(std::int64_t blocks, StreamId stream) const;
   [[nodiscard]] Chunk& require(std::int64_t chunk);
   [[nodiscard]] bool to_be_had(BlockId block, StreamId stream) const;
   [[nodiscard]] bool quiet(std::int64_t chunk) const;

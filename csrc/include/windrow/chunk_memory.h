@@ -26,6 +26,17 @@ class ChunkMemory {
   [[nodiscard]] virtual std::size_t block_bytes() const = 0;
   // Ids as in the arena: below chunks(), below blocks_per_chunk().
   [[nodiscard]] virtual Backing backing(std::int64_t chunk, std::int64_t block) const = 0;
+  // Whether blocks are parts of one memory that is mapped whole or not at all (see PiecesOfChunks).
+  [[nodiscard]] virtual bool one_memory_a_chunk() const { return false; }
+};
+
+// Calls of the driver, since the beginning. Runs of blocks that lie side by side in one memory are
+// one call.
+struct MappingCalls {
+  std::int64_t map = 0;
+  std::int64_t access = 0;  // one for each alias that was mapped (cuMemSetAccess; none on the host)
+  std::int64_t unmap = 0;
+  std::int64_t saved = 0;  // map calls that an idle alias made unnecessary
 };
 
 // One memory for all chunks, one after the other: the host driver's arena.

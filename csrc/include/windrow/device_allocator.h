@@ -22,7 +22,10 @@ namespace windrow {
 // A device allocator that lives on lent chunks: the worker's whole torch allocation on CUDA.
 //
 //   below 2 MiB   a SmallPool for each stream
-//   from 2 MiB    whole blocks, of any lent chunks, mapped to consecutive addresses
+//   from 2 MiB    whole blocks, of any lent chunks, mapped to consecutive addresses; where the
+//   driver
+//                 maps a chunk as a whole (token-major on CUDA), pieces of 2 MiB that lie side by
+//                 side in it
 //
 // Memory that was freed on a stream is reusable on that stream at once and on others when what ran
 // there has ended; where record_stream named more streams, nowhere before all of them are done.
@@ -33,7 +36,7 @@ namespace windrow {
 class DeviceAllocator {
  public:
   // The budget is empty at first. `driver` and `streams` outlive it. Throws GeometryError where
-  // blocks do not divide 2 MiB or cannot be mapped alone (token-major on CUDA), Error where
+  // blocks do not divide 2 MiB, or chunks that are mapped whole are no multiple of it; Error where
   // addresses cannot be reserved.
   DeviceAllocator(Driver& driver, Streams& streams, std::shared_ptr<const ChunkMemory> memory);
   DeviceAllocator(const DeviceAllocator&) = delete;
