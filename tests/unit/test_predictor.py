@@ -83,6 +83,22 @@ def test_the_margin_ends_at_the_95th_percentile_of_the_residual():
     assert over == pytest.approx(0.05, abs=0.02)
 
 
+def test_short_steps_hardly_count_beside_those_near_the_objective():
+    predictor, rng = Predictor(host_levels(2), SOLO), random.Random(3)
+    objective = 2.2 * SOLO[1].predict_us(16, 8000)
+    for i in range(20_000):
+        near = i % 10 == 0
+        batch, context = (32, 16_000) if near else (4, 0)
+        factor = rng.uniform(1.15, 1.25) if near else rng.uniform(1.2, 2.0)
+        latency = SOLO[1].predict_us(batch, context) * factor
+        predictor.observe(
+            1, batch=batch, context_tokens=context, latency_us=latency, objective_us=objective
+        )
+    found = predictor.predict_us(32, 16_000)[1] / SOLO[1].predict_us(32, 16_000)
+    assert found < 1.3  # all alike: 1.56
+    assert predictor.margin < 0.12
+
+
 def test_a_step_alone_teaches_nothing_about_the_worker():
     predictor = Predictor(host_levels(2), SOLO)
     residual = predictor.observe(0, batch=6, context_tokens=0, latency_us=1e6)

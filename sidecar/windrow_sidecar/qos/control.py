@@ -118,7 +118,11 @@ class Controller:
         # A step between two partitions (-1) is of neither, and says nothing about them.
         if split > 0 and self._predictor:
             self._predictor.observe(
-                split, batch=batch, context_tokens=context_tokens, latency_us=latency_us
+                split,
+                batch=batch,
+                context_tokens=context_tokens,
+                latency_us=latency_us,
+                objective_us=terms.objective_us,
             )
 
     def headroom_units(self, view: View) -> int:
