@@ -87,7 +87,7 @@ def test_short_steps_hardly_count_beside_those_near_the_objective():
     predictor, rng = Predictor(host_levels(2), SOLO), random.Random(3)
     objective = 2.2 * SOLO[1].predict_us(16, 8000)
     for i in range(20_000):
-        near = i % 10 == 0
+        near = i % 3 == 0
         batch, context = (32, 16_000) if near else (4, 0)
         factor = rng.uniform(1.15, 1.25) if near else rng.uniform(1.2, 2.0)
         latency = SOLO[1].predict_us(batch, context) * factor
@@ -95,7 +95,7 @@ def test_short_steps_hardly_count_beside_those_near_the_objective():
             1, batch=batch, context_tokens=context, latency_us=latency, objective_us=objective
         )
     found = predictor.predict_us(32, 16_000)[1] / SOLO[1].predict_us(32, 16_000)
-    assert found < 1.3  # all alike: 1.56
+    assert found == pytest.approx(1.2, abs=0.05)  # all alike: 1.47
     assert predictor.margin < 0.12
 
 
