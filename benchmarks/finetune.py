@@ -3,7 +3,8 @@
 Both train on the same rows with the same batch, in turns, each in a process of its own: real tokens
 a second, without loading and without a first step. Also what a tasklet costs beyond its arithmetic:
 asking for a grant and telling decode about it; how far gradients are from peft's, how soon a pause
-is obeyed, and how long a switch between two jobs over one base model takes.
+is obeyed, how long a switch between two jobs over one base model takes, and how long a checkpoint
+holds the stream.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import cast
 
 from benchmarks.engine.equality import ARCHITECTURES, equality
+from benchmarks.engine.holding import holding
 from benchmarks.engine.stopping import stopping
 from benchmarks.engine.switching import switching
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
@@ -138,6 +140,7 @@ def main() -> None:
     results = [r for units in sorted({1, cores}) for r in compare(units, repeats, seconds)]
     results.append(gate_cost_us(2_000 if options.quick else 20_000))
     results += equality(list(ARCHITECTURES)[:2] if options.quick else list(ARCHITECTURES))
+    results += holding(rounds=2 if options.quick else 7)
     results += switching(rounds=4 if options.quick else 20)
     results += stopping(rounds=5 if options.quick else 20, pauses=50 if options.quick else 300)
     write("finetune", results, env, options.json)

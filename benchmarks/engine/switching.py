@@ -6,29 +6,17 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Result, middle
 from windrow_sidecar.finetune.device import OwnMemory
 from windrow_sidecar.finetune.model import BaseModel
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.sharing.twin import twin_of
 from windrow_sidecar.finetune.swapping import DeviceHome, Home, HostHome, Swap
 from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
 
 GOAL_MS = 100.0
-RANK, LAYERS, HIDDEN, KV, MLP = 16, 32, 4096, 1024, 14336
-# (in, out) of the linears of a Llama 3 8B layer.
-SHAPES = [
-    (HIDDEN, HIDDEN),
-    (HIDDEN, KV),
-    (HIDDEN, KV),
-    (HIDDEN, HIDDEN),
-    (HIDDEN, MLP),
-    (HIDDEN, MLP),
-    (MLP, HIDDEN),
-]
 
 
 class _Away:
@@ -72,19 +60,8 @@ class _Adapter:
     """A rank-16 adapter of an 8B shape after a step, and what its optimizer remembers."""
 
     def __init__(self, device: torch.device) -> None:
-        parameters = {}
-        for layer in range(LAYERS):
-            for n, (wide_in, wide_out) in enumerate(SHAPES):
-                for name, shape in (("A", (RANK, wide_in)), ("B", (wide_out, RANK))):
-                    parameters[f"{layer}.{n}.{name}"] = nn.Parameter(
-                        torch.zeros(shape, device=device)
-                    )
-        self.device, self._optimizer = (
-            device,
-            AdapterOptimizer(parameters, Schedule("constant", 1e-4, 10, 0.0)),
-        )
-        self._optimizer.commit()
-        self._optimizer.step(0)
+        self.device = device
+        self._optimizer = stepped_optimizer(adapter_parameters(device))
 
     def swap_out(self, home: Home, room_bytes: int) -> None:
         """As `TaskletStream.swap_out`, between two groups."""

@@ -70,6 +70,30 @@ def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretch
     assert bit_equal(adapter_of(job), expected)
 
 
+def test_a_backward_of_whole_rows_that_is_broken_off_loses_nothing_but_itself():
+    untouched = tiny_job(micro_batches=2)
+    finish(untouched)
+    breaks = False
+
+    def point() -> None:
+        nonlocal passed
+        passed += 1
+        if breaks and passed == 4:
+            raise BrokenOff
+
+    job, passed, broken = job_with(point, Windows(1000)), 0, 0
+    while (tasklet := job.stream.peek()) is not None:
+        passed, breaks = 0, tasklet.phase is Phase.BACKWARD and not breaks
+        try:
+            job.stream.run(tasklet)
+        except BrokenOff:
+            job.stream.break_off(tasklet)
+            assert job.stream.peek() == tasklet
+            broken += 1
+    assert broken > 10
+    assert bit_equal(adapter_of(job), adapter_of(untouched))
+
+
 class Cores:
     """A partition that remembers what it was told."""
 

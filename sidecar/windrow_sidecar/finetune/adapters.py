@@ -118,7 +118,12 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    state: dict[str, Tensor] = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    state: dict[str, Tensor] = get_peft_model_state_dict(
+        model,
+        adapter_name=ADAPTER,
+        # They are frozen here. "auto" would ask the Hub about them at the end of each job.
+        save_embedding_layers=False,
+    )
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = model.peft_config[ADAPTER].to_dict()

@@ -206,18 +206,23 @@ class DecoderStack:
     def backward(self, at: Activations, layer: int, window: Window) -> None:
         """Run one layer's backward on the last window that is left of it.
 
-        Adds to the adapters' `.grad`; moves `at.gradient` down by a layer at those tokens.
+        Adds to the adapters' `.grad`; moves `at.gradient` down by a layer at those tokens. If it
+        fails half-way, a whole row's may run again once that `.grad` is what it was before.
         """
         graph = at.graphs[layer].pop()
         if graph.window != window or at.gradient is None:
             raise ValueError(f"{window} of layer {layer} is not next, {graph.window} is")
-        if isinstance(graph, Forgotten):
-            graph = _graph(window, *self._pass(at, layer, window, learn=True))
         whole = window == at.whole
         gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
-        if graph.edge is not None:
-            with self.around_layer.backward(layer):
-                torch.autograd.backward((graph.edge,), (gradient,))
+        try:
+            if isinstance(graph, Forgotten):
+                graph = _graph(window, *self._pass(at, layer, window, learn=True))
+            if graph.edge is not None:
+                with self.around_layer.backward(layer):
+                    torch.autograd.backward((graph.edge,), (gradient,))
+        except BaseException:
+            at.graphs[layer].append(Forgotten(window))
+            raise
         if layer > 0 and graph.leaf.grad is not None:
             if whole:
                 at.gradient = graph.leaf.grad
@@ -231,6 +236,7 @@ class DecoderStack:
     ) -> tuple[Tensor, Tensor]:
         """Run a layer's forward; returns what it read and what it made."""
         leaf = _leaf(at.inputs[layer], window, whole=window == at.whole).to(at.ids.device)
+        leaf.grad = None
         leaf.requires_grad_(learn and layer > 0)
         with torch.set_grad_enabled(learn), self.around_layer.forward(layer):
             return leaf, self._run(at, layer, window, leaf)

@@ -72,6 +72,7 @@ class Ledger:
         self._writer = CheckpointWriter(
             folder, session.origin, keep=spec.checkpoint.keep, saved=self._saved
         )
+        self._checkpoint_due = False
         self._gradients = GradientWatch()
 
     def restore(self) -> None:
@@ -119,7 +120,6 @@ class Ledger:
             Unhealthy: training on makes nothing better.
             Fenced: another worker has the job.
         """
-        self._writer.settle()
         if isinstance(outcome, EvaluationDone):
             self._loss(outcome.stage.value, outcome.loss)
             self._scalars.evaluation(self._stream.position.step, outcome)
@@ -134,7 +134,29 @@ class Ledger:
         self._scalars.step(outcome)
         self._gradients.see(at.step, outcome.facts.gradient_norm)
         if at.step % self._session.job.spec.checkpoint.every_steps == 0:
-            self._writer.begin(at, self._stream.snapshot())
+            self.ask_for_checkpoint()
+
+    def ask_for_checkpoint(self) -> None:
+        """Have one written meanwhile, once the one that is being written is whole.
+
+        Raises:
+            Fenced: see `settle`.
+        """
+        self._checkpoint_due = True
+        self.settle()
+
+    def settle(self) -> None:
+        """Between two tasklets: tell of a checkpoint that is whole, begin the one that is due.
+
+        A disk that is slower than checkpoints come makes them fewer; the stream never waits for it.
+
+        Raises:
+            Fenced: another worker has the job.
+        """
+        self._writer.settle()
+        if self._checkpoint_due and not self._writer.is_writing:
+            self._checkpoint_due = False
+            self._writer.begin(self._stream.position, self._stream.snapshot())
 
     def checkpoint(self) -> str:
         """Write one, of everything up to the last committed micro-batch. Returns what to say of it.

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from windrow.crd import OptimizerSpec
 from windrow.errors import UserError, WindrowError
 from windrow_sidecar.finetune.schedule import Schedule
-from windrow_sidecar.finetune.snapshot import Snapshot
+from windrow_sidecar.finetune.snapshot import Snapshot, Spare
 
-# Of the names under which a checkpoint holds what the optimizer itself remembers.
-STATE = "state/"
+# Kinds of tensors in a checkpoint, of which each name begins with one.
+PARAMETER, STATE, SUM, BEST = "parameter", "state", "sum", "best"
 
 
 class NotFinite(WindrowError):
@@ -54,6 +54,7 @@ class AdapterOptimizer:
         self._sums: list[Tensor] | None = None
         self._best: dict[str, Tensor] = {}
         self._snapshot: Snapshot | None = None
+        self._spare = Spare()
         self._adamw = adamw(self._parameters, self._spec)
 
     @property
@@ -69,7 +70,7 @@ class AdapterOptimizer:
         if self._sums is None:
             self._sums = gradients
         else:
-            self._before_change()
+            self._before_change(SUM)
             torch._foreach_add_(self._sums, gradients)
         self.discard()
 
@@ -84,7 +85,7 @@ class AdapterOptimizer:
         Raises:
             NotFinite: a gradient is NaN or infinite; nothing has changed but that the sum is gone.
         """
-        self._before_change()
+        self._before_change(PARAMETER, STATE)
         sums = self._sums or [torch.zeros_like(p) for p in self._parameters]
         self._sums = None
         norm = nn.utils.get_total_norm(sums)
@@ -92,6 +93,7 @@ class AdapterOptimizer:
             raise NotFinite(f"the gradient of step {number + 1} is not finite")
         scale = min(1.0, self._spec.max_gradient_norm / (float(norm) + 1e-6))
         if scale < 1.0:
+            self._before_change(SUM)
             torch._foreach_mul_(sums, scale)
         for parameter, gradient in zip(self._parameters, sums, strict=True):
             parameter.grad = gradient
@@ -104,24 +106,23 @@ class AdapterOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint must hold: parameters, moments, sums. Not copied."""
-        held = {f"parameter/{n}": p.detach() for n, p in self._named()}
+        held = {f"{PARAMETER}/{n}": p.detach() for n, p in self._named()}
         for name, parameter in self._named():
             for key, value in self._adamw.state.get(parameter, {}).items():
-                held[f"{STATE}{key}/{name}"] = torch.as_tensor(value)
+                held[f"{STATE}/{key}/{name}"] = torch.as_tensor(value)
         for name, total in zip(self._names, self._sums or [], strict=False):
-            held[f"sum/{name}"] = total
-        return held | {f"best/{name}": value for name, value in self._best.items()}
+            held[f"{SUM}/{name}"] = total
+        return held | {f"{BEST}/{name}": value for name, value in self._best.items()}
 
     def snapshot(self) -> Snapshot:
         """Return `tensors` as they are now; they are copied before they change."""
-        self._before_change()
-        self._snapshot = Snapshot(self.tensors())
+        self._before_change(PARAMETER, STATE, SUM)
+        self._snapshot = Snapshot(self.tensors(), self._spare)
         return self._snapshot
 
-    def _before_change(self) -> None:
+    def _before_change(self, *kinds: str) -> None:
         if self._snapshot is not None:
-            self._snapshot.take()
-            self._snapshot = None
+            self._snapshot.copy(kinds)
 
     def load(self, held: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` returned.
@@ -131,22 +132,23 @@ class AdapterOptimizer:
         """
         with torch.no_grad():
             for name, parameter in self._named():
-                parameter.copy_(held[f"parameter/{name}"])
+                parameter.copy_(held[f"{PARAMETER}/{name}"])
         self._adamw.state.clear()
         parameters = dict(self._named())
         for entry, value in held.items():
-            if entry.startswith(STATE):
-                key, name = entry.removeprefix(STATE).split("/", 1)
+            kind, _, rest = entry.partition("/")
+            if kind == STATE:
+                key, name = rest.split("/", 1)
                 # The library counts its steps in a plain number, torch in a tensor.
                 known = int(value) if value.dtype == torch.int64 else value.clone()
                 self._adamw.state[parameters[name]][key] = known
         self._best = {
-            entry.removeprefix("best/"): value.clone()
+            entry.removeprefix(f"{BEST}/"): value.clone()
             for entry, value in held.items()
-            if entry.startswith("best/")
+            if entry.startswith(f"{BEST}/")
         }
-        has_sums = any(name.startswith("sum/") for name in held)
-        self._sums = [held[f"sum/{name}"].clone() for name in self._names] if has_sums else None
+        has_sums = any(name.startswith(f"{SUM}/") for name in held)
+        self._sums = [held[f"{SUM}/{name}"].clone() for name in self._names] if has_sums else None
         self.discard()
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
@@ -171,7 +173,7 @@ class AdapterOptimizer:
 
     def return_to_best(self) -> None:
         """Take the remembered parameters, where there are any."""
-        self._before_change()
+        self._before_change(PARAMETER)
         with torch.no_grad():
             for name, parameter in self._named():
                 if name in self._best:

@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.device import Gate, Memory
+from windrow_sidecar.finetune.heap import settle_heap
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import TaskletStream
@@ -76,6 +77,7 @@ class Runner:
     def begin(self) -> None:
         """Go on from the newest checkpoint, where there is one."""
         self._ledger.restore()
+        settle_heap()
 
     def cycle(self) -> Ending | None:
         """Obey, run a tasklet, or wait where none may run; an ending where that was the last."""
@@ -116,6 +118,7 @@ class Runner:
 
     def obey(self) -> Ending | None:
         """Follow signals and commands; an ending where they ask for one."""
+        self._ledger.settle()
         if self._standing.stop_asked:
             return self._stop(self._standing.stop_asked)
         while (command := self._reporter.take_command()) is not None:
@@ -125,8 +128,7 @@ class Runner:
                 self._reporter.event(WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"))
                 return Ending.FENCED
             if command == "CHECKPOINT":
-                self._gate.quiet(None)
-                self._ledger.checkpoint()
+                self._ledger.ask_for_checkpoint()
             else:
                 self._told_to_pause = command == "PAUSE"
         return None

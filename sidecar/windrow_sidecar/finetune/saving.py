@@ -39,6 +39,11 @@ class CheckpointWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether one is on its way, as of the last `settle`."""
+        return self._writing is not None
+
     def begin(self, position: Position, snapshot: Snapshot) -> None:
         """Write one meanwhile. Where the one before is not whole yet, that one is waited for.
 
@@ -82,6 +87,10 @@ class CheckpointWriter:
         return found
 
     def _write(self, position: Position, snapshot: Snapshot) -> Saved:
-        tensors = snapshot.take()
-        path = self._folder.save(position, tensors, keep=self._keep, origin=self._origin)
+        try:
+            path = self._folder.save(
+                position, snapshot.take(), keep=self._keep, origin=self._origin
+            )
+        finally:
+            snapshot.release()
         return Saved(position, path)

@@ -205,9 +205,10 @@ class TaskletStream:
     def break_off(self, tasklet: Tasklet) -> None:
         """Forget a tasklet that was given up in its middle.
 
-        Forward and loss run again. A backward has left part of a gradient: its group runs again.
+        It runs again. Of a backward of windows, or behind a prefix, the whole group does.
         """
-        if tasklet.phase is Phase.BACKWARD:
+        visit = self._visit
+        if visit and tasklet.phase is Phase.BACKWARD and not visit.can_repeat(tasklet):
             self.drop()
 
     def drop(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windrow_sidecar.finetune.adapters import Adapter
 from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
@@ -84,6 +85,15 @@ class Visit:
         if tasklet.phase is Phase.BACKWARD and self.frontier.done:
             self._finish()
 
+    def can_repeat(self, backward: Tasklet) -> bool:
+        """Whether that one, broken off half-way, may run again as if it never had.
+
+        A window has added to the sums of its keys and values, or to those of the prefix, by then.
+        """
+        assert backward.micro is not None
+        at = self._at[backward.micro]
+        return backward.window == backward.micro.whole and at.prefix is None
+
     @property
     def can_spill(self) -> bool:
         """Whether nothing but layers hangs on the adapter: a prefix does."""
@@ -146,7 +156,8 @@ class Visit:
 
     def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
         self._seed_dropout(part, micro)  # for what runs its forward a second time
-        self._parts.stack.backward(self._at[micro], part.layer, part.window)
+        with _whole_or_nothing(self._parts.stack.layers[part.layer]):
+            self._parts.stack.backward(self._at[micro], part.layer, part.window)
 
     _RUN = {  # noqa: RUF012 - a table of methods
         Phase.FORWARD: _forward,
@@ -174,6 +185,29 @@ class Visit:
                 at.prefix.backward()
         self._at.clear()
         self._boundaries.clear()
+
+
+@contextmanager
+def _whole_or_nothing(layer: nn.Module) -> Iterator[None]:
+    """Let what learns in a layer have the block's gradient added when it ends, not if it fails.
+
+    Costs no addition more: without a `.grad` autograd hands over the gradient itself.
+    """
+    learns = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in learns]
+    for parameter in learns:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(learns, before, strict=True):
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in zip(learns, before, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad.add_(gradient)
 
 
 def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:

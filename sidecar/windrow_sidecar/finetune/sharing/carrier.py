@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.device import Memory
+from windrow_sidecar.finetune.heap import settle_heap
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
 from windrow_sidecar.finetune.stream import TaskletStream
@@ -122,3 +123,5 @@ class Carrier:
             self._now = None if self._now is job else self._now
             job.memory.release()
             job.ended(ending)
+            del job
+            settle_heap()
