@@ -21,7 +21,7 @@ from windrow_operator.attach import AttachServer
 from windrow_operator.events import Recorder
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Job, Slot
+from windrow_operator.model import Base, Holder, Job, Slot
 from windrow_operator.reconcile import Actions, Command, Patience, reconcile
 from windrow_operator.status import is_urgent
 from windrow_operator.world import World
@@ -204,7 +204,9 @@ class Driver:
             return  # detached since: the next passes wait for it or give it up
         if command.action == "ASSIGN":
             self._world.assign(job.uid, command.epoch, command.slot, now)
-            slots[command.slot] = replace(slots[command.slot], holder=job.uid, holder_name=job.key)
+            slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
+            holder = Holder(job.uid, job.key, base)
+            slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
             session.send(
                 pb.OperatorMessage(assign=self._assignment(job, command, live.facts.index))
             )

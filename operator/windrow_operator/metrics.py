@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from windrow import metrics as names
-from windrow_operator.world import LiveSlot, World, state_word
+from windrow_operator.world import LiveSlot, World, jobs_of, state_word
 
 # The driver looks at everything at least every few seconds; longer silence means that it hangs.
 LIVE_WITHIN_SECONDS = 60.0
@@ -80,7 +80,8 @@ class Metrics:
         self._compute.labels(*where, "all").set(live.beat.compute_utilization)
         self._compute.labels(*where, "decode").set(live.beat.compute_utilization_decode)
         self._memory.labels(*where).set(live.beat.memory_utilization)
-        self._tokens.labels(*where).set(live.beat.job.progress.tokens_per_second)
+        rates = (running.progress.tokens_per_second for running in jobs_of(live.beat))
+        self._tokens.labels(*where).set(sum(rates))
 
     def forget_slot(self, live: LiveSlot) -> None:
         """Stop showing a slot that is gone."""

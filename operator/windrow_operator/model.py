@@ -5,6 +5,7 @@ Times are aware datetimes. A slot or a policy is named by its key, `namespace/na
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -119,6 +120,32 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Base:
+    """Frozen weights: jobs that name the same ones can share a worker."""
+
+    name: str
+    revision: str
+    precision: str
+
+    @classmethod
+    def of(cls, spec: FinetuneJobSpec) -> Base | None:
+        """Return what a job trains over; None: it is quantised, which cannot be shared."""
+        if spec.model.quantization != "none":
+            return None
+        name = posixpath.normpath(spec.model.name)
+        return cls(name, spec.model.revision, spec.training.precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A job that has a slot or is reported on it."""
+
+    uid: str
+    name: str = "that is unknown"  # for messages
+    base: Base | None = None  # None: not known, or not to be shared
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A harvested device, as placement sees it."""
 
@@ -134,8 +161,8 @@ class Slot:
     lost_at: datetime | None = None  # since when the sidecar is not attached
     pod_gone: bool = False  # or on its way
     terms: Terms | None = None
-    holder: str = ""  # UID of the job that has it or is reported on it
-    holder_name: str = ""  # for messages
+    holders: tuple[Holder, ...] = ()
+    max_jobs: int = 1  # that share a base model may run on it at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Where a job goes: the slot with the most predicted headroom among those that can take it.
 
-Slots that serve the job's own model come first, since there the frozen weights are shared. Every
-refusal is one sentence, so that a job that waits can say why.
+Free slots come first, and among them those that serve the job's own model, since there the frozen
+weights are shared. Where no slot is free, jobs over one base model share a worker, which carries
+them in turns. Every refusal is one sentence, so that a job that waits can say why.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from windrow_operator.model import Job, Slot
+from windrow_operator.model import Base, Holder, Job, Slot
 
 # A message lists so many slots one by one; a cluster may have thousands.
 SLOTS_LISTED = 8
@@ -46,6 +47,7 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
     best = min(
         open_slots,
         key=lambda slot: (
+            len(_others(job, slot)),
             not serves_model(job, slot),
             -slot.predicted_tokens_per_second,
             slot.key,
@@ -56,12 +58,7 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
 
 def refusal(job: Job, slot: Slot) -> str:
     """Return why `slot` cannot take `job`, in words that follow its name; empty: it can."""
-    return (
-        _unreachable(slot)
-        or admission_refusal(job, slot)
-        or _unfit(slot)
-        or (f"runs job {slot.holder_name}" if slot.holder and slot.holder != job.uid else "")
-    )
+    return _unreachable(slot) or admission_refusal(job, slot) or _unfit(slot) or _crowded(job, slot)
 
 
 def admission_refusal(job: Job, slot: Slot) -> str:
@@ -86,6 +83,31 @@ def _same_name(one: str, other: str) -> bool:
     return posixpath.normpath(one) == posixpath.normpath(other)
 
 
+def _others(job: Job, slot: Slot) -> list[Holder]:
+    return [holder for holder in slot.holders if holder.uid != job.uid]
+
+
+def _crowded(job: Job, slot: Slot) -> str:
+    """Return why `job` cannot share the slot with the jobs on it; empty: it can."""
+    others = _others(job, slot)
+    if not others:
+        return ""
+    runs = f"runs job{'s' if others[1:] else ''} {_names(others)}"
+    if slot.max_jobs == 1:
+        return runs
+    if len(others) >= slot.max_jobs:
+        return f"{runs}, as many as it takes"
+    base = Base.of(job.spec) if job.spec else None
+    if base is None:
+        return f"{runs}, and a quantised base is not shared"
+    different = [holder for holder in others if holder.base != base]
+    return f"{runs}, {_names(different)} over another base" if different else ""
+
+
+def _names(holders: list[Holder]) -> str:
+    return " and ".join(holder.name for holder in holders)
+
+
 def _unreachable(slot: Slot) -> str:
     if slot.pod_gone:
         return "belongs to a pod that is ending"
@@ -107,7 +129,9 @@ def _praise(job: Job, slot: Slot) -> str:
     predicted = slot.predicted_tokens_per_second
     # A policy that has just come has no second of decode behind it.
     promise = f"predicts {rate(predicted)} tok/s" if predicted > 0 else "has predicted no rate yet"
-    return f"{_name(job, slot)} {promise}{shared}"
+    others = _others(job, slot)
+    turns = f", in turns with {_names(others)}" if others else ""
+    return f"{_name(job, slot)} {promise}{shared}{turns}"
 
 
 def _name(job: Job, slot: Slot) -> str:

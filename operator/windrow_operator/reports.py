@@ -15,7 +15,7 @@ from typing import Final
 from windrow.conditions import Reason
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.model import ALIVE, Pod, Progress, Run, RunState, key_of
-from windrow_operator.world import LiveSlot, World
+from windrow_operator.world import LiveSlot, World, jobs_of
 
 # A worker that was reported and no longer is, without a last word, is gone: ten heartbeats.
 SILENT_WORKER: Final = timedelta(seconds=10)
@@ -70,13 +70,14 @@ def take_heartbeat(
 ) -> list[pb.JobCommand]:
     """Take up the state of one slot."""
     live.beat, live.beat_at = beat, now
-    if beat.HasField("job"):
-        return _take_running(world, live.key, beat.job, now)
+    stale = []
+    for running in jobs_of(beat):
+        stale += _take_running(world, live.key, running, now)
     for run in list(world.runs.values()):
         reported = run.seen_at is not None and run.state in ALIVE
         if run.slot == live.key and reported and now - (run.seen_at or now) > SILENT_WORKER:
             _lose(world, run, "the worker is gone without a word", now)
-    return []
+    return stale
 
 
 def take_event(

@@ -66,20 +66,21 @@ def slot_object(live: LiveSlot) -> Body:
             "chunkBytes": facts.chunk_bytes,
             "chunks": facts.chunks,
             "tensorParallel": max(1, facts.tensor_parallel),
+            "maxJobs": max(1, facts.max_jobs),
             "endpoint": facts.endpoint,
         },
     }
 
 
 def slot_status(
-    live: LiveSlot, view: Slot, job: Body | None, held: list[Body], now: datetime
+    live: LiveSlot, view: Slot, jobs: list[Body], held: list[Body], now: datetime
 ) -> Body:
     """Return the whole status of a slot.
 
     Args:
         live: what the sidecar said.
         view: what placement makes of it.
-        job: what stands in `status.job`; None: no job.
+        jobs: what stands in `status.jobs`.
         held: the conditions so far.
         now: an aware datetime.
     """
@@ -102,8 +103,9 @@ def slot_status(
         "decode": f"{beat.decode_units}/{units}",
         "finetune": f"{beat.finetune_units}/{units}",
         "lent": f"{beat.chunks_lent}/{live.facts.chunks}",
-        "jobName": f"{job['namespace']}/{job['name']}" if job else None,
-        "job": job,
+        "jobName": ", ".join(f"{job['namespace']}/{job['name']}" for job in jobs) or None,
+        "job": jobs[0] if jobs else None,
+        "jobs": jobs,
         "steps": beat.steps,
         "stepsOverObjective": beat.steps_over_objective,
         "batch": beat.batch,
@@ -200,7 +202,7 @@ class SlotWriter:
         if self._written.get(live.key) != wanted and live.attached:
             await self._write_object(live, wanted)
         before = self._status.get(live.key, {})
-        after = slot_status(live, view, self._job(view), before.get("conditions") or [], now)
+        after = slot_status(live, view, self._jobs(view), before.get("conditions") or [], now)
         if after == before:
             return
         path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
@@ -225,17 +227,16 @@ class SlotWriter:
         self._written.pop(key, None)
         self._status.pop(key, None)
 
-    def _job(self, view: Slot) -> Body | None:
-        body = self._world.jobs.get(view.holder)
-        if body is None:
-            return None
-        metadata = body["metadata"]
-        return {
-            "namespace": metadata["namespace"],
-            "name": metadata["name"],
-            "uid": view.holder,
-            "epoch": (body.get("status") or {}).get("epoch", 0),
-        }
+    def _jobs(self, view: Slot) -> list[Body]:
+        jobs = []
+        for holder in view.holders:
+            if (body := self._world.jobs.get(holder.uid)) is None:
+                continue
+            metadata = body["metadata"]
+            job = {"namespace": metadata["namespace"], "name": metadata["name"]}
+            epoch = (body.get("status") or {}).get("epoch", 0)
+            jobs.append({**job, "uid": holder.uid, "epoch": epoch})
+        return jobs
 
     async def store_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """Keep a latency profile. All pods of one kind share it; the newest stays."""
@@ -278,5 +279,6 @@ def _facts(spec: Mapping[str, Any]) -> pb.SlotFacts:
         chunk_bytes=spec.get("chunkBytes", 0),
         chunks=spec.get("chunks", 0),
         tensor_parallel=spec.get("tensorParallel", 1),
+        max_jobs=spec.get("maxJobs", 1),
         endpoint=spec.get("endpoint", ""),
     )

@@ -18,7 +18,19 @@ from windrow.crd import FINALIZER, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
-from windrow_operator.model import ALIVE, Job, Pod, Policy, Run, RunState, Slot, Terms, key_of
+from windrow_operator.model import (
+    ALIVE,
+    Base,
+    Holder,
+    Job,
+    Pod,
+    Policy,
+    Run,
+    RunState,
+    Slot,
+    Terms,
+    key_of,
+)
 
 Body = dict[str, Any]
 
@@ -118,7 +130,7 @@ class World:
 
     def slot_views(self, now: datetime) -> dict[str, Slot]:
         """Return every known slot as placement sees it."""
-        holders = self._holders()
+        holders = self.holders()
         unknown = {key: self._unknown_slot(key) for key in holders if key not in self.slots}
         known = {key: self._slot_view(live, holders, now) for key, live in self.slots.items()}
         return {**unknown, **known}
@@ -132,12 +144,11 @@ class World:
         gone = key not in pods and key.rpartition(".")[0] not in pods
         return Slot(key=key, attached=False, lost_at=self.started_at, pod_gone=gone)
 
-    def _slot_view(self, live: LiveSlot, holders: Mapping[str, str], now: datetime) -> Slot:
+    def _slot_view(self, live: LiveSlot, holders: Mapping[str, list[str]], now: datetime) -> Slot:
         pod = self.pods.get(live.pod_uid)
         beat = live.beat or pb.SlotHeartbeat()
-        holder = holders.get(live.key, "")
-        if not holder and beat.HasField("job"):
-            holder = beat.job.job_uid
+        held = dict.fromkeys(holders.get(live.key, ()))
+        held |= dict.fromkeys(running.job_uid for running in jobs_of(beat))
         return Slot(
             key=live.key,
             pod_uid=live.pod_uid,
@@ -151,17 +162,27 @@ class World:
             lost_at=None if live.attached else live.lost_at or self.started_at,
             pod_gone=pod is None or pod.ending,
             terms=self.terms(pod, now) if pod else None,
-            holder=holder,
-            holder_name=self._job_key(holder) or "that is unknown" if holder else "",
+            holders=tuple(self._holder(uid) for uid in held),
+            max_jobs=max(1, live.facts.max_jobs),
         )
 
-    def _holders(self) -> dict[str, str]:
-        held: dict[str, str] = {}
+    def holders(self) -> dict[str, list[str]]:
+        """Return by slot the UIDs of the jobs that have it by their status, the first one first."""
+        held: dict[str, list[str]] = {}
         for uid, body in self.jobs.items():
             slot = (body.get("status") or {}).get("slot")
             if slot:
-                held[slot] = uid
+                held.setdefault(slot, []).append(uid)
+        for uids in held.values():
+            uids.sort(key=self._job_key)
         return held
+
+    def _holder(self, uid: str) -> Holder:
+        body = self.jobs.get(uid)
+        if body is None:
+            return Holder(uid)
+        spec, _ = self._spec(body)
+        return Holder(uid, self._job_key(uid), Base.of(spec) if spec else None)
 
     def _job_key(self, uid: str) -> str:
         body = self.jobs.get(uid)
@@ -256,7 +277,7 @@ class World:
 
     def forget_unused_slots(self) -> list[LiveSlot]:
         """Drop and return slots whose pod and sidecar are gone and that no job is on."""
-        held = self._holders()
+        held = self.holders()
         gone = [
             live
             for live in self.slots.values()
@@ -265,6 +286,11 @@ class World:
         for live in gone:
             del self.slots[live.key]
         return gone
+
+
+def jobs_of(beat: pb.SlotHeartbeat) -> list[pb.RunningJob]:
+    """Return the jobs that a heartbeat names; sidecars from before name one at most."""
+    return list(beat.jobs) or ([beat.job] if beat.HasField("job") else [])
 
 
 def pod_of(body: Mapping[str, Any]) -> Pod:

@@ -7,11 +7,12 @@ from datetime import UTC, datetime
 import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Job, Pod, Policy, Slot, Terms
+from windrow_operator.model import Base, Holder, Job, Pod, Policy, Slot, Terms
 from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
 from windrow_operator.policies import select, terms_of
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
+BASE = Base("/m", "main", "auto")
 
 
 def job(model="/m", **changes):
@@ -67,7 +68,16 @@ def test_a_slot_of_another_namespace_is_named_in_full():
         ({"engine_state": "starting"}, "an engine that is starting"),
         ({"breaker": "too many slow steps"}, "gave up harvesting (too many slow steps)"),
         ({"memory_full": True}, "no memory to lend"),
-        ({"holder": "x", "holder_name": "team/a"}, "runs job team/a"),
+        ({"holders": (Holder("x", "team/a", BASE),)}, "runs job team/a"),
+        (
+            {"holders": (Holder("x", "team/a", BASE), Holder("y", "team/b", BASE)), "max_jobs": 2},
+            "runs jobs team/a and team/b, as many as it takes",
+        ),
+        (
+            {"holders": (Holder("x", "team/a", Base("/other", "main", "auto")),), "max_jobs": 2},
+            "runs job team/a, team/a over another base",
+        ),
+        ({"holders": (Holder("x"),), "max_jobs": 2}, "that is unknown over another base"),
     ],
 )
 def test_a_slot_that_cannot_take_the_job_says_why(changes, words):
@@ -77,7 +87,28 @@ def test_a_slot_that_cannot_take_the_job_says_why(changes, words):
 
 
 def test_a_slot_that_the_job_already_holds_does_not_refuse_it():
-    assert refusal(job(uid="u"), slot(holder="u", holder_name="team/tone")) == ""
+    assert refusal(job(uid="u"), slot(holders=(Holder("u", "team/tone", BASE),))) == ""
+
+
+def test_without_a_free_slot_a_job_shares_one_whose_jobs_have_its_base():
+    taken = slot("a", 9600, holders=(Holder("x", "team/a", BASE),), max_jobs=4)
+    choice = place(job(), [taken, slot("b", 100)])
+    assert choice.slot.key == "team/b", "a free slot goes before a shared one"
+    choice = place(job(model="/m/"), [taken])
+    assert choice.message == "a predicts 9.6k tok/s, in turns with team/a"
+    two = (Holder("x", "team/a", BASE), Holder("y", "team/b", BASE))
+    choice = place(
+        job(), [slot("a", holders=two, max_jobs=4), slot("b", 1, holders=two[:1], max_jobs=4)]
+    )
+    assert choice.slot.key == "team/b", "with whom fewer share"
+
+
+def test_a_quantised_base_is_not_shared():
+    spec = job().spec
+    nf4 = spec.model_copy(update={"model": spec.model.model_copy(update={"quantization": "nf4"})})
+    assert Base.of(nf4) is None
+    taken = slot(holders=(Holder("x", "team/a", BASE),), max_jobs=4)
+    assert "a quantised base is not shared" in refusal(job(spec=nf4), taken)
 
 
 def test_a_policy_closes_its_slots_to_other_namespaces():

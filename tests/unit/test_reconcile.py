@@ -9,7 +9,7 @@ import pytest
 
 from windrow.conditions import LIFECYCLE, get_condition
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Job, Policy, Progress, Run, RunState, Slot, Terms
+from windrow_operator.model import Base, Holder, Job, Policy, Progress, Run, RunState, Slot, Terms
 from windrow_operator.reconcile import NOTHING, Command, Patience, reconcile
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
@@ -91,6 +91,19 @@ def test_a_new_job_is_placed_and_fenced_before_anybody_is_told():
     assert actions.status["epoch"] == 1
     assert actions.commands == (Command("ASSIGN", KEY, 1),)
     assert life.state == "Placed"
+
+
+def test_a_job_joins_one_that_shares_its_base_and_each_has_its_own_life():
+    free = Life().running()
+    holder = Holder("u", "team/tone", Base.of(spec()))
+    taken = {KEY: slot(holders=(holder,), max_jobs=4)}
+    second = Life(slots=taken, name="code", uid="v").placed()
+    assert second.condition("Placed")["message"].endswith("in turns with team/tone")
+    assert second.job.epoch == 1
+    second.step(run(RunState.FAILED, uid="v", user_error=True, reason="DatasetInvalid"))
+    assert second.state == "Failed"
+    assert free.step(run()).commands == ()
+    assert free.state == "Running"
 
 
 def test_a_job_without_a_slot_says_why_once():

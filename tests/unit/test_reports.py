@@ -80,6 +80,20 @@ def test_a_worker_that_vanishes_from_the_heartbeats_is_lost(world):
     assert world.runs["u"].state is RunState.LOST
 
 
+def test_jobs_that_share_a_slot_are_reported_and_lost_each_for_itself(world):
+    other = job_body()
+    other["metadata"] |= {"uid": "v", "name": "code"}
+    world.put_job(other)
+    both = [running(total_steps=9), pb.RunningJob(slot=0, job_uid="v", epoch=1)]
+    reports.take_hello(world, POD, hello(*both), NOW, first=True)
+    assert [h.name for h in world.slot_views(NOW)[KEY].holders] == ["team/code", "team/tone"]
+    for second in range(1, 12):
+        beat = pb.SlotHeartbeat(slot=0, engine_state="serving", job=both[0], jobs=both[:1])
+        reports.take_heartbeat(world, world.slots[KEY], beat, NOW + timedelta(seconds=second))
+    assert world.runs["u"].state is RunState.RUNNING
+    assert world.runs["v"].state is RunState.LOST
+
+
 def test_the_last_word_of_a_placement_stands(world):
     reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
     reports.take_event(world, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)

@@ -30,6 +30,9 @@ class HarvestSlotSpec(Record):
     chunks: int = Field(default=0, description="Chunks of the arena.")
     tensor_parallel: int = Field(default=1, description="Ranks over which decode is split.")
     endpoint: str = Field(default="", description="Where the engine serves HTTP, for people.")
+    max_jobs: int = Field(
+        default=1, ge=1, description="Jobs over one base model that may share the slot."
+    )
 
 
 class ChunksStatus(Record):
@@ -66,8 +69,11 @@ class HarvestSlotStatus(Record):
     decode: str | None = Field(default=None, description="Compute of decode, for people.")
     finetune: str | None = Field(default=None, description="Compute of the worker, for people.")
     lent: str | None = Field(default=None, description="Lent chunks of all, for people.")
-    job_name: str | None = Field(default=None, description="namespace/name of the job.")
-    job: SlotJobStatus | None = Field(default=None, description="The job on this slot.")
+    job_name: str | None = Field(default=None, description="namespace/name of each job.")
+    job: SlotJobStatus | None = Field(default=None, description="The first job on this slot.")
+    jobs: list[SlotJobStatus] | None = Field(
+        default=None, description="All jobs on this slot, which share its worker."
+    )
     objective_seconds: float | None = Field(default=None, description="TPOT objective.")
     tpot_p50_seconds: float | None = Field(default=None, description="Median TPOT.")
     tpot_p99_seconds: float | None = Field(default=None, description="99th percentile of TPOT.")
