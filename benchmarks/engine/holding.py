@@ -70,7 +70,7 @@ class _Job:
 
 
 def holding(*, rounds: int) -> list[Result]:
-    """After a step, where checkpoints usually come; and where the next step follows at once."""
+    """After a step, where they are begun; and where the next step follows at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -92,10 +92,10 @@ def _holding(job: _Job, rounds: int) -> list[Result]:
     written: list[float] = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        times = {"begin": [_ms(job.begin)]} | _step_of(job)
+        took = {"begin": [_ms(job.begin)]} | _step_of(job)
         job.writer.settle(wait=True)
         written.append(time.perf_counter() - began)
-        held.append(_longest(times, usual))
+        held.append(_longest(took, usual))
     at_once = []
     for _ in range(rounds + 1):
         job.commit()
@@ -107,14 +107,17 @@ def _holding(job: _Job, rounds: int) -> list[Result]:
     return [
         _result(f"{name}: a job's first", held[:1], copy),
         _result(f"{name}: later ones", held[1:], copy),
-        _result(f"{name}: the optimizer steps at once", at_once[1:], copy),
+        # No goal: steps shorter than the copy are not those of an 8B model.
+        _result(f"{name}: the optimizer steps at once", at_once[1:], copy, goal=None),
         Result(f"{name}: until it is whole", middle(written[1:])[0], "s", "lower"),
     ]
 
 
-def _result(name: str, held_ms: list[float], copy: Baseline) -> Result:
+def _result(
+    name: str, held_ms: list[float], copy: Baseline, goal: float | None = GOAL_MS
+) -> Result:
     value, spread = middle(held_ms)
-    return Result(name, value, "ms", "lower", GOAL_MS, spread, copy)
+    return Result(name, value, "ms", "lower", goal, spread, copy)
 
 
 def _step_of(job: _Job) -> dict[str, list[float]]:

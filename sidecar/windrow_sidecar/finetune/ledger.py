@@ -149,12 +149,14 @@ class Ledger:
         """Between two tasklets: tell of a checkpoint that is whole, begin the one that is due.
 
         A disk that is slower than checkpoints come makes them fewer; the stream never waits for it.
+        One that the optimizer's step would have to wait for begins after it.
 
         Raises:
             Fenced: another worker has the job.
         """
         self._writer.settle()
-        if self._checkpoint_due and not self._writer.is_writing:
+        waits = self._writer.is_writing or self._stream.before_optimizer
+        if self._checkpoint_due and not waits:
             self._checkpoint_due = False
             self._writer.begin(self._stream.position, self._stream.snapshot())
 

@@ -157,6 +157,12 @@ class TaskletStream:
         """Whether nothing is on its way that `drop` would lose."""
         return self._visit is None or self._visit.frontier.untouched
 
+    @property
+    def before_optimizer(self) -> bool:
+        """Whether the optimizer's step is next, which changes everything that it owns."""
+        training = self._stage is Stage.TRAINING
+        return training and self._visit is None and not self._rows_left
+
     def peek(self) -> Tasklet | None:
         """Return the tasklet to run next, as large as `grain` wants it; None: the job is done."""
         if self._stage is Stage.FINISHED:
