@@ -16,6 +16,7 @@ def test_powers_of_two_and_all_cores_are_tried(cores, tried):
 
 def test_threads_that_win_little_are_left_to_others():
     assert most_useful(2, {1: 10.0, 2: 9.2}.__getitem__) == 1
+    assert most_useful(2, {1: 10.0, 2: 8.2}.__getitem__) == 1
 
 
 def test_threads_that_win_much_are_used():

@@ -91,7 +91,7 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
     finally:
         parts.scheduler.clear()
     threads(parts.units)
-    _log.info("decode uses %d of %d threads: more make no step faster", threads.most, parts.units)
+    _log.info("decode uses %d of %d threads: more are not worth it", threads.most, parts.units)
 
 
 def _steps_at(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> list[StepEvent]:
