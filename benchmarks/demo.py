@@ -24,9 +24,9 @@ from rich.progress import track
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
 from windrow.eventlog import StepEvent
 from windrow.rundir import ENV_RUN_DIR
-from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.engines.builtin import profiling, server
+from windrow_sidecar.engines.builtin import loading, profiling
 from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
@@ -92,10 +92,10 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
     )
     config = read_config(settings.model_path)
     threads = Threads()
-    partition = HostPartition.from_affinity("decode", set_threads=threads)
-    arena = server.make_arena(settings, config)
+    device = open_device(settings, threads)
+    arena = loading.make_arena(settings, config, device)
     context = arena.geometry.chunks * arena.geometry.slots_per_chunk
-    parts = server.load(settings, config, partition, arena, None, context, "0" * 64)
+    parts = loading.load(settings, config, device, arena, None, context, "0" * 64)
     profiling.settle_threads(parts, threads, batch=BATCH, context=PROMPT)
     profile = _profile(parts, context)
     hook = HarvestHook(

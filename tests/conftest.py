@@ -3,6 +3,10 @@
 import os
 import uuid
 
+# Triton's kernels run on the host then; it reads this when it is first imported, and transformers
+# may do so. tests/gpu takes it away again in processes of its own.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import pytest
 from kubernetes import client, config
 

@@ -113,7 +113,7 @@ def test_release_gives_the_whole_device_back(partition, moves):
 
 def test_a_device_that_is_not_shared_has_one_level():
     threads: list[int] = []
-    whole = WholeDevice(set_threads=threads.append)
+    whole = WholeDevice.cores(set_threads=threads.append)
     assert whole.levels() == (whole.total_units,)
     whole.activate(whole.total_units)
     with pytest.raises(UnknownLevel):

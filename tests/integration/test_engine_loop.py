@@ -21,7 +21,9 @@ from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.model import LlamaModel
@@ -84,7 +86,7 @@ class Bench:
         cache = KvCache(
             from_dlpack(self.arena.tensor(0, geometry.arena_bytes)).view(torch.float32),
             config,
-            slots_per_block=geometry.slots_per_chunk,
+            KvPlaces.of(self.arena),
             page_size=16,
             max_tokens=1024,
         )
@@ -94,11 +96,13 @@ class Bench:
             max_running=options.get("max_running", 16),
             reserve_tokens=options.get("reserve_tokens", 16),
         )
+        model = LlamaModel(config, layout, storage, cache)
         self.log = EventLog(log_dir / "engine.events.jsonl", source="engine")
         self.log_dir = log_dir
         self.parts = Parts(
             scheduler=scheduler,
-            model=LlamaModel(config, layout, storage, cache),
+            model=model,
+            decoder=GatheredDecode(model),
             cache=cache,
             arena=self.arena,
             partition=OneThread(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +10,9 @@ from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.config import read_config
-from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama
 
 TOLERANCE = 1e-4
@@ -26,33 +24,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-class Engine:
-    """Model and cache over plain memory; hands out pages in a scattered order."""
-
-    def __init__(self, folder: Path, page_size: int = 16) -> None:
-        config = read_config(folder)
-        layout = plan_layout(config)
-        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
-        load_weights(folder, layout, storage)
-        chunks, slots = 24, 64
-        floats = chunks * 2 * config.layers * slots * config.kv_token_bytes // 4
-        self.cache = KvCache(
-            torch.full((floats,), float("nan")),  # a slot that is read unwritten shows at once
-            config,
-            slots_per_block=slots,
-            page_size=page_size,
-            max_tokens=1024,
-        )
-        self.model = LlamaModel(config, layout, storage, self.cache)
-        self._pages = list(range(chunks * slots // page_size))
-        random.Random(3).shuffle(self._pages)
-
-    def sequence(self, n_tokens: int) -> SequenceKv:
-        kv = SequenceKv()
-        self.cache.extend(kv, [self._pages.pop() for _ in range(self.cache.pages_for(n_tokens))])
-        return kv
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +47,7 @@ def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor
 @torch.inference_mode()
 def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
     folder, reference = checkpoint
-    engine = Engine(folder)
+    engine = DecodeBench(folder)
     rng = random.Random(1)
     prompts = [[rng.randrange(264) for _ in range(n)] for n in (1, 16, 33, 130)]
     kvs = [engine.sequence(len(prompt) + 20) for prompt in prompts]
@@ -84,7 +55,7 @@ def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
         for begin in range(0, len(prompt) - 1, 48):
             engine.model.prefill(prompt[begin : min(begin + 48, len(prompt) - 1)], kv)
     for _ in range(20):
-        logits = engine.model.decode([prompt[-1] for prompt in prompts], kvs)
+        logits = engine.decode([prompt[-1] for prompt in prompts], kvs)
         for row, prompt in enumerate(prompts):
             wanted = reference_logits(reference, prompt)[-1]
             assert (logits[row] - wanted).abs().max() < TOLERANCE
@@ -97,11 +68,11 @@ def test_prefill_in_pieces_writes_the_same_cache_as_prefill_in_one_go(checkpoint
     prompt = [random.Random(2).randrange(264) for _ in range(100)]
     logits = []
     for piece in (99, 7):
-        engine = Engine(folder)
+        engine = DecodeBench(folder)
         kv = engine.sequence(101)
         for begin in range(0, 99, piece):
             engine.model.prefill(prompt[begin : min(begin + piece, 99)], kv)
-        logits.append(engine.model.decode(prompt[-1:], [kv]))
+        logits.append(engine.decode(prompt[-1:], [kv]))
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE
 
 
@@ -111,11 +82,11 @@ def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
     prompt = [random.Random(4).randrange(264) for _ in range(50)]
 
     def decode_beside(others: int) -> torch.Tensor:
-        engine = Engine(tmp_path)
+        engine = DecodeBench(tmp_path)
         kvs = [engine.sequence(60) for _ in range(others + 1)]
         for i, kv in enumerate(kvs):
             engine.model.prefill([(t + i) % 264 for t in prompt[:-1]], kv)
-        return engine.model.decode([(prompt[-1] + i) % 264 for i in range(others + 1)], kvs)[0]
+        return engine.decode([(prompt[-1] + i) % 264 for i in range(others + 1)], kvs)[0]
 
     alone = decode_beside(0)
     for others in (1, 7):
@@ -125,13 +96,13 @@ def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
 @torch.inference_mode()
 def test_a_filled_request_decodes_to_finite_logits_and_leaves_its_neighbour_alone(tmp_path):
     save_random_llama(tmp_path)
-    engine = Engine(tmp_path)
+    engine = DecodeBench(tmp_path)
     prefilled, filled = engine.sequence(40), engine.sequence(40)
     engine.model.prefill(list(range(39)), prefilled)
-    before = engine.model.decode([5], [prefilled])
+    before = engine.decode([5], [prefilled])
     prefilled.n_tokens -= 1
     engine.cache.fill(filled, 39)
-    after = engine.model.decode([5, 5], [prefilled, filled])
+    after = engine.decode([5, 5], [prefilled, filled])
     assert torch.isfinite(after).all()
     assert (after[0] - before[0]).abs().max() < TOLERANCE
 

@@ -18,11 +18,13 @@ _SAMPLE_BYTES = 1 << 20
 def model_fingerprint(model_dir: Path) -> str:
     """Return a sha256 (hex) of config.json, the weights' names, types, shapes, and samples of them.
 
-    The same directory gives the same answer in every process. Raises UserError where the directory
-    is no checkpoint in safetensors form.
+    The same directory gives the same answer in every process. One that holds a config.json alone
+    stands for a shape: its weights are made up by whoever serves it (`--random-weights`), and who
+    shares them has them from there. Raises UserError where there is no config.json, or a file that
+    is not in safetensors form.
     """
     digest = hashlib.sha256(read_config_bytes(model_dir))
-    for path in weight_files(model_dir):
+    for path in sorted(model_dir.glob("*.safetensors")):
         table, data_start = _tensor_table(path)
         digest.update(json.dumps(table, sort_keys=True).encode())
         with path.open("rb") as weights:
@@ -54,7 +56,8 @@ def weight_files(model_dir: Path) -> list[Path]:
         raise UserError(
             f"{str(model_dir)!r} holds no *.safetensors file",
             field="--model-path",
-            remedy="Save the model with save_pretrained(..., safe_serialization=True).",
+            remedy="Save the model with save_pretrained(..., safe_serialization=True), or let the "
+            "engine make up weights of that shape with --random-weights SEED.",
             reason="ModelNotFound",
         )
     return files

@@ -95,8 +95,9 @@ def plan(
     Without several contexts per batch the coefficients of batch and context cannot be told apart.
     """
     return [
-        Point(split.decode_units, batch, context)
-        for split in levels.splits
+        Point(units, batch, context)
+        # A GPU's decode has the same units in every split: measured once.
+        for units in dict.fromkeys(split.decode_units for split in levels.splits)
         for context in effort.contexts
         for batch in effort.batches
         if batch <= max_batch

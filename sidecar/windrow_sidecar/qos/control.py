@@ -18,17 +18,24 @@ EAGER = Offer(job_epoch=1)
 class Controller:
     """Decides for one slot, step by step. One thread, but for `headroom_units`.
 
+    `pause_epoch`: of the grant before its first (see `Handover`).
+
     Attributes:
         why_paused: in a few words, while the worker is paused; "" while it may run.
         would_units: what the policy would have given the worker in mode `observe`.
     """
 
     def __init__(
-        self, levels: Levels, predictor: Predictor | None, guard: Guard | None = None
+        self,
+        levels: Levels,
+        predictor: Predictor | None,
+        guard: Guard | None = None,
+        *,
+        pause_epoch: int = 0,
     ) -> None:
         self._levels, self._predictor = levels, predictor
         self.guard = guard or Guard()
-        self._handover = Handover(levels.units)
+        self._handover = Handover(levels.units, pause_epoch)
         self._terms: Terms | None = None
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0

@@ -10,12 +10,18 @@ from windrow_sidecar.qos.view import Action, Offer
 
 
 class Handover:
-    """The units in force on both sides."""
+    """The units in force on both sides.
 
-    def __init__(self, units: int) -> None:
+    Args:
+        units: of the device.
+        pause_epoch: of the grant that the page shows: the count goes on, or a worker that has seen
+            it would count as one that has seen every pause to come.
+    """
+
+    def __init__(self, units: int, pause_epoch: int = 0) -> None:
         self.decode_units = units
         self.finetune_units = 0
-        self.pause_epoch = 0
+        self.pause_epoch = pause_epoch
 
     def grant(
         self, action: int, finetune_units: int, decode_units: int, offer: Offer, present: bool

@@ -47,9 +47,9 @@ class LlamaConfig:
         return self.heads // self.kv_heads
 
     @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token's K or V in one layer, fp32."""
-        return self.kv_heads * self.head_dim * 4
+    def kv_width(self) -> int:
+        """Elements of one token's K or V in one layer."""
+        return self.kv_heads * self.head_dim
 
 
 def read_config(model_dir: Path) -> LlamaConfig:

@@ -18,12 +18,12 @@ from windrow.eventlog import EventLog, MarkEvent
 from windrow.proto import agent_pb2
 from windrow.rundir import PROTOCOL_VERSION, RunDir
 from windrow_sidecar._core import Arena
-from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest import AgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import FailClosed
-from windrow_sidecar.engines.profile import Subject, host_splits
+from windrow_sidecar.engines.profile import Subject
 
 _log = logging.getLogger(__name__)
 
@@ -46,25 +46,24 @@ def start(
     run_dir: RunDir,
     *,
     arena: Arena,
-    partition: HostPartition,
+    device: EngineDevice,
     subject: Subject,
     profile: Mapping[str, Any] | None,
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    levels = host_splits(partition.total_units)
     inner = HarvestHook(
-        arena, levels, profile, HarvestSettings(max_batch=settings.max_running), log=log
+        arena, device.splits, profile, HarvestSettings(max_batch=settings.max_running), log=log
     )
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
     link = AgentLink(
         run_dir.agent_socket,
-        _hello(settings, run_dir, arena, partition, subject),
+        _hello(settings, run_dir, arena, device, subject),
         inner,
         Profile(subject.key, json.dumps(profile)) if profile else None,
     )
-    with partition.background_threads():
+    with device.background_threads():
         link.start()
     return Harvesting(hook, link)
 
@@ -86,7 +85,7 @@ def _hello(
     settings: EngineSettings,
     run_dir: RunDir,
     arena: Arena,
-    partition: HostPartition,
+    device: EngineDevice,
     subject: Subject,
 ) -> agent_pb2.EngineHello:
     return agent_pb2.EngineHello(
@@ -99,8 +98,8 @@ def _hello(
         model_fingerprint=subject.model_fingerprint,
         device=subject.device,
         driver=subject.driver,
-        compute_units=partition.total_units,
-        finetune_levels=partition.levels()[:-1],  # the last is all, decode's own included,
+        compute_units=device.units,
+        finetune_levels=device.finetune_levels,
         chunk_bytes=arena.geometry.chunk_bytes,
         chunks=arena.geometry.chunks,
         tensor_parallel=subject.tensor_parallel,

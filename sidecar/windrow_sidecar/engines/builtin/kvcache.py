@@ -1,10 +1,4 @@
-"""Keys and values of all requests, as tensors over the arena.
-
-The arena is a row of blocks of `slots_per_block` token slots; a chunk is 2 x layers of them: K and
-V of layer 0, K and V of layer 1, and so on. Seen as pages, the K page of chunk c, layer l is row
-`(c * 2L + 2l) * pages_per_block + page_in_block`; V is one block further. A view that starts at a
-layer's first row lets one index (the row of layer 0's K) serve every layer.
-"""
+"""Keys and values of all requests, as tensors over the arena."""
 
 from __future__ import annotations
 
@@ -14,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from windrow_sidecar.engines.builtin.config import LlamaConfig
+from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
 
 _FIRST_ROWS = 64  # of a request's row index: 1,024 tokens at the usual page size
 
@@ -24,6 +19,7 @@ class SequenceKv:
 
     pages: list[int] = field(default_factory=list)
     n_tokens: int = 0
+    # Rows of those pages, on the host; the first `len(pages)` count.
     row_index: torch.Tensor = field(
         default_factory=lambda: torch.empty(_FIRST_ROWS, dtype=torch.int64)
     )
@@ -33,10 +29,10 @@ class KvCache:
     """Page and slot views of the arena for every layer.
 
     Args:
-        storage: fp32, the whole arena, flat.
+        storage: the whole arena, flat, in the type that KV is stored in; on any device.
         config: of the model.
-        slots_per_block: tokens that a block holds (`Geometry.slots_per_chunk`).
-        page_size: tokens of a page; divides `slots_per_block`.
+        places: where pages lie in it.
+        page_size: tokens of a page; divides the slots of a chunk.
         max_tokens: the longest context that a request may have.
     """
 
@@ -44,30 +40,31 @@ class KvCache:
         self,
         storage: torch.Tensor,
         config: LlamaConfig,
+        places: KvPlaces,
         *,
-        slots_per_block: int,
         page_size: int,
         max_tokens: int,
     ) -> None:
-        self.page_size = page_size
-        self.pages_per_chunk = slots_per_block // page_size
-        self._blocks_per_chunk = 2 * config.layers
-        width = config.kv_heads * config.head_dim
-        rows = storage.view(-1, page_size * width)
-        slots = storage.view(-1, width)
-        blocks = range(self._blocks_per_chunk)
-        by_page = [rows[i * self.pages_per_chunk :] for i in blocks]
-        by_slot = [slots[i * slots_per_block :] for i in blocks]
-        self.key_pages, self.value_pages = by_page[::2], by_page[1::2]
-        self.key_slots, self.value_slots = by_slot[::2], by_slot[1::2]
+        self.page_size, self.max_tokens, self.places = page_size, max_tokens, places
+        self.pages_per_chunk = places.slots_per_chunk // page_size
+        self.device, self.dtype = storage.device, storage.dtype
+        self._pages = places.pages(storage, page_size)
+        # By layer: [rows, page_size, width] and [rows * page_size, width].
+        self.key_pages, self.value_pages = (
+            [self._pages[:, column] for column in range(first, places.columns, 2)]
+            for first in (0, 1)
+        )
+        self.key_slots, self.value_slots = (
+            [places.slots(storage, column) for column in range(first, places.columns, 2)]
+            for first in (0, 1)
+        )
         # One request's K and V of one layer are gathered here and used at once, while they are in
         # the core's cache (0.5 MB each at 1,024 tokens of the demo model).
-        pages = -(-max_tokens // page_size)
-        self.gathered_keys = torch.empty(pages, page_size * width)
-        self.gathered_values = torch.empty(pages, page_size * width)
+        room = (self.pages_for(max_tokens), page_size, places.width)
+        self.gathered_keys = storage.new_empty(room)
+        self.gathered_values = storage.new_empty(room)
         self._shape = (-1, config.kv_heads, config.head_dim)
-        self._rows = rows
-        self._template = self._make_template(rows.shape[1])
+        self._template = self._make_template()
 
     def extend(self, kv: SequenceKv, pages: Sequence[int]) -> None:
         """Append pages to a request."""
@@ -88,24 +85,26 @@ class KvCache:
         """Return how many pages hold so many tokens."""
         return -(-n_tokens // self.page_size)
 
+    def rows_of(self, kv: SequenceKv, n_tokens: int) -> torch.Tensor:
+        """Return the rows of the pages that hold the first `n_tokens`, on the cache's device."""
+        return kv.row_index[: self.pages_for(n_tokens)].to(self.device)
+
     def fill(self, kv: SequenceKv, n_tokens: int) -> None:
         """Write a KV for the first `n_tokens`, where a prefill instance would send the real one.
 
         What it says is a fixed page of small random numbers, repeated: the cost and the timing of
         decode do not depend on the contents.
         """
-        n_pages = self.pages_for(n_tokens)
-        block = torch.arange(self._blocks_per_chunk) * self.pages_per_chunk
-        index = kv.row_index[:n_pages, None] + block
-        self._rows.index_put_((index,), self._template)
+        self._pages.index_put_((self.rows_of(kv, n_tokens),), self._template)
         kv.n_tokens = n_tokens
 
-    def gathered(self, n_pages: int, n_tokens: int) -> tuple[torch.Tensor, ...]:
-        """Return (key rows to gather into, keys, value rows to gather into, values).
+    def gathered(self, n_tokens: int) -> tuple[torch.Tensor, ...]:
+        """Return (key pages to gather into, keys, value pages to gather into, values).
 
-        Rows: [n_pages, page floats]; keys and values: [n_tokens, kv_heads, head_dim] over the same
-        bytes.
+        Pages: [n_pages, page_size, width]; keys and values: [n_tokens, kv_heads, head_dim] over the
+        same bytes.
         """
+        n_pages = self.pages_for(n_tokens)
         keys, values = self.gathered_keys[:n_pages], self.gathered_values[:n_pages]
         return (
             keys,
@@ -115,9 +114,9 @@ class KvCache:
         )
 
     def _row(self, page: int) -> int:
-        chunk, inside = divmod(page, self.pages_per_chunk)
-        return chunk * self._blocks_per_chunk * self.pages_per_chunk + inside
+        return self.places.row(page, self.page_size)
 
-    def _make_template(self, page_floats: int) -> torch.Tensor:
+    def _make_template(self) -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
-        return torch.randn(self._blocks_per_chunk, page_floats, generator=noise) * 0.02
+        shape = (self.places.columns, self.page_size, self.places.width)
+        return (torch.randn(shape, generator=noise) * 0.02).to(self.device, self.dtype)

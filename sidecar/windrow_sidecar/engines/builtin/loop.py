@@ -17,12 +17,12 @@ from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.channel import Channel
+from windrow_sidecar.engines.builtin.decoder import Decoder
 from windrow_sidecar.engines.builtin.kvcache import KvCache
 from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.builtin.paging import ChunkSource
-from windrow_sidecar.engines.builtin.sampling import sample
 from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
 from windrow_sidecar.engines.hook import FailClosed, StepFacts
 from windrow_sidecar.qos.view import Decision
@@ -39,7 +39,8 @@ class Parts:
     """What the loop drives."""
 
     scheduler: Scheduler
-    model: LlamaModel
+    model: LlamaModel  # computes prompts
+    decoder: Decoder
     cache: KvCache
     arena: ChunkSource
     partition: Partition
@@ -116,11 +117,7 @@ class DecodeLoop:
         if not batch:
             self._after_bare_pass(computed=prefill is not None)
             return None
-        logits = parts.model.decode(
-            [request.tokens[-1] for request in batch], [request.kv for request in batch]
-        )
-        tokens = sample(logits, batch)
-
+        tokens = parts.decoder.step(batch)
         end_ns = parts.clock_ns()
         parts.hook.after_step(end_ns, (end_ns - start_ns) // 1000)
         self._hook_ns = parts.clock_ns() - end_ns

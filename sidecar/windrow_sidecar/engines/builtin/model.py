@@ -1,7 +1,8 @@
-"""The forward pass of a Llama model over the paged KV cache, in fp32 on the host.
+"""The forward pass of a Llama model over the paged KV cache, in the type of its weights.
 
-One pass serves both kinds of work; only attention differs. Everything runs on the caller's thread
-under `torch.inference_mode`, with as many OpenMP threads as the partition has set.
+One pass serves prompts and decode; only attention differs. Everything runs on the caller's thread
+under `torch.inference_mode`: on the host with as many OpenMP threads as the partition has set, on a
+GPU on the caller's current stream, without ever waiting for it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from windrow_sidecar.engines.builtin.config import LlamaConfig
 from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
+from windrow_sidecar.engines.builtin.layer_ops import LayerOps, TorchOps
 from windrow_sidecar.engines.builtin.rope import RotaryTable
 from windrow_sidecar.engines.builtin.weights import Layout, view
 
@@ -32,121 +34,74 @@ class _Layer:
 
 
 class LlamaModel:
-    """Decodes and prefills.
+    """Weights, and the pass over them; `gathered.py` and `static_step.py` decode with it.
 
     Args:
         config: of the model.
         layout: where its parameters lie.
-        storage: uint8, the parameters' bytes; stays alive with the model.
+        storage: uint8, the parameters' bytes, on the cache's device; stays alive with the model.
         cache: the KV cache of all requests.
     """
 
     def __init__(
         self, config: LlamaConfig, layout: Layout, storage: torch.Tensor, cache: KvCache
     ) -> None:
-        self._config, self._cache = config, cache
-        self._rotary = RotaryTable(config)
+        self.config, self.cache = config, cache
+        self.device, self.dtype = storage.device, layout.dtype
+        self.rotary = RotaryTable(config, storage.device)
+        self._ops = TorchOps(config, cache, self.rotary)
         self._embedding = view(layout, storage, "model.embed_tokens.weight")
         self._norm = view(layout, storage, "model.norm.weight")
         self._head = (
             self._embedding if config.tied_embeddings else view(layout, storage, "lm_head.weight")
         )
         self._layers = [_layer(layout, storage, i) for i in range(config.layers)]
-        self._attended = torch.empty(0, config.kv_heads, config.q_per_kv, config.head_dim)
-
-    def decode(self, tokens: Sequence[int], kvs: Sequence[SequenceKv]) -> torch.Tensor:
-        """Append one token to each request and return the logits [b, vocab] of what follows.
-
-        Each request has a page for the slot at its `n_tokens`, which grows by one.
-        """
-        positions = [kv.n_tokens for kv in kvs]
-        slots = [self._cache.slot_row(kv, kv.n_tokens) for kv in kvs]
-        for kv in kvs:
-            kv.n_tokens += 1
-        hidden = self._forward(tokens, positions, slots, self._decode_attention(kvs))
-        return functional.linear(self._rms_norm(hidden, self._norm), self._head)
 
     def prefill(self, tokens: Sequence[int], kv: SequenceKv) -> None:
         """Compute the KV of the next tokens of a prompt whose pages are there already."""
         begin = kv.n_tokens
         positions = list(range(begin, begin + len(tokens)))
-        slots = [self._cache.slot_row(kv, position) for position in positions]
+        slots = [self.cache.slot_row(kv, position) for position in positions]
         kv.n_tokens += len(tokens)
-        self._forward(tokens, positions, slots, self._prefill_attention(kv, begin, len(tokens)))
+        attend = self._prefill_attention(kv, begin, len(tokens))
+        self.forward(self.integers(tokens), self.integers(positions), self.integers(slots), attend)
 
-    def _forward(
+    def integers(self, numbers: Sequence[int]) -> torch.Tensor:
+        """int64, on the model's device."""
+        return torch.tensor(numbers, device=self.device)
+
+    def forward(
         self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        slots: Sequence[int],
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
         attend: Attention,
+        ops: LayerOps | None = None,
     ) -> torch.Tensor:
-        """Run all layers for n tokens; writes their K and V at `slots` before attending."""
-        config, cache = self._config, self._cache
-        cos, sin = self._rotary.at(torch.tensor(positions))
-        slot_index = torch.tensor(slots)
-        q_and_k = (config.heads + config.kv_heads) * config.head_dim
-        x = functional.embedding(torch.tensor(tokens), self._embedding)
+        """Run all layers for tokens [n]; writes their K and V at `slots` before attending.
+
+        Returns [n, hidden]. Whether it can be captured in a graph is up to `attend` and `ops`.
+        """
+        ops = ops or self._ops
+        placed = ops.place(positions, slots)
+        x = functional.embedding(tokens, self._embedding)
         for i, layer in enumerate(self._layers):
             qkv = functional.linear(self._rms_norm(x, layer.attention_norm), layer.qkv)
-            qk = qkv[:, :q_and_k].view(qkv.shape[0], -1, config.head_dim)
-            qk = self._rotary.rotate(qk, cos, sin)
-            cache.key_slots[i].index_copy_(0, slot_index, qk[:, config.heads :].flatten(1))
-            cache.value_slots[i].index_copy_(0, slot_index, qkv[:, q_and_k:])
-            x = x.addmm_(attend(i, qk[:, : config.heads]), layer.out.t())
-            gate, up = functional.linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(
-                2, dim=1
-            )
-            x = x.addmm_(functional.silu(gate).mul_(up), layer.down.t())
+            x = x.addmm_(attend(i, ops.rotate_and_store(i, qkv, placed)), layer.out.t())
+            gate_up = functional.linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up)
+            x = x.addmm_(ops.gate(gate_up), layer.down.t())
         return x
 
-    def _decode_attention(self, kvs: Sequence[SequenceKv]) -> Attention:
-        """One query per request over all of its tokens, request by request.
-
-        A padded batch does not pay: one context of 4,000 tokens among ones of 500 would make all of
-        them cost as much.
-        """
-        cache, config = self._cache, self._config
-        if self._attended.shape[0] < len(kvs):
-            self._attended = self._attended.new_empty(len(kvs), *self._attended.shape[1:])
-        attended = self._attended[: len(kvs)]
-        plan = []
-        for row, kv in enumerate(kvs):
-            n_pages = cache.pages_for(kv.n_tokens)
-            key_rows, keys, value_rows, values = cache.gathered(n_pages, kv.n_tokens)
-            plan.append(
-                (
-                    kv.row_index[:n_pages],
-                    key_rows,
-                    keys.permute(1, 2, 0),
-                    value_rows,
-                    values.transpose(0, 1),
-                    attended[row],
-                )
-            )
-        grouped = (len(kvs), config.kv_heads, config.q_per_kv, config.head_dim)
-
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            key_pages, value_pages = cache.key_pages[layer], cache.value_pages[layer]
-            queries = q.reshape(grouped).unbind()
-            for query, (index, key_rows, keys, value_rows, values, out) in zip(
-                queries, plan, strict=True
-            ):
-                torch.index_select(key_pages, 0, index, out=key_rows)
-                weights = torch.softmax(torch.bmm(query, keys), -1)
-                torch.index_select(value_pages, 0, index, out=value_rows)
-                torch.bmm(weights, values, out=out)
-            return attended.flatten(1)
-
-        return attend
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab] of what follows, from `forward`."""
+        return functional.linear(self._rms_norm(hidden, self._norm), self._head)
 
     def _prefill_attention(self, kv: SequenceKv, begin: int, n: int) -> Attention:
         """Let n queries of one request, from position `begin` on, see all that stands before."""
-        cache, config = self._cache, self._config
-        n_pages = cache.pages_for(begin + n)
-        key_rows, keys, value_rows, values = cache.gathered(n_pages, begin + n)
-        index = kv.row_index[:n_pages]
-        visible = torch.ones(n, begin + n, dtype=torch.bool).tril_(begin)
+        cache, config = self.cache, self.config
+        key_rows, keys, value_rows, values = cache.gathered(begin + n)
+        index = cache.rows_of(kv, begin + n)
+        visible = torch.ones(n, begin + n, dtype=torch.bool, device=self.device).tril_(begin)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             torch.index_select(cache.key_pages[layer], 0, index, out=key_rows)
@@ -163,7 +118,7 @@ class LlamaModel:
         return attend
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, weight.shape, weight, self._config.norm_eps)
+        return functional.rms_norm(x, weight.shape, weight, self.config.norm_eps)
 
 
 def _layer(layout: Layout, storage: torch.Tensor, i: int) -> _Layer:

@@ -1,4 +1,4 @@
-"""What stands in for a partition on a device that is not shared."""
+"""What stands in for a partition where decode keeps the whole device."""
 
 from __future__ import annotations
 
@@ -8,32 +8,52 @@ from collections.abc import Callable
 from windrow_sidecar.compute.partition import Side, UnknownLevel
 
 
+def _nothing(_units: int) -> None:
+    """A GPU has no threads to set."""
+
+
 class WholeDevice:
-    """Every core of this process, always: for a server that harvests nothing, even on one core."""
+    """Every unit of a device, always (see `compute.partition.Partition`).
+
+    For a server that harvests nothing, even on one core; and for decode on a GPU, where only the
+    worker's share is capped.
+
+    Args:
+        units: cores or SMs.
+        unit: what they are called, in the plural.
+        set_threads: takes the number of units at each move.
+    """
 
     side: Side = "decode"
 
-    def __init__(self, *, set_threads: Callable[[int], None]) -> None:
-        self.cpus = tuple(sorted(os.sched_getaffinity(0)))
-        self._set_threads = set_threads
+    def __init__(
+        self, units: int, unit: str, *, set_threads: Callable[[int], None] = _nothing
+    ) -> None:
+        self.total_units = units
+        self._unit, self._set_threads = unit, set_threads
 
-    @property
-    def total_units(self) -> int:
-        """Cores of the affinity mask."""
-        return len(self.cpus)
+    @classmethod
+    def cores(cls, *, set_threads: Callable[[int], None]) -> WholeDevice:
+        """Those of this process's affinity mask."""
+        return cls(len(os.sched_getaffinity(0)), "cores", set_threads=set_threads)
+
+    @classmethod
+    def gpu(cls, units: int) -> WholeDevice:
+        """All SMs."""
+        return cls(units, "SMs")
 
     def levels(self) -> tuple[int, ...]:
         """All of it."""
         return (self.total_units,)
 
     def activate(self, level: int) -> None:
-        """Use as many threads as there are cores.
+        """Compute on every unit.
 
         Raises:
             UnknownLevel: a part of the device is asked for.
         """
         if level != self.total_units:
-            raise UnknownLevel(self.side, level, self.levels(), "cores")
+            raise UnknownLevel(self.side, level, self.levels(), self._unit)
         self._set_threads(level)
 
     def release(self) -> None:

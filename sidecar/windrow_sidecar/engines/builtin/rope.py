@@ -14,27 +14,31 @@ class RotaryTable:
 
     `cos`, `sin`: [max_positions, heads + kv_heads, head_dim], for q heads and k heads side by side.
     The sign of the rotation is in `sin`, and attention's 1/sqrt(head_dim) in both for the q heads.
+    All of it is fp32, whatever the model is: a bf16 cosine is off by more than a bf16 product.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, device: torch.device | str = "cpu") -> None:
         angles = torch.outer(
             torch.arange(config.max_positions, dtype=torch.float32), _frequencies(config)
         )
         half = config.head_dim // 2
         self._half = half
-        self._cos = torch.cat([angles.cos()] * 2, dim=-1)[:, None, :]
-        self._sin = torch.cat([-angles.sin(), angles.sin()], dim=-1)[:, None, :]
+        # [max_positions, head_dim / 2] each, for kernels that rotate by themselves.
+        self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
+        self._cos = torch.cat([self.cos] * 2, dim=-1)[:, None, :]
+        self._sin = torch.cat([-self.sin, self.sin], dim=-1)[:, None, :]
         scale = torch.ones(config.heads + config.kv_heads, 1)
         scale[: config.heads] = 1.0 / math.sqrt(config.head_dim)
-        self._scale = scale
+        self._scale = scale.to(device)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (cos, sin) for positions [n]: each [n, heads + kv_heads, head_dim]."""
         return self._cos[positions] * self._scale, self._sin[positions] * self._scale
 
     def rotate(self, qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate [n, heads + kv_heads, head_dim] by what `at` returned."""
-        return (qk * cos).addcmul_(qk.roll(self._half, dims=-1), sin)
+        """Rotate qk [n, heads + kv_heads, head_dim] by what `at` returned; keeps its dtype."""
+        wide = qk.float()
+        return (wide * cos).addcmul_(wide.roll(self._half, dims=-1), sin).to(qk.dtype)
 
 
 def _frequencies(config: LlamaConfig) -> torch.Tensor:

@@ -15,33 +15,24 @@ from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.dlpack import from_dlpack
-
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
-from windrow_sidecar._core import Arena, LiveTensorsError, SharedWeights
-from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.channel import PeerGone
 from windrow_sidecar.engines.builtin.config import LlamaConfig
+from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
 from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
-from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.messages import Ready
-from windrow_sidecar.engines.builtin.model import LlamaModel
 from windrow_sidecar.engines.builtin.outbox import Outbox
-from windrow_sidecar.engines.builtin.paging import PagePool
-from windrow_sidecar.engines.builtin.partition import WholeDevice
-from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
-from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout, write_manifest
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.engines.hook import FailClosed, NullHook
-from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
-from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memory
+from windrow_sidecar.engines.profile import EFFORTS, Subject, document, plan
+from windrow_sidecar.qos.levels import Levels
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.harvesting import Harvesting
@@ -53,7 +44,6 @@ _log = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.0005
 # What the number of threads is tried with: a busy moment of a conversation service.
 _USUAL_BATCH, _USUAL_CONTEXT = 8, 1024
-_EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena for them
 
 
 @dataclass(slots=True)
@@ -86,24 +76,20 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     signals = _Signals()
     signals.install()
     threads = Threads(settings.threads)
-    partition = (
-        HostPartition.from_affinity("decode", set_threads=threads)
-        if settings.run_dir
-        else WholeDevice(set_threads=threads)
-    )
+    device = open_device(settings, threads)
     with ExitStack() as on_exit:
-        arena = make_arena(settings, config)
+        arena = make_arena(settings, config, device)
         on_exit.callback(_close_arena, arena)
         log = _open_log(settings)
         if log is not None:
             on_exit.callback(LogFlusher(log).close)
-        return _run(settings, config, partition, threads, front, arena, log, signals)
+        return _run(settings, config, device, threads, front, arena, log, signals)
 
 
 def _run(
     settings: EngineSettings,
     config: LlamaConfig,
-    partition: HostPartition | WholeDevice,
+    device: EngineDevice,
     threads: Threads,
     front: FrontProcess,
     arena: Arena,
@@ -113,25 +99,25 @@ def _run(
     """Load, profile, serve. All tensors over the arena are gone when it returns."""
     max_context = _max_context(settings, config, arena)
     fingerprint = model_fingerprint(settings.model_path)
-    parts = load(settings, config, partition, arena, log, max_context, fingerprint)
+    parts = load(settings, config, device, arena, log, max_context, fingerprint)
     front.wait_until_up()  # its start would disturb the profile
-    if not threads.most:
+    if device.torch_device.type == "cpu" and not threads.most:
         batch = min(_USUAL_BATCH, settings.max_running)
         room = arena.geometry.chunks * arena.geometry.slots_per_chunk // (2 * batch)
         context = max(1, min(_USUAL_CONTEXT, max_context // 2, room))
         profiling.settle_threads(parts, threads, batch=batch, context=context)
     subject = Subject(
-        device=f"host:{partition.total_units}-cores",
-        driver="host",
+        device=device.label,
+        driver=device.driver.partition(":")[0],
         engine="builtin",
         engine_version=version("windrow"),
         model_fingerprint=fingerprint,
     )
     harvesting = None
-    if isinstance(partition, HostPartition):
-        harvesting = _start_harvesting(settings, parts, arena, partition, subject, max_context, log)
+    if settings.run_dir is not None:
+        harvesting = _start_harvesting(settings, parts, arena, device, subject, max_context, log)
     else:
-        _take_profile(settings, parts, arena, subject, max_context)
+        _take_profile(settings, parts, arena, device.splits, subject, max_context)
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
     outbox = Outbox(front.channel, interval=settings.stream_interval)
@@ -156,7 +142,7 @@ def _start_harvesting(
     settings: EngineSettings,
     parts: Parts,
     arena: Arena,
-    partition: HostPartition,
+    device: EngineDevice,
     subject: Subject,
     max_context: int,
     log: EventLog | None,
@@ -166,14 +152,14 @@ def _start_harvesting(
     try:
         from windrow_sidecar.engines.builtin import harvesting
 
-        profile = _take_profile(settings, parts, arena, subject, max_context)
+        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context)
         if profile is not None:
             harvesting.write_profile(settings.run_dir, profile)
         return harvesting.start(
             settings,
             settings.run_dir,
             arena=arena,
-            partition=partition,
+            device=device,
             subject=subject,
             profile=profile,
             log=log,
@@ -181,23 +167,6 @@ def _start_harvesting(
     except Exception:  # noqa: BLE001 - serving must start without us, whatever it is
         _log.exception("harvesting is off: it did not start; decode serves alone")
         return None
-
-
-def make_arena(settings: EngineSettings, config: LlamaConfig) -> Arena:
-    """Make the arena for the model's KV; raises UserError for sizes that do not fit."""
-    shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype_bytes=4)
-    geometry = geometry_for(
-        shape, block_bytes=settings.block_bytes, arena_bytes=settings.arena_bytes
-    )
-    if geometry.slots_per_chunk % settings.page_size:
-        raise UserError(
-            f"pages of {settings.page_size} tokens do not divide a block of "
-            f"{geometry.slots_per_chunk}",
-            field="--page-size",
-            remedy="Use a power of two.",
-        )
-    require_memory(geometry.arena_bytes)
-    return Arena.create(geometry, reserved_chunks=1 if settings.run_dir else 0)
 
 
 def _close_arena(arena: Arena) -> None:
@@ -222,56 +191,13 @@ def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) ->
     return settings.context_length or bound
 
 
-def load(
-    settings: EngineSettings,
-    config: LlamaConfig,
-    partition: HostPartition | WholeDevice,
-    arena: Arena,
-    log: EventLog | None,
-    max_context: int,
-    fingerprint: str,
-) -> Parts:
-    """Load the weights and put together what the loop drives, without a hook yet."""
-    torch.set_flush_denormal(True)
-    partition.activate(partition.total_units)
-    layout = plan_layout(config)
-    shared = SharedWeights.create(layout.n_bytes)
-    storage = from_dlpack(shared.tensor())
-    load_weights(settings.model_path, layout, storage)
-    shared.seal()
-    if settings.run_dir is not None:
-        arena.export(_EXPORTED_WEIGHTS, shared.fd)
-        write_manifest(settings.run_dir.weights_manifest(), layout, fingerprint)
-    geometry = arena.geometry
-    cache = KvCache(
-        from_dlpack(arena.tensor(0, geometry.arena_bytes)).view(torch.float32),
-        config,
-        slots_per_block=geometry.slots_per_chunk,
-        page_size=settings.page_size,
-        max_tokens=max_context,
-    )
-    pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
-    return Parts(
-        scheduler=Scheduler(
-            pool,
-            cache,
-            max_running=settings.max_running,
-            reserve_tokens=settings.reserve_tokens,
-        ),
-        model=LlamaModel(config, layout, storage, cache),
-        cache=cache,
-        arena=arena,
-        partition=partition,
-        hook=FailClosed(NullHook()),
-        log=log,
-        clock_ns=time.monotonic_ns,
-        units=partition.total_units,
-        on_completed=lambda: None,
-    )
-
-
 def _take_profile(
-    settings: EngineSettings, parts: Parts, arena: Arena, subject: Subject, max_context: int
+    settings: EngineSettings,
+    parts: Parts,
+    arena: Arena,
+    splits: Levels,
+    subject: Subject,
+    max_context: int,
 ) -> Mapping[str, Any] | None:
     """Measure and fit; None where it was not asked for."""
     if settings.profile == "none":
@@ -279,7 +205,7 @@ def _take_profile(
     effort = EFFORTS[settings.profile]
     began_s = time.monotonic()
     points = plan(
-        host_splits(parts.units),
+        splits,
         effort,
         max_batch=settings.max_running,
         # Half of the arena: growth and the reserve take their part.

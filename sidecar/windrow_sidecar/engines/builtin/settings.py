@@ -20,6 +20,8 @@ example:
 A request with bootstrap_host or bootstrap_room counts as one whose KV a prefill instance has sent.
 """
 
+# Where nothing is said: (arena, block) bytes. On a GPU a block is what its virtual memory maps.
+_SIZES = {"cpu": (192 << 20, 128 << 10), "cuda": (16 << 30, 2 << 20)}
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
@@ -45,6 +47,11 @@ class EngineSettings:
     run_dir: RunDir | None  # None: an ordinary decode server, nothing is harvested
     log_dir: Path | None
     source: str  # names this engine in event logs
+    device: str = "cpu"  # "cpu", "cuda:N"
+    dtype: str = "float32"  # of weights and KV, as torch names it
+    decode_step: str = "gathered"  # "gathered", "static"
+    attention_backend: str = "torch"  # of the static step: "torch", "triton"
+    random_weights: int | None = None  # seed of made-up weights
 
     @classmethod
     def from_command_line(
@@ -55,14 +62,16 @@ class EngineSettings:
         run_dir = environment.get(ENV_RUN_DIR)
         log_dir = environment.get(ENV_LOG_DIR)
         _check(given)
+        on_gpu = given.device != "cpu"
+        arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
         return cls(
             model_path=given.model_path,
             served_name=given.served_model_name or str(given.model_path),
             host=given.host,
             port=given.port,
             max_running=given.max_running_requests,
-            arena_bytes=given.arena_bytes,
-            block_bytes=given.block_bytes,
+            arena_bytes=given.arena_bytes or arena_bytes,
+            block_bytes=given.block_bytes or block_bytes,
             page_size=given.page_size,
             stream_interval=given.stream_interval,
             prefill_tokens=given.chunked_prefill_size,
@@ -74,19 +83,50 @@ class EngineSettings:
             run_dir=RunDir(Path(run_dir)) if run_dir else None,
             log_dir=Path(log_dir) if log_dir else None,
             source=environment.get(ENV_POD_NAME) or f"engine-{given.port}",
+            device="cuda:0" if given.device == "cuda" else given.device,
+            dtype=_chosen(given.dtype, "bfloat16" if on_gpu else "float32"),
+            decode_step=_chosen(given.decode_step, "static" if on_gpu else "gathered"),
+            attention_backend=_chosen(given.attention_backend, "triton" if on_gpu else "torch"),
+            random_weights=given.random_weights,
         )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m windrow_sidecar.engines.builtin",
-        description="A small decode server for Llama checkpoints on CPU cores.",
+        description="A small decode server for Llama checkpoints, on CPU cores or on a GPU.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("--model-path", "--model", type=Path, required=True, help="a transformers checkpoint")
     add("--served-model-name", default="", help="default: the model path")
+    add(
+        "--random-weights",
+        type=int,
+        metavar="SEED",
+        help="make up the weights: a directory with a config.json alone will do (benchmarks)",
+    )
+    add("--device", type=_device, default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="of weights and KV; auto: float32 on the host, bfloat16 on a GPU",
+    )
+    add(
+        "--decode-step",
+        choices=["auto", "gathered", "static"],
+        default="auto",
+        help="gathered: request by request (auto on the host); static: one pass over static "
+        "buffers, captured as CUDA graphs on a GPU (auto there)",
+    )
+    add(
+        "--attention-backend",
+        choices=["auto", "torch", "triton"],
+        default="auto",
+        help="of the static step; auto: triton on a GPU, torch on the host",
+    )
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)
     add("--disaggregation-mode", choices=["null", "decode"], default="null")
@@ -103,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
         default=128,
         help="room that admission keeps for each request to grow into (%(default)s)",
     )
-    add("--arena-bytes", type=n_bytes, default="192MiB", help="memory for KV (%(default)s)")
-    add("--block-bytes", type=n_bytes, default="128KiB", help="K or V of a layer in a chunk")
+    add("--arena-bytes", type=n_bytes, help="memory for KV (192MiB; on a GPU 16GiB)")
+    add("--block-bytes", type=n_bytes, help="K or V of a layer in a chunk (128KiB; on a GPU 2MiB)")
     add(
         "--cpu-threads",
         type=_positive,
@@ -117,6 +157,16 @@ def _parser() -> argparse.ArgumentParser:
         help="measure decode's latency before serving; default: quick in a decode pod, else none",
     )
     return parser
+
+
+def _device(text: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device: write cpu, cuda or cuda:1")
+    return text
+
+
+def _chosen(given: str, automatic: str) -> str:
+    return automatic if given == "auto" else given
 
 
 def n_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,17 @@ from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.config import LlamaConfig
 from windrow_sidecar.engines.fingerprint import weight_files
 
-_ALIGN_BYTES = 64  # a cache line, and the widest vector register
-_ITEM_BYTES = 4  # everything is computed in fp32
+# On the host a cache line and the widest vector register; a GPU's copies and GEMMs want 16 bytes.
+_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter's place; `offset` in bytes."""
+    """One parameter's place; sizes in bytes."""
 
     offset: int
+    n_bytes: int
     shape: tuple[int, ...]
-
-    @property
-    def n_bytes(self) -> int:
-        """Size in bytes."""
-        return _numel(self.shape) * _ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,33 +40,38 @@ class Layout:
 
     parameters: dict[str, Parameter]
     n_bytes: int
+    dtype: torch.dtype
 
     def manifest(self, fingerprint: str) -> dict[str, Any]:
         """What the worker reads to build the same model over the same bytes."""
+        dtype = str(self.dtype).removeprefix("torch.")
         return {
             "fingerprint": fingerprint,
-            "dtype": "float32",
+            "dtype": dtype,
             "tensors": {
-                name: {"offset": p.offset, "shape": list(p.shape), "dtype": "float32"}
+                name: {"offset": p.offset, "shape": list(p.shape), "dtype": dtype}
                 for name, p in self.parameters.items()
             },
         }
 
 
-def plan_layout(config: LlamaConfig) -> Layout:
-    """Place every parameter; groups of neighbours stay together, each group starts aligned."""
+def plan_layout(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Layout:
+    """Place every parameter; groups of neighbours stay together, each group starts aligned.
+
+    `dtype`: that everything is stored and computed in.
+    """
     parameters: dict[str, Parameter] = {}
     offset = 0
     for group in _groups(config):
         offset += -offset % _ALIGN_BYTES
         for name, shape in group:
-            parameters[name] = Parameter(offset, shape)
+            parameters[name] = Parameter(offset, prod(shape) * dtype.itemsize, shape)
             offset += parameters[name].n_bytes
-    return Layout(parameters, offset)
+    return Layout(parameters, offset, dtype)
 
 
 def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None:
-    """Read the checkpoint into `storage` (uint8 [layout.n_bytes]), converting to fp32.
+    """Read the checkpoint into `storage` (uint8 [layout.n_bytes]), converting to its dtype.
 
     Raises UserError for a parameter that is missing or has another shape.
     """
@@ -89,10 +91,10 @@ def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None
 
 
 def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
-    """One fp32 tensor over a parameter, or over neighbours stacked along their first dimension."""
+    """One tensor over a parameter, or over neighbours stacked along their first dimension."""
     parts = [layout.parameters[name] for name in names]
     end = parts[-1].offset + parts[-1].n_bytes
-    flat = storage[parts[0].offset : end].view(torch.float32)
+    flat = storage[parts[0].offset : end].view(layout.dtype)
     return flat.view(sum(p.shape[0] for p in parts), *parts[0].shape[1:])
 
 
@@ -137,10 +139,3 @@ def _groups(config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
     yield [("model.norm.weight", (hidden,))]
     if not config.tied_embeddings:
         yield [("lm_head.weight", (config.vocab, hidden))]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

@@ -52,7 +52,7 @@ class HarvestHook:
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloModel] = solo_models(profile) if profile else {}
         predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
-        self.controller = Controller(levels, predictor)
+        self.controller = Controller(levels, predictor, pause_epoch=arena.page.pause_epoch)
         self._desk = LendingDesk(arena, self._settings, log)
         self._stats = StepStats()
         self._rate = HarvestRate(profile, solo, levels.units)
@@ -60,7 +60,7 @@ class HarvestHook:
         self._live_epoch: int | None = None  # None: nobody has said
         self._view = View()
         self._last_step = (0, 0)  # end_ns, latency_us
-        self._granted = Decision(decode_units=levels.units)
+        self._granted = Decision(decode_units=levels.units, pause_epoch=arena.page.pause_epoch)
         self._published_ns, self._decided_ns, self._paused_ns = 0, clock(), 0
         self._unit_ns = 0
         self._tokens_done = 0

@@ -1,0 +1,155 @@
+"""Where the engine computes: cores of the host, or a GPU; with its driver and its shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from windrow.errors import UserError
+from windrow_sidecar import _core
+from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.engines.builtin.partition import WholeDevice
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.profile import host_splits
+from windrow_sidecar.memory.geometry import require_memory
+from windrow_sidecar.qos.levels import Levels, Split, overlapping_levels
+
+# Of a GPU's free memory: graphs, workspaces and the worker's context need the rest.
+MOST_OF_GPU_MEMORY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDevice:
+    """A device as the engine uses it.
+
+    Attributes:
+        driver: of arena and weights: "host", "cuda:1".
+        torch_device: where tensors over them are.
+        dtype: of weights and KV.
+        layout: of the arena's chunks. On a GPU a chunk is one memory (token-major): with two for
+            every layer an arena of 400 chunks of an 8B model would have 25,600 descriptors.
+        partition: decode's own share.
+        splits: how it can be shared with a worker.
+        finetune_levels: the worker's shares, ascending; the whole device is none of them.
+        label: what a latency profile calls it.
+        background_threads: threads that start inside stay out of decode's way.
+    """
+
+    driver: str
+    torch_device: torch.device
+    dtype: torch.dtype
+    layout: str
+    partition: Partition
+    splits: Levels
+    finetune_levels: tuple[int, ...]
+    label: str
+    background_threads: Callable[[], AbstractContextManager[None]]
+
+    @property
+    def units(self) -> int:
+        """Cores, or SMs."""
+        return self.partition.total_units
+
+
+def open_device(settings: EngineSettings, threads: Threads) -> EngineDevice:
+    """Return the device that was asked for.
+
+    Raises:
+        UserError: it is not there, or torch cannot use it.
+    """
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    if settings.device == "cpu":
+        return _host(settings, threads, dtype)
+    return _gpu(settings.device, dtype)
+
+
+def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> None:
+    """Refuse an arena that the device cannot hold beside the weights, before it is made.
+
+    Raises:
+        UserError: with the largest size that would do.
+    """
+    if device.torch_device.type == "cpu":
+        require_memory(arena_bytes)
+        return
+    free, _ = torch.cuda.mem_get_info(device.torch_device)
+    most = int(free * MOST_OF_GPU_MEMORY) - weights_bytes
+    if arena_bytes > most:
+        raise UserError(
+            f"an arena of {arena_bytes} bytes is too large: {free} are free on "
+            f"{device.torch_device}, and the weights take {weights_bytes}",
+            field="--arena-bytes",
+            remedy=f"Ask for at most {max(most, 0)} bytes, or free memory of the GPU.",
+            reason="NotEnoughMemory",
+        )
+
+
+def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> EngineDevice:
+    background: Callable[[], AbstractContextManager[None]] = nullcontext
+    partition: Partition
+    if settings.run_dir is None:
+        partition = WholeDevice.cores(set_threads=threads)
+    else:
+        partition = host = HostPartition.from_affinity("decode", set_threads=threads)
+        background = host.background_threads
+    units = partition.total_units
+    return EngineDevice(
+        driver="host",
+        torch_device=torch.device("cpu"),
+        dtype=dtype,
+        layout="per-layer",
+        partition=partition,
+        splits=host_splits(units),
+        finetune_levels=partition.levels()[:-1],
+        label=f"host:{units}-cores",
+        background_threads=background,
+    )
+
+
+def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
+    """Decode runs on every SM; only the worker's share is capped (`decode_partition: none`)."""
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"torch {torch.__version__} sees no GPU",
+            field="--device",
+            remedy="Use --device cpu, or install a driver and a torch that is built for CUDA.",
+            reason="NoGpu",
+        )
+    device = torch.device(name)
+    if device.index >= torch.cuda.device_count():
+        raise UserError(
+            f"there is no {name}: this process sees {torch.cuda.device_count()} GPUs",
+            field="--device",
+            remedy="Look at CUDA_VISIBLE_DEVICES and at the container's nvidia.com/gpu.",
+            reason="NoGpu",
+        )
+    torch.cuda.set_device(device)
+    try:
+        facts = _core.driver(name).facts
+    except _core.DriverUnavailable as error:
+        raise UserError(
+            str(error), field="--device", remedy="Use --device cpu.", reason="NoGpu"
+        ) from error
+    units = int(facts["units"])
+    try:
+        levels = CudaPartition("finetune", name).levels()[:-1]
+        splits = overlapping_levels(units, levels)
+    except UserError:  # no green contexts: a worker could not be capped, so it gets no share
+        levels, splits = (), Levels(units, (Split(0, units),))
+    return EngineDevice(
+        driver=name,
+        torch_device=device,
+        dtype=dtype,
+        layout="token-major",
+        partition=WholeDevice.gpu(units),
+        splits=splits,
+        finetune_levels=levels,
+        label=f"gpu:{facts['name'].replace(' ', '-')}",
+        background_threads=nullcontext,
+    )

@@ -1,0 +1,189 @@
+"""What stands before the first step: arena, weights, cache, and the decoder over them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from windrow.errors import UserError
+from windrow.eventlog import EventLog
+from windrow.rundir import RunDir
+from windrow_sidecar._core import Arena, Geometry, GeometryError, SharedWeights
+from windrow_sidecar.engines.builtin.config import LlamaConfig
+from windrow_sidecar.engines.builtin.decoder import Decoder
+from windrow_sidecar.engines.builtin.device import EngineDevice, require_room
+from windrow_sidecar.engines.builtin.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.layer_ops import LayerOps, TorchOps
+from windrow_sidecar.engines.builtin.loop import Parts
+from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.paged_attention import PagedAttention, TorchPagedAttention
+from windrow_sidecar.engines.builtin.paging import PagePool
+from windrow_sidecar.engines.builtin.random_weights import fill_random
+from windrow_sidecar.engines.builtin.scheduler import Scheduler
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.static_step import StaticDecode
+from windrow_sidecar.engines.builtin.weights import (
+    Layout,
+    load_weights,
+    plan_layout,
+    write_manifest,
+)
+from windrow_sidecar.engines.hook import FailClosed, NullHook
+from windrow_sidecar.memory.geometry import KvShape, geometry_for
+
+_log = logging.getLogger(__name__)
+
+_EXPORTED_WEIGHTS = "weights"  # the name under which the worker asks the arena for them
+
+
+def make_arena(settings: EngineSettings, config: LlamaConfig, device: EngineDevice) -> Arena:
+    """Make the arena for the model's KV; raises UserError for sizes that do not fit."""
+    dtype = device.dtype
+    shape = KvShape(config.layers, config.kv_heads, config.head_dim, dtype_bytes=dtype.itemsize)
+    plain = geometry_for(shape, block_bytes=settings.block_bytes, arena_bytes=settings.arena_bytes)
+    geometry = Geometry(
+        layers=plain.layers,
+        kv_heads=plain.kv_heads,
+        head_dim=plain.head_dim,
+        dtype_bytes=plain.dtype_bytes,
+        block_bytes=plain.block_bytes,
+        chunks=plain.chunks,
+        layout=device.layout,
+    )
+    if geometry.slots_per_chunk % settings.page_size:
+        raise UserError(
+            f"pages of {settings.page_size} tokens do not divide a block of "
+            f"{geometry.slots_per_chunk}",
+            field="--page-size",
+            remedy="Use a power of two.",
+        )
+    require_room(device, geometry.arena_bytes, plan_layout(config, dtype).n_bytes)
+    reserved = 1 if settings.run_dir else 0
+    try:
+        return Arena.create(geometry, reserved_chunks=reserved, driver=device.driver)
+    except GeometryError as error:
+        raise UserError(
+            str(error),
+            field="--block-bytes",
+            remedy="Leave it out: the default fits the device.",
+            reason="BlockDoesNotDivide",
+        ) from error
+
+
+def load(
+    settings: EngineSettings,
+    config: LlamaConfig,
+    device: EngineDevice,
+    arena: Arena,
+    log: EventLog | None,
+    max_context: int,
+    fingerprint: str,
+) -> Parts:
+    """Load the weights and put together what the loop drives, without a hook yet.
+
+    Raises:
+        UserError: weights that cannot be read, or kernels that this machine cannot run.
+    """
+    torch.set_flush_denormal(True)
+    device.partition.activate(device.units)
+    layout = plan_layout(config, device.dtype)
+    shared = SharedWeights.create(layout.n_bytes, driver=device.driver)
+    storage = from_dlpack(shared.tensor())
+    _fill(settings.model_path, settings.random_weights, layout, storage)
+    if storage.is_cuda:
+        torch.cuda.synchronize()  # a write that is still on its way would hit a sealed page
+    shared.seal()
+    if settings.run_dir is not None:
+        export_weights(arena, shared, layout, settings.run_dir, fingerprint)
+    cache = KvCache(
+        from_dlpack(arena.tensor(0, arena.geometry.arena_bytes)).view(device.dtype),
+        config,
+        KvPlaces.of(arena),
+        page_size=settings.page_size,
+        max_tokens=max_context,
+    )
+    pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
+    model = LlamaModel(config, layout, storage, cache)
+    return Parts(
+        scheduler=Scheduler(
+            pool,
+            cache,
+            max_running=settings.max_running,
+            reserve_tokens=settings.reserve_tokens,
+        ),
+        model=model,
+        decoder=make_decoder(settings, model, device.units),
+        cache=cache,
+        arena=arena,
+        partition=device.partition,
+        hook=FailClosed(NullHook()),
+        log=log,
+        clock_ns=time.monotonic_ns,
+        units=device.units,
+        on_completed=lambda: None,
+    )
+
+
+def export_weights(
+    arena: Arena, shared: SharedWeights, layout: Layout, run_dir: RunDir, fingerprint: str
+) -> None:
+    """Let the worker map the sealed weights, and say where in them each parameter lies."""
+    arena.export(_EXPORTED_WEIGHTS, shared.fd, n_bytes=layout.n_bytes)
+    write_manifest(run_dir.weights_manifest(), layout, fingerprint)
+
+
+def make_decoder(settings: EngineSettings, model: LlamaModel, units: int) -> Decoder:
+    """Return the decoder that was asked for; on a GPU its graphs are captured here.
+
+    Raises:
+        UserError: Triton was asked for and cannot run here.
+    """
+    if settings.decode_step == "gathered":
+        return GatheredDecode(model)
+    attention, ops = _kernels(settings.attention_backend, model, units)
+    return StaticDecode(model, attention, ops, max_running=settings.max_running)
+
+
+def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttention, LayerOps]:
+    config, cache = model.config, model.cache
+    on_gpu = model.device.type == "cuda"
+    if backend == "torch":
+        attention = TorchPagedAttention(config, cache, fixed=on_gpu)
+        return attention, TorchOps(config, cache, model.rotary)
+    try:
+        import triton
+
+        from windrow_sidecar.engines.builtin.triton_attention import TritonPagedAttention
+        from windrow_sidecar.engines.builtin.triton_ops import TritonOps
+    except ImportError as error:
+        raise _no_triton(f"it cannot be imported ({error})") from error
+    if not (on_gpu or triton.knobs.runtime.interpret):
+        raise _no_triton("it has no compiler for the host")
+    return (
+        TritonPagedAttention(config, cache, units=units),
+        TritonOps(config, cache, model.rotary),
+    )
+
+
+def _fill(folder: Path, seed: int | None, layout: Layout, storage: torch.Tensor) -> None:
+    began_s = time.monotonic()
+    if seed is None:
+        load_weights(folder, layout, storage)
+    else:
+        fill_random(layout, storage, seed)
+    _log.info("%.2f GB of weights in %.1f s", layout.n_bytes / 1e9, time.monotonic() - began_s)
+
+
+def _no_triton(why: str) -> UserError:
+    return UserError(
+        f"Triton was asked for, and {why}",
+        field="--attention-backend",
+        remedy="Use --attention-backend torch.",
+        reason="NoTriton",
+    )
