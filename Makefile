@@ -43,11 +43,17 @@ setup: $(VENV)/.native
 demo: setup
 	$(VENV)/bin/windrow demo $(ARGS)
 
-# Side by side what can be; then what has the machine alone.
-test: setup
+# Beside the environment, not in it: peft imports it wherever it is, a quarter of a worker's start.
+$(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
+	$(UV) pip install --python $(PY) --target $(VENV)/quantized --no-deps -c constraints.txt bitsandbytes
+	@touch $@
+
+# Side by side what can be; then what has the machine alone; then what needs a library of its own.
+test: setup $(VENV)/.quantized
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest -m "not alone" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PY) -m pytest -m "not alone and not quantized" --numprocesses auto --maxprocesses 4 --dist loadfile
 	$(PY) -m pytest -m alone
+	PYTHONPATH=$(abspath $(VENV)/quantized) $(PY) -m pytest -m quantized tests/contract
 else
 	$(PY) -m pytest $(ARGS)
 endif
@@ -75,7 +81,7 @@ figures: setup
 	$(PY) tools/quote_figures.py
 
 constraints:
-	$(UV) pip compile pyproject.toml --extra dev --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
 	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +64,24 @@ def test_a_job_that_is_killed_anywhere_resumes_bit_for_bit(uninterrupted, tmp_pa
     job.stream.restore(found.position, found.tensors)
     finish(job)
     assert bit_equal(adapter_of(job), uninterrupted)
+
+
+def test_a_worker_that_is_killed_in_any_phase_is_resumed_bit_for_bit(uninterrupted, tmp_path):
+    script = Path(__file__).with_name("killed_in_each_phase.py")
+    done = subprocess.run(
+        [sys.executable, script, tmp_path], check=True, capture_output=True, text=True
+    )
+    ends = dict(line.split() for line in done.stdout.splitlines())
+    phases = ("forward", "loss", "backward", "optimizer", "evaluation", "checkpoint")
+    assert ends == dict.fromkeys(phases, str(-signal.SIGKILL))
+    for phase in phases:
+        folder, job = JobFolder(tmp_path / phase, UID, 2), tiny_job()
+        folder.claim()
+        found = folder.newest()
+        assert found.position.step == 2, phase
+        job.stream.restore(found.position, found.tensors)
+        finish(job)
+        assert bit_equal(adapter_of(job), uninterrupted), phase
 
 
 def saved(tmp_path, steps=(1, 2, 3), keep=3, epoch=1) -> JobFolder:

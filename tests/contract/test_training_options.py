@@ -135,7 +135,7 @@ def step(made, parameter, number: int) -> None:
     made.step(number)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("adamw8bit", marks=pytest.mark.quantized)])
 def test_an_optimizer_goes_on_from_its_tensors_bit_for_bit(kind):
     if kind == "adamw8bit":
         pytest.importorskip("bitsandbytes")
@@ -192,8 +192,8 @@ def checkpoint(tmp_path_factory):
     ("form", "tolerance"),
     [
         (WeightForm(torch.bfloat16), 0.02),
-        (WeightForm(torch.float32, "int8"), 0.05),
-        (WeightForm(torch.float32, "nf4"), 0.3),
+        pytest.param(WeightForm(torch.float32, "int8"), 0.05, marks=pytest.mark.quantized),
+        pytest.param(WeightForm(torch.float32, "nf4"), 0.3, marks=pytest.mark.quantized),
     ],
 )
 def test_a_base_in_fewer_bits_is_trained_close_to_one_in_fp32(checkpoint, form, tolerance):
