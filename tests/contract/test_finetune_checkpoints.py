@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import resource
 import subprocess
 import sys
@@ -15,18 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow.crd import CheckpointSpec
 from windrow.errors import UserError
-from windrow.eventlog import EventLog
 from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Origin, Position
 from windrow_sidecar.finetune.course import Course
-from windrow_sidecar.finetune.device import OpenGate, OwnMemory
-from windrow_sidecar.finetune.job import Job, Session
-from windrow_sidecar.finetune.ledger import Ledger, Standing
-from windrow_sidecar.finetune.runner import Runner
 from windrow_sidecar.finetune.saving import CheckpointWriter
 from windrow_sidecar.finetune.snapshot import Snapshot, Spare
-from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"
@@ -110,41 +102,6 @@ def test_a_copy_that_fails_is_tried_by_the_next_who_needs_it(monkeypatch):
         with pytest.raises(MemoryError):
             snapshot.take()
     assert torch.equal(snapshot.take()["sum/x"], torch.ones(2))
-
-
-class Told:
-    """A reporter with commands to give, and who remembers."""
-
-    def __init__(self, *commands) -> None:
-        self.commands, self.kinds = list(commands), []
-
-    def event(self, event) -> None:
-        self.kinds.append(event.kind)
-
-    def take_command(self):
-        return self.commands.pop(0) if self.commands else None
-
-
-def test_the_stream_does_not_wait_for_a_slow_disk(folder, tmp_path, uninterrupted):
-    tiny, told, standing = tiny_job(course=COURSE), Told("CHECKPOINT"), Standing()
-    spec = small_spec()
-    often = spec.model_copy(update={"checkpoint": CheckpointSpec(everySteps=1)})
-    job = Job("default", "slow", UID, 1, often)
-    session = Session(job, tiny.model, tiny.stream, 16, False, Origin(), keeping=None)
-    ledger = Ledger(session, folder, told, EventLog(tmp_path / "log", source="test"), standing)
-    memory = OwnMemory(tiny.stream)
-    runner = Runner(tiny.stream, OpenGate(1), memory, ledger, told, standing)
-    runner.begin()
-    with (folder.root / "lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a disk that does not answer
-        while tiny.stream.position.step < 3:
-            assert runner.cycle() is None
-        assert told.kinds == ["STARTED"]
-    while runner.cycle() is None:
-        pass
-    assert "CHECKPOINTED" in told.kinds
-    assert told.kinds[-1] == "SUCCEEDED"
-    assert bit_equal(adapter_of(tiny), uninterrupted)
 
 
 class Slow(Snapshot):

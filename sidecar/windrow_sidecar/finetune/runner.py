@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import IntEnum
 
 from windrow.conditions import Reason
@@ -40,6 +41,7 @@ class Runner:
         ledger: where it is written down.
         reporter: who may give commands.
         standing: where a signal asks to stop.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -50,7 +52,10 @@ class Runner:
         ledger: Ledger,
         reporter: Reporter,
         standing: Standing,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._stream, self._gate, self._memory = stream, gate, memory
         self._ledger, self._reporter, self._standing = ledger, reporter, standing
         self._told_to_pause = False
@@ -154,7 +159,7 @@ class Runner:
         return Ending.STOPPED
 
     def _wait(self, tasklet: Tasklet) -> Ending | None:
-        now = time.monotonic()
+        now = self._clock()
         if self._waiting_since is None:
             self._waiting_since = now
         elif not self._said_paused and now - self._waiting_since > PAUSE_EVENT_AFTER_S:
@@ -173,6 +178,6 @@ class Runner:
 
     def _resumed(self) -> None:
         if self._said_paused and self._waiting_since is not None:
-            waited = time.monotonic() - self._waiting_since
+            waited = self._clock() - self._waiting_since
             self._reporter.event(WorkerEvent("RESUMED", Reason.RESUMED, f"after {waited:.1f} s"))
         self._waiting_since, self._said_paused = None, False

@@ -1,0 +1,149 @@
+"""How a job runs to its end: what holds it up, what does not, and what is told of it."""
+
+from __future__ import annotations
+
+import fcntl
+
+import pytest
+import torch
+
+from windrow.crd import CheckpointSpec
+from windrow.eventlog import EventLog
+from windrow_sidecar.finetune.checkpoint import JobFolder, Origin
+from windrow_sidecar.finetune.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.job import Job, Session
+from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.runner import Ending, Runner
+from windrow_sidecar.testing.equality import small_spec
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, finish, tiny_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    job = tiny_job()
+    finish(job)
+    return adapter_of(job)
+
+
+class Told:
+    """A reporter with commands to give, who remembers."""
+
+    def __init__(self, *commands) -> None:
+        self.commands, self.kinds = list(commands), []
+
+    def event(self, event) -> None:
+        self.kinds.append(event.kind)
+
+    def take_command(self):
+        return self.commands.pop(0) if self.commands else None
+
+
+class Gate(OpenGate):
+    """Closed while the test wants it; a wait lasts a second of the test's clock."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.is_open, self.now_s = True, 0.0
+
+    def launch(self, tasklet) -> bool:
+        return self.is_open and super().launch(tasklet)
+
+    def wait(self) -> None:
+        self.now_s += 1.0
+
+
+class Elsewhere:
+    """A home whose memory is not readable while tensors are away."""
+
+    def __init__(self) -> None:
+        self.away = 0
+
+    def out(self, tensor):
+        kept = tensor.clone()
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        self.away += 1
+        return kept
+
+    def back(self, tensor):
+        self.away -= 1
+        return tensor.clone()
+
+    def settle(self) -> None:
+        pass
+
+
+class Started:
+    """A tiny job with everything that runs it; a checkpoint is due after each step."""
+
+    def __init__(self, root, *commands) -> None:
+        self.tiny, self.told, self.gate, self.home = (
+            tiny_job(),
+            Told(*commands),
+            Gate(),
+            Elsewhere(),
+        )
+        self.folder = JobFolder(root, "a-job", 1)
+        self.folder.claim()
+        every = {"checkpoint": CheckpointSpec(everySteps=1)}
+        job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
+        stream, standing = self.tiny.stream, Standing()
+        session = Session(job, self.tiny.model, stream, 16, False, Origin(), keeping=None)
+        events = EventLog(root / "log.jsonl", source="test")
+        ledger = Ledger(session, self.folder, self.told, events, standing)
+        memory = OwnMemory(stream, self.home)
+        self.runner = Runner(
+            *(stream, self.gate, memory, ledger, self.told, standing),
+            clock=lambda: self.gate.now_s,
+        )
+        self.runner.begin()
+
+
+def test_the_stream_does_not_wait_for_a_slow_disk(tmp_path, uninterrupted):
+    job = Started(tmp_path, "CHECKPOINT")
+    with (job.folder.root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a disk that does not answer
+        while job.tiny.stream.position.step < 3:
+            assert job.runner.cycle() is None
+        assert job.told.kinds == ["STARTED"]
+    while (ending := job.runner.cycle()) is None:
+        pass
+    assert ending is Ending.SUCCEEDED
+    assert "CHECKPOINTED" in job.told.kinds
+    assert job.told.kinds[-1] == "SUCCEEDED"
+    assert bit_equal(adapter_of(job.tiny), uninterrupted)
+
+
+def test_a_checkpoint_is_not_begun_where_the_optimizers_step_would_wait_for_it(tmp_path):
+    job = Started(tmp_path)
+    while not job.tiny.stream.before_optimizer:
+        job.runner.cycle()
+    job.told.commands.append("CHECKPOINT")
+    job.runner.obey()
+    job.runner.turn()
+    assert not job.tiny.stream.before_optimizer
+    while "CHECKPOINTED" not in job.told.kinds:
+        job.runner.obey()
+    assert job.folder.newest().position.step == 1
+
+
+def test_a_long_pause_leaves_no_state_on_the_device_and_changes_nothing(tmp_path, uninterrupted):
+    job = Started(tmp_path)
+    for _ in range(30):  # into the middle of a step
+        job.runner.cycle()
+    job.gate.is_open = False
+    for second in range(12):
+        assert not job.home.away
+        assert ("PAUSED" in job.told.kinds) == (second > 2)
+        job.runner.cycle()
+    assert job.home.away
+    job.gate.is_open = True
+    while (ending := job.runner.cycle()) is None:
+        pass
+    assert ending is Ending.SUCCEEDED
+    assert not job.home.away
+    kinds = [kind for kind in job.told.kinds if kind in ("PAUSED", "RESUMED")]
+    assert kinds == ["PAUSED", "RESUMED"]
+    assert bit_equal(adapter_of(job.tiny), uninterrupted)
