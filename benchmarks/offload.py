@@ -13,12 +13,12 @@ own, twice over:
   both are held against our engine with every layer in memory, which is the most that computing
   allows.
 
-DeepSpeed is no arm. 0.19.8 installs beside torch 2.15, and its ZeRO-3 trains this model with peft on
-its CPU accelerator. But there "offloaded to the CPU" is where weights are anyway: nothing leaves
-memory. It is killed at 1 GiB, where ours and accelerate run, and runs from 1.25 GiB on with the whole
-model resident (5 to 14 tokens a second with other work beside it). Its offload to disk
-(ZeRO-Infinity, which wants libaio's headers too) fails in the first backward, with checkpointed layers
-and without: "param 124 already assigned swap buffer id 4".
+DeepSpeed is no arm. 0.19.8 installs beside torch 2.15, and its ZeRO-3 trains this model with peft
+on its CPU accelerator. But there "offloaded to the CPU" is where weights are anyway: nothing leaves
+memory. It is killed at 1 GiB, where ours and accelerate run, and runs from 1.25 GiB on with the
+whole model resident (5 to 14 tokens a second with other work beside it). Its offload to disk
+(ZeRO-Infinity, which wants libaio's headers too) fails in the first backward, with and without
+checkpointed layers: "param 124 already assigned swap buffer id 4".
 """
 
 from __future__ import annotations
