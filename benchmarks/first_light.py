@@ -1,0 +1,193 @@
+"""First light on a device: the built-in engine decoding beside the finetune worker.
+
+Decode and worker are processes of their own over one arena. Measured are: steps alone and beside
+the worker by batch and share (the profile), then a fixed load under each objective, shared in four
+ways: `naive` (the same worker as a plain process: no partition, no guard), `gaps` (in turn: the
+worker runs only between steps), `windrow` (the product's policy), and decode `alone`; eta is
+against the same worker with the device to itself (`dedicated`). On a GPU eta is also given as a
+share of what the roofline allows, in time and in space; figures of the host are held to no goal.
+
+For example:
+  python -m benchmarks.first_light --driver host --shape tiny --quick --json light.json
+  python -m benchmarks.first_light --driver cuda --shape llama-3-8b --json first_light.json
+  python -m benchmarks.first_light --driver cuda --json first_light.json --resume
+
+Every stage is written to FILE.parts/ as soon as it is measured; --resume goes on after the last.
+A page with plots is left beside FILE (.html), the logs of all processes in FILE.parts/logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.harness import arguments, environment, write
+from benchmarks.light.figures import plot, results
+from benchmarks.light.measure import Bench, Effort, Parts
+from benchmarks.light.processes import Plan, ProcessEnded, mps, text_rows
+from benchmarks.shapes import SHAPES, save_weights, write_shape
+from windrow.errors import UserError
+
+EFFORTS = {
+    "cuda": Effort((8, 16, 32), 1024, (512, 2048), 32, 128, (10, 15, 20, 40), 64, 20.0),
+    "host": Effort((2, 4, 8), 1024, (256,), 4, 64, (10, 15, 20, 40), 64, 5.0),
+}
+ARENA_BYTES = {"cuda": 24 << 30, "host": 384 << 20}
+ROW_TOKENS = {"cuda": 1024, "host": 128}  # two rows a batch
+ROWS = 64
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure what is missing, then write figures and plot."""
+    options = _options(argv)
+    driver = options.driver
+    effort = _effort(driver, options)
+    out: Path = options.json or Path("first_light.json")
+    parts_folder = out.with_name(out.name + ".parts")
+    console = Console(stderr=True)
+    env = environment()
+    try:
+        _require_gpu(driver)
+        parts = _parts(parts_folder, driver, options, effort)
+    except UserError as error:
+        console.print(f"error: {error}")
+        return 2
+    # A short path: sockets lie in it, and their names hold 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="wr-") as name:
+        folder = Path(name)
+        try:
+            with mps(folder, wanted=driver == "cuda") as (mps_environment, no_mps):
+                plan = _plan(folder, driver, options.shape, effort, mps_environment)
+                bench = Bench(plan, parts, effort, console.print)
+                try:
+                    bench.run()
+                finally:
+                    bench.close()
+        except ProcessEnded as error:
+            console.print(f"error: {error}", markup=False)
+            return 1
+        finally:
+            _keep_logs(folder, parts_folder / "logs")
+    env |= {
+        "driver": driver,
+        "shape": options.shape,
+        "mps": no_mps or "a private daemon",
+        "effort": dataclasses.asdict(effort),
+    }
+    write("first_light", results(parts, effort), env, options.json)
+    title = f"First light: {options.shape} on {parts['device']['label']}"
+    plot(parts, effort, title, out.with_suffix(".html"))
+    return 0
+
+
+def _require_gpu(driver: str) -> None:
+    import torch
+
+    if driver == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"torch {torch.__version__} sees no GPU",
+            field="--driver",
+            remedy="Use --driver host, or a machine with an NVIDIA GPU and a torch built for CUDA.",
+        )
+
+
+def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: Effort) -> Parts:
+    """What was measured before, where it may go on.
+
+    Raises:
+        UserError: what is there was measured otherwise.
+    """
+    setup = {"driver": driver, "shape": options.shape, "effort": dataclasses.asdict(effort)}
+    setup = json.loads(json.dumps(setup))
+    parts = Parts(folder, resume=options.resume)
+    if "setup" in parts and parts["setup"] != setup:
+        raise UserError(
+            f"{folder} was measured with {parts['setup']}",
+            field="--resume",
+            remedy="Give the same options as then, or leave --resume out to begin anew.",
+        )
+    parts.keep("setup", setup)
+    return parts
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    summary, _, rest = (__doc__ or "").partition("\n\n")
+    parser = arguments(summary)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = rest
+    add = parser.add_argument
+    add("--driver", choices=["host", "cuda"], default="host", help="default: %(default)s")
+    add("--shape", choices=sorted(SHAPES), help="default: tiny on the host, llama-3-8b on a GPU")
+    add("--resume", action="store_true", help="go on after the last stage that was written")
+    add("--seconds", type=float, help="of each arm (default: 20 on a GPU, 5 on the host)")
+    add("--batch", type=int, help="of the fixed load (default: 32 on a GPU, 4 on the host)")
+    add("--objectives", type=float, nargs="+", metavar="MS", help="default: 10 15 20 40")
+    options = parser.parse_args(argv)
+    options.shape = options.shape or {"host": "tiny", "cuda": "llama-3-8b"}[options.driver]
+    return options
+
+
+def _effort(driver: str, options: argparse.Namespace) -> Effort:
+    effort = EFFORTS[driver]
+    if options.quick:
+        effort = dataclasses.replace(
+            effort, batches=effort.batches[-1:], steps=16, seconds=3.0, objectives_ms=(15, 40)
+        )
+    asked = {
+        "seconds": options.seconds,
+        "load_batch": options.batch,
+        "objectives_ms": tuple(options.objectives) if options.objectives else None,
+    }
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    return dataclasses.replace(effort, **given)
+
+
+def _plan(folder: Path, driver: str, shape: str, effort: Effort, environ: dict[str, str]) -> Plan:
+    model = write_shape(folder / "model", shape)
+    if driver == "host":
+        save_weights(model)
+    tokens = ROW_TOKENS[driver]
+    job = {
+        "model": {"name": str(model)},
+        "dataset": {
+            "source": str(text_rows(folder, ROWS, tokens)),
+            "format": "text",
+            "evalFraction": 0.0,
+        },
+        "adapter": {"lora": {"rank": 16, "alpha": 32, "targetModules": "all-linear"}},
+        "training": {
+            "maxSteps": 1_000_000,
+            "batchSize": 2,
+            "maxSequenceLength": tokens,
+            "learningRate": "1e-4",
+        },
+        "checkpoint": {"everySteps": 1_000_000, "keep": 1},
+        "output": {"destination": str(folder / "out")},
+    }
+    return Plan(
+        folder=folder,
+        model=model,
+        device="cuda:0" if driver == "cuda" else "cpu",
+        job=job,
+        arena_bytes=ARENA_BYTES[driver],
+        max_batch=max(*effort.batches, effort.load_batch),
+        environment=environ,
+    )
+
+
+def _keep_logs(folder: Path, to: Path) -> None:
+    to.mkdir(parents=True, exist_ok=True)
+    for log in (*folder.glob("*.log"), *folder.glob("*/worker.log")):
+        shutil.copyfile(log, to / "-".join(log.relative_to(folder).parts))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

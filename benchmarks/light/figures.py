@@ -1,0 +1,194 @@
+"""Rows and plot of first light, from its parts alone."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.harness import Baseline, Result
+from benchmarks.light.bounds import Roofline
+from benchmarks.light.measure import Document, Effort, Parts
+
+ARMS = ("naive", "gaps", "windrow")
+SPATIAL_GOAL = 0.9  # of the spatial bound
+PROFILE_GOAL_S = 60.0
+
+
+@dataclass(frozen=True)
+class ArmFigures:
+    """One arm at one objective."""
+
+    arm: str
+    objective_ms: float
+    eta: float
+    tpot_p50_ms: float
+    tpot_p99_ms: float
+    over_percent: float  # of the steps
+
+    @classmethod
+    def of(cls, arm: str, objective_ms: float, part: Document, dedicated: float) -> ArmFigures:
+        """From what an arm left behind; dedicated: tokens a second."""
+        ms = sorted(latency / 1e3 for latency in part["latencies_us"])
+        return cls(
+            arm=arm,
+            objective_ms=objective_ms,
+            eta=part.get("tokens_per_second", 0.0) / dedicated if dedicated else 0.0,
+            tpot_p50_ms=statistics.median(ms) if ms else 0.0,
+            tpot_p99_ms=ms[int(0.99 * (len(ms) - 1))] if ms else 0.0,
+            over_percent=100 * sum(m > objective_ms for m in ms) / len(ms) if ms else 0.0,
+        )
+
+
+def arm_figures(parts: Parts, effort: Effort) -> list[ArmFigures]:
+    """All arms at all objectives; `naive` and `alone` know of none and are judged by each."""
+    dedicated = parts["dedicated"]["tokens_per_second"]
+    found = []
+    for objective in effort.objectives_ms:
+        for arm in ("alone", *ARMS):
+            stage = arm if arm in ("alone", "naive") else f"{arm}-{objective:g}"
+            found.append(ArmFigures.of(arm, objective, parts[stage], dedicated))
+    return found
+
+
+def roofline(device: Document) -> Roofline | None:
+    """Of a GPU, with the bandwidth that was measured in the run; None on the host."""
+    if not device["copy_gb_s"]:
+        return None
+    return Roofline(
+        copy_gb_s=device["copy_gb_s"],
+        units=device["units"],
+        unit_granularity=device["group_units"] or 1,
+        weight_bytes=device["weight_bytes"],
+        kv_token_bytes=device["kv_token_bytes"],
+    )
+
+
+def results(parts: Parts, effort: Effort) -> list[Result]:
+    """Every figure. Goals are a GPU's: on the host none is held to one."""
+    device = parts["device"]
+    bounds = roofline(device)
+    rows = [*_profile_rows(parts, goals=bounds is not None), *_start_rows(device)]
+    rows.append(
+        Result("dedicated worker", parts["dedicated"]["tokens_per_second"], "tokens/s", "higher")
+    )
+    for figures in arm_figures(parts, effort):
+        rows += _arm_rows(figures)
+        if bounds is not None and figures.arm == "windrow":
+            rows += _bound_rows(figures, bounds, effort)
+    return rows
+
+
+def _start_rows(device: Document) -> list[Result]:
+    rows = [Result("decode is loaded", device["ready_s"], "s", "lower")]
+    if captures := device["captures"]:
+        name = f"capture of {captures['graphs']} graphs"
+        rows += [
+            Result(f"{name}: time", captures["seconds"], "s", "lower"),
+            Result(f"{name}: memory", captures["n_bytes"] / 2**20, "MiB", "lower"),
+        ]
+    if device["copy_gb_s"]:
+        rows.append(Result("copy within the GPU", device["copy_gb_s"], "GB/s", "higher"))
+    return rows
+
+
+def _profile_rows(parts: Parts, *, goals: bool) -> list[Result]:
+    solo, corun = parts["solo"], parts["corun"]
+    rows = [
+        Result(
+            "profile, solo and co-run",
+            solo["seconds"] + corun["seconds"],
+            "s",
+            "lower",
+            PROFILE_GOAL_S if goals else None,
+        )
+    ]
+    alone: dict[tuple[int, int], float] = {}
+    for point in solo["points"]:
+        at = f"batch {point['batch']}, context {point['context']}, {point['units']} units"
+        rows.append(Result(f"step alone: {at}", point["step_us"] / 1e3, "ms", "lower"))
+        if point["units"] == parts["device"]["units"]:
+            alone[point["batch"], point["context"]] = point["step_us"] / 1e3
+    for point in corun["points"]:
+        at = f"batch {point['batch']}, context {point['context']}"
+        beside = Baseline("alone", alone[point["batch"], point["context"]])
+        for name, key in (("p50", "step_us"), ("p99", "p99_us")):
+            rows.append(
+                Result(
+                    f"step beside the worker on {point['units']} units, {name}: {at}",
+                    point[key] / 1e3,
+                    "ms",
+                    "lower",
+                    baseline=beside,
+                )
+            )
+    return rows
+
+
+def _arm_rows(figures: ArmFigures) -> list[Result]:
+    at = f"{figures.arm} at {figures.objective_ms:g} ms"
+    rows = [
+        Result(f"{at}: TPOT p50", figures.tpot_p50_ms, "ms", "lower"),
+        Result(f"{at}: TPOT p99", figures.tpot_p99_ms, "ms", "lower"),
+        Result(f"{at}: steps over", figures.over_percent, "%", "lower"),
+    ]
+    if figures.arm != "alone":
+        rows.insert(0, Result(f"{at}: eta", figures.eta, "of dedicated", "higher"))
+    return rows
+
+
+def _bound_rows(figures: ArmFigures, bounds: Roofline, effort: Effort) -> list[Result]:
+    at = f"windrow at {figures.objective_ms:g} ms"
+    where = (effort.load_batch, effort.context, figures.objective_ms)
+    rows = []
+    if spatial := bounds.spatial(*where):
+        rows.append(
+            Result(
+                f"{at}: share of the spatial bound",
+                figures.eta / spatial,
+                "of bound",
+                "higher",
+                SPATIAL_GOAL,
+                baseline=Baseline("bound on eta", spatial),
+            )
+        )
+    if temporal := bounds.temporal(*where):
+        rows.append(
+            Result(
+                f"{at}: share of the temporal bound",
+                figures.eta / temporal,
+                "of bound",
+                "higher",
+                1.0,
+                baseline=Baseline("bound on eta", temporal),
+            )
+        )
+    return rows
+
+
+def plot(parts: Parts, effort: Effort, title: str, to: Path) -> None:
+    """Write a page with eta and p99 by objective, one line an arm, with the bounds on a GPU."""
+    import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
+
+    page = make_subplots(rows=1, cols=2, subplot_titles=("eta", "TPOT p99, ms"))
+    found = arm_figures(parts, effort)
+    objectives = list(effort.objectives_ms)
+
+    def line(name: str, column: int, values: Sequence[float], dash: str = "solid") -> None:
+        style = {"dash": dash}
+        page.add_trace(go.Scatter(x=objectives, y=values, name=name, line=style), row=1, col=column)
+
+    for arm in ARMS:
+        line(arm, 1, [f.eta for f in found if f.arm == arm])
+    for arm in ("alone", *ARMS):
+        line(f"{arm}, p99", 2, [f.tpot_p99_ms for f in found if f.arm == arm])
+    line("objective", 2, objectives, "dash")
+    if bounds := roofline(parts["device"]):
+        at = (effort.load_batch, effort.context)
+        line("spatial bound", 1, [bounds.spatial(*at, s) for s in objectives], "dash")
+        line("temporal bound", 1, [bounds.temporal(*at, s) for s in objectives], "dot")
+    page.update_xaxes(title_text="objective, ms")
+    page.update_layout(title=title, template="plotly_white", height=480)
+    page.write_html(to, include_plotlyjs="inline")

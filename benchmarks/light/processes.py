@@ -1,0 +1,270 @@
+"""The processes of first light: decode, the worker beside it or alone, and MPS on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from benchmarks.harness import ROOT
+from windrow.errors import WindrowError
+from windrow.local.summary import Events, Window, throughput
+from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.rundir import ENV_LOG_DIR, RunDir
+from windrow_sidecar.compute.mps import MpsDaemon
+
+UID, EPOCH = "first-light", 1
+# Loading an 8B model and its libraries, with everything compiled for the first time.
+_READY_WITHIN_S = 300.0
+_FLUSHED_S = 1.5  # the worker writes its events once a second
+
+
+class ProcessEnded(RuntimeError):
+    """One of the processes ended, or is not ready in time; with the end of its log."""
+
+    def __init__(self, what: str, log: Path) -> None:
+        text = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+        super().__init__(f"{what}; the end of {log}:\n{text}")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all processes are told.
+
+    Attributes:
+        folder: logs, run directory and jobs go there; a short path, for sockets lie in it.
+        model: a model directory without weights.
+        device: "cpu", "cuda:0".
+        job: a FinetuneJob spec.
+        arena_bytes, max_batch: of decode.
+        environment: that decode and worker get besides this process's own.
+    """
+
+    folder: Path
+    model: Path
+    device: str
+    job: Mapping[str, Any]
+    arena_bytes: int
+    max_batch: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Of the pod."""
+        return RunDir(self.folder)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Of every process."""
+        return {**os.environ, **self.environment}
+
+
+@contextlib.contextmanager
+def mps(folder: Path, *, wanted: bool) -> Iterator[tuple[dict[str, str], str]]:
+    """A private MPS daemon where one is wanted: its environment, and why there is none."""
+    if not wanted:
+        yield {}, "not wanted on the host"
+        return
+    daemon = MpsDaemon(folder / "mps")
+    try:
+        daemon.start()
+    except WindrowError as error:
+        yield {}, str(error)
+        return
+    try:
+        yield daemon.environment, ""
+    finally:
+        daemon.stop()
+
+
+class Decode:
+    """The decode process, and its answers."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._log = plan.folder / "decode.log"
+        command = [sys.executable, "-m", "benchmarks.light.decode"]
+        command += [f"--run-dir={plan.folder}", f"--model={plan.model}", f"--device={plan.device}"]
+        command += [f"--arena-bytes={plan.arena_bytes}", f"--max-batch={plan.max_batch}"]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=plan.environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.facts: dict[str, Any] = self._read()
+
+    def run(self, **command: Any) -> dict[str, Any]:
+        """Have one command carried out; its answer.
+
+        Raises:
+            ProcessEnded: decode has ended over it.
+        """
+        self.send(**command)
+        return self.answer()
+
+    def send(self, **command: Any) -> None:
+        """Give a command; `answer` waits for its end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        """What the last command found. Raises ProcessEnded."""
+        return self._read()
+
+    def close(self) -> None:
+        """End it."""
+        _end(self._process)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            raise ProcessEnded("decode ended", self._log)
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+class _Agent(agent_pb2_grpc.AgentServicer):
+    """Whom the worker reports to; commands nothing."""
+
+    def Worker(self, request_iterator: Any, context: Any) -> Iterator[agent_pb2.WorkerCommand]:
+        del context
+        with contextlib.suppress(grpc.RpcError):
+            for _report in request_iterator:
+                pass
+        yield from ()
+
+
+class Worker:
+    """The worker beside decode."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._log = plan, plan.folder / "worker.log"
+        self._agent = grpc.server(futures.ThreadPoolExecutor(2))
+        agent_pb2_grpc.add_AgentServicer_to_server(  # type: ignore[no-untyped-call]
+            _Agent(), self._agent
+        )
+        self._agent.add_insecure_port(f"unix:{plan.run_dir.agent_socket}")
+        self._agent.start()
+        folder = plan.run_dir.job_dir(UID)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "job.json").write_text(json.dumps(_job(plan)))
+        command = [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
+        command += ["--run-dir", str(plan.folder), "--job-uid", UID, "--epoch", str(EPOCH)]
+        self._events = plan.folder / "worker-events"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**plan.environ, ENV_LOG_DIR: str(self._events)},
+                stdout=log,
+                stderr=log,
+            )
+
+    def await_offer(self, decode: Decode) -> None:
+        """Return once it is loaded and offers tasklets. Raises ProcessEnded."""
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not decode.run(do="offer")["job_epoch"]:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise ProcessEnded("the worker offers nothing", self._log)
+            time.sleep(0.25)
+
+    def done_within(self, begin_ns: int, end_ns: int) -> dict[str, Any]:
+        """What it got done between two moments (CLOCK_MONOTONIC). Raises ProcessEnded.
+
+        Its rate is that between its first and its last optimizer step in there: 0 where fewer than
+        two of them are. Besides, tasklets and their time by phase.
+        """
+        time.sleep(_FLUSHED_S)
+        if self._process.poll() is not None:
+            raise ProcessEnded("the worker ended", self._log)
+        window = Window(begin_ns, end_ns, 0.0, end_ns)
+        tasklets = Events.read(self._events).tasklets
+        spent_ms: dict[str, list[float]] = defaultdict(list)
+        for t in tasklets:
+            if window.holds(t.end_ns):
+                spent_ms[t.phase].append((t.end_ns - t.start_ns) / 1e6)
+        done = throughput(tasklets, window)
+        return {
+            "tokens_per_second": done.tokens_per_second,
+            "optimizer_steps": done.steps,
+            "tasklets": {
+                phase: {"count": len(ms), "median_ms": statistics.median(ms), "sum_ms": sum(ms)}
+                for phase, ms in spent_ms.items()
+            },
+        }
+
+    def close(self) -> None:
+        """End it."""
+        _end(self._process)
+        self._agent.stop(0).wait()
+
+
+def train_alone(plan: Plan, name: str, seconds: float) -> Events:
+    """Run the same worker and job standalone for so long; what it did. Raises ProcessEnded."""
+    folder = plan.folder / name
+    folder.mkdir(parents=True, exist_ok=True)
+    job, log = folder / "job.json", folder / "worker.log"
+    job.write_text(json.dumps(_job(plan)))
+    command = [sys.executable, "-m", "windrow_sidecar.finetune.worker", "--standalone"]
+    command += ["--job", str(job), "--seconds", f"{seconds:g}", "--log-dir", str(folder)]
+    if plan.device != "cpu":
+        command += ["--device", plan.device, "--random-weights", "1"]
+    with log.open("ab") as out:
+        status = subprocess.run(
+            command, cwd=ROOT, env=plan.environ, stdout=out, stderr=out, check=False
+        ).returncode
+    if status:
+        raise ProcessEnded(f"the worker alone ended with status {status}", log)
+    return Events.read(folder)
+
+
+def text_rows(folder: Path, rows: int, tokens: int) -> Path:
+    """Write rows of letters that are longer than any row may be: all are cut to the same length."""
+    path = folder / "rows.jsonl"
+    letters = "the quick brown fox jumps over the lazy dog "
+    with path.open("w") as out:
+        for row in range(rows):
+            text = (letters[row % len(letters) :] + letters) * (tokens // len(letters) + 2)
+            out.write(json.dumps({"text": text[: tokens + 8]}) + "\n")
+    return path
+
+
+def _job(plan: Plan) -> dict[str, Any]:
+    return {
+        "namespace": "default",
+        "name": UID,
+        "uid": UID,
+        "epoch": EPOCH,
+        "spec": dict(plan.job),
+    }
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
