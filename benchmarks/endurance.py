@@ -60,6 +60,7 @@ def write_job(folder: Path, steps: int) -> Path:
 def stepper(engine: str, job_file: Path) -> Callable[[], float]:
     """One optimizer step of an engine at a call; returns its loss."""
     from windrow.eventlog import EventLog
+    from windrow_sidecar.compute.host_device import HostDevice
     from windrow_sidecar.finetune.baseline import PlainLoop
     from windrow_sidecar.finetune.dedicated import open_alone
     from windrow_sidecar.finetune.job import read_job
@@ -67,7 +68,8 @@ def stepper(engine: str, job_file: Path) -> Callable[[], float]:
 
     job = read_job(job_file)
     if engine == "peft":
-        loop = PlainLoop(job, EventLog(job_file.parent / "events.jsonl", source="peft"), 1)
+        log = EventLog(job_file.parent / "events.jsonl", source="peft")
+        loop = PlainLoop(job, log, 1, HostDevice())
         return lambda: loop.step().loss
     stream = open_alone(job).stream
 

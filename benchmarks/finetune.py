@@ -105,6 +105,10 @@ def gate_cost_us(rounds: int) -> Result:
 
         total_units = 2
 
+        def levels(self) -> tuple[int, ...]:
+            """Both."""
+            return (1, 2)
+
         def activate(self, level: int) -> None:
             """Nothing to move."""
 

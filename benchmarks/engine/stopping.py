@@ -49,6 +49,10 @@ class _OneCore:
 
     total_units = 1
 
+    def levels(self) -> tuple[int, ...]:
+        """All of it."""
+        return (self.total_units,)
+
     def activate(self, level: int) -> None:
         """Nothing to move."""
 

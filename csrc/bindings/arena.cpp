@@ -129,6 +129,7 @@ void bind_arena(nb::module_& module) {
                   nb::arg("timeout_s") = 5.0, nb::arg("driver") = nb::none(),
                   nb::keep_alive<0, 3>())
       .def_prop_ro("geometry", [](const Arena& self) { return self.geometry(); })
+      .def_prop_ro("driver", [](const Arena& self) { return std::string(self.driver().name()); })
       .def_prop_ro("is_owner", &Arena::is_owner)
       .def_prop_ro("page", &Arena::page)
       .def(

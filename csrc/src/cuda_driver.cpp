@@ -19,7 +19,8 @@ cuda::DevicePtr address(const std::byte* pointer) {
 }  // namespace
 
 CudaDriver::CudaDriver(const std::string& library, int ordinal)
-    : context_(std::make_shared<const CudaContext>(Libcuda::open(library), ordinal)) {
+    : context_(std::make_shared<const CudaContext>(Libcuda::open(library), ordinal)),
+      name_(ordinal == 0 ? "cuda" : "cuda:" + std::to_string(ordinal)) {
   const CudaContext::Current current(*context_);
   const auto properties = allocation_properties(*context_);
   context_->check(context_->calls().cuMemGetAllocationGranularity(&granularity_, &properties,

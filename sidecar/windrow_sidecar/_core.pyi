@@ -167,6 +167,9 @@ class Arena:
     @property
     def geometry(self) -> Geometry: ...
     @property
+    def driver(self) -> str:
+        """Name of the driver that the blocks lie on: "host", "cuda", "cuda:N"."""
+    @property
     def is_owner(self) -> bool: ...
     @property
     def page(self) -> Page: ...

@@ -30,8 +30,9 @@ def finetune(
         ),
     ],
     units: Annotated[
-        int | None, typer.Option(help="Cores to use, the last ones. Default: all.")
+        int | None, typer.Option(help="Cores or SMs to use, the last ones. Default: all.")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.")] = "cpu",
     seconds: Annotated[
         float | None,
         typer.Option(help="Only measure: train so long, print tokens/s, leave no adapter."),
@@ -52,7 +53,7 @@ def finetune(
     from windrow.local import finetune as local
 
     jobs = [local.read_local_job(manifest) for manifest in manifests]
-    arguments = [] if units is None else ["--units", str(units)]
+    arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]
     if seconds is not None:
         _measure(jobs, [*arguments, "--seconds", str(seconds)])
         return

@@ -21,7 +21,8 @@ class CudaDriver final : public Driver {
   // Throws DriverUnavailable.
   CudaDriver(const std::string& library, int ordinal);
 
-  [[nodiscard]] std::string_view name() const override { return "cuda"; }
+  // "cuda" for the first GPU, else "cuda:N": what a worker attaches with, which sees the same GPUs.
+  [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] DeviceFacts facts() const override;
   [[nodiscard]] std::size_t granularity() const override { return granularity_; }
   [[nodiscard]] bool maps_parts() const override { return false; }
@@ -41,6 +42,7 @@ class CudaDriver final : public Driver {
   void clear(const Memory& memory);
 
   std::shared_ptr<const CudaContext> context_;
+  std::string name_;
   std::size_t granularity_ = 0;
 };
 

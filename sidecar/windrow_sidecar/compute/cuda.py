@@ -18,9 +18,12 @@ MOST_LEVELS = 6
 
 
 def _use_torch_stream(stream: int) -> None:
+    """What is queued there from now on begins behind what was queued before, wherever that was."""
     import torch
 
-    torch.cuda.set_stream(torch.cuda.ExternalStream(stream))  # type: ignore[no-untyped-call]
+    new = torch.cuda.ExternalStream(stream)  # type: ignore[no-untyped-call]
+    new.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_stream(new)
 
 
 class CudaPartition:

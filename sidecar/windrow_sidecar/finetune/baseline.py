@@ -19,14 +19,13 @@ from torch import Tensor
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog, TaskletEvent
+from windrow_sidecar.compute.device import ComputeDevice, find_device
 from windrow_sidecar.finetune.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.data import IGNORED, BatchPlan, Example
-from windrow_sidecar.finetune.dedicated import take_cores
+from windrow_sidecar.finetune.dedicated import base_of, take_units
 from windrow_sidecar.finetune.job import Job, read_examples, read_job
 from windrow_sidecar.finetune.measurement import Step, endless, measure
-from windrow_sidecar.finetune.model import find_model, load_base
 from windrow_sidecar.finetune.optimizer import adamw
-from windrow_sidecar.finetune.precision import WeightForm
 from windrow_sidecar.finetune.schedule import Schedule
 
 
@@ -34,10 +33,16 @@ class PlainLoop:
     """One optimizer step at a time."""
 
     def __init__(
-        self, job: Job, events: EventLog, units: int, *, checkpointing: bool = False
+        self,
+        job: Job,
+        events: EventLog,
+        units: int,
+        device: ComputeDevice,
+        *,
+        checkpointing: bool = False,
     ) -> None:
-        spec, training = job.spec, job.spec.training
-        base = load_base(find_model(spec.model.name, spec.model.revision), form=WeightForm.of(spec))
+        training, self._device = job.spec.training, device
+        base, spec = base_of(job, device), job.spec
         self._rows = read_examples(job, base).train
         self._model = add_adapter(base.model, spec).train()
         if checkpointing:
@@ -56,7 +61,7 @@ class PlainLoop:
         """Train on the next batch."""
         start_ns = time.monotonic_ns()
         rows = [self._rows[row] for row in self._plan.rows_of(self._steps)]
-        ids, mask, labels = collate(rows)
+        ids, mask, labels = (x.to(self._device.torch) for x in collate(rows))
         self._adamw.zero_grad(set_to_none=True)
         loss = self._model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
@@ -66,6 +71,7 @@ class PlainLoop:
         for group in self._adamw.param_groups:
             group["lr"] = self._schedule.rate(self._steps)
         self._adamw.step()
+        self._device.mark().wait()
         done = Step(sum(row.length for row in rows), float(loss.detach()))
         self._tokens += done.tokens
         job = self._job
@@ -105,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--job", type=Path, required=True, help="FinetuneJob manifest or job.json")
     parser.add_argument("--seconds", type=float, help="stop after so long")
     parser.add_argument("--steps", type=int, help="stop after so many steps")
-    parser.add_argument("--units", type=int, help="cores to use (default: all)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
+    parser.add_argument("--units", type=int, help="cores or SMs to use (default: all)")
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="keep only what stands between layers"
     )
@@ -114,8 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.seconds is None and options.steps is None:
         parser.error("wanted: --seconds or --steps")
-    units = take_cores(options.units)
     try:
+        device = find_device(options.device)
+        units = take_units(device, options.units)
         job = read_job(options.job)
         folder = options.log_dir or job.destination / ".windrow" / job.uid
         events = EventLog(folder / f"baseline-{os.getpid()}.events.jsonl", source="baseline")
@@ -123,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             replace(job, spec=endless(job.spec)),
             events,
             units,
+            device,
             checkpointing=options.gradient_checkpointing,
         )
     except UserError as error:

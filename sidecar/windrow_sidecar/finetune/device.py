@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from windrow_sidecar.finetune.model import available_bytes
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.finetune.inflight import InFlight, Ran
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.swapping import Home, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
@@ -17,18 +19,17 @@ _LOOK_AGAIN_S = 0.05
 class Gate(Protocol):
     """Who says when a tasklet may run (see `grants.GrantGate`)."""
 
-    @property
-    def active_units(self) -> int:
-        """Compute units that the last launch took."""
-
     def launch(self, tasklet: Tasklet) -> bool:
         """Whether it may run now; if so, `landed` is called afterwards."""
 
-    def landed(self, tasklet: Tasklet) -> tuple[int, int]:
-        """It has run: when it began and ended, nanoseconds of CLOCK_MONOTONIC."""
+    def landed(self, tasklet: Tasklet) -> None:
+        """All of it is queued on the device."""
+
+    def take_ran(self) -> list[Ran]:
+        """Return the tasklets that have ended since the last time."""
 
     def quiet(self, tasklet: Tasklet | None) -> None:
-        """Nothing runs; `tasklet` would be next."""
+        """Nothing runs once this is back; `tasklet` would be next."""
 
     def wait(self) -> None:
         """Until it is worth asking again, a fifth of a second at most."""
@@ -57,29 +58,35 @@ class Memory(Protocol):
 
 
 class OpenGate:
-    """Everything may run at once."""
+    """Everything may run at once, as far ahead as the computation lets its caller.
 
-    def __init__(self, units: int) -> None:
-        self._units, self._begun_ns = units, 0
+    Args:
+        units: in use.
+        device: that runs tasklets.
+    """
 
-    @property
-    def active_units(self) -> int:
-        """Compute units that the last launch took."""
-        return self._units
+    def __init__(self, units: int, device: ComputeDevice) -> None:
+        self._units, self._in_flight = units, InFlight(device)
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Yes."""
         del tasklet
-        self._begun_ns = time.monotonic_ns()
+        self._in_flight.begin()
         return True
 
-    def landed(self, tasklet: Tasklet) -> tuple[int, int]:
-        """When it began and ended, nanoseconds."""
-        del tasklet
-        return self._begun_ns, time.monotonic_ns()
+    def landed(self, tasklet: Tasklet) -> None:
+        """All of it is queued."""
+        self._in_flight.end(tasklet, self._units)
+        self._in_flight.settle()
+
+    def take_ran(self) -> list[Ran]:
+        """Return the tasklets that have ended since the last time."""
+        return self._in_flight.take_ran()
 
     def quiet(self, tasklet: Tasklet | None) -> None:
-        """Nobody listens."""
+        """Wait for what is queued."""
+        del tasklet
+        self._in_flight.drain()
 
     def wait(self) -> None:
         """Only a pause by command comes here."""

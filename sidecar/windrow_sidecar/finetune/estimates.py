@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import LEVELS_MAX, Phase
+from windrow_sidecar.qos.view import Phase
 
 # Weight of the newest measurement: settles within about ten tasklets, which is two layers' worth.
 FRESH = 0.2
@@ -80,7 +81,8 @@ class Estimates:
         faster.
         """
         best = granted
-        for units in range(granted - 1, 0, -1):
+        tried = {units for phase, units in self._measured if phase is tasklet.phase}
+        for units in sorted((units for units in tried if units < granted), reverse=True):
             levels = ((tasklet.phase, units), (tasklet.phase, best))
             if min(self._measured[level] for level in levels) < SETTLED:
                 continue
@@ -88,9 +90,9 @@ class Estimates:
                 best = units
         return best
 
-    def by_level(self, tasklet: Tasklet) -> tuple[int, ...]:
-        """`estimate_us` for 1, 2, ... units, as an offer holds them."""
-        return tuple(self.estimate_us(tasklet, n) for n in range(1, LEVELS_MAX + 1))
+    def by_level(self, tasklet: Tasklet, levels: Sequence[int]) -> tuple[int, ...]:
+        """`estimate_us` for each of those numbers of units, as an offer holds them."""
+        return tuple(self.estimate_us(tasklet, units) for units in levels)
 
     def tokens_within(self, phase: Phase, bound_us: float) -> int:
         """Padded tokens with which one layer stays within `bound_us` on any level in use.

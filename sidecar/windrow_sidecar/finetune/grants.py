@@ -1,7 +1,8 @@
 """Whether the next tasklet may run now, as decode has granted it, and what decode is told.
 
-The worker asks before every launch and never holds on to an answer: it has at most one tasklet in
-flight. Silence of decode means pause.
+The worker asks before every launch and never holds on to an answer: what it has in flight, running
+and queued, stays within the bound of the grant (on the host: one tasklet). Silence of decode means
+pause.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windrow_sidecar._core import Page
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.inflight import InFlight, Ran
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import Action, Decision, Phase
+from windrow_sidecar.qos.view import LEVELS_MAX, Action, Decision, Phase
 
 # Decode beats every step, and every 50 ms at most when it is idle.
 DECODE_STALE_NS = 1_000_000_000
@@ -25,6 +29,8 @@ WAIT_S = 0.2
 # How long a tasklet waits in its middle before it is given up, so that commands are heard.
 PATIENCE_NS = 2_000_000_000
 _DECODE, _WORKER = 0, 1
+# Until decode says otherwise: a quarter of an objective of 20 ms.
+DEFAULT_BOUND_US = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int) -> int:
 
 @dataclass(slots=True)
 class Used:
-    """What of the current grant has been used."""
+    """What of the current grant has been used; what is in flight counts as it was estimated."""
 
     tasklets: int = 0
     us: float = 0.0
@@ -76,6 +82,7 @@ class GrantGate:
         estimates: shown in offers.
         facts: what else offers say, asked at each.
         decode_lives: whether the decode process is there, asked once it has been silent for long.
+        device: that runs tasklets.
         clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
@@ -87,16 +94,19 @@ class GrantGate:
         facts: Callable[[], OfferFacts],
         *,
         decode_lives: Callable[[], bool],
+        device: ComputeDevice | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._page, self._partition, self._estimates = page, partition, estimates
+        self._levels = partition.levels()[:LEVELS_MAX]
         self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
         self._seq = -1
         self._grant = Decision()
         self._used = Used()
         self._launched = 0
         self._active = 0  # units of what was launched last
-        self._begun_ns = self._held_ns = 0
+        self._in_flight = InFlight(device or HostDevice(clock), self._ended)
+        self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
         self._unheeded = False
         self._glanced, self._glance = -1, Decision()  # a grant seen in the middle of a tasklet
@@ -132,12 +142,15 @@ class GrantGate:
         The offer that says "in flight" is out before the grant is looked at for the last time: a
         decode that revokes meanwhile sees either that offer or one that has seen its pause.
         """
+        self._in_flight.settle()
         self._read()
         claimed = self._claim(tasklet)
         while claimed and self._read():
             claimed = self._claim(tasklet)
-        self._begun_ns, self._held_ns = self._clock(), 0
+        self._held_ns = 0
         self._running = tasklet if claimed else None
+        if claimed:
+            self._in_flight.begin()
         return claimed
 
     def revoked(self) -> bool:
@@ -157,9 +170,10 @@ class GrantGate:
         Returns:
             False: it has waited for `PATIENCE_NS`, decode is gone, or `give_up` says so.
         """
-        tasklet, began_ns = self._running, self._clock()
+        tasklet = self._running
         assert tasklet is not None
         self.quiet(tasklet)
+        began_ns = self._clock()  # what was queued of it has run until here
         while not self._rejoin(tasklet):
             waited_ns = self._clock() - began_ns
             if waited_ns > PATIENCE_NS or give_up() or self.decode_gone():
@@ -182,8 +196,8 @@ class GrantGate:
             if units != self._active:
                 self._partition.activate(units)
                 self._active = units
-            estimate = self._estimates.estimate_us(tasklet, units)
-            self._publish(tasklet, in_flight_us=max(1, estimate))
+            self._launched_us = self._estimates.estimate_us(tasklet, units)
+            self._publish(tasklet, in_flight_us=max(1, self._launched_us))
             if not self._read():
                 return True
         return False
@@ -194,29 +208,47 @@ class GrantGate:
         estimate = self._estimates.estimate_us(tasklet, units)
         if not self._allowed(estimate):
             return False
+        self._in_flight.wait_until_fits(
+            estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
+        )
         self._partition.activate(units)
-        self._active = units
-        self._publish(tasklet, in_flight_us=max(1, estimate))
+        self._active, self._launched_us = units, estimate
+        self._publish(tasklet, in_flight_us=max(1, self._in_flight.estimate_us + estimate))
         return True
 
-    def landed(self, tasklet: Tasklet) -> tuple[int, int]:
-        """Account for a tasklet that has run.
-
-        Returns:
-            when it began and ended, in nanoseconds; what it was held up is left out at the front.
-        """
-        ended_ns, began_ns = self._clock(), self._begun_ns + self._held_ns
-        elapsed_us = (ended_ns - began_ns) / 1e3
-        if not self._held_ns:
-            self._estimates.learn(tasklet, self._active, elapsed_us)
+    def landed(self, tasklet: Tasklet) -> None:
+        """All of a tasklet is queued; `take_ran` returns it when it has ended."""
         self._used.tasklets += 1
-        self._used.us += elapsed_us
+        self._used.us += self._launched_us
         self._launched += 1
         self._running = None
-        return began_ns, ended_ns
+        self._in_flight.end(
+            tasklet,
+            self._active,
+            estimate_us=self._launched_us,
+            held_ns=self._held_ns,
+            grant=self._seq,
+        )
+        self._in_flight.settle()
+
+    def take_ran(self) -> list[Ran]:
+        """Return the tasklets that have ended since the last time."""
+        return self._in_flight.take_ran()
+
+    def _ended(self, ran: Ran) -> None:
+        """Learn how long it took; of its grant it has used that, not what had been estimated."""
+        elapsed_us = (ran.end_ns - ran.begin_ns) / 1e3
+        if not ran.held_up:
+            self._estimates.learn(ran.tasklet, ran.units, elapsed_us)
+        if ran.grant == self._seq:
+            self._used.us += elapsed_us - ran.estimate_us
 
     def quiet(self, tasklet: Tasklet | None) -> None:
-        """Say that nothing runs, and which pause has been seen. `tasklet`: the next one."""
+        """Say that nothing runs, and which pause has been seen. `tasklet`: the next one.
+
+        Waits first for what is in flight, its bound at most.
+        """
+        self._in_flight.drain()
         # A grant that comes in here was not seen by whoever is about to wait: do not sleep over it.
         self._unheeded = self._read() and self._may_go_on(self._grant)
         self._publish(tasklet, in_flight_us=0)
@@ -253,7 +285,7 @@ class GrantGate:
             tasklet.layer_end if tasklet else 0,
             tasklet.tokens if tasklet else 0,
             len(micro.rows) if micro else 0,
-            self._estimates.by_level(tasklet) if tasklet else (),
+            self._estimates.by_level(tasklet, self._levels) if tasklet else (),
             memory_delta_bytes(tasklet, now.bytes_per_token) if tasklet else 0,
             now.resident_layers,
             int(now.starving),

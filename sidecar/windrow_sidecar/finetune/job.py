@@ -13,6 +13,8 @@ import yaml
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
@@ -26,7 +28,7 @@ from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
 from windrow_sidecar.finetune.layerwise import DecoderStack
 from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.model import BaseModel, available_bytes
+from windrow_sidecar.finetune.model import BaseModel
 from windrow_sidecar.finetune.optimizer import AdapterOptimizer
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
@@ -117,6 +119,8 @@ def open_session(
     grain: Callable[[], Grain] = WholeRows,
     order: Order = layer_major,
     between: Callable[[], None] | None = None,
+    device: ComputeDevice | None = None,
+    units: Callable[[], int] = lambda: 0,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -128,6 +132,8 @@ def open_session(
         grain: of tasklets, asked before each.
         order: of the tasklets of a group.
         between: called between the modules of a layer that runs (see `suspension`).
+        device: where `base` is (default: the host).
+        units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
@@ -141,7 +147,7 @@ def open_session(
             field="spec.training.packing",
             remedy="Set it to false for this type of adapter.",
         )
-    stack = DecoderStack(base.model, base.frozen)
+    stack = DecoderStack(base.model, base.frozen, units)
     longest = max(lengths_of(rows.train))
     planned = PlannedLayers(stack.layers)
     stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
@@ -154,7 +160,11 @@ def open_session(
         own_boundaries=isinstance(boundaries, TorchBoundaries),
     )
     keeping = Keeping(
-        stack, planned, needs, least=base.frozen is not None, free_bytes=available_bytes
+        stack,
+        planned,
+        needs,
+        least=base.frozen is not None,
+        free_bytes=(device or HostDevice()).free_bytes,
     )
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)

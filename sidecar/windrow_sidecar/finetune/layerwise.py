@@ -10,6 +10,7 @@ at a time (`windows`).
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -77,6 +78,7 @@ class Graph:
     window: Window
     leaf: Tensor
     edge: GradientEdge | None  # None: nothing in it learns
+    units: int = 0  # of the device that its forward ran on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +127,30 @@ class DecoderStack:
 
     Attributes:
         probe: ids with which the model was asked for its structure: [1, tokens].
+        device: where it computes.
         own_dropout: whether its layers drop units by themselves, besides the adapter.
         windows_refused: why its layers cannot run on windows of tokens; "" if they can.
     """
 
-    def __init__(self, model: nn.Module, around_layer: AroundLayer | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        around_layer: AroundLayer | None = None,
+        units: Callable[[], int] = lambda: 0,
+    ) -> None:
         """Find layers, final norm and head by structure.
 
         Args:
             model: a transformers causal language model, with adapters or without.
             around_layer: entered around each layer's forward and backward.
+            units: of the device that what is called now computes on; on a GPU torch runs a backward
+                on the stream of its forward, so a graph that was made on more units than are left
+                is made again before it runs back. Always the same where streams say nothing of it.
 
         Raises:
             UserError: it is not a plain stack of decoder layers.
         """
-        self.model = model
+        self.model, self._units = model, units
         self.around_layer: AroundLayer = around_layer or NothingAround()
         self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
         self.config: Any = self.decoder.config
@@ -147,7 +158,8 @@ class DecoderStack:
         self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self._calls: OrderedDict[tuple[int, ...], tuple[LayerCall, ...]] = OrderedDict()
-        self.probe = probe = torch.arange(_PROBE, device=_device(embedding)).unsqueeze(0)
+        self.device = _device(embedding)
+        self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
         with torch.no_grad():
             self.norm = find_norm(self.decoder, self.layers, probe)
             hidden, wide = record(self.decoder, self.layers, probe)
@@ -199,7 +211,7 @@ class DecoderStack:
         else:
             self._fill(at, layer + 1, window, out, store)
         if learn:
-            at.graphs[layer].append(_graph(window, leaf, out))
+            at.graphs[layer].append(_graph(window, leaf, out, self._units()))
         elif window.end == at.whole.end:
             at.inputs[layer] = at.key_values[layer] = None
 
@@ -212,6 +224,8 @@ class DecoderStack:
         graph = at.graphs[layer].pop()
         if graph.window != window or at.gradient is None:
             raise ValueError(f"{window} of layer {layer} is not next, {graph.window} is")
+        if isinstance(graph, Graph) and graph.units > self._units():
+            graph = Forgotten(window)
         whole = window == at.whole
         gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
         try:
@@ -296,9 +310,9 @@ class DecoderStack:
         return False, "" if same else "its layers look at tokens other than by attention"
 
 
-def _graph(window: Window, leaf: Tensor, out: Tensor) -> Graph:
+def _graph(window: Window, leaf: Tensor, out: Tensor, units: int = 0) -> Graph:
     # The edge keeps the graph alive, not the output: that is in the boundary already.
-    return Graph(window, leaf, get_gradient_edge(out) if out.requires_grad else None)
+    return Graph(window, leaf, get_gradient_edge(out) if out.requires_grad else None, units)
 
 
 def _leaf(hidden: Tensor | None, window: Window, *, whole: bool) -> Tensor:

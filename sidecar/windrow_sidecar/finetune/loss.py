@@ -44,7 +44,7 @@ class Head:
         with torch.no_grad():
             wanted = targets != IGNORED
             rows, labels = hidden[wanted], targets[wanted]
-            total = torch.zeros((), dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             for start in range(0, len(rows), self._positions):
                 cut = slice(start, start + self._positions)
                 total += self._slice(rows[cut], labels[cut])
@@ -63,7 +63,7 @@ class Head:
         wanted = targets != IGNORED
         rows, labels = hidden.detach()[wanted], targets[wanted]
         gradient = torch.empty_like(rows)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(rows), self._positions):
             cut = slice(start, start + self._positions)
             piece = rows[cut].requires_grad_()

@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor
 
 from windrow_sidecar._core import Arena
-from windrow_sidecar.finetune.model import available_bytes
+from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet

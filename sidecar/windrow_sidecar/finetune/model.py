@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.overlay import build_over
 from windrow_sidecar.finetune.precision import WeightForm, keep_differentiable
@@ -118,11 +120,13 @@ def load_base(
     exported: ExportedWeights | None = None,
     form: WeightForm | None = None,
     room_bytes: int | None = None,
+    device: ComputeDevice | None = None,
 ) -> BaseModel:
     """Build the model, over `exported` where that is given, else from the directory's files.
 
     `form`: of weights that are read from files; fp32 where nothing is said. `room_bytes`: what they
     may take (default: most of what is free); where that is too little for all, layers take turns.
+    `device`: where it computes (default: the host).
 
     Raises:
         UserError: a form whose library is not there, an architecture that transformers cannot
@@ -138,16 +142,17 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise _unsupported(directory, error) from error
-    form = form or WeightForm()
+    form, device = form or WeightForm(), device or HostDevice()
     frozen: FrozenLayers | None = None
     if exported is not None:
         model = _over(directory, config, exported)
-    elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes()):
+    elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
         model = _read(directory, config, form)
     elif form.quantization == "none":
-        model, frozen = _windowed(directory, config, form, room)
+        model, frozen = _windowed(directory, config, form, room, device)
     else:
         raise _too_large(directory, form, room)
+    model.to(device.torch)
     model.requires_grad_(requires_grad=False)
     found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
     return BaseModel(model, config, tokenizer, exported is not None, frozen, found)
@@ -180,10 +185,13 @@ def _windowed(
     config: Any,  # noqa: ANN401
     form: WeightForm,
     room: int,
+    device: ComputeDevice,
 ) -> tuple[nn.Module, FrozenLayers]:
     """Build a model of which memory holds some layers at a time."""
     try:
-        model, frozen = load_windowed(directory, config, room_bytes=room, dtype=form.dtype)
+        model, frozen = load_windowed(
+            directory, config, room_bytes=room, dtype=form.dtype, device=device
+        )
     except (CannotWindow, OSError, ValueError) as error:
         raise _too_large(
             directory, form, room, f"; its layers cannot take turns: {error}"
@@ -200,8 +208,10 @@ def _wanted_bytes(directory: Path, form: WeightForm) -> float:
     return on_disk * form.bytes_per_weight / stored
 
 
-def _room_bytes() -> int:
+def _room_bytes(device: ComputeDevice) -> int:
     """What frozen weights may take."""
+    if device.torch.type != "cpu":
+        return int(WEIGHTS_SHARE * device.free_bytes())
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(WEIGHTS_SHARE * max(free, available_bytes()))
 
@@ -215,14 +225,6 @@ def _too_large(directory: Path, form: WeightForm, room: int, why: str = "") -> U
         "that serves this model, whose weights are shared.",
         reason=Reason.MODEL_TOO_LARGE,
     )
-
-
-def available_bytes() -> int:
-    """Memory of this machine that may still be taken."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _n_bytes(at: dict[str, Any]) -> int:

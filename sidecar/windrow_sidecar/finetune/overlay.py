@@ -16,15 +16,30 @@ def build_over(
 ) -> nn.Module:
     """Return the causal language model of a transformers configuration, in `dtype`.
 
+    It is built over stand-ins of one element, since transformers would bring a device's tensors to
+    the host; then each parameter takes over what it stands for, wherever that lies.
+
     Raises:
         ValueError: a parameter is missing, or had to be copied.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    model = architecture.from_pretrained(None, config=config, state_dict=tensors, dtype=dtype)
-    own = {tensor.data_ptr() for tensor in tensors.values()}
-    copied = [name for name, p in model.named_parameters() if p.data_ptr() not in own]
+    state = {name: absent(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    model: nn.Module = architecture.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype
+    )
+    stands_for = {state[name].data_ptr(): tensor for name, tensor in tensors.items()}
+    copied = [name for name, p in model.named_parameters() if p.data_ptr() not in stands_for]
     if copied:
         raise ValueError(f"the given weights lack {copied[0]} and {len(copied) - 1} more")
-    return model  # type: ignore[no-any-return]
+    for parameter in model.parameters():
+        parameter.data = stands_for[parameter.data_ptr()]
+    return model
+
+
+def absent(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Return NaN in that shape; takes the memory of one element."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)

@@ -75,7 +75,7 @@ class Preview:
         return [self._described(tasklet) for tasklet in self.session.stream.plan()]
 
     def _limits(self) -> MicroLimits:
-        tokens = MICRO_BATCH_TOKENS
+        tokens = MICRO_BATCH_TOKENS["cpu"]
         if isinstance(self._grain, Paced):
             tokens = self._grain.tokens(Phase.BACKWARD)
         return MicroLimits(tokens, micro_batches=self._micro_batches)

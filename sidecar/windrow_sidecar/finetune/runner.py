@@ -110,11 +110,17 @@ class Runner:
             return None
         finally:
             self._standing.stall.end()
-        self._ledger.ran(tasklet, *self._gate.landed(tasklet), self._gate.active_units)
+        self._gate.landed(tasklet)
         if outcome is not None:
             self._gate.quiet(self._stream.peek())
+        self._note_ran()
+        if outcome is not None:
             self._ledger.came(outcome)
         return None
+
+    def _note_ran(self) -> None:
+        for ran in self._gate.take_ran():
+            self._ledger.ran(ran.tasklet, ran.begin_ns, ran.end_ns, ran.units)
 
     def wait(self) -> Ending | None:
         """Where the last turn was held up: tell decode, and sleep until it is worth asking."""
@@ -140,6 +146,7 @@ class Runner:
 
     def _succeed(self) -> Ending:
         self._gate.quiet(None)
+        self._note_ran()
         self._ledger.succeeded()
         return Ending.SUCCEEDED
 
@@ -169,6 +176,7 @@ class Runner:
         elif now - self._waiting_since > SET_ASIDE_AFTER_S:
             self._memory.set_aside()
         self._gate.quiet(tasklet)
+        self._note_ran()
         self._gate.wait()
         if not self._gate.decode_gone():
             return None

@@ -64,8 +64,8 @@ class DeviceHome:
         return tensor.to(self._device, non_blocking=True)
 
     def settle(self) -> None:
-        """Wait for the device."""
-        torch.cuda.synchronize(self._device)
+        """Wait for what this thread has queued."""
+        torch.cuda.current_stream(self._device).synchronize()
 
 
 class Swappable(Protocol):

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
+from windrow_sidecar.compute.device import ComputeDevice, find_device
 from windrow_sidecar.finetune.checkpoint import JobFolder
-from windrow_sidecar.finetune.dedicated import base_of, event_log, open_alone, take_cores
+from windrow_sidecar.finetune.dedicated import base_of, event_log, open_alone, take_units
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, read_job
@@ -35,10 +36,11 @@ def run_together(options: argparse.Namespace) -> int:
     Raises:
         UserError: a manifest cannot be read, or two jobs cannot be told apart.
     """
-    units = take_cores(options.units)
+    device = find_device(options.device)
+    units = take_units(device, options.units)
     jobs = [read_job(path) for path in options.job]
     check_apart(jobs)
-    return int(Together(jobs, units, options.log_dir).run())
+    return int(Together(jobs, units, options.log_dir, device).run())
 
 
 def check_apart(jobs: Sequence[Job]) -> None:
@@ -63,13 +65,16 @@ class Together:
 
     Args:
         jobs: one or more.
-        units: cores in use.
+        units: of the device, in use.
         log_dir: of the event logs; None: in each job's folder.
+        device: that computes.
     """
 
-    def __init__(self, jobs: Sequence[Job], units: int, log_dir: Path | None) -> None:
-        self._jobs, self._log_dir = jobs, log_dir
-        self._gate, self._lines = OpenGate(units), Lines(sys.stdout)
+    def __init__(
+        self, jobs: Sequence[Job], units: int, log_dir: Path | None, device: ComputeDevice
+    ) -> None:
+        self._jobs, self._log_dir, self._device = jobs, log_dir, device
+        self._gate, self._lines = OpenGate(units, device), Lines(sys.stdout)
         self._standings = [Standing() for _ in jobs]
         self._endings: dict[int, Ending] = {}
 
@@ -109,14 +114,14 @@ class Together:
             for form in (WeightForm.of(job.spec),)
         }
         check_shared(wanted)
-        return base_of(self._jobs[0])
+        return base_of(self._jobs[0], self._device)
 
     def _carried(
         self, n: int, job: Job, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> Carried:
         folder = JobFolder(job.destination, job.uid, job.epoch)
         folder.claim()
-        session, standing = open_alone(job, base), self._standings[n]
+        session, standing = open_alone(job, self._device, base), self._standings[n]
         stream, memory = session.stream, OwnMemory(session.stream)
         ledger = Ledger(session, folder, reporter, events, standing)
         return Carried(

@@ -126,9 +126,12 @@ class Visit:
         examples = [self._examples[row] for row in micro.rows]
         positions = None
         if micro.packed:
-            ids, self._targets[micro], positions = packed(examples)
+            ids, targets, positions = packed(examples)
+            positions = positions.to(self._parts.stack.device)
         else:
-            ids, self._targets[micro] = padded(examples)
+            ids, targets = padded(examples)
+        ids = ids.to(self._parts.stack.device)
+        self._targets[micro] = targets.to(ids.device)
         prefix = self._parts.adapter.prefix(micro.lines, learn=not micro.evaluation)
         at = self._at[micro] = self._parts.stack.begin(ids, prefix, positions)
         return at

@@ -63,7 +63,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     beside.add_argument("--served-model", default="", help="standby: load its code ahead as well")
     own = parser.add_argument_group("on a device of its own")
-    own.add_argument("--standalone", action="store_true", help="no decode, no grants, all cores")
+    own.add_argument(
+        "--standalone", action="store_true", help="no decode, no grants, a whole device"
+    )
     own.add_argument(
         "--job",
         type=Path,
@@ -72,7 +74,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     own.add_argument("--seconds", type=float, help="measure for so long, then stop; no adapter")
     own.add_argument("--steps", type=int, help="measure so many steps, then stop; no adapter")
-    own.add_argument("--units", type=int, help="cores to use, the last ones (default: all)")
+    own.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
+    own.add_argument("--units", type=int, help="cores or SMs to use, the last ones (default: all)")
     own.add_argument("--json", type=Path, help="write what was measured there")
     own.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)

@@ -39,6 +39,28 @@ class LentBudget:
         """How many chunks are in the budget, those that drain included."""
         return len(self._chunks)
 
+    def asked_back(self) -> bool:
+        """Whether decode waits for a chunk."""
+        return bool(self._arena.draining(self._owner))
+
+    def used_bytes(self) -> int:
+        """What tensors take, in whole blocks."""
+        return self._allocator.stats()["reserved_bytes.all.current"]
+
+    def free_bytes(self) -> int:
+        """What tensors may still take. Any thread."""
+        lent = len(self._chunks) * self._arena.geometry.chunk_bytes
+        return max(0, lent - self.used_bytes())
+
+    def give_back(self) -> None:
+        """Return every chunk that nothing uses; the others go when this process ends."""
+        self.settle()
+        for chunk in self._chunks:
+            self._allocator.drain(chunk)
+        for chunk in self._allocator.take_quiet():
+            self._arena.give_back(chunk, owner=self._owner)
+            self._chunks.discard(chunk)
+
     def settle(self) -> bool:
         """Follow the table: take what is lent, drain what is asked back, return what is quiet.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ def tiny_job(
     around_layer: AroundLayer | None = None,
     adapter: Mapping[str, Any] | None = None,
     seed: int = 1,
+    units: Callable[[], int] = lambda: 0,
 ) -> TinyJob:
     """Make the job; equal arguments give bit-equal jobs. It has dropout and held-out rows."""
     spec = parse_job_spec(
@@ -59,7 +60,7 @@ def tiny_job(
     )
     base = tiny_llama() if base is None else base
     tuned = add_adapter(base, spec)
-    stack = DecoderStack(base, around_layer)
+    stack = DecoderStack(base, around_layer, units)
     rows = split(_rows(), eval_fraction=0.2, seed=1)
     stream = TaskletStream(
         Parts(stack, Head(stack), Adapter(tuned)),

@@ -79,6 +79,14 @@ class Keeping:
         whole, budget = self._appetite.bytes_per_token, self._planned.bytes_per_token
         return self._boundary + round(whole if budget is None else min(whole, budget))
 
+    def peak_bytes(self, tokens: int) -> int:
+        """What a group of so many padded tokens takes at its peak, nothing given up."""
+        return self._appetite.peak_bytes(tokens)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether such a group fits now, with the least that must be kept."""
+        return self._appetite.least_bytes(tokens) <= self._free_bytes()
+
     def before(self, limits: MicroLimits) -> MicroLimits:
         """Set the budget for a group of at most those limits; returns what it may have."""
         room = int(GROUP_SHARE * self._free_bytes())

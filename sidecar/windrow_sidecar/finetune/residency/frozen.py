@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.finetune.overlay import absent
 from windrow_sidecar.finetune.residency.copying import Copier, Part, Transfer
 from windrow_sidecar.finetune.residency.schedule import coming, moves
 from windrow_sidecar.finetune.residency.source import Stored
@@ -50,13 +51,6 @@ class LayerWeights:
         """Leave only the shapes: whoever computes with them gets NaN, and does not go unnoticed."""
         for parameter, _ in self.parameters:
             parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
-
-
-def absent(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
-) -> Tensor:
-    """Return NaN in that shape; takes the memory of one element."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)
 
 
 @dataclass(slots=True)

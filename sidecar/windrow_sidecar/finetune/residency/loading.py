@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from windrow_sidecar.finetune.overlay import build_over
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.finetune.overlay import absent, build_over
 from windrow_sidecar.finetune.residency.copying import Copier
-from windrow_sidecar.finetune.residency.frozen import FrozenLayers, absent, weights_of
+from windrow_sidecar.finetune.residency.frozen import FrozenLayers, weights_of
 from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.residency.source import read, stored_tensors
 from windrow_sidecar.finetune.structure import find_layers
@@ -27,8 +28,11 @@ def load_windowed(
     room_bytes: int,
     dtype: torch.dtype = torch.float32,
     copier: Copier | None = None,
+    device: ComputeDevice | None = None,
 ) -> tuple[nn.Module, FrozenLayers]:
     """Build a model with as many layers in memory as `room_bytes` hold beside all the rest.
+
+    `device`: where it computes (default: the host).
 
     Raises:
         CannotWindow: says what is in the way.

@@ -1,0 +1,152 @@
+"""A GPU as a device: the one place where the worker speaks to `torch.cuda`.
+
+Nothing here waits for the whole device; a mark is an event behind what its thread has queued.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windrow.errors import UserError
+from windrow_sidecar.compute.device import Copies, Mark
+from windrow_sidecar.memory.allocator import LentBudget
+
+# Distances between events are 32-bit floats in milliseconds: over a second, exact to 0.06 us.
+_ANCHOR_LASTS_NS = 1_000_000_000
+
+
+class CudaDevice:
+    """One GPU, of which torch computes on the current stream (see `ComputeDevice`).
+
+    Args:
+        ordinal: among those that this process sees.
+        field: that named it, for errors.
+
+    Raises:
+        UserError: torch sees no such GPU.
+    """
+
+    queues = True
+
+    def __init__(self, ordinal: int = 0, *, field: str = "--device") -> None:
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"torch {torch.__version__} sees no GPU here",
+                field=field,
+                remedy="Write cpu, or use a machine with a GPU and a torch that is built for CUDA.",
+                reason="NoCudaDevice",
+            )
+        if ordinal >= torch.cuda.device_count():
+            raise UserError(
+                f"there is no cuda:{ordinal}, torch sees {torch.cuda.device_count()} GPU(s)",
+                field=field,
+                remedy="Count from 0 among the GPUs that CUDA_VISIBLE_DEVICES leaves.",
+                reason="NoCudaDevice",
+            )
+        torch.cuda.set_device(ordinal)
+        self.name, self.torch = f"cuda:{ordinal}", torch.device("cuda", ordinal)
+        self._clock = _EventClock()
+        self._budget: LentBudget | None = None
+
+    def mark(self) -> Mark:
+        """Return an event behind what this thread has queued on its stream."""
+        return _EventMark(self._clock, torch.cuda.current_stream(self.torch))
+
+    def take_from(self, budget: LentBudget) -> None:
+        """Let `free_bytes` answer from what decode has lent: torch allocates from nothing else."""
+        self._budget = budget
+
+    def free_bytes(self) -> int:
+        """Of what is lent; on a GPU of one's own, what the driver has left and torch has cached."""
+        if self._budget is not None:
+            return self._budget.free_bytes()
+        cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
+        return int(torch.cuda.mem_get_info(self.torch)[0]) + cached
+
+    def total_units(self) -> int:
+        """SMs of the GPU."""
+        return int(torch.cuda.get_device_properties(self.torch).multi_processor_count)
+
+    def host_copy(self, n_bytes: int) -> Tensor:
+        """Pinned memory: from other memory a copy would go through a buffer of the driver's."""
+        return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copies(self) -> Copies:
+        """Return a stream of its own, outside of every share: a share would slow its copies."""
+        return _StreamCopies(self._clock, torch.cuda.Stream(self.torch))  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """An event whose time is known."""
+
+    event: torch.cuda.Event
+    ns: int
+
+
+class _EventClock:
+    """Hands out anchors: events have no times, only distances. Any thread; any anchor is right."""
+
+    def __init__(self) -> None:
+        self._anchor: _Anchor | None = None
+
+    def anchor(self, stream: torch.cuda.Stream) -> _Anchor:
+        """Return one that was passed before anything that is queued from now on."""
+        anchor = self._anchor
+        if anchor is None or time.monotonic_ns() - anchor.ns > _ANCHOR_LASTS_NS:
+            event = _timed_event(stream)
+            event.synchronize()
+            anchor = self._anchor = _Anchor(event, time.monotonic_ns())
+        return anchor
+
+
+class _EventMark:
+    """An event on a stream (see `Mark`)."""
+
+    def __init__(self, clock: _EventClock, stream: torch.cuda.Stream) -> None:
+        self._anchor = clock.anchor(stream)
+        self.event = _timed_event(stream)
+
+    def done(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def at_ns(self) -> int:
+        self.event.synchronize()
+        since_ms = float(self._anchor.event.elapsed_time(self.event))
+        return self._anchor.ns + round(since_ms * 1e6)
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Whoever waits for it sleeps: a spinning worker would take a core from decode."""
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+class _StreamCopies:
+    """Copies on a stream of their own (see `Copies`)."""
+
+    def __init__(self, clock: _EventClock, stream: torch.cuda.Stream) -> None:
+        self._clock, self._stream = clock, stream
+
+    def after(self, mark: Mark) -> None:
+        assert isinstance(mark, _EventMark)
+        self._stream.wait_event(mark.event)
+
+    def start(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        return _EventMark(self._clock, self._stream)
+
+    def hold_back(self, mark: Mark) -> None:
+        assert isinstance(mark, _EventMark)
+        torch.cuda.current_stream().wait_event(mark.event)

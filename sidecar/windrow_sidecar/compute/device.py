@@ -1,0 +1,95 @@
+"""What a worker computes on: a machine's cores or a GPU, behind one type.
+
+Work on a GPU is only queued when a call returns; on the host it is done then. `mark` tells the two
+apart nowhere else: a mark is a point in the work that was queued before it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from windrow.errors import UserError
+
+_NAMES = re.compile(r"(cpu|host)|cuda(?::(\d+))?")
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def done(self) -> bool:
+        """Whether everything queued before it has ended. Never waits."""
+
+    def wait(self) -> None:
+        """Until it has; other threads of Python go on meanwhile."""
+
+    def at_ns(self) -> int:
+        """When it was reached, nanoseconds of CLOCK_MONOTONIC. Waits."""
+
+
+class ComputeDevice(Protocol):
+    """One device, for one thread at a time unless a method says more."""
+
+    @property
+    def name(self) -> str:
+        """As `find_device` takes it: "cpu" or "cuda:N"."""
+
+    @property
+    def torch(self) -> torch.device:
+        """Where tensors lie."""
+
+    @property
+    def queues(self) -> bool:
+        """Whether a call returns before its work is done."""
+
+    def mark(self) -> Mark:
+        """Return the point behind everything that this thread has queued."""
+
+    def free_bytes(self) -> int:
+        """Memory for tensors that may still be taken. Any thread."""
+
+    def total_units(self) -> int:
+        """Cores or SMs of the device, whatever part of them is in use."""
+
+    def host_copy(self, n_bytes: int) -> Tensor:
+        """Host memory (uint8) from which copies to the device run at the link's rate."""
+
+    def copies(self) -> Copies:
+        """Return a way to copy beside the computation. Any thread, one at a time."""
+
+
+class Copies(Protocol):
+    """Copies from host memory into the device's, in order, beside what is computed."""
+
+    def after(self, mark: Mark) -> None:
+        """What is started from now on begins behind `mark`."""
+
+    def start(self, to: Tensor, source: Tensor) -> None:
+        """Copy `source` (see `host_copy`) to `to` (on the device), element for element."""
+
+    def mark(self) -> Mark:
+        """Return the point behind every copy that was started."""
+
+    def hold_back(self, mark: Mark) -> None:
+        """Let what the calling thread computes from now on wait, on the device, for such a mark."""
+
+
+def find_device(name: str, *, field: str = "--device") -> ComputeDevice:
+    """Return the device of that name: "cpu" (or "host"), "cuda" (the first GPU), or "cuda:N".
+
+    Raises:
+        UserError: no such name, or no such device here.
+    """
+    found = _NAMES.fullmatch(name)
+    if found is None:
+        raise UserError(f"{name!r} is no device", field=field, remedy="Write cpu, cuda, or cuda:N.")
+    if found[1]:
+        from windrow_sidecar.compute.host_device import HostDevice
+
+        return HostDevice()
+    from windrow_sidecar.compute.cuda_device import CudaDevice
+
+    return CudaDevice(int(found[2] or 0), field=field)

@@ -1,0 +1,96 @@
+"""The host as a device: a call's work is done when it returns, so every mark is reached at once."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from windrow_sidecar.compute.device import Copies, Mark
+
+
+@dataclass(frozen=True, slots=True)
+class HostMark:
+    """A moment: all work before it is over."""
+
+    reached_ns: int
+
+    def done(self) -> bool:
+        """Yes."""
+        return True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+    def at_ns(self) -> int:
+        """When it was made."""
+        return self.reached_ns
+
+
+class HostDevice:
+    """This machine's cores and memory (see `ComputeDevice`).
+
+    Args:
+        clock: nanoseconds of CLOCK_MONOTONIC.
+    """
+
+    name = "cpu"
+    torch = torch.device("cpu")
+    queues = False
+
+    def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        self._clock = clock
+
+    def mark(self) -> Mark:
+        """Return now."""
+        return HostMark(self._clock())
+
+    def free_bytes(self) -> int:
+        """Memory of this machine that may still be taken."""
+        return available_bytes()
+
+    def total_units(self) -> int:
+        """Cores of this process."""
+        return len(os.sched_getaffinity(0))
+
+    def host_copy(self, n_bytes: int) -> Tensor:
+        """Any host memory serves."""
+        return torch.empty(n_bytes, dtype=torch.uint8)
+
+    def copies(self) -> Copies:
+        """Return copies that are done when they return."""
+        return HostCopies(self)
+
+
+class HostCopies:
+    """Copies in the thread that asks for them (see `Copies`)."""
+
+    def __init__(self, device: HostDevice) -> None:
+        self._device = device
+
+    def after(self, mark: Mark) -> None:
+        """Every mark is reached."""
+
+    def start(self, to: Tensor, source: Tensor) -> None:
+        """Copy it."""
+        to.copy_(source)
+
+    def mark(self) -> Mark:
+        """Return now."""
+        return self._device.mark()
+
+    def hold_back(self, mark: Mark) -> None:
+        """Every mark is reached."""
+
+
+def available_bytes() -> int:
+    """Memory of this machine that may still be taken."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

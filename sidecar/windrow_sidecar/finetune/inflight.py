@@ -1,0 +1,122 @@
+"""Which tasklets the device has been given and has not ended, and when those that ended ran."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow_sidecar.compute.device import ComputeDevice, Mark
+from windrow_sidecar.finetune.tasklets import Tasklet
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A tasklet that has ended.
+
+    Attributes:
+        begin_ns, end_ns: of CLOCK_MONOTONIC, as the device saw it; what it was held up is left out
+            at the front.
+        units: that it ran on.
+        held_up: whether it was held up in its middle.
+        grant: number of the grant that it ran under.
+    """
+
+    tasklet: Tasklet
+    begin_ns: int
+    end_ns: int
+    units: int
+    held_up: bool = False
+    grant: int = 0
+    estimate_us: int = 0
+
+
+@dataclass(slots=True)
+class _Queued:
+    tasklet: Tasklet
+    begun: Mark
+    ended: Mark
+    units: int
+    held_ns: int
+    grant: int
+    estimate_us: int
+
+
+class InFlight:
+    """Queued work of one device, oldest first; on the host none is left once a call is back.
+
+    Args:
+        device: that runs it.
+        ended: called with each tasklet that has ended, in their order.
+    """
+
+    def __init__(
+        self, device: ComputeDevice, ended: Callable[[Ran], None] = lambda ran: None
+    ) -> None:
+        self._device, self._ended = device, ended
+        self._queue: deque[_Queued] = deque()
+        self._ran: list[Ran] = []
+        self._begun = device.mark()
+
+    @property
+    def estimate_us(self) -> int:
+        """Of everything that has not ended, as it was estimated."""
+        return sum(queued.estimate_us for queued in self._queue)
+
+    def begin(self) -> None:
+        """What is queued from now on belongs to the next tasklet."""
+        self._begun = self._device.mark()
+
+    def end(
+        self,
+        tasklet: Tasklet,
+        units: int,
+        *,
+        estimate_us: int = 0,
+        held_ns: int = 0,
+        grant: int = 0,
+    ) -> None:
+        """All of that tasklet is queued."""
+        ended = self._device.mark()
+        self._queue.append(_Queued(tasklet, self._begun, ended, units, held_ns, grant, estimate_us))
+
+    def settle(self) -> None:
+        """Note what has ended meanwhile. Never waits."""
+        while self._queue and self._queue[0].ended.done():
+            self._note_oldest()
+
+    def wait_until_fits(self, estimate_us: int, bound_us: int) -> None:
+        """Until what is in flight and another of that estimate take no longer than the bound.
+
+        With nothing in flight anything fits; beside anything, what is not estimated (0) never does.
+        """
+        while self._queue and (not estimate_us or self.estimate_us + estimate_us > bound_us):
+            self._queue[0].ended.wait()
+            self._note_oldest()
+
+    def drain(self) -> None:
+        """Until nothing runs that this thread has queued, whether as a tasklet or not."""
+        self._device.mark().wait()
+        self.settle()
+
+    def take_ran(self) -> list[Ran]:
+        """Return what has ended since the last time."""
+        ran, self._ran = self._ran, []
+        return ran
+
+    def _note_oldest(self) -> None:
+        ran = _ran(self._queue.popleft())
+        self._ran.append(ran)
+        self._ended(ran)
+
+
+def _ran(queued: _Queued) -> Ran:
+    return Ran(
+        queued.tasklet,
+        queued.begun.at_ns() + queued.held_ns,
+        queued.ended.at_ns(),
+        queued.units,
+        queued.held_ns > 0,
+        queued.grant,
+        queued.estimate_us,
+    )

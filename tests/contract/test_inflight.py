@@ -1,0 +1,183 @@
+"""What a worker has in flight on a device that queues stays within the bound of its grant."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.finetune.device import OpenGate
+from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
+from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
+from windrow_sidecar.testing.queueing_device import QueueingDevice
+from windrow_sidecar.testing.tinyjob import tiny_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+UNITS, BOUND_US, TAKES_US = 8, 10_000, 4_000
+
+
+class Slot:
+    """The page, and a worker's gate in front of a device that queues."""
+
+    def __init__(self) -> None:
+        geometry = Geometry(
+            layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2
+        )
+        self.arena = Arena.create(geometry, reserved_chunks=1)
+        self.device, self.estimates = QueueingDevice(), Estimates()
+        self.epoch = 0
+        self.gate = GrantGate(
+            self.arena.page,
+            Unshared("finetune", UNITS),
+            self.estimates,
+            lambda: OfferFacts(1),
+            decode_lives=lambda: True,
+            device=self.device,
+            clock=self.device.clock,
+        )
+
+    def give(self, action: Action, **fields) -> None:
+        decision = Decision(
+            action, UNITS, in_flight_bound_us=BOUND_US, pause_epoch=self.epoch, **fields
+        )
+        self.arena.page.beat(0)
+        self.arena.page.publish_grant(*dataclasses.astuple(decision)[:-1])
+
+    def pause(self) -> None:
+        self.epoch += 1
+        self.give(Action.PAUSE)
+
+    @property
+    def offer(self) -> Offer:
+        return Offer(*self.arena.page.read_offer())
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    made = Slot()
+    yield made
+    made.arena.close()
+
+
+@pytest.fixture(scope="module")
+def forward():
+    tasklet = tiny_job().stream.peek()
+    assert tasklet.phase is Phase.FORWARD
+    return tasklet
+
+
+def test_the_next_tasklet_is_queued_behind_the_one_that_runs_and_no_more_than_the_bound(
+    slot, forward
+):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO)
+    most = 0
+    for n in range(20):
+        assert slot.gate.launch(forward)
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+        most = max(most, slot.device.queued_ns)
+        assert slot.device.queued_ns <= BOUND_US * 1e3
+        assert slot.offer.in_flight_us <= BOUND_US
+        if n >= 1:
+            assert slot.device.queued_ns > TAKES_US * 1e3, "the device never runs dry"
+    assert most == 2 * TAKES_US * 1e3
+
+
+def test_what_was_never_measured_runs_alone(slot, forward):
+    slot.give(Action.GO)
+    for _ in range(3):
+        assert slot.gate.launch(forward)
+        assert slot.device.queued_ns == 0
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+        slot.estimates = Estimates()
+        slot.gate._estimates = slot.estimates  # nothing is learnt
+
+
+def test_times_are_the_devices_own_not_those_of_queueing(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO)
+    for _ in range(2):
+        slot.gate.launch(forward)
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+    slot.gate.quiet(None)
+    first, second = slot.gate.take_ran()
+    assert [ran.end_ns - ran.begin_ns for ran in (first, second)] == [TAKES_US * 1000] * 2
+    assert first.end_ns == second.begin_ns
+    assert slot.gate.take_ran() == []
+
+
+def test_a_pause_is_over_within_the_bound_and_quiet_is_said_after_it(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO)
+    for _ in range(2):
+        slot.gate.launch(forward)
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+    slot.pause()
+    paused_ns = slot.device.now_ns
+    assert not slot.gate.launch(forward)
+    assert slot.offer.in_flight_us > 0, "it is not over yet"
+    slot.gate.quiet(forward)
+    assert slot.device.queued_ns == 0
+    assert slot.device.now_ns - paused_ns <= BOUND_US * 1e3
+    assert (slot.offer.in_flight_us, slot.offer.pause_epoch_seen) == (0, slot.epoch)
+
+
+def test_a_pause_in_the_middle_of_a_tasklet_waits_for_what_is_queued_of_it(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO)
+    slot.gate.launch(forward)
+    slot.device.work(TAKES_US / 2)
+    slot.pause()
+    assert slot.gate.revoked()
+
+    def decode_answers() -> bool:
+        assert slot.device.queued_ns == 0
+        assert slot.offer.in_flight_us == 0
+        slot.device.now_ns += 7_000_000  # so long it was held up
+        slot.give(Action.GO)
+        return False
+
+    assert slot.gate.hold(decode_answers)
+    slot.device.work(TAKES_US / 2)
+    slot.gate.landed(forward)
+    slot.gate.quiet(None)
+    (ran,) = slot.gate.take_ran()
+    assert ran.end_ns - ran.begin_ns == TAKES_US * 1000
+    assert ran.held_up
+
+
+def test_a_budget_counts_what_is_in_flight_as_estimated_and_what_has_ended_as_it_was(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO, budget_us=3 * TAKES_US)
+    launched = 0
+    while slot.gate.launch(forward):
+        slot.device.work(TAKES_US / 2)  # half of what was thought
+        slot.gate.landed(forward)
+        slot.gate.quiet(forward)
+        launched += 1
+        slot.estimates._lines.clear()
+        slot.estimates.learn(forward, UNITS, TAKES_US)
+    # 4 + 4 fit as estimated; as they were they took 2 each, so more did.
+    assert launched == 5
+
+
+def test_alone_nothing_bounds_what_is_queued_and_quiet_waits_for_all_of_it(forward):
+    device = QueueingDevice()
+    gate = OpenGate(4, device)
+    for _ in range(5):
+        assert gate.launch(forward)
+        device.work(TAKES_US)
+        gate.landed(forward)
+    assert gate.take_ran() == []
+    gate.quiet(None)
+    ran = gate.take_ran()
+    assert [r.units for r in ran] == [4] * 5
+    assert ran[-1].end_ns == 5 * TAKES_US * 1000

@@ -1,0 +1,297 @@
+"""A job whose torch allocates from lent chunks leaves them when decode asks, whatever lies there.
+
+The allocator is the real one, over the host's arena and over CUDA's on the stand-in; the job is a
+small one that holds addresses of it as a job's tensors do.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from windrow.errors import Transient
+from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.compute.mode import Sharing
+from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.finetune.allocations import AllocatedMemory, Loaded, chunks_for
+from windrow_sidecar.finetune.harvested import HarvestedSlot
+from windrow_sidecar.finetune.job import read_job
+from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.model import find_model, load_base
+from windrow_sidecar.finetune.slotdevice import SlotDevice
+from windrow_sidecar.memory.allocator import LentBudget
+from windrow_sidecar.qos.view import Action, Decision, Offer
+
+MIB = 1 << 20
+WORKER = 7
+ROOT = Path(__file__).parents[2]
+
+
+class HoldsMemory:
+    """As much of a job as memory knows: activations and state, each an allocation."""
+
+    def __init__(self, allocator: DeviceAllocator) -> None:
+        self._allocator = allocator
+        self.state = allocator.allocate(6 * MIB)
+        self.activations = 0
+        self.log: list[str] = []
+        self.movable = True
+        self.device = torch.device("cpu")
+        self.between_micro_batches = True
+
+    def begin(self, n_bytes: int) -> None:
+        self.activations = self._allocator.allocate(n_bytes)
+
+    def spill(self, room_bytes: int) -> None:
+        del room_bytes
+        self.log.append("spill")
+        self._free_activations()
+
+    def drop(self) -> None:
+        self.log.append("drop")
+        self._free_activations()
+
+    def replan(self) -> None:
+        self.log.append("replan")
+
+    def swap_out(self, home, room_bytes: int) -> None:
+        del home
+        self.spill(room_bytes)
+        if self.movable:
+            self._allocator.free(self.state)
+            self.state = 0
+        self.log.append("out")
+
+    def swap_in(self, home) -> None:
+        del home
+        if self.movable:
+            self.state = self._allocator.allocate(6 * MIB)
+        self.log.append("in")
+
+    def _free_activations(self) -> None:
+        if self.activations:
+            self._allocator.free(self.activations)
+            self.activations = 0
+
+
+class Appetite:
+    """What is left of `Keeping` here."""
+
+    def peak_bytes(self, tokens: int) -> int:
+        return tokens * 1000
+
+    def fits(self, tokens: int) -> bool:
+        return tokens < 100
+
+
+class Beside:
+    """Decode's arena, the worker's view of it, and the worker's memory."""
+
+    def __init__(self, driver: str, layout: str, run_dir: Path) -> None:
+        geometry = Geometry(
+            layers=2,
+            kv_heads=2,
+            head_dim=32,
+            dtype_bytes=4,
+            block_bytes=2 * MIB,
+            chunks=6,
+            layout=layout,
+        )
+        self.decode = Arena.create(geometry, reserved_chunks=0, driver=driver)
+        self.decode.serve(path := str(run_dir / "a.sock"))
+        self.worker = Arena.attach(path)
+        self.allocator = DeviceAllocator.over(self.worker)
+        self.budget = LentBudget(self.worker, WORKER, self.allocator)
+        self.memory = AllocatedMemory(
+            self.budget,
+            HostDevice(),
+            chunk_bytes=geometry.chunk_bytes,
+            host_free_bytes=lambda: 1 << 30,
+        )
+
+    def lend(self, chunks: int) -> None:
+        self.decode.lend(chunks, owner=WORKER)
+        self.memory.settle()
+
+    def load(self) -> HoldsMemory:
+        job = HoldsMemory(self.allocator)
+        self.memory.serve(Loaded(job, Appetite()))
+        return job
+
+    def close(self) -> None:
+        del self.memory, self.budget, self.allocator
+        self.worker.close()
+        self.decode.check()
+        self.decode.close()
+
+
+@pytest.fixture(params=["host", "standin", "standin token-major"])
+def beside(request, run_dir) -> Iterator[Beside]:
+    if request.param != "host":
+        request.getfixturevalue("cuda_standin")
+    driver = "host" if request.param == "host" else "cuda"
+    layout = "token-major" if "token-major" in request.param else "per-layer"
+    made = Beside(driver, layout, run_dir)
+    yield made
+    made.close()
+
+
+def test_what_is_free_is_what_is_lent_and_not_taken(beside):
+    assert beside.budget.free_bytes() == 0
+    beside.lend(3)
+    assert beside.budget.free_bytes() == 3 * 8 * MIB
+    job = beside.load()
+    assert beside.budget.used_bytes() == 6 * MIB
+    assert beside.budget.free_bytes() == 3 * 8 * MIB - 6 * MIB
+    beside.memory.release()
+    assert job.log == ["drop"]
+    beside.allocator.free(job.state)
+
+
+def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
+    beside.lend(3)
+    job = beside.load()
+    beside.decode.revoke(2)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert len(beside.decode.held(WORKER)) == 1
+    assert job.log == ["replan"]
+    beside.allocator.free(job.state)
+
+
+def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(beside):
+    beside.lend(3)
+    job = beside.load()
+    job.begin(10 * MIB)
+    beside.decode.revoke(2)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert job.log[0] == "spill"
+    assert "out" not in job.log
+    beside.allocator.free(job.state)
+
+
+def test_state_that_lies_in_a_chunk_that_drains_comes_back_into_another(beside):
+    beside.lend(1)
+    job = beside.load()
+    before = job.state
+    beside.lend(2)  # lower ids than the first: decode asks for the lowest, so lend those last
+    for _ in range(2):
+        beside.decode.revoke(1)
+        beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert len(beside.decode.held(WORKER)) == 1
+    assert job.state
+    assert before
+    beside.allocator.free(job.state)
+
+
+def test_what_cannot_be_left_ends_the_job_as_transient(beside):
+    beside.lend(2)
+    job = beside.load()
+    job.movable = False
+    beside.decode.revoke(2)
+    with pytest.raises(Transient, match="goes on from its checkpoint"):
+        beside.memory.settle()
+    assert job.log[:2] == ["spill", "spill"]
+    beside.allocator.free(job.state)
+    beside.memory.release()
+    assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []
+
+
+def test_a_job_asks_for_what_is_there_and_its_next_group():
+    assert chunks_for(used_bytes=10 * MIB, group_bytes=0, chunk_bytes=8 * MIB) == 2
+    assert chunks_for(used_bytes=0, group_bytes=16 * MIB, chunk_bytes=8 * MIB) == 3
+
+
+class Decode(threading.Thread):
+    """Lends what is wanted, up to a limit, and grants for ever."""
+
+    def __init__(self, arena: Arena, limit: int) -> None:
+        super().__init__(daemon=True)
+        self.arena, self.limit, self.over = arena, limit, threading.Event()
+        self.most_wanted = 0
+
+    def run(self) -> None:
+        page, last = self.arena.page, None
+        while not self.over.wait(0.01):
+            page.beat(0)
+            offer = Offer(*page.read_offer())
+            self.most_wanted = max(self.most_wanted, offer.wanted_chunks)
+            target = min(offer.wanted_chunks, self.limit)
+            lent = self.arena.counts()[2]
+            if offer.job_epoch and target > lent:
+                self.arena.lend(target - lent, owner=offer.job_epoch)
+            elif target < lent:
+                self.arena.revoke(lent - target)
+            if last != offer.job_epoch:
+                last = offer.job_epoch
+                go = Decision(Action.GO, 2, in_flight_bound_us=20_000)
+                page.publish_grant(*(getattr(go, n) for n in Decision.__slots__[:-1]))
+
+
+def job_file(folder: Path) -> Path:
+    path = folder / "job.json"
+    path.write_text(
+        json.dumps(
+            {
+                "metadata": {"name": "j", "uid": "u"},
+                "epoch": WORKER,
+                "spec": {
+                    "model": {"name": str(ROOT / "models" / "windrow-tiny")},
+                    "dataset": {"source": str(ROOT / "examples" / "support-tone" / "train.jsonl")},
+                    "adapter": {"lora": {"rank": 2, "alpha": 4}},
+                    "training": {"maxSteps": 2, "batchSize": 2, "maxSequenceLength": 256},
+                    "output": {"destination": str(folder / "out")},
+                },
+            }
+        )
+    )
+    return path
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_loads(beside, run_dir):
+    decode = Decode(beside.decode, limit=4)
+    decode.start()
+    try:
+        job = read_job(job_file(run_dir))
+        loaded_with: list[int] = []
+
+        def load():
+            loaded_with.append(beside.budget.chunks)
+            return load_base(find_model(job.spec.model.name, "main"))
+
+        ground = SlotDevice(
+            HostDevice(),
+            Unshared("finetune", 2),
+            Sharing("temporal", "a test"),
+            beside.memory,
+        )
+        slot = HarvestedSlot(job, beside.worker, ground, Standing(), load)
+        assert loaded_with == [4], "all that decode lends, before anything is loaded"
+        stream, ran = slot.session.stream, 0
+        while (tasklet := stream.peek()) is not None:
+            slot.memory.settle()
+            tasklet = stream.peek() or tasklet
+            if not slot.memory.starving(tasklet) and slot.gate.launch(tasklet):
+                stream.run(tasklet)
+                slot.gate.landed(tasklet)
+                ran += 1
+            else:
+                slot.gate.quiet(tasklet)
+                slot.gate.wait()
+        assert stream.position.step == 2
+        assert ran == len(slot.gate.take_ran())
+        slot.close()
+        assert beside.budget.chunks == 0
+    finally:
+        decode.over.set()
+        decode.join()
+    assert decode.most_wanted >= 6
