@@ -5,6 +5,7 @@ In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts in
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ ENV_NODE_NAME = "WINDROW_NODE_NAME"  # S, downward API
 ENV_TOKEN_FILE = "WINDROW_TOKEN_FILE"  # S: projected service-account token, audience `windrow`
 ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
+
+ENV_MPS = "WINDROW_MPS"  # S: auto (default) or off; whether a private MPS daemon may be started
 
 TOKEN_AUDIENCE = "windrow"
 PROTOCOL_VERSION = 1
@@ -47,6 +50,27 @@ class RunDir:
     def weights_manifest(self, slot: int = 0) -> Path:
         """JSON that says where in the exported weights each parameter lies."""
         return self.root / f"weights-{slot}.json"
+
+    @property
+    def mps_folder(self) -> Path:
+        """Pipes and logs of the private MPS daemon, where the sidecar has started one."""
+        return self.root / "mps"
+
+    @property
+    def mps_environment(self) -> Path:
+        """JSON: the variables that make a process a client of that daemon; there while it runs.
+
+        To be set before the process first uses CUDA (`read_mps_environment`).
+        """
+        return self.root / "mps.json"
+
+    def read_mps_environment(self) -> dict[str, str]:
+        """Return those variables; none where no daemon runs."""
+        try:
+            found: dict[str, str] = json.loads(self.mps_environment.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        return found
 
     def job_dir(self, job_uid: str) -> Path:
         """Scratch of one job: its spec as the worker reads it, logs."""

@@ -8,14 +8,14 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import cast
 
 import torch
 
-from benchmarks.harness import ROOT, Baseline, Result, middle
+from benchmarks.engine.setting import Setting
+from benchmarks.harness import Baseline, Result, middle
 from windrow_sidecar._core import Arena, Geometry, Page
-from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.finetune.adapters import Adapter
 from windrow_sidecar.finetune.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.data import Example
@@ -23,78 +23,64 @@ from windrow_sidecar.finetune.dedicated import open_alone
 from windrow_sidecar.finetune.estimates import Estimates
 from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.health import StallWatch
-from windrow_sidecar.finetune.job import Session, open_session, read_job
+from windrow_sidecar.finetune.job import Session, open_session
 from windrow_sidecar.finetune.layerwise import DecoderStack
 from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.measurement import endless
-from windrow_sidecar.finetune.model import find_model, load_base
+from windrow_sidecar.finetune.model import BaseModel
 from windrow_sidecar.finetune.plan.grain import Paced, WholeRows
 from windrow_sidecar.finetune.plan.orders import layer_major, next_of
+from windrow_sidecar.finetune.sharing.twin import twin_of
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.finetune.suspension import Suspension, between_modules
 from windrow_sidecar.finetune.tasklets import MicroBatch
 from windrow_sidecar.finetune.visit import Parts, Visit, padded
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
 
-JOB = ROOT / "examples" / "finetunejob.yaml"
-COST_GOAL = 0.02
+COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005
 # A quarter of an objective of 40 ms, as in Harli.
 BOUND_US = 10_000
-# Padded tokens of a micro-batch: as one row of the example's longest.
-STEP_TOKENS = 512
 
 
-class _OneCore:
-    """A partition that never changes."""
-
-    total_units = 1
-
-    def levels(self) -> tuple[int, ...]:
-        """All of it."""
-        return (self.total_units,)
-
-    def activate(self, level: int) -> None:
-        """Nothing to move."""
-
-
-def stopping(*, rounds: int, pauses: int) -> list[Result]:
-    """Both figures on one core."""
+def stopping(setting: Setting, *, rounds: int, pauses: int) -> list[Result]:
+    """Both figures; on the host with one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_cost(rounds), *_pause(pauses)]
+        return [_cost(setting, rounds), *_pause(setting, pauses)]
     finally:
         torch.set_num_threads(threads)
 
 
-def _cost(rounds: int) -> Result:
+def _cost(setting: Setting, rounds: int) -> Result:
     """The layers of a micro-batch in tasklets under a gate, against one forward and backward."""
-    plain, parts = _parts(), _parts()
-    gate, page = _gate(Estimates())
+    device = setting.find()
+    base = setting.base(device)
+    plain, parts = _parts(setting, device, base), _parts(setting, device, base)
+    gate, page = _gate(Estimates(), device)
     between_modules(parts.stack.layers, _suspension(gate).point)
-    ids = torch.randint(3, 250, (1, STEP_TOKENS), generator=torch.Generator().manual_seed(1))
-    row = Example(tuple(ids[0].tolist()), tuple(ids[0].tolist()), "random")
+    ids = torch.randint(3, 250, setting.step, generator=torch.Generator().manual_seed(1))
+    rows = [Example(tuple(row), tuple(row), "random") for row in ids.tolist()]
     whole: list[float] = []
     shares: list[float] = []
     for _ in range(rounds):
         # In pairs, of which the machine's noise meets both.
-        whole.append(_timed(lambda: _uninterrupted(plain, row)))
-        shares.append(_timed(lambda: _in_tasklets(parts, row, gate, page)) / whole[-1] - 1)
+        whole.append(_timed(device, lambda: _uninterrupted(plain, rows)))
+        in_tasklets = _timed(device, lambda: _in_tasklets(parts, rows, gate, page))
+        shares.append(in_tasklets / whole[-1] - 1)
     value, spread = middle(shares[1:])
     return Result(
-        "cost of being stoppable, 1 core",
+        f"cost of being stoppable, {setting.what}",
         value,
         "ratio",
         "lower",
-        goal=COST_GOAL,
+        goal=COST_GOAL_ON_GPU if setting.on_gpu else COST_GOAL,
         spread=spread,
         baseline=Baseline("seconds of an uninterrupted pass", statistics.median(whole)),
     )
 
 
-def _parts() -> Parts:
-    job = read_job(JOB)
-    session = open_alone(replace(job, spec=endless(job.spec)))
+def _parts(setting: Setting, device: ComputeDevice, base: BaseModel) -> Parts:
+    session = open_alone(setting.job(), device, twin_of(base))
     stack = DecoderStack(session.model.get_base_model())
     adapter = Adapter(session.model)
     adapter.switch(on=True, training=True)
@@ -105,15 +91,17 @@ def _suspension(gate: GrantGate) -> Suspension:
     return Suspension(gate, StallWatch(), lambda: False)
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _timed(device: ComputeDevice, work: Callable[[], None]) -> float:
     begun = time.perf_counter()
     work()
+    device.mark().wait()
     return time.perf_counter() - begun
 
 
-def _in_tasklets(parts: Parts, row: Example, gate: GrantGate, page: Page) -> None:
-    micro = MicroBatch(0, (0,), (row.length,))
-    visit = Visit(parts, [micro], [row], TorchBoundaries(), labels_in_batch=row.targets, seed=1)
+def _in_tasklets(parts: Parts, rows: list[Example], gate: GrantGate, page: Page) -> None:
+    micro = MicroBatch(0, tuple(range(len(rows))), tuple(row.length for row in rows))
+    labels = sum(row.targets for row in rows)
+    visit = Visit(parts, [micro], rows, TorchBoundaries(), labels_in_batch=labels, seed=1)
     while (tasklet := next_of(layer_major, visit.frontier, WholeRows())) is not None:
         page.beat(0)
         gate.launch(tasklet)
@@ -121,30 +109,31 @@ def _in_tasklets(parts: Parts, row: Example, gate: GrantGate, page: Page) -> Non
         gate.landed(tasklet)
 
 
-def _uninterrupted(parts: Parts, row: Example) -> None:
+def _uninterrupted(parts: Parts, rows: list[Example]) -> None:
     """The same layers and head as one graph."""
-    ids, targets = padded([row])
+    ids, targets = (x.to(parts.stack.device) for x in padded(rows))
     at = parts.stack.begin(ids)
     hidden = at.inputs[0]
     for layer, call in zip(parts.stack.layers, at.calls, strict=True):
         hidden = layer(hidden, *call.args, **call.kwargs)
     assert hidden is not None
     _, gradient = parts.head.loss_and_gradient(
-        hidden.detach(), targets, labels_in_batch=row.targets
+        hidden.detach(), targets, labels_in_batch=sum(row.targets for row in rows)
     )
     hidden.backward(gradient)  # type: ignore[no-untyped-call]
 
 
-def _pause(pauses: int) -> list[Result]:
+def _pause(setting: Setting, pauses: int) -> list[Result]:
     """Revoke at random moments; how long until the worker says that nothing runs."""
-    estimates = Estimates()
-    gate, page = _gate(estimates)
-    session = _paced_session(gate, estimates)
+    estimates, device = Estimates(), setting.find()
+    gate, page = _gate(estimates, device)
+    session = _paced_session(setting, device, gate, estimates)
     took_us: list[float] = []
     over = threading.Event()
     beats = threading.Thread(target=_beat, args=(page, over), daemon=True)
     beats.start()
-    decode = threading.Thread(target=_decode, args=(page, pauses, took_us), daemon=True)
+    told = (page, pauses, took_us, _units(device))
+    decode = threading.Thread(target=_decode, args=told, daemon=True)
     _run_until(session, gate, lambda: session.stream.position.step >= 1)
     decode.start()
     _run_until(session, gate, lambda: not decode.is_alive())
@@ -152,7 +141,7 @@ def _pause(pauses: int) -> list[Result]:
     beats.join()
     ordered = sorted(took_us)
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    name = f"pause to quiet, 1 core, bound {BOUND_US / 1e3:g} ms"
+    name = f"pause to quiet, {setting.what}, bound {BOUND_US / 1e3:g} ms"
     return [
         Result(f"{name}: p50", statistics.median(ordered) / 1e3, "ms", "lower"),
         Result(f"{name}: p99", p99 / 1e3, "ms", "lower", goal=BOUND_US / 1e3),
@@ -171,18 +160,19 @@ def _run_until(session: Session, gate: GrantGate, done: Callable[[], bool]) -> N
             gate.wait(0.001)
 
 
-def _decode(page: Page, pauses: int, took_us: list[float]) -> None:
+def _decode(page: Page, pauses: int, took_us: list[float], units: int) -> None:
     """Grant, and revoke after a random while."""
     draw = random.Random(7)
     for epoch in range(1, pauses + 1):
-        _publish(page, Decision(Action.GO, 1, in_flight_bound_us=BOUND_US, pause_epoch=epoch - 1))
+        go = Decision(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=epoch - 1)
+        _publish(page, go)
         time.sleep(draw.uniform(0.03, 0.08))
         _publish(page, Decision(Action.PAUSE, in_flight_bound_us=BOUND_US, pause_epoch=epoch))
         begun = time.perf_counter_ns()
         while not _is_quiet(page, epoch):
             time.sleep(0.0001)
         took_us.append((time.perf_counter_ns() - begun) / 1e3)
-    _publish(page, Decision(Action.GO, 1, in_flight_bound_us=BOUND_US, pause_epoch=pauses))
+    _publish(page, Decision(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=pauses))
 
 
 def _beat(page: Page, over: threading.Event) -> None:
@@ -196,15 +186,26 @@ def _is_quiet(page: Page, epoch: int) -> bool:
     return offer.pause_epoch_seen >= epoch and offer.in_flight_us == 0
 
 
-def _gate(estimates: Estimates) -> tuple[GrantGate, Page]:
+def _units(device: ComputeDevice) -> int:
+    return device.total_units() if device.queues else 1
+
+
+def _gate(estimates: Estimates, device: ComputeDevice) -> tuple[GrantGate, Page]:
     geometry = Geometry(
         layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2
     )
     page = Arena.create(geometry, reserved_chunks=1).page
-    _publish(page, Decision(Action.GO, 1, in_flight_bound_us=BOUND_US))
-    partition = cast(Partition, _OneCore())
-    facts = OfferFacts(1)
-    return GrantGate(page, partition, estimates, lambda: facts, decode_lives=lambda: True), page
+    units, facts = _units(device), OfferFacts(1)
+    _publish(page, Decision(Action.GO, units, in_flight_bound_us=BOUND_US))
+    gate = GrantGate(
+        page,
+        Unshared("finetune", units),
+        estimates,
+        lambda: facts,
+        decode_lives=lambda: True,
+        device=device,
+    )
+    return gate, page
 
 
 def _publish(page: Page, decision: Decision) -> None:
@@ -212,15 +213,18 @@ def _publish(page: Page, decision: Decision) -> None:
     page.publish_grant(*dataclasses.astuple(decision)[:-1])
 
 
-def _paced_session(gate: GrantGate, estimates: Estimates) -> Session:
-    job = read_job(JOB)
-    job = replace(job, spec=endless(job.spec))
-    grain = Paced(estimates, BOUND_US, units=1)
+def _paced_session(
+    setting: Setting, device: ComputeDevice, gate: GrantGate, estimates: Estimates
+) -> Session:
+    most, bound_us = setting.step[0] * setting.step[1], BOUND_US
+    # As `harvested` paces: while one runs, the next is queued behind it.
+    grain = Paced(estimates, bound_us // 2 if device.queues else bound_us, _units(device))
     return open_session(
-        job,
-        load_base(find_model(job.spec.model.name, job.spec.model.revision)),
+        setting.job(),
+        setting.base(device),
         boundaries=TorchBoundaries(),
-        limits=lambda: MicroLimits(min(STEP_TOKENS, grain.tokens(Phase.BACKWARD))),
+        limits=lambda: MicroLimits(min(most, grain.tokens(Phase.BACKWARD))),
         grain=lambda: grain,
         between=_suspension(gate).point,
+        device=device,
     )

@@ -26,9 +26,11 @@ std::size_t range_bytes(const ChunkMemory& memory) {
 
 }  // namespace
 
-AliasCache::AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory)
+AliasCache::AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory,
+                       std::function<void()> before_unmapping)
     : driver_(&driver),
       memory_(std::move(memory)),
+      before_unmapping_(std::move(before_unmapping)),
       range_(driver_->reserve(range_bytes(*memory_))),
       addresses_(range_->bytes()) {
   if (memory_->one_memory_a_chunk()) {
@@ -108,6 +110,7 @@ void AliasCache::clear() {
     drop_oldest();
   }
   if (homes_) {
+    before_unmapping_();
     homes_->clear(calls_);
   }
 }
@@ -177,6 +180,7 @@ void AliasCache::drop(Idle::iterator place) {
   if (alias->last_use) {
     alias->last_use->wait();  // unmapping under a running kernel is a fault
   }
+  before_unmapping_();
   const auto offset = static_cast<std::size_t>(alias->address - range_->data());
   std::size_t at = offset;
   for (const Piece& piece : pieces_of(alias->blocks)) {

@@ -46,7 +46,7 @@ DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
     : streams_(&streams),
       memory_(in_blocks(driver, std::move(memory))),
       budget_(memory_->chunks(), memory_->blocks_per_chunk()),
-      aliases_(driver, memory_) {}
+      aliases_(driver, memory_, [this] { wait_for_everything(); }) {}
 
 void DeviceAllocator::lend(std::int64_t chunk) {
   const std::scoped_lock lock(mutex_);
@@ -245,6 +245,7 @@ std::byte* DeviceAllocator::take_segment(std::size_t bytes, StreamId stream, Str
   if (!alias) {
     return nullptr;
   }
+  used_on_.insert(stream);
   std::byte* address = alias->address;
   segments_[slot(address)] = {std::move(alias), stream, bytes, pool};
   stats_.segment.add(pool != nullptr, 1);
@@ -326,6 +327,14 @@ void DeviceAllocator::wait_for_streams() {
   release_done();
   trim_pools(nullptr);
   budget_.wait_for_fences();
+}
+
+// A tensor from one stream may be in use on another: torch orders streams by events of its own, of
+// which nobody tells us.
+void DeviceAllocator::wait_for_everything() const {
+  for (const StreamId stream : used_on_) {
+    streams_->record(stream)->wait();
+  }
 }
 
 bool DeviceAllocator::is_deferred(const std::byte* address) const {

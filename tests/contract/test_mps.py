@@ -101,6 +101,6 @@ def test_a_daemon_that_does_not_answer_in_time_is_ended(run_dir):
 
 def test_a_machine_without_mps_is_told_what_to_do(run_dir):
     daemon = MpsDaemon(run_dir / "mps", control="no-such-mps-control")
-    with pytest.raises(UserError, match="mps: false") as error:
+    with pytest.raises(UserError, match="mps off") as error:
         daemon.start()
     assert error.value.reason == "MpsMissing"

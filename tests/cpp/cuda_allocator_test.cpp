@@ -168,6 +168,16 @@ TEST_F(CudaAllocator, NothingIsUnmappedUnderAKernel) {
   EXPECT_EQ(allocator_->mapping_calls().unmap, 8);
 }
 
+TEST_F(CudaAllocator, NothingIsUnmappedWhileAnyStreamThatTakesMemoryIsAtWork) {
+  std::byte* const tensor = allocator_->allocate(4 * kMiB, id(mine_));
+  std::byte* const theirs = allocator_->allocate(4 * kMiB, id(other_));
+  launch_fill(other_, tensor, 5, 4 * kMiB);  // ordered behind `mine_` by an event, as torch does it
+  allocator_->free(tensor);
+  allocator_->release_cached();
+  EXPECT_GE(allocator_->mapping_calls().unmap, 2);
+  allocator_->free(theirs);
+}
+
 TEST_F(CudaAllocator, AChunkIsGivenBackAfterTheKernelsThatWriteIt) {
   std::byte* const tensor = allocator_->allocate(16 * kMiB, id(mine_));
   launch_fill(mine_, tensor, 5, 16 * kMiB);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ def doctor(as_json: Json = False, kubeconfig: Kubeconfig = None) -> None:
     """
     findings = [check() for check in (_python, _compiler, _native, _torch, _cores, _memory, _tools)]
     failed = any(not finding.ok for finding in findings)
-    findings += [_gpu(), _cluster(kubeconfig)]
+    findings += [*_gpu(), _cluster(kubeconfig)]
     if as_json:
         print_json(findings)
     else:
@@ -60,12 +61,30 @@ def _native() -> Finding:
     return Finding("native module", *run, "" if run[1] else "make setup")
 
 
-def _gpu() -> Finding:
-    run = _python_says(
-        "import windrow_sidecar._core as c; f = c.driver('cuda').facts; "
-        "print(f['name'], f['units'], 'SMs')"
+def _gpu() -> list[Finding]:
+    """The GPU, and how it would be shared between decode and a worker."""
+    run = subprocess.run(
+        [sys.executable, "-m", "windrow_sidecar.compute.survey"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
     )
-    return Finding("gpu", *run, "" if run[1] else "the host driver is used")
+    if run.returncode:
+        return [Finding("gpu", (run.stderr.strip().splitlines() or [""])[-1], False, "make setup")]
+    found = json.loads(run.stdout)
+    if not found["gpu"]:
+        return [Finding("gpu", found["why"], ok=False, remedy="the host driver is used")]
+    remedy = "" if found["mode"] == "spatial" else "docs/gpu.md: what sharing in space needs"
+    return [
+        Finding("gpu", f"{found['gpu']} {found['units']} SMs", ok=True),
+        Finding(
+            "gpu sharing",
+            f"{found['mode']}: {found['reason']}",
+            ok=found["mode"] == "spatial",
+            remedy=remedy,
+        ),
+    ]
 
 
 def _torch() -> Finding:

@@ -36,8 +36,11 @@ struct Alias {
 // side. Thread: one at a time.
 class AliasCache {
  public:
-  // Reserves addresses, several times those of all chunks. Throws Error.
-  AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory);
+  // Reserves addresses, several times those of all chunks. `before_unmapping` returns once nothing
+  // runs on any stream that may use an idle alias: `last_use` tells of the stream that it was
+  // handed to, and tensors are used on others too. Throws Error.
+  AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory,
+             std::function<void()> before_unmapping);
   AliasCache(const AliasCache&) = delete;
   AliasCache& operator=(const AliasCache&) = delete;
   // Waits for the last users of idle aliases, then unmaps everything.
@@ -77,6 +80,7 @@ class AliasCache {
 
   Driver* driver_;
   std::shared_ptr<const ChunkMemory> memory_;
+  std::function<void()> before_unmapping_;
   std::unique_ptr<Reservation> range_;
   std::optional<ChunkHomes> homes_;  // where a chunk is one memory; at the start of the range
   AddressRanges addresses_;

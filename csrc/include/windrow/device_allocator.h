@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -117,6 +118,7 @@ class DeviceAllocator {
   void release_done();
   void trim_pools(const StreamPool* except);
   void wait_for_streams();
+  void wait_for_everything() const;
   [[nodiscard]] bool is_deferred(const std::byte* address) const;
   [[nodiscard]] std::string describe_locked() const;
 
@@ -124,6 +126,7 @@ class DeviceAllocator {
   Streams* streams_;
   std::shared_ptr<const ChunkMemory> memory_;
   ChunkBudget budget_;
+  std::set<StreamId> used_on_;  // every stream that memory was asked for on
   AliasCache aliases_;
   std::unordered_map<std::size_t, Segment> segments_;  // by the slot of 2 MiB in which they begin
   std::unordered_map<const std::byte*, std::vector<StreamId>> recorded_;

@@ -12,6 +12,7 @@ from windrow.rundir import (
     DEFAULT_RUN_DIR,
     ENV_LOG_DIR,
     ENV_METRICS_PORT,
+    ENV_MPS,
     ENV_NODE_NAME,
     ENV_OPERATOR_ADDRESS,
     ENV_OPERATOR_CA,
@@ -53,6 +54,7 @@ class AgentSettings:
     metrics_port: int = 0
     metrics_host: str = ""
     worker_module: str = "windrow_sidecar.finetune.worker"
+    mps: bool = True  # whether a private MPS daemon may be started for the GPU
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
     engine_absence_s: float = 5.0  # an engine that is away for longer is gone
@@ -157,6 +159,12 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         metavar="X",
         help="what is run as the finetune worker [%(default)s]",
     )
+    flag(
+        "--mps",
+        ENV_MPS,
+        "auto: start a private MPS daemon where the GPU can be shared; off",
+        "auto",
+    )
     parser.add_argument(
         "--standby",
         action=argparse.BooleanOptionalAction,
@@ -177,6 +185,10 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
             field=ENV_METRICS_PORT,
             remedy="Give 0 (any free one) to 65535.",
         )
+    if args.mps not in ("auto", "off"):
+        raise UserError(
+            f"{args.mps!r} says nothing of MPS", field=ENV_MPS, remedy="Write auto or off."
+        )
     return AgentSettings(
         run_dir=RunDir(Path(args.run_dir)),
         operator_address=args.operator_address,
@@ -191,6 +203,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         metrics_port=int(args.metrics_port),
         metrics_host=args.metrics_host,
         worker_module=args.worker_module,
+        mps=args.mps == "auto",
         standby=args.standby,
         grace_s=args.grace_seconds,
     )

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.exporter import Exporter
+from windrow_sidecar.agent.gpu_sharing import GpuSharing
 from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.operator_link import OperatorLink
 from windrow_sidecar.agent.orphans import end_orphans
@@ -16,6 +17,7 @@ from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.compute.mps import MpsDaemon
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +34,8 @@ class Sidecar:
         self._slots: dict[int, Slot] = {}
         self._policy = agent_pb2.EnginePolicy()
         self._orders: set[asyncio.Task[None]] = set()
+        daemon = MpsDaemon(settings.run_dir.mps_folder) if settings.mps else None
+        self._sharing = GpuSharing(settings.run_dir, daemon, changed=self._sharing_changed)
         self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -39,6 +43,7 @@ class Sidecar:
         settings = self._settings
         settings.run_dir.root.mkdir(parents=True, exist_ok=True)
         await end_orphans(settings.run_dir.root, grace_s=settings.grace_s)
+        await self._sharing.start()  # before the engine uses the GPU
         service = AgentService(self._slot_at, self._find_run, self._link.profile_taken)
         server = await serve(service, str(settings.run_dir.agent_socket))
         exporter = Exporter(self._all_slots, lambda: self._link.attached)
@@ -57,6 +62,10 @@ class Sidecar:
             await server.stop(grace=0.5)
             exporter.close()
             settings.run_dir.agent_socket.unlink(missing_ok=True)
+            await self._sharing.close()
+
+    def _sharing_changed(self) -> None:
+        self._link.facts_changed()
 
     async def _end_workers(self) -> None:
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
@@ -73,6 +82,7 @@ class Sidecar:
                 self._settings,
                 self._outbox,
                 on_facts=self._link.facts_changed,
+                sharing=lambda: self._sharing.sharing,
             )
             slot.set_policy(self._policy)
         return slot

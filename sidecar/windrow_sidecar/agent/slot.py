@@ -16,6 +16,7 @@ from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.utilization import Utilization, make_meter
 from windrow_sidecar.agent.worker_process import Standby
+from windrow_sidecar.compute.mode import Sharing
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +34,11 @@ class Slot:
         outbox: Outbox,
         *,
         on_facts: Callable[[], None],
+        sharing: Callable[[], Sharing | None] = lambda: None,
     ) -> None:
         self.index = index
         self._settings, self._outbox, self._on_facts = settings, outbox, on_facts
+        self._sharing = sharing
         self.engine_state = "starting"
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
@@ -242,6 +245,7 @@ class Slot:
         h = self.hello
         if h is None:
             return None
+        sharing = None if h.driver == "host" else self._sharing()
         return attach_pb2.SlotFacts(
             index=self.index,
             engine=h.engine,
@@ -257,6 +261,8 @@ class Slot:
             chunks=h.chunks,
             tensor_parallel=h.tensor_parallel,
             endpoint=h.endpoint,
+            sharing=sharing.mode if sharing else "",
+            sharing_reason=sharing.reason if sharing else "",
         )
 
     def running(self) -> attach_pb2.RunningJob | None:

@@ -184,14 +184,15 @@ async def _spawn(
             stdin=stdin,
             stdout=out,
             stderr=out,
-            env=_environment(settings),
+            env=worker_environment(settings),
             # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
             # session, because niceness counts only within one (autogroup).
             process_group=0,
         )
 
 
-def _environment(settings: AgentSettings) -> dict[str, str]:
+def worker_environment(settings: AgentSettings) -> dict[str, str]:
+    """What a worker starts with; it is a client of the pod's MPS daemon where one runs."""
     own = {
         # A team that spins at a barrier would take decode's cores (p99 from 10 to 100 ms).
         "OMP_WAIT_POLICY": "passive",
@@ -202,7 +203,7 @@ def _environment(settings: AgentSettings) -> dict[str, str]:
     }
     if settings.log_dir:
         own[ENV_LOG_DIR] = str(settings.log_dir)
-    return {**os.environ, **own}
+    return {**os.environ, **own, **settings.run_dir.read_mps_environment()}
 
 
 def _tail(log: Path) -> str:

@@ -1,8 +1,9 @@
 """The private MPS daemon of one GPU: without it two processes never run on the GPU at once.
 
-It is started in the foreground, as a child of whoever serves, so that its end is seen and it leaves
-nothing behind. Its pipe folder is its address: only processes that are given `environment` are its
-clients, whatever other daemons the machine has (container runtimes mount `/tmp/nvidia-mps`).
+It is started in the foreground, as a child of the agent, so that its end is seen. While decode is
+its client it outlives an agent that ends, and the next one takes it over. Its pipe folder is its
+address: only processes that are given `environment` are its clients, whatever other daemons the
+machine has (container runtimes mount `/tmp/nvidia-mps`).
 A fatal fault of one client reaches all of them, so a worker that must end is ended by
 `terminate_client` before its process is killed.
 """
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -46,6 +48,7 @@ class MpsDaemon:
         self._folder, self._control, self._sleep = folder, control, sleep
         self._environ = dict(environ)
         self._process: subprocess.Popen[bytes] | None = None
+        self._taken_over = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -56,20 +59,21 @@ class MpsDaemon:
         }
 
     def start(self, *, within: timedelta = ANSWERS_WITHIN) -> None:
-        """Start it and wait until it answers. Nothing happens when it runs.
+        """Start it and wait until it answers. Where one answers already, it is ours from now on.
 
         Raises:
             UserError: there is no such executable.
             Transient: it ended, or did not answer in time; it is not running then.
         """
-        if self.alive():
+        if self.alive() or self._take_over():
             return
         program = shutil.which(self._control, path=self._environ.get("PATH"))
         if program is None:
             raise UserError(
                 f"{self._control} is not on PATH",
-                field="sidecar.gpuAccess.mps",
-                remedy="Use an image with NVIDIA's MPS tools, or set mps: false (time gating).",
+                field="PATH",
+                remedy="Use an image with NVIDIA's MPS tools; without them the GPU is shared in "
+                "time (--mps off says that this is meant).",
                 reason="MpsMissing",
             )
         for folder in self.environment.values():
@@ -81,12 +85,15 @@ class MpsDaemon:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for the agent
             )
         self._await_answer(time.monotonic() + within.total_seconds())
 
     def alive(self) -> bool:
-        """Whether the daemon that was started here still runs. Costs one system call."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the daemon still runs: one system call, or a question where it was taken over."""
+        if self._taken_over:
+            self._taken_over = self._answers()
+        return self._taken_over or (self._process is not None and self._process.poll() is None)
 
     def servers(self) -> list[int]:
         """Process ids of its servers: one for each user with clients."""
@@ -112,6 +119,10 @@ class MpsDaemon:
     def stop(self, *, within: timedelta = ANSWERS_WITHIN) -> None:
         """Ask it to quit, and end it when it does not. Its clients lose the GPU. Idempotent."""
         process, self._process = self._process, None
+        if self._taken_over:
+            self._taken_over = False
+            with suppress(Transient):
+                self._ask("quit -t 1")
         if process is None:
             return
         try:
@@ -121,6 +132,17 @@ class MpsDaemon:
         except (Transient, subprocess.TimeoutExpired):
             process.kill()
         process.wait()
+
+    def _take_over(self) -> bool:
+        self._taken_over = (self._folder / "pipe").is_dir() and self._answers()
+        return self._taken_over
+
+    def _answers(self) -> bool:
+        try:
+            self._ask("get_server_list")
+        except Transient:
+            return False
+        return True
 
     def _await_answer(self, deadline: float) -> None:
         while True:

@@ -40,9 +40,10 @@ class PlainLoop:
         device: ComputeDevice,
         *,
         checkpointing: bool = False,
+        random_weights: int | None = None,
     ) -> None:
         training, self._device = job.spec.training, device
-        base, spec = base_of(job, device), job.spec
+        base, spec = base_of(job, device, random_weights=random_weights), job.spec
         self._rows = read_examples(job, base).train
         self._model = add_adapter(base.model, spec).train()
         if checkpointing:
@@ -116,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="keep only what stands between layers"
     )
+    parser.add_argument("--random-weights", type=int, metavar="SEED", help="make weights up")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     parser.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
@@ -133,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             units,
             device,
             checkpointing=options.gradient_checkpointing,
+            random_weights=options.random_weights,
         )
     except UserError as error:
         print(error, file=sys.stderr)

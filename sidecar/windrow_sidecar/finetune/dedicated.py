@@ -51,7 +51,8 @@ def measure_alone(options: argparse.Namespace) -> int:
     job = read_job(options.job[0])
     job = replace(job, spec=endless(job.spec))
     events = event_log(job, options.log_dir)
-    session, gate = open_alone(job, device), OpenGate(units, device)
+    base = base_of(job, device, random_weights=options.random_weights)
+    session, gate = open_alone(job, device, base), OpenGate(units, device)
     measured = measure(
         lambda: _step(session, gate, events),
         engine="windrow",
@@ -100,14 +101,15 @@ def take_cores(units: int | None) -> int:
     return units
 
 
-def base_of(job: Job, device: ComputeDevice) -> BaseModel:
-    """Load the base model that a job names onto a device.
+def base_of(job: Job, device: ComputeDevice, *, random_weights: int | None = None) -> BaseModel:
+    """Load the base model that a job names onto a device; `random_weights`: see `load_base`.
 
     Raises:
         UserError: it cannot be had.
     """
     directory = find_model(job.spec.model.name, job.spec.model.revision)
-    return load_base(directory, form=WeightForm.of(job.spec), device=device)
+    form = WeightForm.of(job.spec)
+    return load_base(directory, form=form, device=device, random_weights=random_weights)
 
 
 def open_alone(

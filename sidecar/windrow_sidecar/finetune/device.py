@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.finetune.inflight import InFlight, Ran
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.swapping import Home, Swap
@@ -62,11 +62,11 @@ class OpenGate:
 
     Args:
         units: in use.
-        device: that runs tasklets.
+        device: that runs tasklets (default: the host).
     """
 
-    def __init__(self, units: int, device: ComputeDevice) -> None:
-        self._units, self._in_flight = units, InFlight(device)
+    def __init__(self, units: int, device: ComputeDevice | None = None) -> None:
+        self._units, self._in_flight = units, InFlight(device or HostDevice())
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Yes."""

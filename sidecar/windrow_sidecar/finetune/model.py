@@ -121,12 +121,14 @@ def load_base(
     form: WeightForm | None = None,
     room_bytes: int | None = None,
     device: ComputeDevice | None = None,
+    random_weights: int | None = None,
 ) -> BaseModel:
     """Build the model, over `exported` where that is given, else from the directory's files.
 
     `form`: of weights that are read from files; fp32 where nothing is said. `room_bytes`: what they
     may take (default: most of what is free); where that is too little for all, layers take turns.
-    `device`: where it computes (default: the host).
+    `device`: where it computes (default: the host). `random_weights`: a seed; weights are made up
+    on the device, as for measurements, and the directory needs none.
 
     Raises:
         UserError: a form whose library is not there, an architecture that transformers cannot
@@ -144,7 +146,9 @@ def load_base(
         raise _unsupported(directory, error) from error
     form, device = form or WeightForm(), device or HostDevice()
     frozen: FrozenLayers | None = None
-    if exported is not None:
+    if random_weights is not None:
+        model = _made_up(config, form, device, random_weights)
+    elif exported is not None:
         model = _over(directory, config, exported)
     elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
         model = _read(directory, config, form)
@@ -152,10 +156,26 @@ def load_base(
         model, frozen = _windowed(directory, config, form, room, device)
     else:
         raise _too_large(directory, form, room)
-    model.to(device.torch)
+    if frozen is None:
+        model.to(device.torch)
     model.requires_grad_(requires_grad=False)
     found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
     return BaseModel(model, config, tokenizer, exported is not None, frozen, found)
+
+
+def _made_up(
+    config: Any,  # noqa: ANN401
+    form: WeightForm,
+    device: ComputeDevice,
+    seed: int,
+) -> nn.Module:
+    """Build a model as transformers initialises it, directly on the device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.device(device.torch):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=form.dtype)
+    return model.eval()
 
 
 def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa: ANN401

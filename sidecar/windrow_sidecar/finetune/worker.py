@@ -72,6 +72,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         action="append",
         help="FinetuneJob manifest, or a job.json; several share a base model and take turns",
     )
+    own.add_argument(
+        "--random-weights",
+        type=int,
+        metavar="SEED",
+        help="with --seconds or --steps: make weights up on the device; the model needs no files",
+    )
     own.add_argument("--seconds", type=float, help="measure for so long, then stop; no adapter")
     own.add_argument("--steps", type=int, help="measure so many steps, then stop; no adapter")
     own.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
@@ -83,6 +89,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         needed = ["job"]
     else:
         needed = ["run_dir"] if options.standby else ["run_dir", "job_uid", "epoch"]
+    if options.random_weights is not None and options.seconds is None and options.steps is None:
+        parser.error("--random-weights is for measuring: --seconds or --steps with it")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
     if missing:
         parser.error(f"wanted: {', '.join(missing)}")

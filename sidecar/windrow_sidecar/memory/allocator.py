@@ -114,13 +114,14 @@ def install(allocator: DeviceAllocator, *, device: int = 0) -> None:
     log.info("torch allocates on cuda:%d from %s", device, allocator.describe_budget())
 
 
-def memory_stats(device: int = 0) -> dict[str, int]:
+def memory_stats(device: int | None = None) -> dict[str, int]:
     """Figures of the installed allocator under the names of `torch.cuda.memory_stats`.
 
-    torch's own function raises with a pluggable allocator. Empty where none is installed.
+    torch's own function raises with a pluggable allocator. Empty where none is installed; `device`:
+    of which GPU (default: the one that has an allocator).
     """
-    allocator = _installed.get(device)
-    return {} if allocator is None else allocator.stats()
+    installed = [_installed.get(device)] if device is not None else list(_installed.values())
+    return installed[0].stats() if installed and installed[0] is not None else {}
 
 
 def _address(symbol: str) -> int:

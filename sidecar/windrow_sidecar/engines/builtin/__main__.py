@@ -24,6 +24,9 @@ def main() -> int:
         settings = EngineSettings.from_command_line(None, os.environ)
         for name, value in OPENMP.items():
             os.environ.setdefault(name, value)
+        if settings.run_dir is not None:
+            # A client of the pod's MPS daemon, where the sidecar has started one.
+            os.environ.update(settings.run_dir.read_mps_environment())
         config = read_config(settings.model_path)
         front = FrontProcess(settings, eos_token_ids=config.eos_token_ids, cpus=_last_core())
         try:

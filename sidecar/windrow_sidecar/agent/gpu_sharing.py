@@ -1,0 +1,131 @@
+"""How decode and workers of this pod share its GPU: decided at the start, watched to the end.
+
+Where the GPU has shares of SMs, a private MPS daemon is started before anybody uses it; what makes
+a process its client stands in a file of the run directory, for the engine and for our workers. A
+daemon that ends is not started again: decode would not become a client of the new one, so from then
+on workers run in the gaps that decode signals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from windrow.errors import Transient, UserError
+from windrow.rundir import RunDir
+from windrow_sidecar.compute.mode import Ground, Sharing, choose_sharing
+from windrow_sidecar.compute.mps import MpsDaemon
+from windrow_sidecar.compute.survey import Survey
+
+_log = logging.getLogger(__name__)
+
+WATCH_EVERY_S = 1.0
+SWITCHED_OFF = "it is switched off (--mps off)"
+
+Look = Callable[[], Awaitable[Survey]]
+
+
+async def look_at_gpu() -> Survey:
+    """Ask in a process of its own, which leaves no context on the GPU."""
+    asked = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "windrow_sidecar.compute.survey"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asked.communicate()
+    if asked.returncode:
+        last = err.decode(errors="replace").strip().splitlines()[-1:]
+        return Survey(why=f"looking at it failed: {''.join(last)}")
+    return Survey(**json.loads(out))
+
+
+class GpuSharing:
+    """The sharing of one pod's GPU. All of it belongs to the agent's event loop.
+
+    Args:
+        run_dir: of the pod.
+        daemon: to start; None: MPS is switched off.
+        look: what the GPU offers.
+        changed: called when the sharing is another than before.
+        every_s: between two looks at the daemon.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        daemon: MpsDaemon | None,
+        *,
+        look: Look = look_at_gpu,
+        changed: Callable[[], None] = lambda: None,
+        every_s: float = WATCH_EVERY_S,
+    ) -> None:
+        self._run_dir, self._daemon, self._look = run_dir, daemon, look
+        self._changed, self._every_s = changed, every_s
+        self._watch: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self.sharing: Sharing | None = None  # None: there is no GPU
+
+    async def start(self) -> None:
+        """Decide, and start the daemon where it is wanted; whatever is missing is a reason."""
+        self._forget_environment()
+        found = await self._look()
+        if not found.gpu:
+            _log.info("no GPU to share: %s", found.why)
+            return
+        mps_missing = SWITCHED_OFF if self._daemon is None else ""
+        if self._daemon is not None and not found.green_missing:
+            mps_missing = await self._start(self._daemon)
+        self._settle(choose_sharing(Ground(found.green_missing, mps_missing)))
+
+    async def close(self) -> None:
+        """Stop the daemon, unless decode is its client: that would take the GPU from it."""
+        self._closing.set()
+        if self._watch is not None:
+            await self._watch
+        if self._daemon is None or not self._daemon.alive():
+            return
+        try:
+            clients = await asyncio.to_thread(self._daemon.clients)
+        except Transient:
+            clients = {}
+        if any(clients.values()):
+            _log.warning("the MPS daemon stays for its clients %s", clients)
+            return
+        self._forget_environment()
+        await asyncio.to_thread(self._daemon.stop)
+
+    async def _start(self, daemon: MpsDaemon) -> str:
+        """Return why there is no daemon now; "": there is."""
+        try:
+            await asyncio.to_thread(daemon.start)
+        except (UserError, Transient) as error:
+            return str(error)
+        file = self._run_dir.mps_environment
+        draft = file.with_suffix(".tmp")
+        draft.write_text(json.dumps(daemon.environment), encoding="utf-8")
+        os.replace(draft, file)
+        self._watch = asyncio.create_task(self._watch_over(daemon))
+        return ""
+
+    async def _watch_over(self, daemon: MpsDaemon) -> None:
+        while daemon.alive():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), self._every_s)
+                return
+        self._forget_environment()
+        self._settle(choose_sharing(Ground("", "the MPS daemon has ended; see mps/log")))
+        self._changed()
+
+    def _settle(self, sharing: Sharing) -> None:
+        lost = self.sharing is not None and self.sharing.mode != sharing.mode
+        self.sharing = sharing
+        say = _log.warning if lost else _log.info
+        say("the GPU is shared in %s mode: %s", sharing.mode, sharing.reason)
+
+    def _forget_environment(self) -> None:
+        self._run_dir.mps_environment.unlink(missing_ok=True)

@@ -1,0 +1,58 @@
+"""`python -m windrow_sidecar.compute.survey`: how this machine's GPU would be shared, as JSON.
+
+A process of its own, so that whoever asks keeps no context on the GPU: the agent asks before it
+starts the MPS daemon, `windrow doctor` for people.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+
+from windrow_sidecar import _core
+from windrow_sidecar.compute.ground import green_missing
+from windrow_sidecar.compute.mode import Ground, choose_sharing
+from windrow_sidecar.compute.mps import CONTROL
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found; `gpu` is empty where there is none, and `why` says so.
+
+    Attributes:
+        green_missing, mps_missing: as in `mode.Ground`; MPS counts as there where its program is.
+        mode, reason: what `choose_sharing` makes of it.
+    """
+
+    gpu: str = ""
+    why: str = ""
+    units: int = 0
+    green_missing: str = ""
+    mps_missing: str = ""
+    mode: str = ""
+    reason: str = ""
+
+
+def survey(driver: str = "cuda", path: str | None = None) -> Survey:
+    """Look at a GPU.
+
+    Args:
+        driver: of the GPU.
+        path: where programs are looked for (default: PATH).
+    """
+    try:
+        facts = _core.driver(driver).facts
+    except _core.DriverUnavailable as error:
+        return Survey(why=str(error))
+    green = green_missing(driver)
+    found = shutil.which(CONTROL, path=path)
+    mps = "" if found else f"{CONTROL} is not on PATH"
+    chosen = choose_sharing(Ground(green, mps))
+    return Survey(facts["name"], "", facts["units"], green, mps, chosen.mode, chosen.reason)
+
+
+if __name__ == "__main__":
+    json.dump(asdict(survey(path=os.environ.get("PATH"))), sys.stdout)

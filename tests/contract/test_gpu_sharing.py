@@ -1,0 +1,198 @@
+"""How a pod's GPU is shared is decided at the agent's start, told, and watched over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from windrow.proto import agent_pb2
+from windrow.rundir import RunDir
+from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
+from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.settings import AgentSettings, parse_settings
+from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.worker_process import worker_environment
+from windrow_sidecar.compute.ground import look
+from windrow_sidecar.compute.mode import Sharing, choose_sharing
+from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
+from windrow_sidecar.compute.survey import Survey, survey
+
+FAKE = Path(__file__).with_name("fake_mps_control.py")
+GPU = Survey(gpu="a GPU", units=132)
+
+
+class Pod:
+    """A run directory, another program that speaks the protocol of NVIDIA's, and what was told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = RunDir(folder)
+        self.control = folder / CONTROL
+        self.control.symlink_to(FAKE)
+        self.changed = asyncio.Event()
+        self.open: list[GpuSharing] = []
+
+    def daemon(self) -> MpsDaemon:
+        return MpsDaemon(self.run_dir.mps_folder, control=str(self.control))
+
+    async def share(self, found: Survey, daemon: MpsDaemon | None) -> GpuSharing:
+        async def found_so() -> Survey:
+            return found
+
+        made = GpuSharing(
+            self.run_dir, daemon, look=found_so, changed=self.changed.set, every_s=0.01
+        )
+        await made.start()
+        self.open.append(made)
+        return made
+
+    def put_clients(self, *pids: int) -> None:
+        (self.run_dir.mps_folder / "pipe" / "clients").write_text("\n".join(map(str, pids)))
+
+
+@pytest.fixture
+async def pod(run_dir) -> AsyncIterator[Pod]:
+    made = Pod(run_dir)
+    yield made
+    if (made.run_dir.mps_folder / "pipe").is_dir():
+        made.put_clients()
+    for sharing in made.open:
+        await sharing.close()
+
+
+async def test_a_gpu_with_shares_gets_a_daemon_and_its_environment_is_told(pod):
+    sharing = await pod.share(GPU, pod.daemon())
+    assert sharing.sharing.mode == "spatial"
+    told = pod.run_dir.read_mps_environment()
+    assert told["CUDA_MPS_PIPE_DIRECTORY"] == str(pod.run_dir.mps_folder / "pipe")
+    settings = AgentSettings(pod.run_dir)
+    assert told.items() <= worker_environment(settings).items()
+    await sharing.close()
+    assert pod.run_dir.read_mps_environment() == {}
+    assert "CUDA_MPS_PIPE_DIRECTORY" not in worker_environment(settings)
+
+
+async def test_without_shares_of_sms_no_daemon_is_started(pod):
+    found = Survey(gpu="an old GPU", units=80, green_missing="its driver knows none")
+    sharing = await pod.share(found, pod.daemon())
+    assert sharing.sharing == Sharing("temporal", "no green contexts: its driver knows none")
+    assert not pod.run_dir.mps_folder.exists()
+
+
+async def test_switched_off_it_is_shared_in_time(pod):
+    sharing = await pod.share(GPU, None)
+    assert sharing.sharing == Sharing("temporal", f"no MPS daemon: {SWITCHED_OFF}")
+
+
+async def test_a_program_that_is_missing_is_the_reason(pod):
+    missing = MpsDaemon(pod.run_dir.mps_folder, control="no-such-mps-control")
+    sharing = await pod.share(GPU, missing)
+    assert sharing.sharing.mode == "temporal"
+    assert "no-such-mps-control is not on PATH" in sharing.sharing.reason
+    assert pod.run_dir.read_mps_environment() == {}
+
+
+async def test_without_a_gpu_there_is_nothing_to_share(pod):
+    sharing = await pod.share(Survey(why="no driver"), pod.daemon())
+    assert sharing.sharing is None
+    assert not pod.run_dir.mps_folder.exists()
+
+
+async def test_a_daemon_that_ends_is_told_and_workers_run_in_turn_from_then_on(pod):
+    daemon = pod.daemon()
+    sharing = await pod.share(GPU, daemon)
+    daemon._process.kill()
+    await asyncio.wait_for(pod.changed.wait(), 20)
+    assert sharing.sharing.mode == "temporal"
+    assert "the MPS daemon has ended" in sharing.sharing.reason
+    assert pod.run_dir.read_mps_environment() == {}
+    assert not daemon.alive(), "it is not started again: decode would not be its client"
+
+
+async def test_while_decode_is_its_client_the_daemon_outlives_the_agent_and_is_taken_over(pod):
+    first = pod.daemon()
+    sharing = await pod.share(GPU, first)
+    pod.put_clients(41)
+    await sharing.close()
+    assert first.alive()
+    assert pod.run_dir.read_mps_environment()
+
+    second = pod.daemon()
+    again = await pod.share(GPU, second)
+    assert again.sharing.mode == "spatial"
+    assert second._process is None, "none was started beside it"
+    assert second.clients() == {100: [41]}
+    pod.put_clients()
+    await again.close()
+    first._process.wait(20)
+    assert pod.run_dir.read_mps_environment() == {}
+
+
+async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
+    sharing = await pod.share(GPU, None)
+    slot = Slot(
+        0,
+        AgentSettings(pod.run_dir),
+        Outbox(),
+        on_facts=lambda: None,
+        sharing=lambda: sharing.sharing,
+    )
+    slot.hello = agent_pb2.EngineHello(driver="cuda")
+    assert slot.facts().sharing == "temporal"
+    assert SWITCHED_OFF in slot.facts().sharing_reason
+    slot.hello = agent_pb2.EngineHello(driver="host")
+    assert slot.facts().sharing == slot.facts().sharing_reason == ""
+
+
+@pytest.mark.parametrize(("said", "wanted"), [("auto", True), ("off", False)])
+def test_mps_is_switched_by_flag_and_environment(run_dir, said, wanted):
+    flags = ["--run-dir", str(run_dir)]
+    assert parse_settings([*flags, "--mps", said], {}).mps is wanted
+    assert parse_settings(flags, {"WINDROW_MPS": said}).mps is wanted
+
+
+def test_a_worker_sees_by_its_environment_whether_it_is_a_client(cuda_standin, run_dir):
+    without = choose_sharing(look("cuda", {}))
+    assert without.mode == "temporal"
+    assert "CUDA_MPS_PIPE_DIRECTORY is not set" in without.reason
+    gone = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    assert f"no daemon answers in {run_dir}" in gone.reason
+    (run_dir / "control").touch()
+    there = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    assert there.mode == "spatial"
+
+
+def test_a_survey_says_what_would_be_chosen_and_why(cuda_standin, run_dir):
+    without = survey(path=str(run_dir))
+    assert (without.mode, without.mps_missing) == ("temporal", f"{CONTROL} is not on PATH")
+    (run_dir / CONTROL).symlink_to(FAKE)
+    found = survey(path=str(run_dir))
+    assert found.mode == "spatial"
+    assert found.gpu
+    assert found.units > 8
+
+
+async def test_the_agent_looks_from_another_process(cuda_standin):
+    found = await look_at_gpu()
+    assert found.gpu
+    assert found.green_missing == ""
+
+
+def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):
+    said = subprocess.run(
+        [sys.executable, "-c", "from windrow.cli import main; main()", "doctor", "--json"],
+        env=os.environ | {"KUBECONFIG": str(run_dir / "none")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    findings = {finding["what"]: finding for finding in json.loads(said.stdout)}
+    assert findings["gpu"]["ok"]
+    assert findings["gpu sharing"]["found"].startswith("temporal: no MPS daemon")
