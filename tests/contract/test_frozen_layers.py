@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from windrow.errors import UserError
+from windrow_sidecar.compute.host_device import HostCopies
 from windrow_sidecar.finetune.activations.planned import ALL, PlannedLayers
 from windrow_sidecar.finetune.around import InTurn
 from windrow_sidecar.finetune.model import load_base
@@ -16,9 +17,10 @@ from windrow_sidecar.finetune.plan.grain import WholeRows, Windows
 from windrow_sidecar.finetune.residency.copying import Copier, RateLimit
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.residency.loading import CannotWindow, load_windowed
-from windrow_sidecar.finetune.residency.source import stored_tensors
+from windrow_sidecar.finetune.residency.source import OpenFiles, stored_tensors
 from windrow_sidecar.finetune.structure import find_layers
 from windrow_sidecar.testing.models import save_random_llama
+from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
 LAYERS, PLENTY = 5, 10**9
@@ -228,3 +230,81 @@ def test_capacity_is_what_the_room_holds(checkpoint):
     assert two.capacity == 2
     all_of_it.close()
     two.close()
+
+
+class Queueing(QueueingDevice):
+    """A device that queues: its copies take time, and its memory is the host's."""
+
+    def copies(self):
+        return _Slow(self)
+
+
+class _Slow(HostCopies):
+    def start(self, to, source):
+        self._device.work(source.numel())  # a microsecond a byte
+        super().start(to, source)
+
+
+@pytest.mark.parametrize("pinned", [PLENTY, 300, 0], ids=["all", "some", "none"])
+def test_a_device_that_queues_is_fed_from_pinned_copies_and_learns_the_same(
+    checkpoint, windowed, monkeypatch, pinned
+):
+    monkeypatch.setattr("windrow_sidecar.finetune.residency.copying.PIECE_BYTES_ON_GPU", 256)
+    expected = trained(tiny_job(steps=2, base=whole(checkpoint)))
+    device = Queueing()
+    copier = Copier(device=device, pinned_bytes=pinned)
+    model, frozen, around, _ = windowed(copier=copier, device=device)
+    frozen.resize(2)
+    found = trained(tiny_job(steps=2, base=model, around_layer=around))
+    assert bit_equal(found, expected)
+    assert copier._staging.kept_bytes <= pinned
+    frozen.close()
+    assert copier.seconds > 0
+
+
+def test_what_is_kept_on_the_host_is_read_from_its_file_once(checkpoint, windowed, monkeypatch):
+    reads = []
+    read = OpenFiles.read_into
+    monkeypatch.setattr(
+        OpenFiles, "read_into", lambda self, *a: (reads.append(1), read(self, *a))[1]
+    )
+    device = Queueing()
+    _, frozen, _, _ = windowed(copier=Copier(device=device, pinned_bytes=PLENTY), device=device)
+    frozen.resize(1)
+    for layer in range(LAYERS):
+        with frozen.forward(layer):
+            pass
+    once = len(reads)
+    for layer in range(LAYERS):
+        with frozen.forward(layer):
+            pass
+    assert len(reads) == once
+    assert frozen.moved.transfers >= 2 * LAYERS - 1
+
+
+def test_a_layer_waits_on_the_device_for_its_copy_which_waits_for_the_last_user(
+    checkpoint, windowed
+):
+    """What computes is held back behind the copy, and the copy began behind what was queued."""
+    device, order = Queueing(), []
+
+    class Told(_Slow):
+        def after(self, mark):
+            order.append("after")
+
+        def start(self, to, source):
+            order.append("copy")
+            super().start(to, source)
+
+        def hold_back(self, mark):
+            order.append("held back")
+
+    device.copies = lambda: Told(device)
+    _, frozen, _, _ = windowed(copier=Copier(device=device, pinned_bytes=0), device=device)
+    frozen.resize(1)
+    with frozen.forward(0):
+        pass
+    assert order[0] == "after"
+    assert order[1] == "copy"
+    assert order[-1] == "held back"
+    assert order.count("held back") == 1

@@ -152,8 +152,9 @@ class FrozenLayers:
         transfer = self._coming.pop(layer)
         try:
             transfer.wait()
+            self._copier.hold_back(transfer)
         finally:
-            self._account(layer, transfer)
+            self._account(layer)
             if transfer.error is not None:
                 self._evict(layer)
 
@@ -161,14 +162,14 @@ class FrozenLayers:
         transfer = self._coming.pop(layer, None)
         if transfer is not None:
             transfer.cancel()
-            self._account(layer, transfer)
+            self._account(layer)
         self._layers[layer].detach()
         self._free.append(self._slots.pop(layer))
 
-    def _account(self, layer: int, transfer: Transfer) -> None:
+    def _account(self, layer: int) -> None:
         self.moved.transfers += 1
         self.moved.n_bytes += self._layers[layer].n_bytes
-        self.moved.copy_s += transfer.seconds
+        self.moved.copy_s = self._copier.seconds
 
 
 def weights_of(

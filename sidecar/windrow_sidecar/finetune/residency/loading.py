@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.overlay import absent, build_over
 from windrow_sidecar.finetune.residency.copying import Copier
-from windrow_sidecar.finetune.residency.frozen import FrozenLayers, weights_of
+from windrow_sidecar.finetune.residency.frozen import FrozenLayers, LayerWeights, weights_of
 from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.residency.source import read, stored_tensors
 from windrow_sidecar.finetune.structure import find_layers
@@ -61,7 +62,30 @@ def load_windowed(
     if capacity < LEAST_LAYERS:
         needed = rest + LEAST_LAYERS * largest
         raise CannotWindow(f"{needed} bytes are needed for two layers, {room_bytes} are there")
-    return model, FrozenLayers(weights, copier or Copier(), capacity=capacity)
+    device = device or HostDevice()
+    _move(model, device.torch, weights)
+    frozen = FrozenLayers(
+        weights,
+        copier or Copier(device=device),
+        capacity=capacity,
+        make_slot=lambda n: torch.empty(n, dtype=torch.uint8, device=device.torch),
+    )
+    return model, frozen
+
+
+def _move(model: nn.Module, to: torch.device, layers: list[LayerWeights]) -> None:
+    """Bring a model to a device, its layers as shapes: `nn.Module.to` would make them whole."""
+    if to.type == "cpu":
+        return
+    waiting = {id(parameter) for layer in layers for parameter, _ in layer.parameters}
+    for parameter in model.parameters():
+        if id(parameter) in waiting:
+            parameter.data = absent(tuple(parameter.shape), parameter.dtype, to)
+        else:
+            parameter.data = parameter.data.to(to)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(to)
 
 
 def _skeleton(config: Any) -> nn.Module:  # noqa: ANN401
