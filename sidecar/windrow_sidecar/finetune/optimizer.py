@@ -35,6 +35,8 @@ class AdapterOptimizer:
 
     `.grad` of the parameters belongs to the micro-batch on its way. `commit` adds it to the sum,
     `discard` forgets it: a micro-batch that is interrupted leaves no trace and can run again.
+    Gradients and sums are fp32, whatever the parameters are (a module that is trained as a whole
+    has the base's type): added up in bf16, six windows cost a quarter of its precision.
     """
 
     def __init__(
@@ -56,6 +58,8 @@ class AdapterOptimizer:
         self._snapshot: Snapshot | None = None
         self._spare = Spare()
         self._adamw = adamw(self._parameters, self._spec)
+        self._narrow = [p for p in self._parameters if p.dtype != torch.float32]
+        self._collect(torch.float32)
 
     @property
     def device(self) -> torch.device:
@@ -64,9 +68,7 @@ class AdapterOptimizer:
 
     def commit(self) -> None:
         """Add the micro-batch's gradients to the sum."""
-        gradients = [
-            p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters
-        ]
+        gradients = [p.grad if p.grad is not None else _zeros(p) for p in self._parameters]
         if self._sums is None:
             self._sums = gradients
         else:
@@ -86,7 +88,7 @@ class AdapterOptimizer:
             NotFinite: a gradient is NaN or infinite; nothing has changed but that the sum is gone.
         """
         self._before_change(PARAMETER, STATE)
-        sums = self._sums or [torch.zeros_like(p) for p in self._parameters]
+        sums = self._sums or [_zeros(p) for p in self._parameters]
         self._sums = None
         norm = nn.utils.get_total_norm(sums)
         if not math.isfinite(float(norm)):
@@ -95,14 +97,21 @@ class AdapterOptimizer:
         if scale < 1.0:
             self._before_change(SUM)
             torch._foreach_mul_(sums, scale)
+        self._collect(None)
         for parameter, gradient in zip(self._parameters, sums, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient.to(parameter.dtype)
         rate = self._schedule.rate(number)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
         self.discard()
+        self._collect(torch.float32)
         return StepFacts(rate, float(norm))
+
+    def _collect(self, dtype: torch.dtype | None) -> None:
+        """Have autograd add gradients up in that type; None: in the parameter's own, for AdamW."""
+        for parameter in self._narrow:
+            parameter.grad_dtype = dtype or parameter.dtype
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a checkpoint must hold: parameters, moments, sums. Not copied."""
@@ -148,7 +157,11 @@ class AdapterOptimizer:
             if entry.startswith(f"{BEST}/")
         }
         has_sums = any(name.startswith(f"{SUM}/") for name in held)
-        self._sums = [held[f"{SUM}/{name}"].clone() for name in self._names] if has_sums else None
+        self._sums = (
+            [held[f"{SUM}/{name}"].to(torch.float32, copy=True) for name in self._names]
+            if has_sums
+            else None
+        )
         self.discard()
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
@@ -181,6 +194,10 @@ class AdapterOptimizer:
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._names, self._parameters, strict=True))
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32)
 
 
 def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
