@@ -45,8 +45,8 @@ from windrow_sidecar.qos.view import Decision
 _WARM_UP_STEPS = 5
 # A worker that was granted the device begins within this, or never.
 _WORKER_BEGINS_WITHIN_S = 60.0
-# A policy may keep it paused for good reasons.
-_POLICY_LETS_RUN_WITHIN_S = 3.0
+# A policy may keep it paused for good reasons, and a gap be too short for a tasklet.
+_ARM_LETS_RUN_WITHIN_S = 3.0
 _COPY_BYTES, _COPIES = 1 << 30, 20
 
 
@@ -111,7 +111,12 @@ class Engine:
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Keep up a load under an arm; see `measure.py` for what a command holds."""
-        fixed = FixedLoad(command["batch"], command["context"], command["generated"])
+        fixed = FixedLoad(
+            command["batch"],
+            command["context"],
+            command["generated"],
+            together=command.get("together", False),
+        )
         hook, warmed_up = self._arm(command)
         try:
             steps = run_load(
@@ -139,7 +144,7 @@ class Engine:
             return share, self._worker_runs(share, _WORKER_BEGINS_WITHIN_S, must=True)
         if kind == "gaps":
             gaps = Gaps(arena, units, objective_us)
-            return gaps, self._worker_runs(gaps, _WORKER_BEGINS_WITHIN_S, must=False)
+            return gaps, self._worker_runs(gaps, _ARM_LETS_RUN_WITHIN_S, must=False)
         hook = HarvestHook(
             arena,
             self.device.splits,
@@ -149,7 +154,7 @@ class Engine:
         hook.set_terms(Terms("first-light", "windrow", "harvest", objective_us))
         hook.worker_lives(command["epoch"])
         page = Granting(arena, units)
-        return hook, self._worker_runs(page, _POLICY_LETS_RUN_WITHIN_S, must=False)
+        return hook, self._worker_runs(page, _ARM_LETS_RUN_WITHIN_S, must=False)
 
     def _worker_runs(self, page: Granting, within_s: float, *, must: bool) -> Callable[[int], bool]:
         first, deadline = page.offer().tasklet_id, time.monotonic() + within_s
@@ -193,7 +198,10 @@ def _copy_gb_s() -> float:
     for _ in range(_COPIES):
         target.copy_(source)
     torch.cuda.synchronize()
-    return 2 * _COPY_BYTES * _COPIES / (time.monotonic() - began_s) / 1e9
+    seconds = time.monotonic() - began_s
+    del source, target
+    torch.cuda.empty_cache()
+    return 2 * _COPY_BYTES * _COPIES / seconds / 1e9
 
 
 def _beat(engine: Engine) -> None:
@@ -216,13 +224,15 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s decode %(levelname)s %(message)s")
     engine = Engine(parser.parse_args())
     threading.Thread(target=_beat, args=(engine,), daemon=True).start()
-    # As the server does: no collection in the middle of a step.
+    # As the server does: no collection in the middle of a step, no thread that holds it up.
+    sys.setswitchinterval(0.0005)
     gc.collect()
     gc.freeze()
+    gc.disable()
     _answer(engine.facts())
     for line in sys.stdin:
         command = json.loads(line)
-        gc.collect(0)
+        gc.collect()
         _answer(engine.offer() if command["do"] == "offer" else engine.run(command))
 
 

@@ -26,6 +26,7 @@ class ArmFigures:
     tpot_p50_ms: float
     tpot_p99_ms: float
     over_percent: float  # of the steps
+    optimizer_steps: int  # that eta rests on; with fewer than two it is 0
 
     @classmethod
     def of(cls, arm: str, objective_ms: float, part: Document, dedicated: float) -> ArmFigures:
@@ -38,6 +39,7 @@ class ArmFigures:
             tpot_p50_ms=statistics.median(ms) if ms else 0.0,
             tpot_p99_ms=ms[int(0.99 * (len(ms) - 1))] if ms else 0.0,
             over_percent=100 * sum(m > objective_ms for m in ms) / len(ms) if ms else 0.0,
+            optimizer_steps=part.get("optimizer_steps", 0),
         )
 
 
@@ -134,7 +136,8 @@ def _arm_rows(figures: ArmFigures) -> list[Result]:
         Result(f"{at}: steps over", figures.over_percent, "%", "lower"),
     ]
     if figures.arm != "alone":
-        rows.insert(0, Result(f"{at}: eta", figures.eta, "of dedicated", "higher"))
+        steps = Result(f"{at}: optimizer steps", figures.optimizer_steps, "steps", "higher")
+        rows = [Result(f"{at}: eta", figures.eta, "of dedicated", "higher"), steps, *rows]
     return rows
 
 

@@ -20,11 +20,14 @@ class FixedLoad:
         batch: at any time.
         context: mean context tokens of a request over its life.
         generated: tokens of each.
+        together: they begin and end together, and steps that admit do not count: for a point of a
+            profile. Else their ends are spread, as they are in a service, and every step counts.
     """
 
     batch: int
     context: int
     generated: int
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ def run_load(
         parts.scheduler.submit(request(made, prompt, generated))
 
     for i in range(load.batch):
-        # Their ends are spread, or all would be admitted in one step.
-        submit(max(1, load.generated * (i + 1) // load.batch))
+        share = load.batch if load.together else i + 1
+        submit(max(1, load.generated * share // load.batch))
     guarded = FailClosed(hook)
     watched = replace(parts, hook=guarded, log=None, on_completed=lambda: submit(load.generated))
     counted: list[StepEvent] = []
@@ -85,6 +88,8 @@ def run_load(
             while not counted or not enough(len(counted), counted[-1].end_ns - counted[0].start_ns):
                 event = loop.step()
                 if event is None or event.batch < load.batch:
+                    continue
+                if load.together and event.admitted:
                     continue
                 so_far += 1
                 if counted or warmed_up(so_far):

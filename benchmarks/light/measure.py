@@ -21,6 +21,8 @@ from windrow_sidecar.qos.solo import SoloSample, solo_models
 Document = dict[str, Any]
 # Beside decode a tasklet takes a quarter of an objective of 10 ms at most, in the profile.
 PROFILE_BOUND_US = 2_500
+# What a request of a point generates before another takes its place: its context stays near.
+POINT_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -141,11 +143,14 @@ class Bench:
 
     def _point(self, batch: int, context: int, **arm: Any) -> Document:
         """Steps at one point of the profile."""
-        steps = self._effort.steps
-        # Long enough that none ends within the point: a step that admits is none of decode's own.
-        generated = 2 * (steps + 512)
         found = self._at_decode().run(
-            do="run", batch=batch, context=context, generated=generated, steps=steps, **arm
+            do="run",
+            batch=batch,
+            context=context,
+            generated=min(POINT_TOKENS, context),
+            together=True,
+            steps=self._effort.steps,
+            **arm,
         )
         return {
             "batch": batch,
@@ -249,8 +254,12 @@ class Bench:
             if begin_ns <= at_ns <= end_ns
         ]
         window = Window(begin_ns, end_ns, 0.0, end_ns)
-        rate = throughput(events.tasklets, window).tokens_per_second
-        return {"latencies_us": within, "tokens_per_second": rate}
+        done = throughput(events.tasklets, window)
+        return {
+            "latencies_us": within,
+            "tokens_per_second": done.tokens_per_second,
+            "optimizer_steps": done.steps,
+        }
 
     def _shared(self, arm: str, objective_ms: float) -> Callable[[], Document]:
         def measure() -> Document:

@@ -58,3 +58,20 @@ def test_sizes_are_read_with_their_units(text, size):
 def test_a_size_that_is_none_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError):
         n_bytes(text)
+
+
+def test_on_a_gpu_sizes_types_and_kernels_are_a_gpus_unless_they_are_named(tmp_path):
+    host, gpu = parse(tmp_path), parse(tmp_path, "--device", "cuda")
+    assert (host.device, host.dtype, host.decode_step) == ("cpu", "float32", "gathered")
+    assert (gpu.device, gpu.dtype, gpu.decode_step) == ("cuda:0", "bfloat16", "static")
+    assert (host.attention_backend, gpu.attention_backend) == ("torch", "triton")
+    assert (host.block_bytes, gpu.block_bytes) == (128 << 10, 2 << 20)
+    named = parse(tmp_path, "--device=cuda:1", "--dtype=float32", "--attention-backend=torch")
+    assert (named.device, named.dtype, named.attention_backend) == ("cuda:1", "float32", "torch")
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1"])
+def test_a_device_that_is_none_is_refused(tmp_path, name, capsys):
+    with pytest.raises(SystemExit):
+        parse(tmp_path, f"--device={name}")
+    assert "write cpu, cuda or cuda:1" in capsys.readouterr().err

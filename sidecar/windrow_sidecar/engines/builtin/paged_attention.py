@@ -42,7 +42,7 @@ class TorchPagedAttention:
         config: of the model.
         cache: whose pages are read.
         fixed: a graph is made of it: every table is as wide as the longest context allows. Else
-            the next power of two, so that few shapes occur.
+            four widths an octave, so that few shapes occur.
     """
 
     def __init__(self, config: LlamaConfig, cache: KvCache, *, fixed: bool) -> None:
@@ -54,7 +54,8 @@ class TorchPagedAttention:
         """See `PagedAttention`."""
         if self._fixed:
             return self._most
-        return min(self._most, 1 << (n_pages - 1).bit_length())
+        step = max(1, (1 << (n_pages - 1).bit_length()) // 8)
+        return min(self._most, -(-n_pages // step) * step)
 
     def __call__(
         self, layer: int, q: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor
