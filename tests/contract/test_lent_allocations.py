@@ -27,6 +27,7 @@ from windrow_sidecar.finetune.model import find_model, load_base
 from windrow_sidecar.finetune.slotdevice import SlotDevice
 from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.qos.view import Action, Decision, Offer
+from windrow_sidecar.testing.tinyjob import tiny_job
 
 MIB = 1 << 20
 WORKER = 7
@@ -41,6 +42,7 @@ class HoldsMemory:
         self.state = allocator.allocate(6 * MIB)
         self.activations = 0
         self.log: list[str] = []
+        self.other = allocator.allocate(100)  # buffers of the model
         self.movable = True
         self.device = torch.device("cpu")
         self.between_micro_batches = True
@@ -74,6 +76,21 @@ class HoldsMemory:
             self.state = self._allocator.allocate(6 * MIB)
         self.log.append("in")
 
+    def stow(self, *, away: bool) -> None:
+        self.log.append("stow" if away else "unstow")
+        if away and self.movable:
+            self._allocator.free(self.other)
+            self.other = 0
+        elif not self.other:
+            self.other = self._allocator.allocate(100)
+
+    def close(self) -> None:
+        self.movable = True
+        self._free_activations()
+        for address in (self.state, self.other):
+            if address:
+                self._allocator.free(address)
+
     def _free_activations(self) -> None:
         if self.activations:
             self._allocator.free(self.activations)
@@ -86,8 +103,19 @@ class Appetite:
     def peak_bytes(self, tokens: int) -> int:
         return tokens * 1000
 
-    def fits(self, tokens: int) -> bool:
-        return tokens < 100
+    def __init__(self, budget: LentBudget) -> None:
+        self._budget = budget
+
+    def fits(self, tokens: int, beside: int = 0) -> bool:
+        return tokens * 1000 + beside <= self._budget.free_bytes()
+
+
+@pytest.fixture(scope="module")
+def forward():
+    stream = tiny_job().stream
+    while (tasklet := stream.peek()).micro.evaluation:
+        stream.run(tasklet)
+    return tasklet
 
 
 class Beside:
@@ -121,7 +149,7 @@ class Beside:
 
     def load(self) -> HoldsMemory:
         job = HoldsMemory(self.allocator)
-        self.memory.serve(Loaded(job, Appetite()))
+        self.memory.serve(Loaded(job, Appetite(self.budget)))
         return job
 
     def close(self) -> None:
@@ -147,11 +175,11 @@ def test_what_is_free_is_what_is_lent_and_not_taken(beside):
     beside.lend(3)
     assert beside.budget.free_bytes() == 3 * 8 * MIB
     job = beside.load()
-    assert beside.budget.used_bytes() == 6 * MIB
-    assert beside.budget.free_bytes() == 3 * 8 * MIB - 6 * MIB
+    assert beside.budget.used_bytes() == 8 * MIB  # a block of the small pool with it
+    assert beside.budget.free_bytes() == 3 * 8 * MIB - 8 * MIB
     beside.memory.release()
     assert job.log == ["drop"]
-    beside.allocator.free(job.state)
+    job.close()
 
 
 def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
@@ -162,7 +190,7 @@ def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
     assert beside.decode.draining(WORKER) == []
     assert len(beside.decode.held(WORKER)) == 1
     assert job.log == ["replan"]
-    beside.allocator.free(job.state)
+    job.close()
 
 
 def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(beside):
@@ -174,22 +202,29 @@ def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(be
     assert beside.decode.draining(WORKER) == []
     assert job.log[0] == "spill"
     assert "out" not in job.log
-    beside.allocator.free(job.state)
+    job.close()
 
 
-def test_state_that_lies_in_a_chunk_that_drains_comes_back_into_another(beside):
+def test_a_job_leaves_every_chunk_and_comes_back_when_there_is_room(beside, forward):
     beside.lend(1)
     job = beside.load()
-    before = job.state
-    beside.lend(2)  # lower ids than the first: decode asks for the lowest, so lend those last
-    for _ in range(2):
-        beside.decode.revoke(1)
-        beside.memory.settle()
-    assert beside.decode.draining(WORKER) == []
-    assert len(beside.decode.held(WORKER)) == 1
+    home = beside.decode.held(WORKER)
+    beside.decode.revoke(1)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []
+    assert (job.state, job.other) == (0, 0), "nothing is left on the device"
+    assert beside.memory.starving(forward)
+    assert beside.memory.chunks_for(0) >= 1, "what it needs is still asked for"
+
+    beside.decode.take_kv()  # another chunk is lent next time
+    beside.lend(1)
+    assert not beside.memory.starving(forward)
+    assert beside.memory.bring_back()
     assert job.state
-    assert before
-    beside.allocator.free(job.state)
+    assert job.other
+    assert job.log[-2:] == ["unstow", "in"]
+    assert len(beside.decode.held(WORKER)) == len(home) == 1
+    job.close()
 
 
 def test_what_cannot_be_left_ends_the_job_as_transient(beside):
@@ -199,8 +234,8 @@ def test_what_cannot_be_left_ends_the_job_as_transient(beside):
     beside.decode.revoke(2)
     with pytest.raises(Transient, match="goes on from its checkpoint"):
         beside.memory.settle()
-    assert job.log[:2] == ["spill", "spill"]
-    beside.allocator.free(job.state)
+    assert job.log == ["spill", "spill", "out", "stow"]
+    job.close()
     beside.memory.release()
     assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []
 

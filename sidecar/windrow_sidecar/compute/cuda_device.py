@@ -67,6 +67,10 @@ class CudaDevice:
         cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return int(torch.cuda.mem_get_info(self.torch)[0]) + cached
 
+    def release_caches(self) -> None:
+        """CuBLAS keeps a workspace for each stream, tens of MiB, in memory of torch's."""
+        torch._C._cuda_clearCublasWorkspaces()
+
     def total_units(self) -> int:
         """SMs of the GPU."""
         return int(torch.cuda.get_device_properties(self.torch).multi_processor_count)

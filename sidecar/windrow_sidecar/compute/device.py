@@ -51,6 +51,9 @@ class ComputeDevice(Protocol):
     def free_bytes(self) -> int:
         """Memory for tensors that may still be taken. Any thread."""
 
+    def release_caches(self) -> None:
+        """Give up memory that libraries keep for the next time."""
+
     def total_units(self) -> int:
         """Cores or SMs of the device, whatever part of them is in use."""
 

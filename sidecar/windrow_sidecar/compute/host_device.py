@@ -54,6 +54,9 @@ class HostDevice:
         """Memory of this machine that may still be taken."""
         return available_bytes()
 
+    def release_caches(self) -> None:
+        """None are kept."""
+
     def total_units(self) -> int:
         """Cores of this process."""
         return len(os.sched_getaffinity(0))

@@ -2,7 +2,8 @@
 
 On the host only what is known by name lies in chunks (`memory.LentBoundaries`); here all of the
 job does, so a chunk that is asked back may hold anything. It is left in steps: activations of the
-group on its way go to the host, then adapter and moments go there and come back into what is left.
+group on its way go to the host, then adapter and moments, then all else but the base's parameters;
+so a job whose base is decode's own leaves every chunk, and comes back when there is room again.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class AllocatedMemory:
         self._job: Loaded | None = None
         self._swap: Swap | None = None
         self.is_starving = False  # as `starving` last found
+        self._away_bytes = 0  # that adapter and moments will take when they come back
+        self._stowed = False
 
     def serve(self, job: Loaded) -> None:
         """Belong to a job from now on."""
@@ -80,7 +83,8 @@ class AllocatedMemory:
         """How many chunks a group of so many padded tokens needs, with all that is there."""
         assert self._job is not None
         group = self._job.keeping.peak_bytes(tokens)
-        return chunks_for(self._budget.used_bytes(), group, self._chunk_bytes)
+        used = self._budget.used_bytes() + self._away_bytes
+        return chunks_for(used, group, self._chunk_bytes)
 
     def settle(self) -> None:
         """Follow the table of owners; what comes next is formed for what is there.
@@ -96,13 +100,16 @@ class AllocatedMemory:
             self._job.stream.replan()
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a training micro-batch that has not begun does not fit."""
+        """Whether a micro-batch that has not begun does not fit, or what was moved out."""
         assert self._job is not None
-        micro, stream = tasklet.micro, self._job.stream
-        if micro is None or micro.evaluation or not stream.between_micro_batches:
+        micro, keeping = tasklet.micro, self._job.keeping
+        if self._away_bytes:
+            tokens = micro.padded_tokens if micro else 0
+            self.is_starving = not keeping.fits(tokens, int(_SLACK * self._away_bytes))
+        elif micro is None or micro.evaluation or not self._job.stream.between_micro_batches:
             self.is_starving = False
         else:
-            self.is_starving = not self._job.keeping.fits(micro.padded_tokens)
+            self.is_starving = not keeping.fits(micro.padded_tokens)
         return self.is_starving
 
     def asked_back(self) -> bool:
@@ -111,13 +118,18 @@ class AllocatedMemory:
 
     def set_aside(self) -> None:
         """Move the job's state to the host, and give up what is empty then."""
-        if self._swap is not None:
-            self._swap.out()
-            self._budget.settle()
+        self._move_out()
+        self._budget.settle()
 
     def bring_back(self) -> bool:
         """Move it back."""
-        return self._swap is not None and self._swap.back()
+        if self._job is None or self._swap is None:
+            return False
+        if self._stowed:
+            self._job.stream.stow(away=False)
+            self._stowed = False
+        self._away_bytes = 0
+        return self._swap.back()
 
     def release(self) -> None:
         """Drop the group on its way and give back every chunk that is empty then."""
@@ -132,7 +144,7 @@ class AllocatedMemory:
         # latter is asked before a chunk goes back; so nothing may run at all.
         self._device.mark().wait()
         self._budget.settle()
-        for step in (self._spill, self._move):
+        for step in (self._spill, self._move_out, self._stow):
             if not self._budget.asked_back():
                 return
             step()
@@ -149,10 +161,15 @@ class AllocatedMemory:
         if self._job is not None:
             self._job.stream.spill(int(SPILL_SHARE * self._host_free_bytes()))
 
-    def _move(self) -> None:
-        """To the host and back: new tensors lie in chunks that do not drain."""
-        if self._swap is None:
-            return
-        self._swap.out()
-        self._budget.settle()
-        self._swap.back()
+    def _move_out(self) -> None:
+        """They come back before anything runs (see `runner`), into chunks that do not drain."""
+        if self._swap is not None and not self._away_bytes:
+            before = self._budget.used_bytes()
+            self._swap.out()
+            self._away_bytes = max(1, before - self._budget.used_bytes())
+
+    def _stow(self) -> None:
+        if self._job is not None:
+            self._job.stream.stow(away=True)
+            self._stowed = True
+        self._device.release_caches()

@@ -173,6 +173,15 @@ class DecoderStack:
         """Number of layers."""
         return len(self.layers)
 
+    def stow(self, *, away: bool) -> None:
+        """Bring all of the model but its parameters to the host, or back; nothing may run."""
+        self._calls.clear()
+        to = torch.device("cpu") if away else self.device
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(to)
+        self.probe = self.probe.to(to)
+
     def begin(
         self, ids: Tensor, prefix: Prefix | None = None, positions: Tensor | None = None
     ) -> Activations:

@@ -250,6 +250,15 @@ class TaskletStream:
         self._optimizer.move(home.back)
         home.settle()
 
+    def stow(self, *, away: bool) -> None:
+        """Leave nothing on the device but the base's parameters, or come back; see `swap_out`.
+
+        The group on its way is given up; its rows run again later.
+        """
+        if away:
+            self.drop()
+        self._parts.stack.stow(away=away)
+
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
         if self._visit is not None and (force or self._visit.frontier.untouched):

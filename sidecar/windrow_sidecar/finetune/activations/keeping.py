@@ -83,9 +83,9 @@ class Keeping:
         """What a group of so many padded tokens takes at its peak, nothing given up."""
         return self._appetite.peak_bytes(tokens)
 
-    def fits(self, tokens: int) -> bool:
-        """Whether such a group fits now, with the least that must be kept."""
-        return self._appetite.least_bytes(tokens) <= self._free_bytes()
+    def fits(self, tokens: int, beside: int = 0) -> bool:
+        """Whether such a group fits now, with the least that must be kept, and `beside` bytes."""
+        return self._appetite.least_bytes(tokens) + beside <= self._free_bytes()
 
     def before(self, limits: MicroLimits) -> MicroLimits:
         """Set the budget for a group of at most those limits; returns what it may have."""
