@@ -33,7 +33,7 @@ from benchmarks.harness import arguments, environment, write
 from benchmarks.light.figures import plot, results
 from benchmarks.light.measure import Bench, Effort, Parts
 from benchmarks.light.processes import Plan, ProcessEnded, mps, text_rows
-from benchmarks.shapes import SHAPES, save_weights, write_shape
+from benchmarks.shapes import SHAPES, write_shape
 from windrow.errors import UserError
 
 EFFORTS = {
@@ -152,8 +152,6 @@ def _effort(driver: str, options: argparse.Namespace) -> Effort:
 
 def _plan(folder: Path, driver: str, shape: str, effort: Effort, environ: dict[str, str]) -> Plan:
     model = write_shape(folder / "model", shape)
-    if driver == "host":
-        save_weights(model)
     tokens = ROW_TOKENS[driver]
     job = {
         "model": {"name": str(model)},

@@ -59,15 +59,3 @@ def write_shape(folder: Path, shape: str) -> Path:
     (folder / "config.json").write_text(json.dumps(_COMMON | SHAPES[shape], indent=2) + "\n")
     save_byte_tokenizer(folder)
     return folder
-
-
-def save_weights(folder: Path, seed: int = 1) -> None:
-    """Give a small shape weights of its own, as transformers initialises them.
-
-    For who loads a model without the engine that would make them up.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)

@@ -44,13 +44,17 @@ class ArmFigures:
 
 
 def arm_figures(parts: Parts, effort: Effort) -> list[ArmFigures]:
-    """All arms at all objectives; `naive` and `alone` know of none and are judged by each."""
+    """All arms at all objectives; `naive` and `alone` know of none and are judged by each.
+
+    A GPU that is shared in time only has no arm `windrow`.
+    """
     dedicated = parts["dedicated"]["tokens_per_second"]
     found = []
     for objective in effort.objectives_ms:
         for arm in ("alone", *ARMS):
             stage = arm if arm in ("alone", "naive") else f"{arm}-{objective:g}"
-            found.append(ArmFigures.of(arm, objective, parts[stage], dedicated))
+            if stage in parts:
+                found.append(ArmFigures.of(arm, objective, parts[stage], dedicated))
     return found
 
 
@@ -96,7 +100,8 @@ def _start_rows(device: Document) -> list[Result]:
 
 
 def _profile_rows(parts: Parts, *, goals: bool) -> list[Result]:
-    solo, corun = parts["solo"], parts["corun"]
+    solo = parts["solo"]
+    corun = parts.get("corun", {"seconds": 0.0, "points": []})
     rows = [
         Result(
             "profile, solo and co-run",
@@ -183,9 +188,10 @@ def plot(parts: Parts, effort: Effort, title: str, to: Path) -> None:
         style = {"dash": dash}
         page.add_trace(go.Scatter(x=objectives, y=values, name=name, line=style), row=1, col=column)
 
-    for arm in ARMS:
-        line(arm, 1, [f.eta for f in found if f.arm == arm])
-    for arm in ("alone", *ARMS):
+    measured = dict.fromkeys(f.arm for f in found)
+    for arm in measured:
+        if arm != "alone":
+            line(arm, 1, [f.eta for f in found if f.arm == arm])
         line(f"{arm}, p99", 2, [f.tpot_p99_ms for f in found if f.arm == arm])
     line("objective", 2, objectives, "dash")
     if bounds := roofline(parts["device"]):

@@ -74,6 +74,10 @@ class Parts:
         found: Document = self._done[stage]
         return found
 
+    def get(self, stage: str, default: Document) -> Document:
+        """What a stage found, or `default` where it was not measured."""
+        return self._done.get(stage, default)
+
     def keep(self, stage: str, found: Document) -> Document:
         """Write a stage's result."""
         self._done[stage] = found
@@ -115,9 +119,13 @@ class Bench:
         yield "solo", self._solo
         yield "alone", lambda: self._under_load({"arm": "alone"})
         yield "naive", self._naive
-        yield "corun", self._corun
+        # Without MPS a GPU is shared in time only: there is no share to measure or to grant.
+        arms = ["gaps"]
+        if len(self.parts["device"]["splits"]) > 1:
+            yield "corun", self._corun
+            arms.insert(0, "windrow")
         for objective in self._effort.objectives_ms:
-            for arm in ("windrow", "gaps"):
+            for arm in arms:
                 yield f"{arm}-{objective:g}", self._shared(arm, objective)
 
     # --- what stages share
@@ -264,8 +272,9 @@ class Bench:
     def _shared(self, arm: str, objective_ms: float) -> Callable[[], Document]:
         def measure() -> Document:
             worker = self._at_work()
-            profile = self.parts["corun"]["profile"]
-            asked = {"arm": arm, "objective_ms": objective_ms, "profile": profile, "epoch": EPOCH}
+            asked: Document = {"arm": arm, "objective_ms": objective_ms, "epoch": EPOCH}
+            if arm == "windrow":
+                asked["profile"] = self.parts["corun"]["profile"]
             found = self._under_load(asked)
             done = worker.done_within(found["begin_ns"], found["end_ns"])
             return {"latencies_us": found["latencies_us"], **done}

@@ -226,8 +226,7 @@ def train_alone(plan: Plan, name: str, seconds: float) -> Events:
     job.write_text(json.dumps(_job(plan)))
     command = [sys.executable, "-m", "windrow_sidecar.finetune.worker", "--standalone"]
     command += ["--job", str(job), "--seconds", f"{seconds:g}", "--log-dir", str(folder)]
-    if plan.device != "cpu":
-        command += ["--device", plan.device, "--random-weights", "1"]
+    command += ["--device", plan.device, "--random-weights", "1"]
     with log.open("ab") as out:
         status = subprocess.run(
             command, cwd=ROOT, env=plan.environ, stdout=out, stderr=out, check=False

@@ -87,6 +87,15 @@ def test_on_the_host_no_bound_and_no_goal_is_claimed(parts):
     assert not any("bound" in row.name or "capture" in row.name for row in rows)
 
 
+def test_a_gpu_that_is_shared_in_time_only_has_figures_of_the_other_arms(parts, tmp_path):
+    for path in [*tmp_path.glob("windrow-*"), tmp_path / "corun.json"]:
+        path.unlink()
+    rows = {row.name: row for row in results(Parts(tmp_path, resume=True), EFFORT)}
+    assert rows["profile, solo and co-run"].value == 8.0
+    assert rows["gaps at 10 ms: eta"].value == pytest.approx(1 / 3)
+    assert not any("windrow" in name or "beside the worker" in name for name in rows)
+
+
 def test_parts_of_an_earlier_run_count_only_when_it_is_resumed(tmp_path):
     Parts(tmp_path, resume=False).keep("solo", {"seconds": 1.0})
     assert "solo" in Parts(tmp_path, resume=True)

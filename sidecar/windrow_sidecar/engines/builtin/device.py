@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +13,9 @@ import torch
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.compute.ground import look
 from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.compute.mode import choose_sharing
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.partition import WholeDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
@@ -19,6 +23,8 @@ from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.profile import host_splits
 from windrow_sidecar.memory.geometry import require_memory
 from windrow_sidecar.qos.levels import Levels, Split, overlapping_levels
+
+_log = logging.getLogger(__name__)
 
 # Of a GPU's free memory: graphs, workspaces and the worker's context need the rest.
 MOST_OF_GPU_MEMORY = 0.9
@@ -137,11 +143,14 @@ def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
             str(error), field="--device", remedy="Use --device cpu.", reason="NoGpu"
         ) from error
     units = int(facts["units"])
-    try:
+    levels: tuple[int, ...] = ()
+    splits = Levels(units, (Split(0, units),))
+    sharing = choose_sharing(look(name, os.environ))
+    if sharing.mode == "spatial":
         levels = CudaPartition("finetune", name).levels()[:-1]
         splits = overlapping_levels(units, levels)
-    except UserError:  # no green contexts: a worker could not be capped, so it gets no share
-        levels, splits = (), Levels(units, (Split(0, units),))
+    else:  # the worker knows no share but the whole GPU, and would refuse any other
+        _log.info("a worker gets no share beside decode: %s", sharing.reason)
     return EngineDevice(
         driver=name,
         torch_device=device,
