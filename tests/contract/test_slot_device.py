@@ -1,0 +1,65 @@
+"""What a worker makes of the device of the slot that it has attached to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from windrow.errors import UserError
+from windrow_sidecar import _core
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.compute.mode import Sharing
+from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.finetune.slotdevice import gpu_partition, slot_device
+from windrow_sidecar.memory.allocator import memory_stats
+from windrow_sidecar.testing.queueing_device import QueueingDevice
+
+WORKER = 7
+SPATIAL, TEMPORAL = Sharing("spatial", "a test"), Sharing("temporal", "a test")
+
+
+def attached(driver: str, folder) -> tuple[Arena, Arena]:
+    geometry = Geometry(
+        layers=2, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=8192, chunks=4
+    )
+    decode = Arena.create(geometry, reserved_chunks=0, driver=driver)
+    decode.serve(path := str(folder / "a.sock"))
+    return decode, Arena.attach(path)
+
+
+def test_on_the_host_the_partition_stays_that_of_its_cores(run_dir):
+    decode, worker = attached("host", run_dir)
+    cores = Unshared("finetune", 2)
+    found = slot_device(worker, WORKER, cores, {})
+    assert (found.device.name, found.partition, found.memory) == ("cpu", cores, None)
+    assert found.sharing.mode == "spatial"
+    worker.close()
+    decode.close()
+
+
+def test_a_gpu_that_torch_does_not_see_is_an_error_that_names_decodes_arena(cuda_standin, run_dir):
+    if torch.cuda.is_available():
+        pytest.skip("torch sees a GPU here")
+    decode, worker = attached("cuda", run_dir)
+    assert worker.driver == decode.driver == "cuda"
+    with pytest.raises(UserError, match="sees no GPU here") as error:
+        slot_device(worker, WORKER, Unshared("finetune", 2), {})
+    assert error.value.field == "driver of decode's arena"
+    assert memory_stats() == {}, "nothing was installed"
+    worker.close()
+    decode.close()
+
+
+def test_in_space_the_worker_has_shares_of_sms_and_in_time_all_of_them(cuda_standin):
+    device = QueueingDevice()
+    shares = gpu_partition(SPATIAL, "cuda", device)
+    assert isinstance(shares, CudaPartition)
+    assert len(shares.levels()) > 1
+    assert shares.side == "finetune"
+    alone = gpu_partition(TEMPORAL, "cuda", device)
+    assert alone.levels() == (device.total_units(),)
+
+
+def test_every_gpu_has_its_own_name(cuda_standin):
+    assert _core.driver("cuda").name == _core.driver("cuda:0").name == "cuda"
