@@ -84,6 +84,7 @@ class Adapter:
         self.model = tuned
         self.dropout = DropoutKeys()
         self._enabled = True
+        self._learning: dict[nn.Module, list[nn.Parameter]] = {}
         places = [
             (parent, name, child)
             for parent in tuned.modules()
@@ -104,6 +105,15 @@ class Adapter:
                 layers = self.model.base_model
                 (layers.enable_adapter_layers if on else layers.disable_adapter_layers)()
         self.model.train(training)
+
+    def learning(self, layer: nn.Module) -> list[nn.Parameter]:
+        """What learns in a layer; to be asked while the adapter is on."""
+        known = self._learning.get(layer)
+        if known is None:
+            # Walking a layer's modules takes 55 us, 1% of the backward of a small one.
+            known = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+            self._learning[layer] = known
+        return known
 
     def prefix(self, rows: int, *, learn: bool) -> Prefix | None:
         """What stands before the first token of each of `rows` rows; None: nothing does."""

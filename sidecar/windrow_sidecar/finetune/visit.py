@@ -159,7 +159,7 @@ class Visit:
 
     def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
         self._seed_dropout(part, micro)  # for what runs its forward a second time
-        with _whole_or_nothing(self._parts.stack.layers[part.layer]):
+        with _whole_or_nothing(self._parts.adapter.learning(self._parts.stack.layers[part.layer])):
             self._parts.stack.backward(self._at[micro], part.layer, part.window)
 
     _RUN = {  # noqa: RUF012 - a table of methods
@@ -191,12 +191,11 @@ class Visit:
 
 
 @contextmanager
-def _whole_or_nothing(layer: nn.Module) -> Iterator[None]:
-    """Let what learns in a layer have the block's gradient added when it ends, not if it fails.
+def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let these have the block's gradient added when it ends, not if it fails.
 
     Costs no addition more: without a `.grad` autograd hands over the gradient itself.
     """
-    learns = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in learns]
     for parameter in learns:
         parameter.grad = None
