@@ -15,6 +15,7 @@ _EXAMPLE = """\
 example:
   python -m windrow_sidecar.engines.builtin --model-path models/windrow-tiny --port 30000 \\
       --disaggregation-mode decode --disaggregation-transfer-backend fake
+  python -m windrow_sidecar.engines.builtin --model-path MODEL --device cuda --arena-bytes 46GiB
   curl localhost:30000/v1/completions -H 'content-type: application/json' \\
       -d '{"prompt": "The for statement", "max_tokens": 32, "temperature": 0}'
 A request with bootstrap_host or bootstrap_room counts as one whose KV a prefill instance has sent.
