@@ -25,8 +25,8 @@ from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, w
 from windrow.eventlog import StepEvent
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar.engines.builtin import loading, profiling
-from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.device import open_device
+from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads

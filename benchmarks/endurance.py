@@ -61,8 +61,8 @@ def stepper(engine: str, job_file: Path) -> Callable[[], float]:
     """One optimizer step of an engine at a call; returns its loss."""
     from windrow.eventlog import EventLog
     from windrow_sidecar.compute.host_device import HostDevice
-    from windrow_sidecar.finetune.baseline import PlainLoop
-    from windrow_sidecar.finetune.dedicated import open_alone
+    from windrow_sidecar.finetune.alone.baseline import PlainLoop
+    from windrow_sidecar.finetune.alone.dedicated import open_alone
     from windrow_sidecar.finetune.job import read_job
     from windrow_sidecar.finetune.stream import StepDone
 

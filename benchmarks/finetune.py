@@ -33,7 +33,7 @@ from windrow.errors import UserError
 GATE_GOAL_US = 50.0
 
 
-WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.baseline"
+WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.alone.baseline"
 CHECKPOINTED = "peft loop, gradient checkpointing"
 ENGINES = {
     "ours": [WORKER, "--standalone"],
@@ -99,8 +99,8 @@ def gate_cost_us(rounds: int) -> Result:
     """Launch and landing of a tasklet under a standing grant, without the tasklet."""
     from windrow_sidecar._core import Arena, Geometry
     from windrow_sidecar.compute.unshared import Unshared
-    from windrow_sidecar.finetune.estimates import Estimates
-    from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
+    from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
+    from windrow_sidecar.finetune.plan.estimates import Estimates
     from windrow_sidecar.finetune.plan.frontier import tasklet_of
     from windrow_sidecar.finetune.tasklets import MicroBatch, Window
     from windrow_sidecar.qos.view import Action, Decision, Phase

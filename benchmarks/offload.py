@@ -94,17 +94,17 @@ def ours(
     from transformers import AutoConfig
 
     from windrow_sidecar.finetune.activations.planned import PlannedLayers
-    from windrow_sidecar.finetune.adapters import Adapter, trainable
-    from windrow_sidecar.finetune.around import InTurn
-    from windrow_sidecar.finetune.boundaries import TorchBoundaries
-    from windrow_sidecar.finetune.data import Example
-    from windrow_sidecar.finetune.layerwise import DecoderStack
-    from windrow_sidecar.finetune.loss import Head
+    from windrow_sidecar.finetune.adapter.adapters import Adapter, trainable
+    from windrow_sidecar.finetune.layers.around import InTurn
+    from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+    from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+    from windrow_sidecar.finetune.layers.loss import Head
+    from windrow_sidecar.finetune.layers.visit import Parts, Visit
     from windrow_sidecar.finetune.plan.grain import WholeRows
     from windrow_sidecar.finetune.plan.orders import layer_major, next_of
     from windrow_sidecar.finetune.residency.loading import load_windowed
     from windrow_sidecar.finetune.tasklets import MicroBatch
-    from windrow_sidecar.finetune.visit import Parts, Visit
+    from windrow_sidecar.finetune.training.data import Example
 
     config = AutoConfig.from_pretrained(folder)
     model, frozen = load_windowed(folder, config, room_bytes=1 << 50)

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Baseline, Result, middle
-from windrow_sidecar.finetune.checkpoint import JobFolder, Origin, Position
-from windrow_sidecar.finetune.heap import settle_heap
-from windrow_sidecar.finetune.saving import CheckpointWriter
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Origin, Position
+from windrow_sidecar.finetune.checkpoints.heap import settle_heap
+from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
 
 GOAL_MS = 50.0
 # A tasklet takes some milliseconds; a micro-batch has so many of them, a step two micro-batches.

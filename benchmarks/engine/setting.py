@@ -11,11 +11,12 @@ import yaml
 
 from benchmarks.harness import ROOT
 from benchmarks.shapes import write_shape
-from windrow_sidecar.compute.device import ComputeDevice, find_device
-from windrow_sidecar.finetune.dedicated import base_of
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.finetune.alone.dedicated import base_of
+from windrow_sidecar.finetune.alone.measurement import endless
+from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.job import Job, read_job
-from windrow_sidecar.finetune.measurement import endless
-from windrow_sidecar.finetune.model import BaseModel
 
 EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 _TOKENIZER = ROOT / "models" / "windrow-tiny"

@@ -16,24 +16,24 @@ from benchmarks.harness import Baseline, Result, middle
 from windrow_sidecar._core import Arena, Geometry, Page
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.adapters import Adapter
-from windrow_sidecar.finetune.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.data import Example
-from windrow_sidecar.finetune.dedicated import open_alone
-from windrow_sidecar.finetune.estimates import Estimates
-from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.health import StallWatch
+from windrow_sidecar.finetune.adapter.adapters import Adapter
+from windrow_sidecar.finetune.alone.dedicated import open_alone
+from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.job import Session, open_session
-from windrow_sidecar.finetune.layerwise import DecoderStack
-from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.model import BaseModel
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.suspension import Suspension, between_modules
+from windrow_sidecar.finetune.layers.visit import Parts, Visit, padded
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Paced, WholeRows
 from windrow_sidecar.finetune.plan.orders import layer_major, next_of
 from windrow_sidecar.finetune.sharing.twin import twin_of
 from windrow_sidecar.finetune.stream import MicroLimits
-from windrow_sidecar.finetune.suspension import Suspension, between_modules
 from windrow_sidecar.finetune.tasklets import MicroBatch
-from windrow_sidecar.finetune.visit import Parts, Visit, padded
+from windrow_sidecar.finetune.training.data import Example
+from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
 
 COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005

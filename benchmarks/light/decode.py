@@ -28,14 +28,14 @@ from benchmarks.light.arms import FixedShare, Gaps, Granting
 from benchmarks.light.load import FixedLoad, run_load
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.weights import plan_layout
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.loop import Parts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.builtin.static_step import StaticDecode
+from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.engines.builtin.threads import Threads
-from windrow_sidecar.engines.builtin.weights import plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import NullHook, StepFacts, StepHook

@@ -14,8 +14,8 @@ from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.activations.planning import largest, smallest
 from windrow_sidecar.finetune.activations.recipe import recipe_of
 from windrow_sidecar.finetune.activations.recording import record
-from windrow_sidecar.finetune.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 
 SIZES = {
     "vocab_size": 64,

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from windrow.errors import UserError
-from windrow_sidecar.compute.device import ComputeDevice, find_device
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import adapter_of, finish, tiny_job, tiny_llama
 

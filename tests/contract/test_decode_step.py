@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from windrow_sidecar.engines.builtin.decoder import Decoder
-from windrow_sidecar.engines.builtin.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.layer_ops import TorchOps
-from windrow_sidecar.engines.builtin.model import LlamaModel
-from windrow_sidecar.engines.builtin.paged_attention import TorchPagedAttention
-from windrow_sidecar.engines.builtin.static_step import StaticDecode
+from windrow_sidecar.engines.builtin.llama.layer_ops import TorchOps
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
+from windrow_sidecar.engines.builtin.step.decoder import Decoder
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.step.paged_attention import TorchPagedAttention
+from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama
 
@@ -40,8 +40,8 @@ def static_torch_as_captured(model: LlamaModel) -> Decoder:
 
 
 def static_triton(model: LlamaModel) -> Decoder:
-    from windrow_sidecar.engines.builtin.triton_attention import TritonPagedAttention
-    from windrow_sidecar.engines.builtin.triton_ops import TritonOps
+    from windrow_sidecar.engines.builtin.llama.triton_ops import TritonOps
+    from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
 
     attention = TritonPagedAttention(model.config, model.cache, units=3)
     ops = TritonOps(model.config, model.cache, model.rotary)

@@ -15,13 +15,13 @@ from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.config import read_config
 from windrow_sidecar.engines.builtin.device import EngineDevice, open_device, require_room
+from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.model import ExportedWeights, load_base, read_manifest
+from windrow_sidecar.finetune.base.model import ExportedWeights, load_base, read_manifest
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Origin, Position
-from windrow_sidecar.finetune.course import Course
-from windrow_sidecar.finetune.saving import CheckpointWriter
-from windrow_sidecar.finetune.snapshot import Snapshot, Spare
+from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Origin, Position
+from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
+from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
+from windrow_sidecar.finetune.training.course import Course
 from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"
@@ -98,7 +98,7 @@ def test_a_copy_that_fails_is_tried_by_the_next_who_needs_it(monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("windrow_sidecar.finetune.snapshot._room_for", full)
+        patch.setattr("windrow_sidecar.finetune.checkpoints.snapshot._room_for", full)
         with pytest.raises(MemoryError):
             snapshot.take()
     assert torch.equal(snapshot.take()["sum/x"], torch.ones(2))
@@ -176,7 +176,7 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 import torch
-from windrow_sidecar.finetune import checkpoint
+from windrow_sidecar.finetune.checkpoints import checkpoint
 folder = checkpoint.JobFolder(Path(sys.argv[1]), "a-job", 1)
 folder.claim()
 folder.save(checkpoint.Position(1), {"x": torch.ones(4)}, keep=2)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import interleaved, token_major
 from windrow_sidecar.finetune.stream import StepDone

@@ -9,15 +9,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.adapters import Adapter, trainable
-from windrow_sidecar.finetune.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layerwise import DecoderStack
-from windrow_sidecar.finetune.loss import Head
+from windrow_sidecar.finetune.adapter.adapters import Adapter, trainable
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.visit import Parts, Visit
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import ORDERS, next_of, unfold
 from windrow_sidecar.finetune.tasklets import MicroBatch, Window
-from windrow_sidecar.finetune.visit import Parts, Visit
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import apart, small_rows, small_spec, tuned_model

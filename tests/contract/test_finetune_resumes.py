@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoint import Fenced, JobFolder, Position
+from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
 from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"

@@ -11,14 +11,14 @@ from transformers import AutoConfig, LlamaForCausalLM
 from windrow.errors import UserError
 from windrow_sidecar.compute.host_device import HostCopies
 from windrow_sidecar.finetune.activations.planned import ALL, PlannedLayers
-from windrow_sidecar.finetune.around import InTurn
-from windrow_sidecar.finetune.model import load_base
+from windrow_sidecar.finetune.base.model import load_base
+from windrow_sidecar.finetune.base.structure import find_layers
+from windrow_sidecar.finetune.layers.around import InTurn
 from windrow_sidecar.finetune.plan.grain import WholeRows, Windows
 from windrow_sidecar.finetune.residency.copying import Copier, RateLimit
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.residency.loading import CannotWindow, load_windowed
 from windrow_sidecar.finetune.residency.source import OpenFiles, stored_tensors
-from windrow_sidecar.finetune.structure import find_layers
 from windrow_sidecar.testing.models import save_random_llama
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job

@@ -9,9 +9,9 @@ import pytest
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.device import OpenGate
-from windrow_sidecar.finetune.estimates import Estimates
-from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import tiny_job

@@ -10,17 +10,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.alone.together import check_apart
+from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.device import OwnMemory
 from windrow_sidecar.finetune.job import Job
-from windrow_sidecar.finetune.model import BaseModel
-from windrow_sidecar.finetune.optimizer import NotFinite
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
 from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
-from windrow_sidecar.finetune.together import check_apart
+from windrow_sidecar.finetune.training.optimizer import NotFinite
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (

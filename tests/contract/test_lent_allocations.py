@@ -19,12 +19,12 @@ from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.mode import Sharing
 from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.allocations import AllocatedMemory, Loaded, chunks_for
-from windrow_sidecar.finetune.harvested import HarvestedSlot
+from windrow_sidecar.finetune.base.model import find_model, load_base
+from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded, chunks_for
+from windrow_sidecar.finetune.beside.harvested import HarvestedSlot
+from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Standing
-from windrow_sidecar.finetune.model import find_model, load_base
-from windrow_sidecar.finetune.slotdevice import SlotDevice
 from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.qos.view import Action, Decision, Offer
 from windrow_sidecar.testing.tinyjob import tiny_job

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.memory import LentBoundaries, LentMemory
+from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, bit_equal, tiny_job

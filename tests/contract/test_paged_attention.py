@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import functional
 
-from windrow_sidecar.engines.builtin.config import LlamaConfig
-from windrow_sidecar.engines.builtin.kvcache import KvCache
-from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
-from windrow_sidecar.engines.builtin.paged_attention import PagedAttention, TorchPagedAttention
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
 
 PAGE, CHUNKS, SLOTS = 8, 12, 32
 # One token; a page and its end; a block of the kernel, one less, one more; as many as there are.
@@ -55,7 +55,7 @@ def torch_form(config: LlamaConfig, cache: KvCache) -> PagedAttention:
 
 
 def triton_form(config: LlamaConfig, cache: KvCache) -> PagedAttention:
-    from windrow_sidecar.engines.builtin.triton_attention import TritonPagedAttention
+    from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
 
     return TritonPagedAttention(config, cache, units=8)
 

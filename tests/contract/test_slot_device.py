@@ -11,7 +11,7 @@ from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.mode import Sharing
 from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.slotdevice import gpu_partition, slot_device
+from windrow_sidecar.finetune.beside.slotdevice import gpu_partition, slot_device
 from windrow_sidecar.memory.allocator import memory_stats
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 

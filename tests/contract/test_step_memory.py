@@ -7,7 +7,7 @@ import pytest
 from windrow.errors import UserError
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, tiny_job
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.estimates import Estimates
-from windrow_sidecar.finetune.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.health import StallWatch
+from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.layers.suspension import BrokenOff, Suspension, between_modules
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.suspension import BrokenOff, Suspension, between_modules
+from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, finish, tiny_job
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from windrow.crd import OptimizerSpec
-from windrow_sidecar.finetune.course import Course, Judged
-from windrow_sidecar.finetune.model import load_base
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.precision import WeightForm
-from windrow_sidecar.finetune.schedule import Schedule
+from windrow_sidecar.finetune.base.model import load_base
+from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.stream import EvaluationDone, Stage
+from windrow_sidecar.finetune.training.course import Course, Judged
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.training.schedule import Schedule
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from windrow_sidecar.engines.builtin import triton_kernels as kernels
+from windrow_sidecar.engines.builtin.step import triton_kernels as kernels
 
 BF16, FP32, INT64 = "*bf16", "*fp32", "*i64"
 

@@ -19,7 +19,7 @@ import sys
 import torch
 from pathlib import Path
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.config import read_config
+from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.settings import EngineSettings
@@ -72,10 +72,10 @@ def test_captured_steps_give_the_tokens_of_plain_ones(tmp_path: Path):
 KERNEL = """
 import torch
 from torch.nn import functional
-from windrow_sidecar.engines.builtin.config import LlamaConfig
-from windrow_sidecar.engines.builtin.kvcache import KvCache
-from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
-from windrow_sidecar.engines.builtin.triton_attention import TritonPagedAttention
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
 
 torch.manual_seed(1)
 config = LlamaConfig(vocab=8, hidden=4096, intermediate=8, layers=2, heads=32, kv_heads=8,

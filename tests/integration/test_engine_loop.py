@@ -19,19 +19,19 @@ from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
-from windrow_sidecar.engines.builtin.channel import Channel
-from windrow_sidecar.engines.builtin.config import read_config
-from windrow_sidecar.engines.builtin.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.kvcache import KvCache
-from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.kv.paging import PagePool
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
+from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
-from windrow_sidecar.engines.builtin.messages import Cancel, Output, Submit
-from windrow_sidecar.engines.builtin.model import LlamaModel
-from windrow_sidecar.engines.builtin.outbox import Outbox
-from windrow_sidecar.engines.builtin.paging import PagePool
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
-from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
+from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
 from windrow_sidecar.engines.profile import Effort, Point
 from windrow_sidecar.qos.view import Decision

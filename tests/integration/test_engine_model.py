@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin.config import read_config
-from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama

@@ -26,7 +26,7 @@ from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry, SharedWeights
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.grants import ASK_AFTER_SILENCE_NS
+from windrow_sidecar.finetune.beside.grants import ASK_AFTER_SILENCE_NS
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.qos.view import Action, Decision, Offer
 

@@ -13,12 +13,12 @@ from pyarrow import parquet
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.data import BatchPlan, Example, lengths_of, split
 from windrow_sidecar.finetune.dataset.places import find_files, local_path
 from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.records import Record, read_records
 from windrow_sidecar.finetune.dataset.rows import Message, Row, Segment, row_of
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.training.data import BatchPlan, Example, lengths_of, split
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin import api
-from windrow_sidecar.engines.builtin.answer import Answer
 from windrow_sidecar.engines.builtin.link import Piece
-from windrow_sidecar.engines.builtin.messages import Finished
+from windrow_sidecar.engines.builtin.web import api
+from windrow_sidecar.engines.builtin.web.answer import Answer
+from windrow_sidecar.engines.builtin.web.messages import Finished
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from windrow_sidecar.engines.builtin.channel import Channel, PeerGone
-from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Output
-from windrow_sidecar.engines.builtin.outbox import Outbox
+from windrow_sidecar.engines.builtin.web.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Output
+from windrow_sidecar.engines.builtin.web.outbox import Outbox
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from windrow.errors import InvariantBroken
-from windrow_sidecar.engines.builtin.paging import PagePool
+from windrow_sidecar.engines.builtin.kv.paging import PagePool
 
 PAGES_PER_CHUNK = 4
 

@@ -8,14 +8,14 @@ import math
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoint import Position
-from windrow_sidecar.finetune.course import Judged
+from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.dataset.places import DatasetSilent, failed
 from windrow_sidecar.finetune.failures import failure
-from windrow_sidecar.finetune.health import GradientWatch, StallWatch, Unhealthy
-from windrow_sidecar.finetune.optimizer import NotFinite, StepFacts
-from windrow_sidecar.finetune.scalars import Scalars
 from windrow_sidecar.finetune.stream import EvaluationDone, Stage, StepDone
+from windrow_sidecar.finetune.training.course import Judged
+from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch, Unhealthy
+from windrow_sidecar.finetune.training.optimizer import NotFinite, StepFacts
+from windrow_sidecar.finetune.training.scalars import Scalars
 
 
 def seen(norms) -> GradientWatch:

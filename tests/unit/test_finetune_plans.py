@@ -8,12 +8,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.estimates import SETTLED, Estimates
-from windrow_sidecar.finetune.grants import DECODE_STALE_NS, Used, may_launch, memory_delta_bytes
-from windrow_sidecar.finetune.memory import Run, chunks_needed, runs_of, tokens_that_fit
+from windrow_sidecar.finetune.beside.grants import (
+    DECODE_STALE_NS,
+    Used,
+    may_launch,
+    memory_delta_bytes,
+)
+from windrow_sidecar.finetune.beside.memory import Run, chunks_needed, runs_of, tokens_that_fit
+from windrow_sidecar.finetune.plan.estimates import SETTLED, Estimates
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
 from windrow_sidecar.finetune.plan.orders import layer_major, unfold
-from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Window,
@@ -21,6 +25,7 @@ from windrow_sidecar.finetune.tasklets import (
     next_micro_batch,
     optimizer_tasklet,
 )
+from windrow_sidecar.finetune.training.schedule import Schedule
 from windrow_sidecar.qos.view import Action, Decision, Phase
 
 GO = Decision(action=Action.GO, finetune_units=1)

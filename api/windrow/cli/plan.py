@@ -37,7 +37,7 @@ def plan(
 
     Example: windrow plan examples/finetunejob.yaml --bound-ms 5
     """
-    argv = [sys.executable, "-m", "windrow_sidecar.finetune.preview", f"--job={manifest}"]
+    argv = [sys.executable, "-m", "windrow_sidecar.finetune.alone.preview", f"--job={manifest}"]
     argv += [f"--order={order}", f"--window={window}", f"--bound-ms={bound_ms}"]
     argv += [f"--micro-batches={micro_batches}"]
     if model is not None:

@@ -133,7 +133,7 @@ def start_baseline(
 
     `tuned`: OpenMP's threads sleep where they would spin, and the loop is nice 19.
     """
-    argv = _trainer("windrow_sidecar.finetune.baseline", [], job, seconds, out / "baseline")
+    argv = _trainer("windrow_sidecar.finetune.alone.baseline", [], job, seconds, out / "baseline")
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     if tuned:
         environment["OMP_WAIT_POLICY"] = "passive"

@@ -6,15 +6,10 @@ apart nowhere else: a mark is a point in the work that was queued before it.
 
 from __future__ import annotations
 
-import re
 from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from windrow.errors import UserError
-
-_NAMES = re.compile(r"(cpu|host)|cuda(?::(\d+))?")
 
 
 class Mark(Protocol):
@@ -35,7 +30,7 @@ class ComputeDevice(Protocol):
 
     @property
     def name(self) -> str:
-        """As `find_device` takes it: "cpu" or "cuda:N"."""
+        """As `finding.find_device` takes it: "cpu" or "cuda:N"."""
 
     @property
     def torch(self) -> torch.device:
@@ -78,21 +73,3 @@ class Copies(Protocol):
 
     def hold_back(self, mark: Mark) -> None:
         """Let what the calling thread computes from now on wait, on the device, for such a mark."""
-
-
-def find_device(name: str, *, field: str = "--device") -> ComputeDevice:
-    """Return the device of that name: "cpu" (or "host"), "cuda" (the first GPU), or "cuda:N".
-
-    Raises:
-        UserError: no such name, or no such device here.
-    """
-    found = _NAMES.fullmatch(name)
-    if found is None:
-        raise UserError(f"{name!r} is no device", field=field, remedy="Write cpu, cuda, or cuda:N.")
-    if found[1]:
-        from windrow_sidecar.compute.host_device import HostDevice
-
-        return HostDevice()
-    from windrow_sidecar.compute.cuda_device import CudaDevice
-
-    return CudaDevice(int(found[2] or 0), field=field)

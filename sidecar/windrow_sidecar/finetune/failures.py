@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoint import Fenced
+from windrow_sidecar.finetune.beside.report import WorkerEvent
+from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced
 from windrow_sidecar.finetune.dataset.places import DatasetSilent
-from windrow_sidecar.finetune.health import Unhealthy
-from windrow_sidecar.finetune.optimizer import NotFinite
-from windrow_sidecar.finetune.report import WorkerEvent
 from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.training.health import Unhealthy
+from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
 def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:

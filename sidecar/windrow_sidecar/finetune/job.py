@@ -17,25 +17,25 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.around import InTurn
-from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.checkpoint import Origin
-from windrow_sidecar.finetune.course import Course
-from windrow_sidecar.finetune.data import BatchPlan, Split, lengths_of
+from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.checkpoints.checkpoint import Origin
 from windrow_sidecar.finetune.dataset.places import local_path
 from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
-from windrow_sidecar.finetune.layerwise import DecoderStack
-from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.model import BaseModel
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.layers.around import InTurn
+from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.suspension import between_modules
+from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
-from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
-from windrow_sidecar.finetune.suspension import between_modules
-from windrow_sidecar.finetune.visit import Parts
+from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.training.data import BatchPlan, Split, lengths_of
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.training.schedule import Schedule
 
 log = logging.getLogger(__name__)
 

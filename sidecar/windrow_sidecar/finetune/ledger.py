@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
-from windrow_sidecar.finetune.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
-from windrow_sidecar.finetune.checkpoint import JobFolder, sync_folder
-from windrow_sidecar.finetune.health import GradientWatch, StallWatch
+from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
+from windrow_sidecar.finetune.beside.report import Progress, Reporter, WorkerEvent
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, sync_folder
+from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter, Saved
 from windrow_sidecar.finetune.job import Session
-from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
-from windrow_sidecar.finetune.saving import CheckpointWriter, Saved
-from windrow_sidecar.finetune.scalars import Scalars, memory_bytes
 from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
+from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch
+from windrow_sidecar.finetune.training.scalars import Scalars, memory_bytes
 from windrow_sidecar.memory.allocator import memory_stats
 
 

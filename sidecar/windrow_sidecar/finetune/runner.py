@@ -7,12 +7,12 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from windrow.conditions import Reason
+from windrow_sidecar.finetune.beside.report import Reporter, WorkerEvent
+from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.device import Gate, Memory
-from windrow_sidecar.finetune.heap import settle_heap
+from windrow_sidecar.finetune.layers.suspension import BrokenOff
 from windrow_sidecar.finetune.ledger import Ledger, Standing
-from windrow_sidecar.finetune.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import TaskletStream
-from windrow_sidecar.finetune.suspension import BrokenOff
 from windrow_sidecar.finetune.tasklets import Tasklet
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.

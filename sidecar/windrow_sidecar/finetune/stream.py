@@ -14,16 +14,14 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.checkpoint import Position
-from windrow_sidecar.finetune.course import Course
-from windrow_sidecar.finetune.data import BatchPlan, Example, Split, lengths_of
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer, NotFinite, StepFacts
+from windrow_sidecar.finetune.beside.swapping import Home
+from windrow_sidecar.finetune.checkpoints.checkpoint import Position
+from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot
+from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.layers.visit import Parts, Visit
 from windrow_sidecar.finetune.plan.frontier import Frontier
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing, next_of
-from windrow_sidecar.finetune.snapshot import Snapshot
-from windrow_sidecar.finetune.swapping import Home
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Tasklet,
@@ -31,7 +29,9 @@ from windrow_sidecar.finetune.tasklets import (
     next_micro_batch,
     optimizer_tasklet,
 )
-from windrow_sidecar.finetune.visit import Parts, Visit
+from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.training.data import BatchPlan, Example, Split, lengths_of
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, NotFinite, StepFacts
 from windrow_sidecar.qos.view import Phase
 
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
     if options.standalone:
-        from windrow_sidecar.finetune.dedicated import measure_alone
-        from windrow_sidecar.finetune.together import run_together
+        from windrow_sidecar.finetune.alone.dedicated import measure_alone
+        from windrow_sidecar.finetune.alone.together import run_together
 
         measured = options.seconds is not None or options.steps is not None
         try:
@@ -109,9 +109,9 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
+    from windrow_sidecar.finetune.beside.report import AgentLink, worker_hello
     from windrow_sidecar.finetune.failures import failure
     from windrow_sidecar.finetune.ledger import Standing
-    from windrow_sidecar.finetune.report import AgentLink, worker_hello
     from windrow_sidecar.finetune.runner import Ending
 
     run_dir, standing = RunDir(options.run_dir), Standing()
@@ -145,7 +145,7 @@ def _give_up(found: Exception, standing: Any, agent: Any) -> None:  # noqa: ANN4
 
 def _take_order(options: argparse.Namespace) -> bool:
     """Warm up, then become the worker of the job that stdin names; False: there will be none."""
-    from windrow_sidecar.finetune.standby import await_order, warm_up
+    from windrow_sidecar.finetune.beside.standby import await_order, warm_up
 
     warm_up(options.served_model)
     order = await_order(sys.stdin)
@@ -169,8 +169,8 @@ def _finetune(
     events: EventLog,
 ) -> int:
     """Load the job into the slot and run it; decode gets everything back however it ends."""
-    from windrow_sidecar.finetune.checkpoint import JobFolder
-    from windrow_sidecar.finetune.harvested import open_slot
+    from windrow_sidecar.finetune.beside.harvested import open_slot
+    from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
     from windrow_sidecar.finetune.job import read_job
     from windrow_sidecar.finetune.ledger import Ledger
     from windrow_sidecar.finetune.runner import Runner

@@ -11,15 +11,15 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.engines.builtin.config import read_config
-from windrow_sidecar.engines.builtin.decoder import Decoder
-from windrow_sidecar.engines.builtin.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
-from windrow_sidecar.engines.builtin.messages import Submit
-from windrow_sidecar.engines.builtin.model import LlamaModel
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
+from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
+from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.builtin.scheduler import Request
-from windrow_sidecar.engines.builtin.weights import load_weights, plan_layout
+from windrow_sidecar.engines.builtin.step.decoder import Decoder
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.web.messages import Submit
 
 SLOTS = 64  # tokens of a chunk
 

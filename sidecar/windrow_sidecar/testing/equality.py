@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
-from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.data import IGNORED, BatchPlan, Example, Split
-from windrow_sidecar.finetune.layerwise import AroundLayer, DecoderStack
-from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import AroundLayer, DecoderStack
+from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
-from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
 from windrow_sidecar.finetune.tasklets import Window
-from windrow_sidecar.finetune.visit import Parts
+from windrow_sidecar.finetune.training.data import IGNORED, BatchPlan, Example, Split
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.training.schedule import Schedule
 from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.qos.view import Phase
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import parse_job_spec
-from windrow_sidecar.finetune.adapters import Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.course import Course
-from windrow_sidecar.finetune.data import BatchPlan, Example, split
-from windrow_sidecar.finetune.layerwise import AroundLayer, DecoderStack
-from windrow_sidecar.finetune.loss import Head
-from windrow_sidecar.finetune.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.layers.layerwise import AroundLayer, DecoderStack
+from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
-from windrow_sidecar.finetune.schedule import Schedule
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
-from windrow_sidecar.finetune.visit import Parts
+from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.training.data import BatchPlan, Example, split
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
+from windrow_sidecar.finetune.training.schedule import Schedule
 
 WHOLE = WholeRows()
 VOCABULARY, HIDDEN, LAYERS, ROWS = 64, 16, 2, 10

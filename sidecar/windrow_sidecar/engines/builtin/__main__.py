@@ -7,9 +7,9 @@ import os
 import sys
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin.config import read_config
-from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
+from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 
 # OpenMP reads these when torch is loaded. Idle threads sleep, for the worker may have their core;
 # but not at once: waking one costs some 40 us, and a step has a hundred parallel regions. 1,000

@@ -7,8 +7,8 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from windrow_sidecar.engines.builtin.channel import Channel, PeerGone
-from windrow_sidecar.engines.builtin.messages import (
+from windrow_sidecar.engines.builtin.web.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.web.messages import (
     Cancel,
     Finished,
     FrontUp,

@@ -13,27 +13,27 @@ from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry, GeometryError, SharedWeights
-from windrow_sidecar.engines.builtin.config import LlamaConfig
-from windrow_sidecar.engines.builtin.decoder import Decoder
 from windrow_sidecar.engines.builtin.device import EngineDevice, require_room
-from windrow_sidecar.engines.builtin.gathered import GatheredDecode
-from windrow_sidecar.engines.builtin.kvcache import KvCache
-from windrow_sidecar.engines.builtin.kvplaces import KvPlaces
-from windrow_sidecar.engines.builtin.layer_ops import LayerOps, TorchOps
-from windrow_sidecar.engines.builtin.loop import Parts
-from windrow_sidecar.engines.builtin.model import LlamaModel
-from windrow_sidecar.engines.builtin.paged_attention import PagedAttention, TorchPagedAttention
-from windrow_sidecar.engines.builtin.paging import PagePool
-from windrow_sidecar.engines.builtin.random_weights import fill_random
-from windrow_sidecar.engines.builtin.scheduler import Scheduler
-from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.builtin.static_step import StaticDecode
-from windrow_sidecar.engines.builtin.weights import (
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
+from windrow_sidecar.engines.builtin.kv.paging import PagePool
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps, TorchOps
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
+from windrow_sidecar.engines.builtin.llama.random_weights import fill_random
+from windrow_sidecar.engines.builtin.llama.weights import (
     Layout,
     load_weights,
     plan_layout,
     write_manifest,
 )
+from windrow_sidecar.engines.builtin.loop import Parts
+from windrow_sidecar.engines.builtin.scheduler import Scheduler
+from windrow_sidecar.engines.builtin.settings import EngineSettings
+from windrow_sidecar.engines.builtin.step.decoder import Decoder
+from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
+from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
+from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.engines.hook import FailClosed, NullHook
 from windrow_sidecar.memory.geometry import KvShape, geometry_for
 
@@ -159,8 +159,8 @@ def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttentio
     try:
         import triton
 
-        from windrow_sidecar.engines.builtin.triton_attention import TritonPagedAttention
-        from windrow_sidecar.engines.builtin.triton_ops import TritonOps
+        from windrow_sidecar.engines.builtin.llama.triton_ops import TritonOps
+        from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
     except ImportError as error:
         raise _no_triton(f"it cannot be imported ({error})") from error
     if not (on_gpu or triton.knobs.runtime.interpret):

@@ -16,14 +16,14 @@ import torch
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.engines.builtin.channel import Channel
-from windrow_sidecar.engines.builtin.decoder import Decoder
-from windrow_sidecar.engines.builtin.kvcache import KvCache
-from windrow_sidecar.engines.builtin.messages import Cancel, Finished, Submit
-from windrow_sidecar.engines.builtin.model import LlamaModel
-from windrow_sidecar.engines.builtin.outbox import Outbox
-from windrow_sidecar.engines.builtin.paging import ChunkSource
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
+from windrow_sidecar.engines.builtin.kv.paging import ChunkSource
+from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
+from windrow_sidecar.engines.builtin.step.decoder import Decoder
+from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
+from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.hook import FailClosed, StepFacts
 from windrow_sidecar.qos.view import Decision
 

@@ -13,11 +13,11 @@ from statistics import median
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import StepEvent
-from windrow_sidecar.engines.builtin.channel import Channel
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
-from windrow_sidecar.engines.builtin.messages import Submit
-from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.builtin.threads import Threads, most_useful
+from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.messages import Submit
+from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
 from windrow_sidecar.engines.profile import WARM_UP_STEPS, Effort, Point
 from windrow_sidecar.qos.solo import SoloSample

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from windrow_sidecar.engines.builtin.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.messages import Submit
-from windrow_sidecar.engines.builtin.paging import PagePool
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
+from windrow_sidecar.engines.builtin.kv.paging import PagePool
+from windrow_sidecar.engines.builtin.web.messages import Submit
 
 
 @dataclass(slots=True, eq=False)

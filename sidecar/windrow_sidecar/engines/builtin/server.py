@@ -19,17 +19,17 @@ from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow_sidecar._core import Arena, LiveTensorsError
 from windrow_sidecar.engines.builtin import profiling
-from windrow_sidecar.engines.builtin.channel import PeerGone
-from windrow_sidecar.engines.builtin.config import LlamaConfig
 from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
-from windrow_sidecar.engines.builtin.frontprocess import FrontProcess
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
-from windrow_sidecar.engines.builtin.messages import Ready
-from windrow_sidecar.engines.builtin.outbox import Outbox
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
+from windrow_sidecar.engines.builtin.web.channel import PeerGone
+from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
+from windrow_sidecar.engines.builtin.web.messages import Ready
+from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, plan
 from windrow_sidecar.qos.levels import Levels

@@ -13,7 +13,7 @@ from windrow.errors import UserError
 from windrow_sidecar.finetune.activations.budget import Appetite
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.activations.planning import largest
-from windrow_sidecar.finetune.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.stream import MicroLimits
 
 # Of the memory that is free: a group may take so much, short-lived tensors need the rest.

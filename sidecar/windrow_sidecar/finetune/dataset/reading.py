@@ -9,12 +9,12 @@ from typing import Any
 from windrow.conditions import Reason
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.data import Example, Split, held_out_rows
 from windrow_sidecar.finetune.dataset.places import find_files
 from windrow_sidecar.finetune.dataset.records import Record, read_records
 from windrow_sidecar.finetune.dataset.rows import row_of
 from windrow_sidecar.finetune.dataset.store import StoredRows, TokenFile
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.training.data import Example, Split, held_out_rows
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import overload
 
-from windrow_sidecar.finetune.data import Example
+from windrow_sidecar.finetune.training.data import Example
 
 _BYTES = array("i").itemsize
 

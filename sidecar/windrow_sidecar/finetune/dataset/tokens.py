@@ -6,9 +6,9 @@ from typing import Any
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow_sidecar.finetune.data import IGNORED, Example
 from windrow_sidecar.finetune.dataset.records import bad_row
 from windrow_sidecar.finetune.dataset.rows import Row, Segment
+from windrow_sidecar.finetune.training.data import IGNORED, Example
 
 
 class RowTokenizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from windrow_sidecar.finetune.estimates import Estimates
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
 from windrow_sidecar.qos.view import Phase
 

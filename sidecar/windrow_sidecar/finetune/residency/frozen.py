@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windrow_sidecar.finetune.overlay import absent
+from windrow_sidecar.finetune.base.overlay import absent
 from windrow_sidecar.finetune.residency.copying import Copier, Part, Transfer
 from windrow_sidecar.finetune.residency.schedule import coming, moves
 from windrow_sidecar.finetune.residency.source import Stored

@@ -10,12 +10,12 @@ from torch import nn
 
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.overlay import absent, build_over
+from windrow_sidecar.finetune.base.overlay import absent, build_over
+from windrow_sidecar.finetune.base.structure import find_layers
 from windrow_sidecar.finetune.residency.copying import Copier
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers, LayerWeights, weights_of
 from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.residency.source import read, stored_tensors
-from windrow_sidecar.finetune.structure import find_layers
 
 
 class CannotWindow(ValueError):

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.device import Memory
-from windrow_sidecar.finetune.heap import settle_heap
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
 from windrow_sidecar.finetune.stream import TaskletStream

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.model import BaseModel
+from windrow_sidecar.finetune.base.model import BaseModel
 
 
 def twin_of(base: BaseModel) -> BaseModel:

@@ -1,0 +1,1 @@
+"""Keys and values of running requests, in pages of the arena's chunks."""

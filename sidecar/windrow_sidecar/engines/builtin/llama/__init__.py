@@ -1,0 +1,1 @@
+"""A Llama-family model over shared weights."""

@@ -1,0 +1,141 @@
+"""Where each parameter of a checkpoint lies in one block of bytes that other processes may map.
+
+The layout is such that the engine fuses without copying (q, k and v of a layer are neighbours, and
+so are gate and up) while every parameter keeps its own name, shape and offset for the worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.fingerprint import weight_files
+
+# On the host a cache line and the widest vector register; a GPU's copies and GEMMs want 16 bytes.
+_ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter's place; sizes in bytes."""
+
+    offset: int
+    n_bytes: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All parameters under the names that transformers gives them."""
+
+    parameters: dict[str, Parameter]
+    n_bytes: int
+    dtype: torch.dtype
+
+    def manifest(self, fingerprint: str) -> dict[str, Any]:
+        """What the worker reads to build the same model over the same bytes."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {
+            "fingerprint": fingerprint,
+            "dtype": dtype,
+            "tensors": {
+                name: {"offset": p.offset, "shape": list(p.shape), "dtype": dtype}
+                for name, p in self.parameters.items()
+            },
+        }
+
+
+def plan_layout(config: LlamaConfig, dtype: torch.dtype = torch.float32) -> Layout:
+    """Place every parameter; groups of neighbours stay together, each group starts aligned.
+
+    `dtype`: that everything is stored and computed in.
+    """
+    parameters: dict[str, Parameter] = {}
+    offset = 0
+    for group in _groups(config):
+        offset += -offset % _ALIGN_BYTES
+        for name, shape in group:
+            parameters[name] = Parameter(offset, prod(shape) * dtype.itemsize, shape)
+            offset += parameters[name].n_bytes
+    return Layout(parameters, offset, dtype)
+
+
+def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None:
+    """Read the checkpoint into `storage` (uint8 [layout.n_bytes]), converting to its dtype.
+
+    Raises UserError for a parameter that is missing or has another shape.
+    """
+    missing = set(layout.parameters)
+    for path in weight_files(model_dir):
+        with safe_open(path, framework="pt") as checkpoint:
+            for name in missing & set(checkpoint.keys()):
+                _copy(checkpoint.get_tensor(name), name, layout, storage)
+                missing.discard(name)
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks {len(missing)} parameters, {min(missing)} among them",
+            field="--model-path",
+            remedy="Copy the checkpoint again, with all its shards.",
+            reason="ModelUnreadable",
+        )
+
+
+def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
+    """One tensor over a parameter, or over neighbours stacked along their first dimension."""
+    parts = [layout.parameters[name] for name in names]
+    end = parts[-1].offset + parts[-1].n_bytes
+    flat = storage[parts[0].offset : end].view(layout.dtype)
+    return flat.view(sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+
+
+def write_manifest(path: Path, layout: Layout, fingerprint: str) -> None:
+    """Write the manifest so that a reader sees either nothing or all of it."""
+    draft = path.with_suffix(".tmp")
+    draft.write_text(json.dumps(layout.manifest(fingerprint)))
+    os.replace(draft, path)
+
+
+def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor) -> None:
+    wanted = layout.parameters[name].shape
+    if tuple(tensor.shape) != wanted:
+        raise UserError(
+            f"{name} has shape {tuple(tensor.shape)} where config.json says {wanted}",
+            field="--model-path",
+            remedy="Use the config.json that belongs to these weights.",
+            reason="ModelUnreadable",
+        )
+    view(layout, storage, name).copy_(tensor)
+
+
+def _groups(config: LlamaConfig) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    hidden, inner = config.hidden, config.intermediate
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield [("model.embed_tokens.weight", (config.vocab, hidden))]
+    for i in range(config.layers):
+        layer = f"model.layers.{i}"
+        yield [(f"{layer}.input_layernorm.weight", (hidden,))]
+        yield [
+            (f"{layer}.self_attn.q_proj.weight", (q, hidden)),
+            (f"{layer}.self_attn.k_proj.weight", (kv, hidden)),
+            (f"{layer}.self_attn.v_proj.weight", (kv, hidden)),
+        ]
+        yield [(f"{layer}.self_attn.o_proj.weight", (hidden, q))]
+        yield [(f"{layer}.post_attention_layernorm.weight", (hidden,))]
+        yield [
+            (f"{layer}.mlp.gate_proj.weight", (inner, hidden)),
+            (f"{layer}.mlp.up_proj.weight", (inner, hidden)),
+        ]
+        yield [(f"{layer}.mlp.down_proj.weight", (hidden, inner))]
+    yield [("model.norm.weight", (hidden,))]
+    if not config.tied_embeddings:
+        yield [("lm_head.weight", (config.vocab, hidden))]

@@ -1,0 +1,1 @@
+"""One decode step for a batch of requests: on cores one by one, on a GPU as a graph."""

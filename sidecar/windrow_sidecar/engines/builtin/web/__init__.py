@@ -1,0 +1,1 @@
+"""Requests over HTTP: the front process, and what goes between it and the engine."""

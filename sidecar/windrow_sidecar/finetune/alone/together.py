@@ -1,0 +1,157 @@
+"""Jobs on a device of their own, without a cluster: one, or several over one base model."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple
+from pathlib import Path
+
+from windrow.errors import UserError
+from windrow.eventlog import EventLog
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.finetune.alone.dedicated import base_of, event_log, open_alone, take_units
+from windrow_sidecar.finetune.alone.lines import LineReporter, Lines
+from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.base.precision import WeightForm
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+from windrow_sidecar.finetune.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.job import Job, read_job
+from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.runner import Ending, Runner
+from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
+
+log = logging.getLogger(__name__)
+
+
+def run_together(options: argparse.Namespace) -> int:
+    """Run the jobs that `--job` names to their end; returns an `Ending`.
+
+    Raises:
+        UserError: a manifest cannot be read, or two jobs cannot be told apart.
+    """
+    device = find_device(options.device)
+    units = take_units(device, options.units)
+    jobs = [read_job(path) for path in options.job]
+    check_apart(jobs)
+    return int(Together(jobs, units, options.log_dir, device).run())
+
+
+def check_apart(jobs: Sequence[Job]) -> None:
+    """Refuse jobs that would write into one folder.
+
+    Raises:
+        UserError: names them.
+    """
+    seen: dict[Path, Job] = {}
+    for job in jobs:
+        other = seen.setdefault(job.destination.resolve(), job)
+        if other is not job:
+            raise UserError(
+                f"{other.name} and {job.name} would both write to {job.destination}",
+                field="spec.output.destination",
+                remedy="Give each job a destination of its own.",
+            )
+
+
+class Together:
+    """Jobs over one base model, each with all that is its own, on standard output (see `lines`).
+
+    Args:
+        jobs: one or more.
+        units: of the device, in use.
+        log_dir: of the event logs; None: in each job's folder.
+        device: that computes.
+    """
+
+    def __init__(
+        self, jobs: Sequence[Job], units: int, log_dir: Path | None, device: ComputeDevice
+    ) -> None:
+        self._jobs, self._log_dir, self._device = jobs, log_dir, device
+        self._gate, self._lines = OpenGate(units, device), Lines(sys.stdout)
+        self._standings = [Standing() for _ in jobs]
+        self._endings: dict[int, Ending] = {}
+
+    def run(self) -> Ending:
+        """Run all to their ends; returns the worst of them (see `worst`)."""
+        for signal_ in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_, self._ask_to_stop)
+        with ExitStack() as until_all_is_told:
+            reporters = [
+                until_all_is_told.enter_context(LineReporter(self._lines, n, standing.report))
+                for n, standing in enumerate(self._standings)
+            ]
+            base: BaseModel | None = None
+            carried = []
+            for n, (job, reporter) in enumerate(zip(self._jobs, reporters, strict=True)):
+                events = event_log(job, self._log_dir)
+                until_all_is_told.callback(events.flush)
+                try:
+                    base = base or self._base()
+                    own = twin_of(base) if len(self._jobs) > 1 else base
+                    carried.append(self._carried(n, job, own, reporter, events))
+                except Exception as error:
+                    # The edge of a job: the others run without it.
+                    log.exception("%s cannot begin", job.name)
+                    self._endings[n] = self._failed(n, reporter, error)
+            if carried:
+                carrier = Carrier(carried)
+                del carried  # what a job holds goes with its end
+                carrier.run()
+        return worst(self._endings.values())
+
+    def _base(self) -> BaseModel:
+        """Load what all of them share."""
+        wanted = {
+            job.name: (job.spec.model.name, job.spec.model.revision, *astuple(form))
+            for job in self._jobs
+            for form in (WeightForm.of(job.spec),)
+        }
+        check_shared(wanted)
+        return base_of(self._jobs[0], self._device)
+
+    def _carried(
+        self, n: int, job: Job, base: BaseModel, reporter: LineReporter, events: EventLog
+    ) -> Carried:
+        folder = JobFolder(job.destination, job.uid, job.epoch)
+        folder.claim()
+        session, standing = open_alone(job, self._device, base), self._standings[n]
+        stream, memory = session.stream, OwnMemory(session.stream)
+        ledger = Ledger(session, folder, reporter, events, standing)
+        return Carried(
+            job.name,
+            stream,
+            memory,
+            Runner(stream, self._gate, memory, ledger, reporter, standing),
+            failed=lambda error: self._failed(n, reporter, error),
+            ended=lambda ending: self._endings.update({n: ending}),
+        )
+
+    def _failed(self, n: int, reporter: LineReporter, error: Exception) -> Ending:
+        event, ending = failure(error, self._standings[n].progress.checkpoint_path)
+        reporter.event(event)
+        return ending
+
+    def _ask_to_stop(self, *_: object) -> None:
+        for standing in self._standings:
+            standing.stop_asked = "asked to stop"
+
+
+def worst(endings: Iterable[Ending]) -> Ending:
+    """Return what several jobs ended with, as one: what needs a person comes first."""
+    order = (
+        Ending.USER_ERROR,
+        Ending.FAILED,
+        Ending.FENCED,
+        Ending.DECODE_GONE,
+        Ending.STOPPED,
+        Ending.SUCCEEDED,
+    )
+    return min(endings, key=order.index)

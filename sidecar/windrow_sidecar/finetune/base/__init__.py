@@ -1,0 +1,1 @@
+"""The frozen base model: its parts, its weights, where they come from."""

@@ -1,0 +1,1 @@
+"""A job in a slot: decode's grants, lent memory, the agent."""

@@ -1,0 +1,237 @@
+"""Where boundary activations live beside decode: in chunks that decode has lent.
+
+The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary. A chunk
+that no activation lies in goes at once; for the others the group on its way is spilled: it goes on
+from copies in the worker's own memory, and the next one is formed for what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.memory.tensors import arena_tensor
+
+ALIGN_BYTES = 64  # a cache line, and the widest vector register
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Chunks that lie side by side: ids [first, end)."""
+
+    first: int
+    end: int
+
+    @property
+    def chunks(self) -> int:
+        """How many."""
+        return self.end - self.first
+
+
+def runs_of(chunks: Sequence[int]) -> tuple[Run, ...]:
+    """Group ascending chunk ids into runs, highest first: decode asks for the lowest ids first."""
+    runs: list[Run] = []
+    for chunk in chunks:
+        if runs and runs[-1].end == chunk:
+            runs[-1] = Run(runs[-1].first, chunk + 1)
+        else:
+            runs.append(Run(chunk, chunk + 1))
+    return tuple(reversed(runs))
+
+
+def tokens_that_fit(
+    runs: Sequence[Run], *, chunk_bytes: int, boundaries: int, bytes_per_token: int
+) -> int:
+    """Return the largest micro-batch, in padded tokens, whose boundaries all fit into the runs.
+
+    A boundary lies in one run; each of `boundaries` has tokens * bytes_per_token bytes.
+    """
+    low, high = 0, sum(r.chunks for r in runs) * chunk_bytes // (boundaries * bytes_per_token)
+    while low < high:
+        middle = (low + high + 1) // 2
+        size = _aligned(middle * bytes_per_token)
+        if sum(r.chunks * chunk_bytes // size for r in runs) >= boundaries:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_token: int) -> int:
+    """Return how many chunks side by side hold the boundaries of so many padded tokens."""
+    return -(-boundaries * _aligned(tokens * bytes_per_token) // chunk_bytes)
+
+
+class LentBoundaries:
+    """Boundaries in lent chunks (see `boundaries.Boundaries`).
+
+    Args:
+        arena: attached, as a peer.
+        owner: this worker's epoch.
+        boundaries: of a micro-batch: one for each layer.
+        bytes_per_token: of one boundary.
+    """
+
+    def __init__(self, arena: Arena, owner: int, *, boundaries: int, bytes_per_token: int) -> None:
+        self._arena, self._owner = arena, owner
+        self._boundaries, self._bytes_per_token = boundaries, bytes_per_token
+        self._chunk_bytes = arena.geometry.chunk_bytes
+        self._held: tuple[int, ...] = ()
+        self._slots: list[int] = []  # offsets, for the boundaries that are still to come
+        self._used: set[int] = set()  # chunks in which the micro-batch on its way lies
+
+    @property
+    def held_chunks(self) -> int:
+        """How many chunks this worker has, as of the last `settle`."""
+        return len(self._held)
+
+    def capacity_tokens(self) -> int:
+        """Padded tokens of the largest micro-batch that fits."""
+        return tokens_that_fit(
+            runs_of(self._held),
+            chunk_bytes=self._chunk_bytes,
+            boundaries=self._boundaries,
+            bytes_per_token=self._bytes_per_token,
+        )
+
+    def chunks_for(self, tokens: int) -> int:
+        """How many chunks a micro-batch of so many padded tokens needs."""
+        return chunks_needed(
+            tokens,
+            chunk_bytes=self._chunk_bytes,
+            boundaries=self._boundaries,
+            bytes_per_token=self._bytes_per_token,
+        )
+
+    def settle(self, leave: Callable[[], None]) -> bool:
+        """Follow the table: give back what drains, take note of new chunks.
+
+        Args:
+            leave: takes the group on its way out of the chunks (and calls `clear`); called where
+                one of them is asked back.
+
+        Returns:
+            whether the next micro-batch has other memory than was known.
+        """
+        draining = self._arena.draining(self._owner)
+        if not self._used.isdisjoint(draining):
+            leave()
+        for chunk in draining:
+            self._arena.give_back(chunk, owner=self._owner)
+        held = tuple(self._arena.held(self._owner))
+        changed = held != self._held
+        self._held = held
+        return changed
+
+    def asked_back(self) -> bool:
+        """Whether a chunk drains."""
+        return bool(self._arena.draining(self._owner))
+
+    def give_all_back(self) -> None:
+        """Return every chunk. No activation may be left in them."""
+        self.clear()
+        for chunk in (*self._arena.draining(self._owner), *self._arena.held(self._owner)):
+            self._arena.give_back(chunk, owner=self._owner)
+        self._held = ()
+
+    def place(self, hidden: Tensor) -> Tensor:
+        """Copy `hidden` into a lent chunk (see `room`)."""
+        return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
+
+    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the memory of a boundary of that shape.
+
+        The first one of a micro-batch lays out all of them, so that chunks that go back meanwhile
+        are never missing later.
+
+        Raises:
+            MemoryError: they do not fit; micro-batches are formed within `capacity_tokens`.
+        """
+        if not self._slots:
+            self._lay_out(_aligned(prod(shape) * like.dtype.itemsize))
+        # A tensor of its own: views of one tensor would share its version counter, and filling one
+        # would invalidate what autograd has saved of the others.
+        return arena_tensor(self._arena, self._slots.pop(), shape, like.dtype)
+
+    def clear(self) -> None:
+        """Forget all activations; their chunks stay lent."""
+        self._slots.clear()
+        self._used.clear()
+
+    def _lay_out(self, size: int) -> None:
+        missing = self._boundaries
+        for run in runs_of(self._held):
+            # From the end of a run: its lowest chunks stay empty for as long as possible.
+            end = self._arena.chunk_offset(run.first) + run.chunks * self._chunk_bytes
+            fitting = min(missing, run.chunks * self._chunk_bytes // size)
+            self._slots += [end - size * (i + 1) for i in range(fitting)]
+            lowest = run.end - -(-fitting * size // self._chunk_bytes)
+            self._used.update(range(lowest, run.end))
+            missing -= fitting
+        if missing:
+            self.clear()
+            raise MemoryError(f"{missing} activations of {size} bytes fit into no lent chunk")
+
+
+class LentMemory:
+    """The memory of a job that runs beside decode (see `device.Memory`)."""
+
+    def __init__(
+        self,
+        boundaries: LentBoundaries,
+        stream: TaskletStream,
+        *,
+        free_bytes: Callable[[], int] = available_bytes,
+        follow_residency: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._follow_residency = follow_residency
+        self._boundaries, self._stream, self._free_bytes = boundaries, stream, free_bytes
+        self._swap = Swap(stream, free_bytes)
+        self.is_starving = False  # as `starving` last found
+
+    def settle(self) -> None:
+        """Follow the table of owners and the grant; what comes next is formed for what is there."""
+        self._follow_residency()
+        if self._boundaries.settle(self._spill):
+            self._stream.replan()
+
+    def starving(self, tasklet: Tasklet) -> bool:
+        """Whether a training micro-batch that has not begun does not fit."""
+        micro = tasklet.micro
+        if micro is None or micro.evaluation or not self._stream.between_micro_batches:
+            self.is_starving = False
+        else:
+            self.is_starving = micro.padded_tokens > self._boundaries.capacity_tokens()
+        return self.is_starving
+
+    def asked_back(self) -> bool:
+        """Whether decode waits for a chunk."""
+        return self._boundaries.asked_back()
+
+    def set_aside(self) -> None:
+        """Move the job's state to the host; chunks that are empty then stay until asked for."""
+        self._swap.out()
+
+    def bring_back(self) -> bool:
+        """Move it back."""
+        return self._swap.back()
+
+    def release(self) -> None:
+        """Drop the micro-batch on its way and give everything back."""
+        self._stream.drop()
+        self._boundaries.give_all_back()
+
+    def _spill(self) -> None:
+        self._stream.spill(int(SPILL_SHARE * self._free_bytes()))
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

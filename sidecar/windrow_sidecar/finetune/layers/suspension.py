@@ -1,0 +1,84 @@
+"""How a layer that runs is held up between two of its modules (LLMStation's suspension).
+
+What is in flight is then not a layer but the stretch to its next module, forward or backward, so
+rows stay whole where windows would cost more than they save. A wait changes no value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.training.health import StallWatch
+
+
+class BrokenOff(Exception):
+    """The tasklet that runs was given up in the middle: it may not go on for a while."""
+
+
+class Holding(Protocol):
+    """Who knows whether what runs may go on (see `grants.GrantGate`)."""
+
+    def revoked(self) -> bool:
+        """Whether what was launched last may not go on as it does."""
+
+    def hold(self, give_up: Callable[[], bool]) -> bool:
+        """Say that nothing runs and wait until it may go on; False: it is given up."""
+
+
+class Suspension:
+    """Asks between the modules of layers.
+
+    Args:
+        gate: is asked.
+        stall: does not count what is waited for decode.
+        give_up: whether waiting in the middle of a layer helps nobody: somebody wants the memory,
+            or the end of the job.
+    """
+
+    def __init__(self, gate: Holding, stall: StallWatch, give_up: Callable[[], bool]) -> None:
+        self._gate, self._stall, self._give_up = gate, stall, give_up
+
+    def point(self) -> None:
+        """Go on at once where that is allowed, else as soon as it is.
+
+        Raises:
+            BrokenOff: it will not be soon.
+        """
+        if not self._gate.revoked():
+            return
+        self._stall.end()
+        if not self._gate.hold(self._give_up):
+            raise BrokenOff
+        self._stall.begin()
+
+
+def between_modules(layers: Sequence[nn.Module], point: Callable[[], None]) -> None:
+    """Let `point` be called after each module of each layer, and before it on the way back.
+
+    Costs 5 us a point: 1% of a layer of 200 tokens of width 256 on a core, nothing of a larger one.
+    """
+
+    def back(_: Tensor) -> None:
+        point()
+
+    def after(module: nn.Module, args: Any, made: Any) -> None:  # noqa: ANN401
+        del module, args
+        point()
+        out = made[0] if isinstance(made, tuple) else made
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(back)  # type: ignore[no-untyped-call]
+
+    for layer in layers:
+        for module in _modules_of(layer):
+            module.register_forward_hook(after)
+
+
+def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
+    """What takes time: each product of attention and MLP. Norms, of vectors only, ride along."""
+    for part in layer.children():
+        for module in tuple(part.children()) or (part,):
+            if any(parameter.dim() > 1 for parameter in module.parameters()):
+                yield module

@@ -1,0 +1,1 @@
+"""What a training consists of besides its layers: rows, steps, figures, health."""

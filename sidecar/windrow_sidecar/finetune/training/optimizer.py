@@ -1,0 +1,223 @@
+"""How a step changes the adapter: AdamW over gradients that micro-batches commit as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windrow.crd import OptimizerSpec
+from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
+from windrow_sidecar.finetune.training.schedule import Schedule
+
+# Kinds of tensors in a checkpoint, of which each name begins with one.
+PARAMETER, STATE, SUM, BEST = "parameter", "state", "sum", "best"
+
+
+class NotFinite(WindrowError):
+    """Loss or gradient became NaN or infinite; the state is that of the step before."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a finished step was like."""
+
+    learning_rate: float
+    gradient_norm: float  # before clipping
+
+
+class AdapterOptimizer:
+    """AdamW with schedule and clipping; owns the sum of the committed gradients.
+
+    `.grad` of the parameters belongs to the micro-batch on its way. `commit` adds it to the sum,
+    `discard` forgets it: a micro-batch that is interrupted leaves no trace and can run again.
+    Gradients and sums are fp32, whatever the parameters are (a module that is trained as a whole
+    has the base's type): added up in bf16, six windows cost a quarter of its precision.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        schedule: Schedule,
+        spec: OptimizerSpec | None = None,
+    ) -> None:
+        """Make it over the adapter's parameters.
+
+        Raises:
+            UserError: the library that the spec asks for is not there.
+        """
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._schedule, self._spec = schedule, spec or OptimizerSpec()
+        self._sums: list[Tensor] | None = None
+        self._best: dict[str, Tensor] = {}
+        self._snapshot: Snapshot | None = None
+        self._spare = Spare()
+        self._adamw = adamw(self._parameters, self._spec)
+        self._narrow = [p for p in self._parameters if p.dtype != torch.float32]
+        self._collect(torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the adapter is now."""
+        return self._parameters[0].device
+
+    def commit(self) -> None:
+        """Add the micro-batch's gradients to the sum."""
+        gradients = [p.grad if p.grad is not None else _zeros(p) for p in self._parameters]
+        if self._sums is None:
+            self._sums = gradients
+        else:
+            self._before_change(SUM)
+            torch._foreach_add_(self._sums, gradients)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the gradients of the micro-batch on its way."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def step(self, number: int) -> StepFacts:
+        """Clip, update and clear the sum. `number`: of the step, from 0.
+
+        Raises:
+            NotFinite: a gradient is NaN or infinite; nothing has changed but that the sum is gone.
+        """
+        self._before_change(PARAMETER, STATE)
+        sums = self._sums or [_zeros(p) for p in self._parameters]
+        self._sums = None
+        norm = nn.utils.get_total_norm(sums)
+        if not math.isfinite(float(norm)):
+            raise NotFinite(f"the gradient of step {number + 1} is not finite")
+        scale = min(1.0, self._spec.max_gradient_norm / (float(norm) + 1e-6))
+        if scale < 1.0:
+            self._before_change(SUM)
+            torch._foreach_mul_(sums, scale)
+        self._collect(None)
+        for parameter, gradient in zip(self._parameters, sums, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        rate = self._schedule.rate(number)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self.discard()
+        self._collect(torch.float32)
+        return StepFacts(rate, float(norm))
+
+    def _collect(self, dtype: torch.dtype | None) -> None:
+        """Have autograd add gradients up in that type; None: in the parameter's own, for AdamW."""
+        for parameter in self._narrow:
+            parameter.grad_dtype = dtype or parameter.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a checkpoint must hold: parameters, moments, sums. Not copied."""
+        held = {f"{PARAMETER}/{n}": p.detach() for n, p in self._named()}
+        for name, parameter in self._named():
+            for key, value in self._adamw.state.get(parameter, {}).items():
+                held[f"{STATE}/{key}/{name}"] = torch.as_tensor(value)
+        for name, total in zip(self._names, self._sums or [], strict=False):
+            held[f"{SUM}/{name}"] = total
+        return held | {f"{BEST}/{name}": value for name, value in self._best.items()}
+
+    def snapshot(self) -> Snapshot:
+        """Return `tensors` as they are now; they are copied before they change."""
+        self._before_change(PARAMETER, STATE, SUM)
+        self._snapshot = Snapshot(self.tensors(), self._spare)
+        return self._snapshot
+
+    def _before_change(self, *kinds: str) -> None:
+        if self._snapshot is not None:
+            self._snapshot.copy(kinds)
+
+    def load(self, held: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` returned.
+
+        Raises:
+            KeyError, RuntimeError: they belong to another adapter.
+        """
+        with torch.no_grad():
+            for name, parameter in self._named():
+                parameter.copy_(held[f"{PARAMETER}/{name}"])
+        self._adamw.state.clear()
+        parameters = dict(self._named())
+        for entry, value in held.items():
+            kind, _, rest = entry.partition("/")
+            if kind == STATE:
+                key, name = rest.split("/", 1)
+                # The library counts its steps in a plain number, torch in a tensor.
+                known = int(value) if value.dtype == torch.int64 else value.clone()
+                self._adamw.state[parameters[name]][key] = known
+        self._best = {
+            entry.removeprefix(f"{BEST}/"): value.clone()
+            for entry, value in held.items()
+            if entry.startswith(f"{BEST}/")
+        }
+        has_sums = any(name.startswith(f"{SUM}/") for name in held)
+        self._sums = (
+            [held[f"{SUM}/{name}"].to(torch.float32, copy=True) for name in self._names]
+            if has_sums
+            else None
+        )
+        self.discard()
+
+    def move(self, to: Callable[[Tensor], Tensor]) -> None:
+        """Let everything that it owns lie where `to` puts it; nothing may be on its way.
+
+        A snapshot that is being copied keeps reading where the tensors were.
+        """
+        for parameter in self._parameters:
+            gradient, parameter.grad = parameter.grad, None
+            parameter.data = to(parameter.data)
+            parameter.grad = None if gradient is None else to(gradient)
+        for state in self._adamw.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = to(value)
+        self._sums = None if self._sums is None else [to(total) for total in self._sums]
+        self._best = {name: to(value) for name, value in self._best.items()}
+
+    def keep_best(self) -> None:
+        """Remember the parameters as they are."""
+        self._best = {name: p.detach().clone() for name, p in self._named()}
+
+    def return_to_best(self) -> None:
+        """Take the remembered parameters, where there are any."""
+        self._before_change(PARAMETER)
+        with torch.no_grad():
+            for name, parameter in self._named():
+                if name in self._best:
+                    parameter.copy_(self._best[name])
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self._names, self._parameters, strict=True))
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """Return AdamW as the spec wants it; its rate is set step by step.
+
+    Raises:
+        UserError: the library that the spec asks for is not there.
+    """
+    betas = (spec.beta1, spec.beta2)
+    if spec.type == "adamw":
+        return torch.optim.AdamW(
+            parameters, betas=betas, weight_decay=spec.weight_decay, fused=True
+        )
+    try:
+        from bitsandbytes.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError(
+            f"adamw8bit needs bitsandbytes, which this worker has not ({error})",
+            field="spec.training.optimizer.type",
+            remedy="Install windrow[quantized] in the sidecar's image, or write adamw.",
+        ) from error
+    made: torch.optim.Optimizer = AdamW8bit(parameters, betas=betas, weight_decay=spec.weight_decay)
+    return made
