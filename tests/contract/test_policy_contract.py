@@ -9,14 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar.qos.control import Controller
-from windrow_sidecar.qos.levels import host_levels, overlapping_levels
+from windrow_sidecar.qos.levels import host_levels, overlapping_levels, whole_levels
 from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloModel
 from windrow_sidecar.qos.terms import Terms
 from windrow_sidecar.qos.view import Action, Offer, View
 
-LEVELS = [host_levels(2), host_levels(8), overlapping_levels(132, (16, 32, 64, 96))]
+LEVELS = [
+    host_levels(2),
+    host_levels(8),
+    overlapping_levels(132, (16, 32, 64, 96)),
+    whole_levels(132),
+]
 SOLO = {u: SoloModel(500 + 2000 / u, 800 / u, 1 / u) for u in (*range(1, 9), 132)}
 
 times = st.integers(0, 10**12)
@@ -47,7 +52,7 @@ def contexts(draw) -> Context:
     return Context(
         levels=levels,
         allowed=levels.allowed(percent),
-        idle_units=levels.units * percent // 100,
+        idle_units=levels.idle_share(percent),
         predicted_us=draw(st.lists(st.floats(1, 1e9), min_size=n, max_size=n)),
         margin=draw(st.floats(0, 1)),
         current=draw(st.integers(0, n - 1)),

@@ -8,7 +8,7 @@ from windrow.errors import UserError
 from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.guard import SECOND_NS
 from windrow_sidecar.qos.handover import Handover
-from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.levels import Levels, host_levels, whole_levels
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloModel
 from windrow_sidecar.qos.terms import Terms, make_terms
@@ -24,8 +24,12 @@ SMALL, BURST = 4, 16
 class Pod:
     """A controller with a clock, and a worker that answers when it is told to."""
 
-    def __init__(self, terms: Terms | None = TERMS, predictor: bool = True) -> None:
-        levels = host_levels(2)
+    def __init__(
+        self,
+        terms: Terms | None = TERMS,
+        predictor: bool = True,
+        levels: Levels = host_levels(2),  # noqa: B008
+    ) -> None:
         self.controller = Controller(levels, Predictor(levels, SOLO) if predictor else None)
         self.controller.set_terms(terms)
         self.now_ns = SECOND_NS
@@ -67,6 +71,22 @@ def test_headroom_is_shared_and_a_burst_takes_it_back():
     pod.worker_answers(in_flight_us=0)
     assert units(pod.step(BURST)) == (0, 2)
     assert units(pod.step()) == (1, 1)
+
+
+def test_a_device_that_is_shared_in_time_is_the_workers_while_decode_idles():
+    pod = Pod(levels=whole_levels(2))
+    assert units(pod.step(batch=0)) == (2, 2)
+    pod.worker_answers()
+    assert (units(pod.step()), pod.last.pause_epoch) == ((0, 2), 1)
+    assert pod.controller.why_paused == "objective"
+    assert units(pod.step(batch=0)) == (2, 2)
+
+
+def test_no_part_is_given_of_a_device_that_is_shared_in_time():
+    pod = Pod(
+        Terms("p", "windrow", "harvest", 12_000, max_compute_percent=50), levels=whole_levels(2)
+    )
+    assert units(pod.step(batch=0)) == (0, 2)
 
 
 def test_decode_takes_everything_when_the_worker_is_gone():

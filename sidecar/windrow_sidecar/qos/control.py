@@ -65,7 +65,7 @@ class Controller:
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
         if terms:
             self._allowed = self._levels.allowed(terms.max_compute_percent)
-            self._idle_units = self._levels.units * terms.max_compute_percent // 100
+            self._idle_units = self._levels.idle_share(terms.max_compute_percent)
             self.guard.set_percentile(terms.percentile)
 
     def decide(

@@ -65,10 +65,25 @@ class Levels:
         bound = self.units * max_compute_percent // 100
         return sum(1 for s in self.splits if s.finetune_units <= bound)
 
+    def idle_share(self, max_compute_percent: int) -> int:
+        """Units that the worker may have while decode idles, under the same limit.
+
+        A device that is shared in time has no split but decode alone, and no part of it can be
+        given: all of it, or nothing where the limit asks for less.
+        """
+        bound = self.units * max_compute_percent // 100
+        smallest = self.splits[1].finetune_units if len(self.splits) > 1 else self.units
+        return bound if bound >= smallest else 0
+
 
 def host_levels(units: int) -> Levels:
     """Every split of a CPU set: decode takes what the worker leaves."""
     return Levels(units, tuple(Split(i, units - i) for i in range(units)))
+
+
+def whole_levels(units: int) -> Levels:
+    """A device that decode and worker use in turn: no split but decode alone."""
+    return Levels(units, (Split(0, units),))
 
 
 def overlapping_levels(units: int, finetune_levels: tuple[int, ...]) -> Levels:

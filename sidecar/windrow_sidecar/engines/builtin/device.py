@@ -22,7 +22,7 @@ from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.profile import host_splits
 from windrow_sidecar.memory.geometry import require_memory
-from windrow_sidecar.qos.levels import Levels, Split, overlapping_levels
+from windrow_sidecar.qos.levels import Levels, overlapping_levels, whole_levels
 
 _log = logging.getLogger(__name__)
 
@@ -144,13 +144,13 @@ def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
         ) from error
     units = int(facts["units"])
     levels: tuple[int, ...] = ()
-    splits = Levels(units, (Split(0, units),))
+    splits = whole_levels(units)
     sharing = choose_sharing(look(name, os.environ))
     if sharing.mode == "spatial":
         levels = CudaPartition("finetune", name).levels()[:-1]
         splits = overlapping_levels(units, levels)
     else:  # the worker knows no share but the whole GPU, and would refuse any other
-        _log.info("a worker gets no share beside decode: %s", sharing.reason)
+        _log.info("a worker gets the GPU only while decode idles: %s", sharing.reason)
     return EngineDevice(
         driver=name,
         torch_device=device,

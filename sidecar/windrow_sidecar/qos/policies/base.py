@@ -69,11 +69,13 @@ def share(ctx: Context, index: int) -> Decision:
     )
 
 
-def whole_device(ctx: Context) -> Decision:
-    """Decode is idle: the worker gets what the limits let it have.
+def decode_idle(ctx: Context) -> Decision:
+    """The worker gets what the limits let it have, if they leave it anything.
 
     Decode keeps its narrowest share, so that its first step meets no second team on its units.
     """
+    if not ctx.idle_units:
+        return alone(ctx)
     return Decision(
         Action.GO,
         ctx.idle_units,

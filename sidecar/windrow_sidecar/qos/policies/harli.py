@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from windrow_sidecar.qos.policies.base import Context, alone, has_work, share, whole_device
+from windrow_sidecar.qos.policies.base import Context, alone, decode_idle, has_work, share
 from windrow_sidecar.qos.view import Decision, Offer, View
 
 
@@ -18,10 +18,10 @@ class Harli:
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
         """Pick a pair; (all, 0) when the worker starves or nothing is feasible."""
-        if not has_work(offer) or ctx.allowed == 1:
+        if not has_work(offer):
             return alone(ctx)
         if view.batch == 0:
-            return whole_device(ctx)
+            return decode_idle(ctx)
         bound_us = view.objective_us / (1 + ctx.margin)
         predicted = ctx.predicted_us
         if (

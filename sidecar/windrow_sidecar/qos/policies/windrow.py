@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from windrow_sidecar.qos.policies.base import Context, alone, has_work, share, whole_device
+from windrow_sidecar.qos.policies.base import Context, alone, decode_idle, has_work, share
 from windrow_sidecar.qos.view import Decision, Offer, View
 
 # Below the bound by this much before the worker's share may grow: half of the predictor's starting
@@ -33,10 +33,10 @@ class Windrow:
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
         """Pick the share; decode alone when none fits, everything for the worker when idle."""
-        if not has_work(offer) or ctx.allowed == 1:
+        if not has_work(offer):
             return alone(ctx)
         if view.batch == 0:
-            return whole_device(ctx)
+            return decode_idle(ctx)
         bound_us = _budget_us(view, ctx) / (1 + ctx.margin)
         grow_bound_us = bound_us * (1 - GROW_HEADROOM) if ctx.since_switch_ns >= REST_NS else 0.0
         predicted, current = ctx.predicted_us, ctx.current
