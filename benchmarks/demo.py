@@ -19,6 +19,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import torch
 from rich.progress import track
 
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
@@ -95,6 +96,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
     device = open_device(settings, threads)
     arena = loading.make_arena(settings, config, device)
     context = arena.geometry.chunks * arena.geometry.slots_per_chunk
+    torch.set_flush_denormal(True)  # as the engine does
     parts = loading.load(settings, config, device, arena, None, context, "0" * 64)
     profiling.settle_threads(parts, threads, batch=BATCH, context=PROMPT)
     profile = _profile(parts, context)

@@ -78,6 +78,7 @@ class Engine:
         geometry = self.arena.geometry
         context = min(config.max_positions, geometry.chunks * geometry.slots_per_chunk)
         fingerprint = model_fingerprint(self.settings.model_path)
+        torch.set_flush_denormal(True)  # as the engine does
         self.parts: Parts = load(
             self.settings, config, self.device, self.arena, None, context, fingerprint
         )

@@ -90,7 +90,6 @@ def load(
     Raises:
         UserError: weights that cannot be read, or kernels that this machine cannot run.
     """
-    torch.set_flush_denormal(True)
     device.partition.activate(device.units)
     layout = plan_layout(config, device.dtype)
     shared = SharedWeights.create(layout.n_bytes, driver=device.driver)

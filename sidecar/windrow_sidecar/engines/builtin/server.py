@@ -15,6 +15,8 @@ from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow_sidecar._core import Arena, LiveTensorsError
@@ -99,6 +101,7 @@ def _run(
     """Load, profile, serve. All tensors over the arena are gone when it returns."""
     max_context = _max_context(settings, config, arena)
     fingerprint = model_fingerprint(settings.model_path)
+    torch.set_flush_denormal(True)  # of this process, which computes nothing else
     parts = load(settings, config, device, arena, log, max_context, fingerprint)
     front.wait_until_up()  # its start would disturb the profile
     if device.torch_device.type == "cpu" and not threads.most:
