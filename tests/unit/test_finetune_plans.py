@@ -15,7 +15,7 @@ from windrow_sidecar.finetune.beside.grants import (
     memory_delta_bytes,
 )
 from windrow_sidecar.finetune.beside.memory import Run, chunks_needed, runs_of, tokens_that_fit
-from windrow_sidecar.finetune.plan.estimates import SETTLED, Estimates
+from windrow_sidecar.finetune.plan.estimates import LAST, SETTLED, TRIED, Estimates
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
 from windrow_sidecar.finetune.plan.orders import layer_major, unfold
 from windrow_sidecar.finetune.tasklets import (
@@ -147,6 +147,22 @@ def test_more_units_are_used_until_they_prove_to_be_of_no_use():
     assert estimates.useful_units(tasklet, 4) == 4
     other = tasklet_of(Phase.FORWARD, micro, 0, micro.whole)
     assert estimates.useful_units(other, 2) == 2, "each phase by itself"
+
+
+def test_units_that_were_of_no_use_are_tried_again():
+    estimates = Estimates()
+    micro = MicroBatch(0, (0,), (100,))
+    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
+    for units, elapsed_us in ((2, 9500), (1, 8000)):
+        for _ in range(SETTLED):
+            estimates.learn(tasklet, units, elapsed_us)
+    assert estimates.useful_units(tasklet, 2) == 1
+    for _ in range(LAST - TRIED + 1):
+        estimates.learn(tasklet, 1, 8000)
+    for _ in range(TRIED):
+        assert estimates.useful_units(tasklet, 2) == 2
+        estimates.learn(tasklet, 2, 5000)
+    assert estimates.useful_units(tasklet, 2) == 2, "they are of use by now"
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +16,11 @@ _SPREAD = 0.1
 # Measurements before a level may be preferred to another: the first ones find cold threads.
 SETTLED = 10
 # More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
-WORTHWHILE = 0.9
+WORTHWHILE = 0.97
+# What is known of a level is out of date unless so many of the phase's last tasklets ran on it. One
+# try is not enough: a team that has slept takes half as long again for its first tasklets, and one
+# bad moment would keep it asleep for good.
+TRIED, LAST = 5, 50
 # Launches that say which levels decode is granting at the moment.
 _RECENT = 64
 
@@ -62,11 +66,13 @@ class Estimates:
         self._lines: dict[tuple[Phase, int], _Line] = {}
         self._measured: Counter[tuple[Phase, int]] = Counter()
         self._recent: deque[int] = deque(maxlen=_RECENT)
+        self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
 
     def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
         """Take one measurement into account."""
         self._measured[tasklet.phase, units] += 1
         self._recent.append(units)
+        self._last[tasklet.phase].append(units)
         line = self._lines.setdefault((tasklet.phase, units), _Line())
         line.learn(_size(tasklet), elapsed_us / tasklet.parts)
 
@@ -77,10 +83,12 @@ class Estimates:
     def useful_units(self, tasklet: Tasklet, granted: int) -> int:
         """Return how many of the granted units make `tasklet` fastest.
 
-        All of them until they have been tried; fewer where more have proved slower, or hardly any
-        faster.
+        All of them until they have been tried, and again now and then; fewer where more have proved
+        slower, or hardly any faster.
         """
         best = granted
+        if self._last[tasklet.phase].count(granted) < TRIED:
+            return granted
         tried = {units for phase, units in self._measured if phase is tasklet.phase}
         for units in sorted((units for units in tried if units < granted), reverse=True):
             levels = ((tasklet.phase, units), (tasklet.phase, best))
