@@ -13,11 +13,12 @@ import torch
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.ground import look
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.mode import choose_sharing
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.engines.builtin.partition import WholeDevice
+from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.profile import host_splits
@@ -100,7 +101,7 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
     background: Callable[[], AbstractContextManager[None]] = nullcontext
     partition: Partition
     if settings.run_dir is None:
-        partition = WholeDevice.cores(set_threads=threads)
+        partition = Unshared.cores("decode", set_threads=threads)
     else:
         partition = host = HostPartition.from_affinity("decode", set_threads=threads)
         background = host.background_threads
@@ -120,27 +121,12 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
 
 def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
     """Decode runs on every SM; only the worker's share is capped (`decode_partition: none`)."""
-    if not torch.cuda.is_available():
-        raise UserError(
-            f"torch {torch.__version__} sees no GPU",
-            field="--device",
-            remedy="Use --device cpu, or install a driver and a torch that is built for CUDA.",
-            reason="NoGpu",
-        )
-    device = torch.device(name)
-    if device.index >= torch.cuda.device_count():
-        raise UserError(
-            f"there is no {name}: this process sees {torch.cuda.device_count()} GPUs",
-            field="--device",
-            remedy="Look at CUDA_VISIBLE_DEVICES and at the container's nvidia.com/gpu.",
-            reason="NoGpu",
-        )
-    torch.cuda.set_device(device)
+    device = find_device(name)
     try:
         facts = _core.driver(name).facts
     except _core.DriverUnavailable as error:
         raise UserError(
-            str(error), field="--device", remedy="Use --device cpu.", reason="NoGpu"
+            str(error), field="--device", remedy="Use --device cpu.", reason="NoCudaDevice"
         ) from error
     units = int(facts["units"])
     levels: tuple[int, ...] = ()
@@ -153,10 +139,10 @@ def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
         _log.info("a worker gets the GPU only while decode idles: %s", sharing.reason)
     return EngineDevice(
         driver=name,
-        torch_device=device,
+        torch_device=device.torch,
         dtype=dtype,
         layout="token-major",
-        partition=WholeDevice.gpu(units),
+        partition=Unshared("decode", units, "SMs"),
         splits=splits,
         finetune_levels=levels,
         label=f"gpu:{facts['name'].replace(' ', '-')}",
