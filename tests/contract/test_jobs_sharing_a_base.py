@@ -24,6 +24,7 @@ from windrow_sidecar.finetune.training.optimizer import NotFinite
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
+    Elsewhere,
     TinyJob,
     adapter_of,
     bit_equal,
@@ -37,26 +38,6 @@ IA3 = {"type": "ia3"}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-class Elsewhere:
-    """A home whose memory others write to as soon as a tensor has left it."""
-
-    def __init__(self) -> None:
-        self.moved = 0
-
-    def out(self, tensor):
-        kept = tensor.clone()
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        self.moved += 1
-        return kept
-
-    def back(self, tensor):
-        return tensor.clone()
-
-    def settle(self) -> None:
-        pass
 
 
 def base_model(model=None) -> BaseModel:

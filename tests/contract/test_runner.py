@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 
 import pytest
-import torch
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
@@ -15,7 +14,13 @@ from windrow_sidecar.finetune.job import Job, Session
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.testing.equality import small_spec
-from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, finish, tiny_job
+from windrow_sidecar.testing.tinyjob import (
+    Elsewhere,
+    adapter_of,
+    bit_equal,
+    finish,
+    tiny_job,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,27 +57,6 @@ class Gate(OpenGate):
 
     def wait(self) -> None:
         self.now_s += 1.0
-
-
-class Elsewhere:
-    """A home whose memory is not readable while tensors are away."""
-
-    def __init__(self) -> None:
-        self.away = 0
-
-    def out(self, tensor):
-        kept = tensor.clone()
-        if tensor.is_floating_point():
-            tensor.fill_(torch.nan)
-        self.away += 1
-        return kept
-
-    def back(self, tensor):
-        self.away -= 1
-        return tensor.clone()
-
-    def settle(self) -> None:
-        pass
 
 
 class Started:

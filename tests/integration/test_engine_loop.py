@@ -12,33 +12,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
-from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
-from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
-from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
-from windrow_sidecar.engines.builtin.llama.config import read_config
-from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
-from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.web.channel import Channel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
 from windrow_sidecar.engines.profile import Effort, Point
 from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.faults import FaultyDriver
 from windrow_sidecar.testing.models import save_random_llama
-
-BLOCK_BYTES = 16 << 10  # 64 token slots of the random model
 
 
 class OneThread:
@@ -67,42 +58,20 @@ class Bench:
     """A loop, and both ends of what it talks to."""
 
     def __init__(self, model_dir: Path, log_dir: Path, *, chunks: int = 16, **options: int) -> None:
-        config = read_config(model_dir)
-        layout = plan_layout(config)
-        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
-        load_weights(model_dir, layout, storage)
-        self.arena = Arena.create(
-            Geometry(
-                layers=config.layers,
-                kv_heads=config.kv_heads,
-                head_dim=config.head_dim,
-                dtype_bytes=4,
-                block_bytes=BLOCK_BYTES,
-                chunks=chunks,
-            ),
-            reserved_chunks=0,
-        )
-        geometry = self.arena.geometry
-        cache = KvCache(
-            from_dlpack(self.arena.tensor(0, geometry.arena_bytes)).view(torch.float32),
-            config,
-            KvPlaces.of(self.arena),
-            page_size=16,
-            max_tokens=1024,
-        )
+        self.decode = DecodeBench(model_dir, chunks=chunks)
+        self.arena, cache = self.decode.arena, self.decode.cache
         scheduler = Scheduler(
             PagePool(self.arena, pages_per_chunk=cache.pages_per_chunk),
             cache,
             max_running=options.get("max_running", 16),
             reserve_tokens=options.get("reserve_tokens", 16),
         )
-        model = LlamaModel(config, layout, storage, cache)
         self.log = EventLog(log_dir / "engine.events.jsonl", source="engine")
         self.log_dir = log_dir
         self.parts = Parts(
             scheduler=scheduler,
-            model=model,
-            decoder=GatheredDecode(model),
+            model=self.decode.model,
+            decoder=self.decode.decoder,
             cache=cache,
             arena=self.arena,
             partition=OneThread(),
@@ -152,7 +121,7 @@ class Bench:
         self.front.close()
         self._engine_end.close()
         del self.loop, self.parts
-        self.arena.close()
+        self.decode.close()
 
 
 @pytest.fixture(scope="module")

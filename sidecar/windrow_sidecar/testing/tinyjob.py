@@ -127,3 +127,31 @@ def _rows() -> list[Example]:
         ids = tuple(torch.randint(3, VOCABULARY, (n,), generator=draw).tolist())
         examples.append(Example(ids, (-100, *ids[1:]), f"rows:{i}"))
     return examples
+
+
+class Elsewhere:
+    """A home (see `swapping.Home`) whose memory others write to once a tensor has left it.
+
+    Attributes:
+        moved: tensors that have left it so far.
+        away: those that are not back yet.
+    """
+
+    def __init__(self) -> None:
+        self.moved, self.away = 0, 0
+
+    def out(self, tensor: Tensor) -> Tensor:
+        """Keep a copy, and spoil what was left."""
+        kept = tensor.clone()
+        if tensor.is_floating_point():
+            tensor.fill_(torch.nan)
+        self.moved, self.away = self.moved + 1, self.away + 1
+        return kept
+
+    def back(self, tensor: Tensor) -> Tensor:
+        """Return it in memory of its own."""
+        self.away -= 1
+        return tensor.clone()
+
+    def settle(self) -> None:
+        """Everything is done at once."""
