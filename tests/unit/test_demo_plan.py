@@ -82,7 +82,7 @@ def test_the_examples_are_valid(name):
 
 def test_the_job_is_sized_to_last_through_the_load():
     def steps(seconds, rate=5000.0):
-        return manifests.steps_that_end(
+        return manifests.steps_through(
             seconds=seconds, dedicated_tokens_per_second=rate, tokens_per_step=1500
         )
 

@@ -247,12 +247,12 @@ def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
     return [step for _, step in events.steps if step.start_ns >= began_ns]
 
 
-def affordable_steps(on: Stage) -> int:
+def steps_through_load(on: Stage) -> int:
     """Measure the job alone on the device and return how many steps last through the load."""
     on.say(f"dedicated: the job alone on the whole device for {measure.DEDICATED_S:g} s")
     job = on.job(on.settings.out / "dedicated" / "adapter", 1_000_000)
     alone = measure.measure_dedicated(on.keeper, job, on.devices[0], on.settings.out)
-    return manifests.steps_that_end(
+    return manifests.steps_through(
         seconds=on.settings.seconds,
         dedicated_tokens_per_second=alone.tokens_per_second,
         tokens_per_step=alone.tokens / alone.steps,
@@ -265,8 +265,8 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     policy = manifests.harvest_policy("demo", objective.milliseconds, settings.policy)
     on.client.apply_policy(policy)
     serving.await_slots(on.client, pods, PODS_WITHIN)
-    affordable = affordable_steps(on)
-    steps = settings.steps or affordable
+    measured = steps_through_load(on)
+    steps = settings.steps or measured
     on.say(f"load (rate {on.rate:g}) for {settings.seconds:g} s, a FinetuneJob of {steps} steps")
     load = measure.Load.start(on.keeper, on.load_plan, pods.endpoints, settings.out)
     job = on.client.submit(on.job(settings.out / "adapter", steps))

@@ -122,7 +122,7 @@ def finetune_job(
     return job
 
 
-def steps_that_end(
+def steps_through(
     *, seconds: float, dedicated_tokens_per_second: float, tokens_per_step: float
 ) -> int:
     """Return how many optimizer steps keep a worker busy through a load of `seconds`, not longer.
