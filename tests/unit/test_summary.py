@@ -1,6 +1,7 @@
 """A summary says what the raw lines say, computed here a second time by plain means."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,15 @@ import pytest
 from windrow.errors import UserError
 from windrow.eventlog import MarkEvent
 from windrow.local import summary
-from windrow.local.report import figure, harvested_rate, rows_of, thinned, write_report
+from windrow.local.report import (
+    Series,
+    broken_where_idle,
+    figure,
+    harvested_rate,
+    rows_of,
+    thinned,
+    write_report,
+)
 
 RUN = Path(__file__).parent / "data" / "run"
 
@@ -136,6 +145,14 @@ def test_the_plotted_step_times_keep_the_slowest_steps():
     many = thinned(steps * 100, window)
     assert len(many.x) <= 4000
     assert max(many.y) == max((s.end_ns - s.start_ns) / 1e6 for s in steps)
+
+
+def test_a_line_has_a_hole_where_decode_was_idle():
+    broken = broken_where_idle(Series([1.0, 1.1, 3.0], [5.0, 6.0, 7.0]))
+    assert broken.x == [1.0, 1.1, 1.1, 3.0]
+    assert [broken.y[i] for i in (0, 1, 3)] == [5.0, 6.0, 7.0]
+    assert math.isnan(broken.y[2])
+    assert broken_where_idle(Series([], [])) == Series([], [])
 
 
 def test_the_plotted_rate_is_tokens_over_time_between_steps(figures):

@@ -6,6 +6,7 @@ One HTML file; the plotting library's JavaScript is inside.
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,8 @@ from windrow.local.summary import PODS, Events, Window, window_of
 
 # Points of a line beyond which a browser gets slow and a picture no clearer.
 MOST_POINTS = 4000
+# Longer than any step: decode had no request.
+IDLE_S = 0.25
 _COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b")
 _KV, _LENT, _OBJECTIVE, _HARVEST = "#17becf", "#ff9f1c", "#d62728", "#2ca02c"
 
@@ -99,7 +102,7 @@ def figure(events: Events, window: Window, summary: dict[str, Any]) -> go.Figure
 def _add_tpot(
     plots: go.Figure, source: str, steps: Sequence[StepEvent], window: Window, colour: str
 ) -> None:
-    line = thinned(steps, window)
+    line = broken_where_idle(thinned(steps, window))
     plots.add_trace(
         go.Scatter(
             x=line.x,
@@ -124,6 +127,18 @@ def thinned(steps: Sequence[StepEvent], window: Window) -> Series:
         [_seconds(s.end_ns, window) for s in slowest],
         [(s.end_ns - s.start_ns) / 1e6 for s in slowest],
     )
+
+
+def broken_where_idle(line: Series) -> Series:
+    """Return the line with a hole (NaN) in each stretch without a point: nothing ran there."""
+    broken = Series(line.x[:1], line.y[:1])
+    for (before, _), (x, y) in pairwise(zip(line.x, line.y, strict=True)):
+        if x - before > IDLE_S:
+            broken.x.append(before)
+            broken.y.append(math.nan)
+        broken.x.append(x)
+        broken.y.append(y)
+    return broken
 
 
 def _add_throughput(plots: go.Figure, tasklets: Sequence[TaskletEvent], window: Window) -> None:
