@@ -45,7 +45,7 @@ class HoldsMemory:
         self.other = allocator.allocate(100)  # buffers of the model
         self.movable = True
         self.device = torch.device("cpu")
-        self.between_micro_batches = True
+        self.tokens_to_begin = 0
 
     def begin(self, n_bytes: int) -> None:
         self.activations = self._allocator.allocate(n_bytes)

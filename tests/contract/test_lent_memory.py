@@ -7,7 +7,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
+from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, bit_equal, tiny_job
@@ -46,16 +49,29 @@ def untouched(request):
 
 
 class Beside:
-    """A tiny job whose boundaries lie in lent chunks, and decode."""
+    """A tiny job whose boundaries lie in lent chunks, and decode.
+
+    `free_bytes`: of the host, for boundaries that leave their chunks; `own_bytes`: for the rest of
+    a group.
+    """
 
     def __init__(self, arenas, grain, *, free_bytes=1 << 30) -> None:
+        self.own_bytes = 1 << 30
         self.decode, worker = arenas
         self.boundaries = LentBoundaries(
             worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4
         )
         self.job = tiny_job(grain=grain, boundaries=self.boundaries)
-        self.memory = LentMemory(self.boundaries, self.job.stream, free_bytes=lambda: free_bytes)
+        self.memory = LentMemory(
+            self.boundaries, self.job.stream, self._keeping(), free_bytes=lambda: free_bytes
+        )
         self.ran = 0
+
+    def _keeping(self) -> Keeping:
+        stack = DecoderStack(self.job.model.get_base_model())
+        needs = Needs(longest=15, adapter_bytes=1000, own_boundaries=False)
+        planned = PlannedLayers(stack.layers)
+        return Keeping(stack, planned, needs, least=False, free_bytes=lambda: self.own_bytes)
 
     def go(self, most: int) -> bool:
         """Run so many tasklets; whether there are more."""
@@ -113,3 +129,23 @@ def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, un
     beside.close()
     assert bit_equal(learnt, expected)
     assert beside.ran > tasklets
+
+
+def test_a_group_waits_where_the_worker_lacks_memory_of_its_own(arenas, untouched):
+    grain, expected, _ = untouched
+    beside = Beside(arenas, grain)
+    while not beside.job.stream.tokens_to_begin:
+        beside.go(1)
+    beside.decode.lend(CHUNKS, owner=OWNER)
+    beside.memory.settle()
+    beside.own_bytes = 1000
+    assert beside.memory.starving(beside.job.stream.peek())
+    assert beside.memory.is_starving  # decode hears of it with the next offer
+    beside.own_bytes = 1 << 30
+    beside.memory.settle()
+    assert not beside.memory.starving(beside.job.stream.peek())
+    while beside.go(1000):
+        pass
+    learnt = adapter_of(beside.job)
+    beside.close()
+    assert bit_equal(learnt, expected)

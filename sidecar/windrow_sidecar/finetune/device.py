@@ -7,6 +7,7 @@ from typing import Protocol
 
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes
+from windrow_sidecar.finetune.activations.keeping import Keeping
 from windrow_sidecar.finetune.beside.inflight import InFlight, Ran
 from windrow_sidecar.finetune.beside.swapping import Home, Swap
 from windrow_sidecar.finetune.stream import TaskletStream
@@ -57,6 +58,13 @@ class Memory(Protocol):
         """Drop the micro-batch on its way and give everything back."""
 
 
+def replan_if_short(stream: TaskletStream, keeping: Keeping) -> None:
+    """Form a group anew that has not begun and does not fit (any more)."""
+    tokens = stream.tokens_to_begin
+    if tokens and not keeping.fits(tokens):
+        stream.replan()
+
+
 class OpenGate:
     """Everything may run at once, as far ahead as the computation lets its caller.
 
@@ -98,22 +106,34 @@ class OpenGate:
 
 
 class OwnMemory:
-    """Torch's own: always there.
+    """Torch's own: nobody lends it, so a group that does not fit ends the job.
 
     Args:
         stream: of the job.
         home: where it trains (default: where its adapter is).
+        keeping: what its groups take; None: they are not asked about.
     """
 
-    def __init__(self, stream: TaskletStream, home: Home | None = None) -> None:
+    def __init__(
+        self, stream: TaskletStream, home: Home | None = None, keeping: Keeping | None = None
+    ) -> None:
         self._stream, self._swap = stream, Swap(stream, available_bytes, home)
+        self._keeping = keeping
 
     def settle(self) -> None:
-        """Nothing changes."""
+        """Form the next group anew where less is free than when it was formed."""
+        if self._keeping is not None:
+            replan_if_short(self._stream, self._keeping)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Never."""
+        """Never.
+
+        Raises:
+            MemoryError: the group that is about to begin, made as small as may be, does not fit.
+        """
         del tasklet
+        if self._keeping is not None and (tokens := self._stream.tokens_to_begin):
+            self._keeping.check(tokens)
         return False
 
     def set_aside(self) -> None:

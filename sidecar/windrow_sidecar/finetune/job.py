@@ -138,7 +138,7 @@ def open_session(
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
-    spec, training = job.spec, job.spec.training
+    spec, training, device = job.spec, job.spec.training, device or HostDevice()
     rows = read_examples(job, base)
     tuned = add_adapter(base.model, spec)
     if training.packing and tuned.active_peft_config.is_prompt_learning:
@@ -164,7 +164,8 @@ def open_session(
         planned,
         needs,
         least=base.frozen is not None,
-        free_bytes=(device or HostDevice()).free_bytes,
+        free_bytes=device.free_bytes,
+        release_caches=device.release_caches,
     )
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)

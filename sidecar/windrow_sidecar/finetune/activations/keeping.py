@@ -46,6 +46,8 @@ class Keeping:
         needs: of the job.
         least: whether memory is so short that no graph is kept, whatever is free now.
         free_bytes: memory that may still be taken.
+        release_caches: gives back what this process holds without using it; called before
+            anything is said not to fit.
 
     Raises:
         UserError: not even one layer of the longest row fits; says how many bytes are needed.
@@ -59,8 +61,10 @@ class Keeping:
         *,
         least: bool,
         free_bytes: Callable[[], int],
+        release_caches: Callable[[], None] = lambda: None,
     ) -> None:
         self._planned, self._free_bytes = planned, free_bytes
+        self._release_caches = release_caches
         self._longest, self._least = needs.longest, least
         planned.bytes_per_token = 0 if least else None
         embedding: Tensor = stack.model.get_input_embeddings().weight  # type: ignore[operator]
@@ -85,7 +89,23 @@ class Keeping:
 
     def fits(self, tokens: int, beside: int = 0) -> bool:
         """Whether such a group fits now, with the least that must be kept, and `beside` bytes."""
-        return self._appetite.least_bytes(tokens) + beside <= self._free_bytes()
+        needed = self._appetite.least_bytes(tokens) + beside
+        if needed <= self._free_bytes():
+            return True
+        self._release_caches()
+        return needed <= self._free_bytes()
+
+    def check(self, tokens: int) -> None:
+        """Refuse to begin a group of so many padded tokens that does not fit.
+
+        Raises:
+            MemoryError: says how many bytes it takes and how many are free.
+        """
+        if not self.fits(tokens):
+            raise MemoryError(
+                f"a group of {tokens} tokens takes {self._appetite.least_bytes(tokens)} bytes at "
+                f"least, {self._free_bytes()} are free now"
+            )
 
     def before(self, limits: MicroLimits) -> MicroLimits:
         """Set the budget for a group of at most those limits; returns what it may have."""

@@ -20,7 +20,7 @@ from windrow_sidecar.finetune.alone.measurement import Step, endless, measure
 from windrow_sidecar.finetune.base.model import BaseModel, find_model, load_base
 from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.beside.inflight import Ran
-from windrow_sidecar.finetune.device import OpenGate
+from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job import Job, Session, open_session, read_job
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.stream import MicroLimits, StepDone
@@ -54,8 +54,9 @@ def measure_alone(options: argparse.Namespace) -> int:
     events = event_log(job, options.log_dir)
     base = base_of(job, device, random_weights=options.random_weights)
     session, gate = open_alone(job, device, base), OpenGate(units, device)
+    memory = OwnMemory(session.stream, keeping=session.keeping)
     measured = measure(
-        lambda: _step(session, gate, events),
+        lambda: _step(session, gate, memory, events),
         engine="windrow",
         units=units,
         seconds=options.seconds,
@@ -130,12 +131,14 @@ def open_alone(
     )
 
 
-def _step(session: Session, gate: OpenGate, events: EventLog) -> Step:
+def _step(session: Session, gate: OpenGate, memory: OwnMemory, events: EventLog) -> Step:
     """Run one optimizer step to its end."""
     stream, before = session.stream, session.stream.position.tokens_done
     while True:
+        memory.settle()
         tasklet = stream.peek()
         assert tasklet is not None  # endless
+        memory.starving(tasklet)
         gate.launch(tasklet)
         outcome = stream.run(tasklet)
         gate.landed(tasklet)

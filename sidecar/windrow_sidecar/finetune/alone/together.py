@@ -123,7 +123,8 @@ class Together:
         folder = JobFolder(job.destination, job.uid, job.epoch)
         folder.claim()
         session, standing = open_alone(job, self._device, base), self._standings[n]
-        stream, memory = session.stream, OwnMemory(session.stream)
+        stream = session.stream
+        memory = OwnMemory(stream, keeping=session.keeping)
         ledger = Ledger(session, folder, reporter, events, standing)
         return Carried(
             job.name,

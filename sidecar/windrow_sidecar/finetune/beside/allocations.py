@@ -16,6 +16,7 @@ from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping
 from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.allocator import LentBudget
@@ -96,8 +97,11 @@ class AllocatedMemory:
         if self._budget.asked_back():
             self._leave()
         changed = self._budget.settle() or self._budget.chunks != before
-        if changed and self._job is not None:
+        if self._job is None:
+            return
+        if changed:
             self._job.stream.replan()
+        replan_if_short(self._job.stream, self._job.keeping)
 
     def starving(self, tasklet: Tasklet) -> bool:
         """Whether a micro-batch that has not begun does not fit, or what was moved out."""
@@ -106,10 +110,9 @@ class AllocatedMemory:
         if self._away_bytes:
             tokens = micro.padded_tokens if micro else 0
             self.is_starving = not keeping.fits(tokens, int(_SLACK * self._away_bytes))
-        elif micro is None or micro.evaluation or not self._job.stream.between_micro_batches:
-            self.is_starving = False
         else:
-            self.is_starving = not keeping.fits(micro.padded_tokens)
+            group = self._job.stream.tokens_to_begin
+            self.is_starving = bool(group) and not keeping.fits(group)
         return self.is_starving
 
     def asked_back(self) -> bool:

@@ -109,7 +109,10 @@ class HarvestedSlot:
             self._facts = replace(self._facts, wanted_chunks=0)
         else:
             self._room = lent
-            self._memory = LentMemory(lent, stream, follow_residency=self._follow_residency)
+            keeping = self.session.keeping
+            self._memory = LentMemory(
+                lent, stream, keeping, follow_residency=self._follow_residency
+            )
 
     @property
     def memory(self) -> LentMemory | AllocatedMemory:

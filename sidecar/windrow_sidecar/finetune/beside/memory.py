@@ -15,7 +15,9 @@ from torch import Tensor
 
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host_device import available_bytes
+from windrow_sidecar.finetune.activations.keeping import Keeping
 from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.tensors import arena_tensor
@@ -182,18 +184,27 @@ class LentBoundaries:
 
 
 class LentMemory:
-    """The memory of a job that runs beside decode (see `device.Memory`)."""
+    """The memory of a job that runs beside decode (see `device.Memory`).
+
+    Args:
+        boundaries, stream: of the job.
+        keeping: what its groups take of the worker's own memory, which the machine may lack.
+        free_bytes: of the host's memory, for boundaries that leave their chunks.
+        follow_residency: holds as many frozen layers as are granted.
+    """
 
     def __init__(
         self,
         boundaries: LentBoundaries,
         stream: TaskletStream,
+        keeping: Keeping,
         *,
         free_bytes: Callable[[], int] = available_bytes,
         follow_residency: Callable[[], None] = lambda: None,
     ) -> None:
         self._follow_residency = follow_residency
         self._boundaries, self._stream, self._free_bytes = boundaries, stream, free_bytes
+        self._keeping = keeping
         self._swap = Swap(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
@@ -202,14 +213,15 @@ class LentMemory:
         self._follow_residency()
         if self._boundaries.settle(self._spill):
             self._stream.replan()
+        replan_if_short(self._stream, self._keeping)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a training micro-batch that has not begun does not fit."""
-        micro = tasklet.micro
-        if micro is None or micro.evaluation or not self._stream.between_micro_batches:
-            self.is_starving = False
-        else:
-            self.is_starving = micro.padded_tokens > self._boundaries.capacity_tokens()
+        """Whether a group that has not begun does not fit, in lent chunks or in own memory."""
+        del tasklet
+        tokens = self._stream.tokens_to_begin
+        self.is_starving = bool(tokens) and (
+            tokens > self._boundaries.capacity_tokens() or not self._keeping.fits(tokens)
+        )
         return self.is_starving
 
     def asked_back(self) -> bool:

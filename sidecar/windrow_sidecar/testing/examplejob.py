@@ -1,0 +1,36 @@
+"""A job over the model and the rows that come with this repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from windrow.crd import parse_job_spec
+from windrow_sidecar.finetune.job import Job
+
+ROOT = Path(__file__).parents[3]
+MODEL = ROOT / "models" / "windrow-tiny"
+ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
+
+
+def example_job(folder: Path, *, rows: int = 12, **training: Any) -> Job:  # noqa: ANN401
+    """Make a job of two steps without evaluation that writes below `folder`.
+
+    `training`: options that replace these.
+    """
+    data = folder / "rows.jsonl"
+    data.write_text("".join(ROWS.read_text().splitlines(keepends=True)[:rows]))
+    spec = {
+        "model": {"name": str(MODEL)},
+        "dataset": {"source": str(data), "evalFraction": 0.0},
+        "adapter": {"lora": {"rank": 2, "alpha": 4}},
+        "training": {
+            "maxSteps": 2,
+            "batchSize": 4,
+            "maxSequenceLength": 64,
+            "learningRate": "1e-3",
+            **training,
+        },
+        "output": {"destination": str(folder / "out")},
+    }
+    return Job("default", "example", "example-uid", 1, parse_job_spec(spec))

@@ -1,0 +1,77 @@
+"""How large tasklets are: a table of bounds and of what is known against tokens, cuts and joins."""
+
+from __future__ import annotations
+
+import pytest
+
+from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.plan.frontier import tasklet_of
+from windrow_sidecar.finetune.plan.grain import FIRST_TOKENS, LEAST_TOKENS, Paced
+from windrow_sidecar.finetune.tasklets import MicroBatch, Window
+from windrow_sidecar.qos.view import Phase
+
+UNITS = 1
+FORWARD, LOSS, BACKWARD = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
+ROW = MicroBatch(0, (0,), (100,))
+
+
+def known(**us_per_token: float) -> Estimates:
+    """Return estimates that have seen one layer of 100 tokens in each of those phases."""
+    estimates = Estimates()
+    for phase, us in us_per_token.items():
+        estimates.learn(tasklet_of(Phase[phase], ROW, 0, ROW.whole), UNITS, 100 * us)
+    return estimates
+
+
+@pytest.mark.parametrize(
+    ("us_per_token", "bound_us", "most", "phase", "tokens"),
+    [
+        ({}, 20_000, 0, BACKWARD, FIRST_TOKENS),
+        ({"BACKWARD": 10}, 20_000, 0, BACKWARD, 1400),  # 0.7 of the bound
+        ({"BACKWARD": 10}, 20_000, 0, FORWARD, 1400),  # a window runs forward and back
+        ({"BACKWARD": 10, "FORWARD": 1}, 20_000, 0, FORWARD, 1400),
+        ({"FORWARD": 10}, 40_000, 0, BACKWARD, 1400),  # back takes twice as long
+        ({"BACKWARD": 10}, 5_000, 0, BACKWARD, LEAST_TOKENS),  # 350 would mostly pay for the call
+        ({"LOSS": 5}, 20_000, 0, LOSS, 2800),
+        ({"BACKWARD": 10}, 20_000, 0, LOSS, FIRST_TOKENS),
+        ({"BACKWARD": 10}, 20_000, 64, BACKWARD, 64),  # what a policy asks for
+        ({"BACKWARD": 10}, 20_000, 4096, BACKWARD, 1400),
+        ({}, 20_000, 8, BACKWARD, 8),
+    ],
+)
+def test_tokens_of_a_tasklet_follow_the_bound(us_per_token, bound_us, most, phase, tokens):
+    assert Paced(known(**us_per_token), bound_us, UNITS, most_tokens=most).tokens(phase) == tokens
+
+
+@pytest.mark.parametrize(
+    ("lengths", "windows", "most", "phase", "cut"),
+    [
+        ((800,), True, 0, FORWARD, 800),  # fits as it is
+        ((1000,), True, 0, BACKWARD, 500),  # two even windows, not 896 and 104
+        ((300, 300, 300, 300), True, 0, FORWARD, 150),  # 224 of each row fit
+        ((1000,), False, 0, FORWARD, 1000),  # the model's rows cannot be cut
+        ((1000,), False, 0, LOSS, 500),  # the loss can always be
+        ((7, 7, 7), True, 2, FORWARD, 1),  # fewer tokens than rows: one of each
+        ((100,), True, 64, FORWARD, 50),
+    ],
+)
+def test_rows_are_cut_into_even_windows(lengths, windows, most, phase, cut):
+    estimates = known(BACKWARD=10, LOSS=10)  # 350 tokens in the bound, so the least: 896
+    micro = MicroBatch(0, tuple(range(len(lengths))), lengths)
+    assert Paced(estimates, 5_000, UNITS, windows, most).cut(phase, micro) == cut
+
+
+@pytest.mark.parametrize(
+    ("layers", "bound_us", "fits"),
+    [(1, 2_000, True), (2, 2_000, False), (2, 3_000, True), (3, 3_000, False), (3, 4_286, True)],
+)
+def test_layers_are_joined_while_they_stay_within_the_bound(layers, bound_us, fits):
+    tasklet = tasklet_of(FORWARD, ROW, 0, Window(0, 100))
+    for layer in range(1, layers):
+        tasklet = tasklet.joined(tasklet_of(FORWARD, ROW, layer, Window(0, 100)))
+    estimates = known(FORWARD=10)  # a layer takes 1,000 us
+    assert Paced(estimates, bound_us, UNITS).fits(tasklet) == fits
+
+
+def test_layers_of_which_nothing_is_known_are_not_joined():
+    assert not Paced(Estimates(), 10**9, UNITS).fits(tasklet_of(FORWARD, ROW, 0, Window(0, 1)))
