@@ -172,6 +172,19 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(fol
         writer.finish(Position(2), Snapshot({"x": torch.ones(8192)}))
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_checkpoint_that_was_just_written_stays_whatever_broken_ones_sort_above_it(folder, keep):
+    for step in (2, 3, 5, 6):
+        newest = folder.save(Position(step), {"x": torch.ones(2)}, keep=4)
+        if step > 3:
+            (newest / "tensors.safetensors").write_bytes(b"")
+    assert folder.newest().position == Position(3)
+    written = folder.save(Position(4), {"x": torch.ones(2)}, keep=keep)
+    assert folder.newest().path == written
+    left = sorted(path.name for path in folder.checkpoints.iterdir())
+    assert left == ["step-00000003-00000", "step-00000004-00000"][-keep:]
+
+
 _KILLED = """
 import os, sys
 from pathlib import Path

@@ -10,6 +10,7 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.job import check_packing
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import interleaved, token_major
@@ -37,6 +38,7 @@ CUTS = {
     "several micro-batches a visit": Cut(Windows(7), max_tokens=64, micro_batches=3),
     "interleaved": Cut(Windows(16), interleaved, max_tokens=64, micro_batches=2),
 }
+PACKED = {"in one line": Cut(packed=True), "in windows of 7": Cut(Windows(7), packed=True)}
 OF_NORM, OF_TENSOR = 1e-5, 5e-5
 
 
@@ -54,6 +56,21 @@ def trained(request):
 def test_gradients_equal_those_of_peft(trained, cut):
     _, tuned, theirs = trained
     off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
+    assert off.of_norm <= OF_NORM
+    assert off.of_tensor <= OF_TENSOR
+
+
+@pytest.mark.parametrize("cut", PACKED.values(), ids=PACKED)
+def test_rows_in_one_line_have_pefts_gradients_or_are_refused(trained, cut):
+    architecture, tuned, theirs = trained
+    off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
+    if architecture == "OPT":  # its mask is made without positions
+        with pytest.raises(UserError, match="in layer 0 a row sees the one before") as refused:
+            check_packing(DecoderStack(tuned.get_base_model()), prefix=False)
+        assert refused.value.field == "spec.training.packing"
+        assert off.of_norm > 0.01
+        return
+    check_packing(DecoderStack(tuned.get_base_model()), prefix=False)
     assert off.of_norm <= OF_NORM
     assert off.of_tensor <= OF_TENSOR
 

@@ -6,11 +6,13 @@ import json
 import math
 
 import pytest
+import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.dataset.places import DatasetSilent, failed
 from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.finetune.stream import EvaluationDone, Stage, StepDone
 from windrow_sidecar.finetune.training.course import Judged
 from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch, Unhealthy
@@ -67,6 +69,9 @@ def test_a_tasklet_that_does_not_end_is_noticed_and_waiting_is_not():
         (Unhealthy("NoProgress", "stuck"), "NoProgress"),
         (DatasetSilent("s3://b does not answer"), "DataStarved"),
         (OSError("disk full"), "WorkerError"),
+        (MemoryError("4096 activations fit into no lent chunk"), "OutOfMemory"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemory"),
+        (RuntimeError("the size of tensor a must match"), "WorkerError"),
     ],
 )
 def test_each_failure_is_a_condition_that_names_the_last_good_checkpoint(error, reason):
@@ -75,6 +80,15 @@ def test_each_failure_is_a_condition_that_names_the_last_good_checkpoint(error, 
     assert "step-00000040" in event.detail
     assert not event.user_error
     assert "no checkpoint yet" in failure(error, "")[0].detail
+
+
+def test_memory_that_the_host_refuses_torch_is_told_as_such():
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 50)
+    event, ending = failure(refused.value, "")
+    assert event.reason == "OutOfMemory"
+    assert f"{4 << 50} bytes" in event.detail
+    assert ending is Ending.FAILED
 
 
 def test_a_network_that_fails_is_tried_again_and_a_missing_file_is_not():

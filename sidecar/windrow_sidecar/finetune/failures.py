@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.finetune.beside.report import WorkerEvent
@@ -26,6 +28,13 @@ def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
         return WorkerEvent("FAILED", Reason.DATA_STARVED, f"{error}{kept}"), Ending.FAILED
     if isinstance(error, NotFinite):
         return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
-    reason = Reason.OUT_OF_MEMORY if isinstance(error, MemoryError) else Reason.WORKER_ERROR
+    reason = Reason.OUT_OF_MEMORY if out_of_memory(error) else Reason.WORKER_ERROR
     detail = f"{type(error).__name__}: {error}{kept}"
     return WorkerEvent("FAILED", reason, detail), Ending.FAILED
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused, by whichever allocator: the host has no type for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -27,6 +27,7 @@ from windrow_sidecar.finetune.layers.around import InTurn
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.packing import packing_refused
 from windrow_sidecar.finetune.layers.suspension import between_modules
 from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
@@ -140,13 +141,7 @@ def open_session(
     """
     spec, training, device = job.spec, job.spec.training, device or HostDevice()
     rows = read_examples(job, base)
-    tuned = add_adapter(base.model, spec)
-    if training.packing and tuned.active_peft_config.is_prompt_learning:
-        raise UserError(
-            "rows in one line would share one prefix",
-            field="spec.training.packing",
-            remedy="Set it to false for this type of adapter.",
-        )
+    tuned = add_adapter(base.model, spec, base.frozen)
     stack = DecoderStack(base.model, base.frozen, units)
     longest = max(lengths_of(rows.train))
     planned = PlannedLayers(stack.layers)
@@ -154,6 +149,8 @@ def open_session(
     learns = trainable(tuned)
     if base.frozen is not None:
         check_turns(learns)
+    if training.packing:
+        check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     needs = Needs(
         longest,
         sum(parameter.nbytes for parameter in learns.values()),
@@ -189,6 +186,30 @@ def open_session(
     return Session(job, tuned, stream, longest, base.shared, origin, keeping, rows.skipped)
 
 
+def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
+    """Refuse rows in one line where they would learn something else than apart.
+
+    Args:
+        stack: the model's layers, with the adapter.
+        prefix: whether the adapter is one.
+
+    Raises:
+        UserError: says why.
+    """
+    if prefix:
+        raise UserError(
+            "rows in one line would share one prefix",
+            field="spec.training.packing",
+            remedy="Set it to false for this type of adapter.",
+        )
+    if why := packing_refused(stack):
+        raise UserError(
+            f"{type(stack.model).__name__} cannot take several rows in one line: {why}",
+            field="spec.training.packing",
+            remedy="Set it to false for this model.",
+        )
+
+
 def check_turns(learns: Iterable[str]) -> None:
     """Refuse to train what layers that take turns in memory would read anew at each visit.
 
@@ -198,7 +219,8 @@ def check_turns(learns: Iterable[str]) -> None:
     Raises:
         UserError: biases are among them.
     """
-    if any(name.endswith("bias") for name in learns):
+    own = (name for name in learns if ".modules_to_save." not in name)  # copies, which stay
+    if any(name.endswith("bias") for name in own):
         raise UserError(
             "layers take turns in memory, and their biases would be read anew at each visit",
             field="spec.adapter.lora.bias",

@@ -19,8 +19,10 @@ from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
+from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
 from windrow_sidecar.finetune.tasklets import Window
+from windrow_sidecar.finetune.training.course import Course
 from windrow_sidecar.finetune.training.data import IGNORED, BatchPlan, Example, Split
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
 from windrow_sidecar.finetune.training.schedule import Schedule
@@ -39,6 +41,7 @@ class Cut:
     max_tokens: int = 4096
     micro_batches: int = 1
     around_layer: AroundLayer | None = None
+    packed: bool = False
 
 
 def small_spec(adapter: Mapping[str, Any] | None = None) -> FinetuneJobSpec:
@@ -66,9 +69,13 @@ def small_rows(n: int = 12) -> tuple[Example, ...]:
     return tuple(rows)
 
 
-def tuned_model(model: nn.Module, spec: FinetuneJobSpec) -> Any:  # noqa: ANN401 - peft is untyped
+def tuned_model(
+    model: nn.Module,
+    spec: FinetuneJobSpec,
+    frozen: FrozenLayers | None = None,
+) -> Any:  # noqa: ANN401 - peft is untyped
     """Add the adapter, away from its start: a `lora_B` of zeros would hide the gradients of A."""
-    tuned = add_adapter(model, spec)
+    tuned = add_adapter(model, spec, frozen)
     draw = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in trainable(tuned).values():
@@ -96,6 +103,7 @@ def stream_of(
         grain=lambda: cut.grain,
         order=cut.order,
         seed=SEED,
+        course=Course(packed=cut.packed),
     )
 
 

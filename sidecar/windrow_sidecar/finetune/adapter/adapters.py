@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
+from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapter_config import (
     bad_targets,
     check_targets,
     peft_config,
     refused,
 )
+from windrow_sidecar.finetune.adapter.turns import take_over
+from windrow_sidecar.finetune.base.structure import find_layers
+from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.windows.prefix import Prefix
 
@@ -25,12 +30,19 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 
-def add_adapter(model: nn.Module, spec: FinetuneJobSpec) -> Any:  # noqa: ANN401 - peft is untyped
+def add_adapter(
+    model: nn.Module,
+    spec: FinetuneJobSpec,
+    frozen: FrozenLayers | None = None,
+) -> Any:  # noqa: ANN401 - peft is untyped
     """Return the model with a fresh adapter, made from the job's seed; all else is frozen.
+
+    `frozen`: the model's layers, where they take turns in memory.
 
     Raises:
         UserError: the model has an adapter already; a target module does not exist; an option does
-            not fit the model.
+            not fit the model; the base has weights that are NaN or infinite where it learns.
+        OSError: the file of a layer that takes turns could not be read.
     """
     from peft import get_peft_model
 
@@ -58,7 +70,23 @@ def add_adapter(model: nn.Module, spec: FinetuneJobSpec) -> Any:  # noqa: ANN401
             raise bad_targets(spec, str(error).splitlines()[0], model) from error
     check_targets(tuned, spec)
     _own_what_learns(tuned)
+    if frozen is not None:
+        decoder: Any = model.get_decoder()  # type: ignore[operator]
+        take_over(find_layers(decoder, decoder.config), frozen, ADAPTER)
+    _check_finite(tuned, spec)
     return tuned
+
+
+def _check_finite(tuned: nn.Module, spec: FinetuneJobSpec) -> None:
+    """Some of what learns begins as the base is: biases, whole modules, magnitudes of DoRA."""
+    for name, parameter in trainable(tuned).items():
+        if not bool(torch.isfinite(parameter).all()):
+            raise UserError(
+                f"{spec.model.name} has weights that are not finite, and {name} begins with them",
+                field="spec.model.name",
+                remedy="Use a checkpoint whose weights are finite numbers.",
+                reason=Reason.MODEL_UNSUPPORTED,
+            )
 
 
 def _own_what_learns(tuned: nn.Module) -> None:

@@ -137,7 +137,8 @@ class JobFolder:
     ) -> Path:
         """Write a checkpoint and forget all but the newest `keep`. Returns its path.
 
-        `tensors` must not share memory.
+        Those of later positions go as well: the job has gone on from before them, since they could
+        not be read. `tensors` must not share memory.
 
         Raises:
             Fenced: see `writing`.
@@ -165,7 +166,8 @@ class JobFolder:
         rows = len(position.committed_rows)
         target = self.checkpoints / f"step-{position.step:08d}-{rows:05d}"
         self.replace(target, fill)
-        for old in self._folders()[keep:]:
+        later = [folder for folder in self._folders() if folder > target]
+        for old in (*later, *self._folders()[len(later) + keep :]):
             shutil.rmtree(old)
         return target
 
