@@ -19,8 +19,9 @@ import torch
 
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Baseline, Result, middle
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Origin, Position
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Position
 from windrow_sidecar.finetune.checkpoints.heap import settle_heap
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
 
 GOAL_MS = 50.0

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Origin, Position
+from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
 from windrow_sidecar.finetune.training.course import Course
@@ -223,10 +224,12 @@ def test_a_worker_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_pat
         ("base", "spec.model.revision"),
         ("rows", "spec.dataset"),
         ("adapter", "spec.adapter"),
+        ("precision", "spec.training.precision"),
+        ("optimizer", "spec.training.optimizer.type"),
     ],
 )
 def test_a_checkpoint_of_another_origin_is_refused_by_field(folder, part, field):
-    origin = Origin("a", "b", "c")
+    origin = Origin("a", "b", "c", "d", "e")
     folder.save(Position(1), {}, keep=2, origin=origin)
     found = folder.newest()
     found.check(origin)

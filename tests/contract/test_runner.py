@@ -8,7 +8,8 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Origin
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job import Job, Session
 from windrow_sidecar.finetune.ledger import Ledger, Standing

@@ -236,6 +236,16 @@ def test_a_row_that_is_longer_than_the_model_allows_is_refused(tmp_path):
     assert read(source, limits=limits, max_length=4).train[0].length == 4
 
 
+def test_virtual_tokens_count_in_the_models_positions(tmp_path):
+    source = write(tmp_path, '{"text": "abcdef"}')
+    assert read(source, limits=ModelLimits(1 << 20, 24, prefix=16)).train[0].length == 8
+    with pytest.raises(UserError, match=r"virtualTokens takes 16\. Set it to 7 or less") as caught:
+        read(source, limits=ModelLimits(1 << 20, 23, prefix=16))
+    assert caught.value.field == "spec.training.maxSequenceLength"
+    with pytest.raises(UserError, match=r"takes 30\. Lower virtualTokens"):
+        read(source, limits=ModelLimits(1 << 20, 23, prefix=30))
+
+
 def test_a_token_beyond_the_models_vocabulary_is_refused(tmp_path):
     with pytest.raises(UserError, match="vocabulary ends before 90") as caught:
         read(write(tmp_path, '{"text": "a"}'), limits=ModelLimits(90, None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
+from windrow_sidecar.finetune.adapter.adapter_config import prefix_tokens
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.checkpoints.checkpoint import Origin
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.dataset.places import local_path
 from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
@@ -107,7 +107,7 @@ def read_examples(job: Job, base: BaseModel) -> Split:
         max_length=training.max_sequence_length,
         learn_all=training.loss == "all",
     )
-    limits = ModelLimits.of(base.config)
+    limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
     return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed)
 
 
@@ -182,7 +182,7 @@ def open_session(
     )
     if between is not None:
         between_modules(stack.layers, between)
-    origin = _origin(spec, base, rows)
+    origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest)
     return Session(job, tuned, stream, longest, base.shared, origin, keeping, rows.skipped)
 
 
@@ -226,26 +226,3 @@ def check_turns(learns: Iterable[str]) -> None:
             field="spec.adapter.lora.bias",
             remedy="Write none, or use a machine whose memory holds the model.",
         )
-
-
-def _origin(spec: FinetuneJobSpec, base: BaseModel, rows: Split) -> Origin:
-    """Return what a checkpoint of this job depends on."""
-    training = spec.training
-    tokens = [sum(lengths_of(part)) for part in (rows.train, rows.held_out)]
-    order = (
-        spec.dataset.model_dump_json(exclude={"source"}),
-        training.batch_size,
-        training.seed,
-        training.loss,
-        len(rows.train),
-        tokens,
-    )
-    return Origin(
-        base=base.fingerprint,
-        rows=_digest(repr(order)),
-        adapter=_digest(spec.adapter.model_dump_json()),
-    )
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -148,6 +148,12 @@ def _prefix(prefix: PrefixSpec, model: nn.Module, common: dict[str, Any]) -> Any
     )
 
 
+def prefix_tokens(spec: FinetuneJobSpec) -> int:
+    """Return how many virtual tokens stand before each row."""
+    settings = spec.adapter.settings
+    return settings.virtual_tokens if isinstance(settings, PrefixSpec) else 0
+
+
 def _check_layers(lora: LoraSpec, model: nn.Module) -> None:
     depth = int(model.config.num_hidden_layers)  # type: ignore[union-attr, arg-type]
     outside = [i for i in lora.layers_to_transform or () if i >= depth]

@@ -128,6 +128,24 @@ def unsupported(model: nn.Module, why: str) -> UserError:
 
 
 @contextmanager
+def asking(model: nn.Module) -> Iterator[None]:
+    """Hold while a model is asked for its structure: one that fails then cannot be trained here.
+
+    Raises:
+        UserError: instead of what its own code raises.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+        why = str(error).partition("\n")[0]
+        raise unsupported(
+            model, f"it fails when its layers are called one by one ({why})"
+        ) from error
+
+
+@contextmanager
 def _listening(
     layers: Sequence[nn.Module], listen: Callable[[int, Tensor, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:

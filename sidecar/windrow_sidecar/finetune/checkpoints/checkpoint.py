@@ -23,17 +23,12 @@ from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.training.course import Judged
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
-# Where the mistake stands in the job, and what to do.
-_ORIGINS = {
-    "base": ("spec.model.revision", "Name the model that the job began with"),
-    "rows": ("spec.dataset", "Restore dataset, batchSize, maxSequenceLength, loss and seed"),
-    "adapter": ("spec.adapter", "Restore the adapter's settings"),
-}
+FORMAT = 3
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
@@ -55,18 +50,6 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """What a checkpoint is worthless without: one of another origin is refused, not passed over.
-
-    Each is a digest; "" where it is not known.
-    """
-
-    base: str = ""  # the frozen weights
-    rows: str = ""  # the rows and their order
-    adapter: str = ""  # its kind and shape
-
-
-@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A good checkpoint, read and verified."""
 
@@ -77,15 +60,14 @@ class Checkpoint:
 
     def check(self, wanted: Origin) -> None:
         """Raise UserError unless it is of that origin."""
-        for part, (name, remedy) in _ORIGINS.items():
-            found = getattr(self.origin, part)
-            if found and found != getattr(wanted, part):
-                raise UserError(
-                    f"{self.path} is a checkpoint with another {part}",
-                    field=name,
-                    remedy=f"{remedy}, or delete {self.path.parents[1]} and start anew.",
-                    reason=Reason.CHECKPOINT_MISMATCH,
-                )
+        if (differs := self.origin.differs(wanted)) is not None:
+            part, name, remedy = differs
+            raise UserError(
+                f"{self.path} is a checkpoint with another {part}",
+                field=name,
+                remedy=f"{remedy}, or delete {self.path.parents[1]} and start anew.",
+                reason=Reason.CHECKPOINT_MISMATCH,
+            )
 
 
 class JobFolder:

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Origin, Position
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Position
+from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot
 
 log = logging.getLogger(__name__)

@@ -28,12 +28,13 @@ class ModelLimits:
 
     vocabulary: int
     positions: int | None  # tokens of a row; None: the model names no bound
+    prefix: int = 0  # positions that virtual tokens take before each row
 
     @classmethod
-    def of(cls, config: Any) -> ModelLimits:  # noqa: ANN401 - transformers' configuration
-        """Read them from a model's configuration."""
+    def of(cls, config: Any, *, prefix: int = 0) -> ModelLimits:  # noqa: ANN401
+        """Read them from transformers' configuration of a model."""
         text = config.get_text_config()
-        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
+        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None), prefix)
 
 
 @dataclass(slots=True)
@@ -100,7 +101,9 @@ def read_dataset(
         raise _empty(spec.source, wrong.count)
     held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
     kept = [row for row in range(len(stored)) if row not in held]
-    return Split(StoredRows(stored, kept), StoredRows(stored, sorted(held)), wrong.count)
+    return Split(
+        StoredRows(stored, kept), StoredRows(stored, sorted(held)), wrong.count, stored.digest
+    )
 
 
 def _example(record: Record, form: str, tokenizer: RowTokenizer) -> Example:
@@ -108,13 +111,8 @@ def _example(record: Record, form: str, tokenizer: RowTokenizer) -> Example:
 
 
 def _check_fits(example: Example, limits: ModelLimits) -> None:
-    if limits.positions is not None and example.length > limits.positions:
-        raise UserError(
-            f"{example.where} has {example.length} tokens, the model allows {limits.positions}",
-            field="spec.training.maxSequenceLength",
-            remedy=f"Set it to {limits.positions} or less: longer rows are cut.",
-            reason=Reason.DATASET_INVALID,
-        )
+    if limits.positions is not None and limits.prefix + example.length > limits.positions:
+        raise _too_long(example, limits.positions, limits.prefix)
     if max(example.ids) >= limits.vocabulary:
         raise UserError(
             f"the tokenizer makes token {max(example.ids)} ({example.where}), the model's "
@@ -123,6 +121,22 @@ def _check_fits(example: Example, limits: ModelLimits) -> None:
             remedy="Use the model's own tokenizer, or resize the model's embeddings.",
             reason=Reason.MODEL_UNSUPPORTED,
         )
+
+
+def _too_long(example: Example, positions: int, prefix: int) -> UserError:
+    problem = f"{example.where} has {example.length} tokens, the model allows {positions}"
+    remedy = f"Set it to {positions - prefix} or less: longer rows are cut."
+    if prefix:
+        problem += f", of which spec.adapter.prefix.virtualTokens takes {prefix}"
+        remedy = (
+            f"{remedy} Or lower virtualTokens." if prefix < positions else "Lower virtualTokens."
+        )
+    return UserError(
+        problem,
+        field="spec.training.maxSequenceLength",
+        remedy=remedy,
+        reason=Reason.DATASET_INVALID,
+    )
 
 
 def _empty(source: str, wrong: int) -> UserError:

@@ -5,6 +5,7 @@ A row takes 8 bytes a token on disk and 20 bytes in memory, whatever its length.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import tempfile
 import weakref
@@ -29,15 +30,23 @@ class TokenFile:
         self._begins = array("q", [0])
         self._mapped: mmap.mmap | None = None
         self.lengths = array("i")  # tokens of each row
+        self._sha256 = hashlib.sha256()
 
     def add(self, example: Example) -> None:
         """Write a row."""
         place = example.where.encode()
-        self._file.write(array("i", example.ids).tobytes())
-        self._file.write(array("i", example.labels).tobytes())
+        tokens = array("i", (*example.ids, *example.labels)).tobytes()
+        self._sha256.update(len(tokens).to_bytes(8))
+        self._sha256.update(tokens)
+        self._file.write(tokens)
         self._file.write(place)
         self.lengths.append(example.length)
         self._begins.append(self._begins[-1] + 2 * _BYTES * example.length + len(place))
+
+    @property
+    def digest(self) -> str:
+        """Of the tokens and labels of all rows in their order, wherever they came from."""
+        return self._sha256.hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)

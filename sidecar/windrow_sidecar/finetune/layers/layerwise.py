@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from windrow_sidecar.finetune.base.structure import (
+    asking,
     find_layers,
     find_norm,
     has_own_dropout,
@@ -160,13 +161,14 @@ class DecoderStack:
         self._calls: OrderedDict[tuple[int, ...], tuple[LayerCall, ...]] = OrderedDict()
         self.device = _device(embedding)
         self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
-        with torch.no_grad():
+        with torch.no_grad(), asking(model):
             self.norm = find_norm(self.decoder, self.layers, probe)
             hidden, wide = record(self.decoder, self.layers, probe)
             _, narrow = record(self.decoder, self.layers, probe[:, :-1])
             self._embedding = embedding if torch.equal(embedding(probe), hidden) else None
         self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
-        self.own_dropout, self.windows_refused = self._try_windows(probe)
+        with asking(model):
+            self.own_dropout, self.windows_refused = self._try_windows(probe)
 
     @property
     def depth(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from windrow_sidecar.finetune.base.structure import logits_of, unsupported
+from windrow_sidecar.finetune.base.structure import asking, logits_of, unsupported
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.training.data import IGNORED
 
@@ -33,8 +33,8 @@ class Head:
         self._head: nn.Module = stack.head
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self._positions = max(1, SLICE_ELEMENTS // int(config.vocab_size))
-        theirs, embedded = logits_of(stack.model, stack.layers, stack.probe)
-        with torch.no_grad():
+        with torch.no_grad(), asking(stack.model):
+            theirs, embedded = logits_of(stack.model, stack.layers, stack.probe)
             ours = self._logits(embedded)
         if not torch.allclose(ours, theirs.float(), rtol=1e-2, atol=1e-3):
             raise unsupported(stack.model, "more than a norm and a head make its logits")

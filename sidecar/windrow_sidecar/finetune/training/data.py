@@ -38,11 +38,15 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rows to train on and rows that are held out; `skipped` were wrong and are in neither."""
+    """Rows to train on and rows that are held out; `skipped` were wrong and are in neither.
+
+    `digest` is of the tokens and labels of all of them in their order; "" where nobody took it.
+    """
 
     train: Sequence[Example]
     held_out: Sequence[Example]
     skipped: int = 0
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)

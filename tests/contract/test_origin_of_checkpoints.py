@@ -1,0 +1,121 @@
+"""A job that is resumed with something else than it began with is refused, by field."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.base.model import load_base
+from windrow_sidecar.finetune.base.precision import WeightForm
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+from windrow_sidecar.finetune.job import open_session, read_job
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.testing.models import save_random_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS = [{"prompt": f"what comes after {i}?", "completion": f"{i + 1} does"} for i in range(6)]
+SHAPE = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "head_dim": 2}
+
+
+def write_rows(folder, rows) -> None:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_random_llama(tmp_path / "model", **SHAPE)
+    write_rows(tmp_path, ROWS)
+    return tmp_path
+
+
+def session_of(folder, **training):
+    """The job as a worker loads it: from its manifest, over the model's own files."""
+    spec = {
+        "model": {"name": str(folder / "model")},
+        "dataset": {"source": str(folder / "rows.jsonl"), "format": "completion"},
+        "adapter": {"lora": {"rank": 2, "targetModules": "q_proj"}},
+        "training": {"maxSteps": 2, "batchSize": 2, "learningRate": "1e-3", **training},
+        "output": {"destination": str(folder / "out")},
+    }
+    (folder / "job.json").write_text(json.dumps({"name": "j", "uid": "j", "spec": spec}))
+    job = read_job(folder / "job.json")
+    return open_session(
+        job,
+        load_base(folder / "model", form=WeightForm.of(job.spec)),
+        boundaries=TorchBoundaries(),
+        limits=lambda: MicroLimits(1024),
+    )
+
+
+@pytest.fixture
+def checkpoint(folder):
+    """Of the job after its first tasklets."""
+    session = session_of(folder)
+    of_job = JobFolder(session.job.destination, session.job.uid, 1)
+    of_job.claim()
+    stream = session.stream
+    of_job.save(
+        stream.position,
+        {k: t.clone() for k, t in stream.tensors().items()},
+        keep=1,
+        origin=session.origin,
+    )
+    return of_job.newest()
+
+
+def test_the_same_job_goes_on_wherever_its_rows_lie_and_however_fast(folder, checkpoint):
+    (folder / "rows.jsonl").rename(folder / "moved.jsonl")
+    write_rows(folder, ROWS)
+    checkpoint.check(session_of(folder, learningRate="1e-4", packing=True).origin)
+
+
+def reversed_rows(folder):
+    write_rows(folder, ROWS[::-1])
+
+
+def one_answer_changed(folder):
+    write_rows(folder, [*ROWS[:-1], {**ROWS[-1], "completion": "7"}])
+
+
+def other_weights(folder):
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] += 0.01
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (reversed_rows, "spec.dataset"),
+        (one_answer_changed, "spec.dataset"),
+        (other_weights, "spec.model.revision"),
+    ],
+)
+def test_other_files_are_refused(folder, checkpoint, change, field):
+    change(folder)
+    with pytest.raises(UserError) as refused:
+        checkpoint.check(session_of(folder).origin)
+    assert refused.value.field == field
+    assert refused.value.reason == "CheckpointMismatch"
+
+
+@pytest.mark.parametrize(
+    ("training", "field"),
+    [
+        ({"seed": 3}, "spec.dataset"),
+        ({"loss": "all"}, "spec.dataset"),
+        ({"batchSize": 3}, "spec.dataset"),
+        ({"maxSequenceLength": 20}, "spec.dataset"),
+        ({"precision": "bf16"}, "spec.training.precision"),
+    ],
+)
+def test_other_settings_are_refused(folder, checkpoint, training, field):
+    with pytest.raises(UserError) as refused:
+        checkpoint.check(session_of(folder, **training).origin)
+    assert refused.value.field == field
