@@ -7,9 +7,10 @@ import math
 
 import pytest
 import torch
+from peft import PeftModel
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, save_adapter, trainable
 from windrow_sidecar.finetune.job import check_packing
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
@@ -137,6 +138,14 @@ ADAPTERS = {
     "a whole norm": ("Qwen2", {"lora": {"modulesToSave": "norm,input_layernorm"}}),
     "ia3": ("Llama", {"type": "ia3"}),
     "ia3 by name": ("OPT", {"type": "ia3", "ia3": {"targetModules": "k_proj,fc1"}}),
+    "experts, mixtral": ("Mixtral", {"lora": {"targetModules": "w1,w2,w3"}}),
+    "experts, qwen": (
+        "Qwen3Moe",
+        {"lora": {"targetModules": "q_proj,gate_proj,up_proj,down_proj"}},
+    ),
+    "ia3 by structure": ("Olmo2", {"type": "ia3"}),
+    "ia3, fused": ("Phi3", {"type": "ia3"}),
+    "ia3, experts": ("Qwen3Moe", {"type": "ia3"}),
     "prefix": ("Qwen3", {"type": "prefix", "prefix": {"virtualTokens": 5}}),
     "prefix, sliding": ("Gemma3Text", {"type": "prefix", "prefix": {"virtualTokens": 5}}),
     "prefix, learned positions": ("OPT", {"type": "prefix"}),
@@ -201,7 +210,17 @@ def test_all_linear_means_attention_on_a_mixture_of_experts(architecture):
         ("Llama", {"modulesToSave": "embed_tokens"}, "modulesToSave", "embedding"),
         ("Llama", {"modulesToSave": "hed"}, "modulesToSave", "'hed'"),
         ("Llama", {"excludeModules": "k_prj"}, "excludeModules", "'k_prj'"),
-        ("Mixtral", {"targetModules": "experts", "dropout": 0.1}, "dropout", "expert"),
+        (
+            "Mixtral",
+            {"targetModules": "experts"},
+            "targetModules",
+            "MixtralExperts is not supported",
+        ),
+        ("Mixtral", {"targetModules": "w0"}, "targetModules", "q_proj, v_proj, w1, w2, w3."),
+        ("Mixtral", {"targetModules": "w1"}, "targetModules", "targeting w3"),
+        ("Mixtral", {"targetModules": "w1,w2,w3", "dropout": 0.1}, "dropout", "expert"),
+        ("Mixtral", {"targetPattern": r".*experts.*w2", "dropout": 0.1}, "dropout", "expert"),
+        ("Qwen3Moe", {"targetModules": "down_proj", "useDora": True}, "useDora", "experts"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(architecture, lora, option, words):
@@ -209,6 +228,30 @@ def test_an_option_that_cannot_be_honoured_is_refused(architecture, lora, option
         add_adapter(random_model(architecture), small_spec(small({"lora": lora})))
     assert caught.value.field == f"spec.adapter.lora.{option}"
     assert words in str(caught.value)
+
+
+def test_targets_of_ia3_that_are_not_there_are_named_with_those_that_are():
+    spec = small_spec({"type": "ia3", "ia3": {"targetModules": "zzz"}})
+    with pytest.raises(
+        UserError, match=r"\['zzz'\] cannot be .*[^.]\. Name some of down_proj, "
+    ) as no:
+        add_adapter(random_model("Llama"), spec)
+    assert no.value.field == "spec.adapter.ia3.targetModules"
+    assert "all-linear" not in str(no.value)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.filterwarnings("ignore:.*gate_up_proj:RuntimeWarning")  # see add_adapter
+@pytest.mark.parametrize(
+    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm"]
+)
+def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
+    architecture, adapter = ADAPTERS[name]
+    tuned = tuned_model(random_model(architecture), small_spec(small(adapter))).eval()
+    save_adapter(tuned, tmp_path)
+    loaded = PeftModel.from_pretrained(random_model(architecture), tmp_path)
+    ids = torch.arange(20)[None]
+    assert torch.equal(loaded(ids).logits, tuned(ids).logits)
 
 
 def test_a_second_adapter_and_a_prefix_beyond_the_sliding_window_are_refused():

@@ -53,7 +53,8 @@ class LoraSpec(Record):
     target_modules: Names = Field(
         default="all-linear",
         description="Which modules get an adapter: `all-linear` (on a mixture of experts: the "
-        "linear layers of attention), or names separated by commas (`q_proj,v_proj`).",
+        "linear layers of attention), or names separated by commas (`q_proj,v_proj`; "
+        "experts: `w1,w2,w3` or `gate_proj,up_proj,down_proj`).",
     )
     target_pattern: Pattern | None = Field(
         default=None,
@@ -117,7 +118,7 @@ class Ia3Spec(Record):
     target_modules: Names | None = Field(
         default=None,
         description="Names of modules separated by commas. Left out: keys, values and the last "
-        "linear layer of the MLP, where peft knows the architecture.",
+        "linear layer of the MLP, as peft has them or by structure.",
     )
     feedforward_modules: Names | None = Field(
         default=None,

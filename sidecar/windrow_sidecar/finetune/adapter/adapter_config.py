@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.adapter import names
 from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.targets import (
+    expert_names,
+    has_experts,
+    ia3_targets,
+    linear_names,
+)
 
 
 def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401 - peft is untyped
@@ -28,7 +35,7 @@ def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401
     if isinstance(settings, LoraSpec):
         return _lora(settings, model, common)
     if isinstance(settings, Ia3Spec):
-        return _ia3(settings, common)
+        return _ia3(settings, model, common)
     return _prefix(settings, model, common)
 
 
@@ -53,19 +60,38 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
             )
 
 
-def bad_targets(spec: FinetuneJobSpec, why: str, model: nn.Module) -> UserError:
-    """Return the error for targets that peft does not find."""
-    linear = sorted(
-        {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    )
+def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
+    """Return the error for targets that peft does not take.
+
+    Args:
+        spec: the job's.
+        why: what peft says.
+        known: names of modules that may be targets.
+    """
     settings = spec.adapter.settings
-    found = settings.modules() if isinstance(settings, LoraSpec) else "these modules"
-    return refused(
-        "targetModules",
-        f"{found!r} cannot be adapted: {why}",
-        f"Write all-linear, or some of {', '.join(linear)}.",
-        kind=spec.adapter.type,
-    )
+    said = _first_sentence(why)
+    if isinstance(settings, LoraSpec):
+        # What it says of experts, which it adapts as parts of one tensor.
+        if "lora_dropout" in why:
+            problem = "the tokens of an expert cannot be told apart"
+            return refused("dropout", problem, "Set it to 0, or leave out the experts.")
+        if "use_dora" in why:
+            problem = "the weights of experts cannot be decomposed"
+            return refused("useDora", problem, "Set it to false, or leave out the experts.")
+        found: Any = settings.modules()
+        remedy = f"Write all-linear, or some of {', '.join(known)}."
+    else:
+        named = settings.target_modules if isinstance(settings, Ia3Spec) else None
+        found = names(named) or "this architecture"
+        remedy = f"Name some of {', '.join(known)}."
+    problem = f"{found!r} cannot be adapted: {said}"
+    return refused("targetModules", problem, remedy, kind=spec.adapter.type)
+
+
+def _first_sentence(text: str) -> str:
+    """In one line, without what a module prints of its inside and without the full stop."""
+    flat = re.sub(r"\s*\(.*?\)(?= is not)", "", " ".join(text.split()))
+    return flat.split(". ")[0].rstrip(".")
 
 
 def refused(option: str, problem: str, remedy: str, *, kind: str = "lora") -> UserError:
@@ -82,14 +108,8 @@ def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # n
     from peft import LoraConfig
 
     targets = lora.modules()
-    if targets == "all-linear" and (_has_experts(model) or lora.layers_to_transform):
-        targets = _linear_names(model, attention_only=_has_experts(model))
-    if lora.dropout and _names_experts(targets):
-        raise refused(
-            "dropout",
-            "the tokens of an expert cannot be told apart",
-            "Set it to 0, or leave out the experts.",
-        )
+    if targets == "all-linear" and (has_experts(model) or lora.layers_to_transform):
+        targets = linear_names(model, attention_only=has_experts(model))
     _check_layers(lora, model)
     _check_embeddings(lora, model)
     _check_names("excludeModules", lora.exclude_modules, model)
@@ -118,14 +138,14 @@ def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # n
     )
 
 
-def _ia3(ia3: Ia3Spec, common: dict[str, Any]) -> Any:  # noqa: ANN401
+def _ia3(ia3: Ia3Spec, model: nn.Module, common: dict[str, Any]) -> Any:  # noqa: ANN401
     from peft import IA3Config
 
-    return IA3Config(
-        target_modules=names(ia3.target_modules) or None,
-        feedforward_modules=names(ia3.feedforward_modules) or ([] if ia3.target_modules else None),
-        **common,
-    )
+    targets: list[str] | None = names(ia3.target_modules)
+    feedforward: list[str] | None = names(ia3.feedforward_modules)
+    if not targets:
+        targets, feedforward = ia3_targets(model) or (None, None)
+    return IA3Config(target_modules=targets, feedforward_modules=feedforward, **common)
 
 
 def _prefix(prefix: PrefixSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # noqa: ANN401
@@ -183,27 +203,7 @@ def _check_embeddings(lora: LoraSpec, model: nn.Module) -> None:
 
 def _check_names(option: str, text: str | None, model: nn.Module) -> None:
     """Every name has to be one of the model's; peft passes over the others in silence."""
-    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules()} | expert_names(model)
     for name in names(text):
         if name.rpartition(".")[2] not in known:
             raise refused(option, f"the model has no module {name!r}", "Name another, or none.")
-
-
-def _has_experts(model: nn.Module) -> bool:
-    return any("Experts" in type(m).__name__ for m in model.modules())
-
-
-def _names_experts(targets: str | list[str]) -> bool:
-    return "expert" in (targets if isinstance(targets, str) else " ".join(targets))
-
-
-def _linear_names(model: nn.Module, *, attention_only: bool) -> list[str]:
-    """Names of the linear layers that repeat in every layer of the model."""
-    found = {
-        name.rpartition(".")[2]
-        for parent in model.modules()
-        if type(parent).__name__.endswith("Attention") or not attention_only
-        for name, child in parent.named_modules()
-        if isinstance(child, nn.Linear) and child is not model.get_output_embeddings()  # type: ignore[operator]
-    }
-    return sorted(found)

@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.adapter.adapter_config import (
     peft_config,
     refused,
 )
+from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.adapter.turns import take_over
 from windrow_sidecar.finetune.base.structure import find_layers
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
@@ -53,7 +54,7 @@ def add_adapter(
             "Name the plain base model.",
             kind=spec.adapter.type,
         )
-    config = peft_config(spec, model)
+    config, known = peft_config(spec, model), target_names(model)
     # peft writes down the name that the model carries, which for shared weights is none.
     model.name_or_path = spec.model.name  # type: ignore[assignment]
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -67,7 +68,7 @@ def add_adapter(
         try:
             tuned = get_peft_model(model, config)
         except (ValueError, RuntimeWarning) as error:
-            raise bad_targets(spec, str(error).splitlines()[0], model) from error
+            raise bad_targets(spec, str(error), known) from error
     check_targets(tuned, spec)
     _own_what_learns(tuned)
     if frozen is not None:
@@ -166,9 +167,6 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = model.peft_config[ADAPTER].to_dict()
     config["inference_mode"] = True
-    config["target_modules"] = _sorted(config.get("target_modules"))
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _sorted(modules: Any) -> Any:  # noqa: ANN401 - a name, a pattern or a set of names
-    return sorted(modules) if isinstance(modules, set | list | tuple) else modules
+    # peft keeps names in sets: targets, and those of experts that it takes as parameters.
+    plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    (folder / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n")
