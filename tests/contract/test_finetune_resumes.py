@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import shutil
 import signal
@@ -15,10 +17,37 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.adapters import trainable
 from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
-from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
+from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.plan.orders import interleaved, token_major
+from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.training.optimizer import NotFinite
+from windrow_sidecar.testing.architectures import random_model
+from windrow_sidecar.testing.equality import (
+    Cut,
+    apart,
+    small_rows,
+    small_spec,
+    stream_of,
+    tuned_model,
+)
+from windrow_sidecar.testing.tinyjob import (
+    TinyJob,
+    adapter_of,
+    advance,
+    bit_equal,
+    finish,
+    tiny_job,
+)
 
 UID = "a-job"
+CUTS = {
+    "rows one by one": Cut(max_tokens=1),
+    "windows of 7": Cut(Windows(7), token_major, max_tokens=64),
+    "interleaved": Cut(Windows(5), interleaved, max_tokens=40, micro_batches=2),
+}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,6 +93,55 @@ def test_a_job_that_is_killed_anywhere_resumes_bit_for_bit(uninterrupted, tmp_pa
     job.stream.restore(found.position, found.tensors)
     finish(job)
     assert bit_equal(adapter_of(job), uninterrupted)
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(CUTS, 2)))
+def test_a_job_resumes_under_other_limits_in_another_order_and_learns_the_same(before, after):
+    rows, spec = small_rows(), small_spec()
+    whole = tuned_model(random_model("Llama"), spec)
+    first, second, start = (copy.deepcopy(whole) for _ in range(3))
+    finish(TinyJob(whole, stream_of(whole, rows, CUTS[before])))
+    interrupted = stream_of(first, rows, CUTS[before])
+    # In the middle of the second step: some of its rows are in the sums, a group is on its way.
+    while interrupted.position.step < 1 or not interrupted.position.committed_rows:
+        advance(interrupted, 1)
+    advance(interrupted, 3)
+    held = {name: tensor.clone() for name, tensor in interrupted.tensors().items()}
+    resumed = stream_of(second, rows, CUTS[after])
+    resumed.restore(interrupted.position, held)
+    finish(TinyJob(second, resumed))
+    begun, found, wanted = (adapter_of(TinyJob(of, None)) for of in (start, second, whole))
+    moved, off = apart(begun, wanted), apart(found, wanted)
+    assert off.of_norm <= 1e-5 < moved.of_norm
+    assert off.of_tensor <= 5e-5
+
+
+def poisoned_sum(job):
+    """A gradient that is NaN in one number, on its way into the sums."""
+    parameter = next(iter(trainable(job.model).values()))
+    parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), torch.nan))
+
+
+def poisoned_loss(job):
+    """A base that overflows in its last layer."""
+    with torch.no_grad():
+        job.model.get_base_model().lm_head.weight[0, 0] = torch.inf
+
+
+@pytest.mark.parametrize(
+    ("poison", "what"), [(poisoned_sum, "gradient of step 2"), (poisoned_loss, "loss of step 2")]
+)
+def test_what_is_not_finite_ends_the_job_in_the_state_of_the_step_before(tmp_path, poison, what):
+    job = tiny_job(course=Course())
+    while job.stream.position.step < 1:
+        advance(job.stream, 1)
+    before = adapter_of(job)
+    poison(job)
+    with pytest.raises(NotFinite, match=f"the {what} is not finite") as caught:
+        finish(job)
+    assert bit_equal(adapter_of(job), before)
+    assert job.stream.position.step == 1
+    assert failure(caught.value, str(tmp_path))[0].reason == "LossNotFinite"
 
 
 def test_a_worker_that_is_killed_in_any_phase_is_resumed_bit_for_bit(uninterrupted, tmp_path):
