@@ -103,7 +103,13 @@ def find_model(name: str, revision: str) -> Path:
     if path.is_absolute() or name.startswith("."):
         raise _not_found(f"{path} is not a directory")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     try:
         return Path(
@@ -111,8 +117,14 @@ def find_model(name: str, revision: str) -> Path:
                 name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
             )
         )
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        problem = (
+            f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
+        )
+        raise _not_found(problem) from error
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise _not_found(f"{name!r} is no directory, and the Hub gave: {error}") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        raise _not_found(f"{name!r} is no directory, and the Hub gave: {said}") from error
 
 
 def load_base(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,6 +17,8 @@ FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+# Of http(s)://, of the Hub, of s3://.
+_CLIENTS = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "botocore")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -65,14 +69,12 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
         DatasetSilent: the place does not answer.
     """
     url = _url(source)
-    try:
+    with reaching(source):
         system, path = _open_system(url)
         if not system.isdir(path):
             _refuse_unknown(path, exists=system.exists(path), source=source)
             return [DataFile(system, path, source)]
         found = sorted(p for p in system.find(path) if _suffix(p) and not _hidden(p, path))
-    except OSError as error:
-        raise failed(source, error) from error
     if not found:
         raise UserError(
             f"{source} holds no file that ends in {', '.join(SUFFIXES)}",
@@ -81,6 +83,24 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
             reason=Reason.DATASET_EMPTY,
         )
     return [DataFile(system, p, system.unstrip_protocol(p)) for p in _of_split(found, path, split)]
+
+
+@contextmanager
+def reaching(source: str) -> Iterator[None]:
+    """Hold while something is asked of the place where `source` is.
+
+    Raises:
+        UserError, DatasetSilent: instead of what its client raises, see `failed`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise failed(source, error) from error
+    except Exception as error:
+        # What clients raise of a connection is not always an OSError, and they are many.
+        if type(error).__module__.partition(".")[0] not in _CLIENTS:
+            raise
+        raise DatasetSilent(f"{source} does not answer: {error}") from error
 
 
 def failed(source: str, error: OSError) -> UserError | DatasetSilent:

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
-from windrow_sidecar.finetune.dataset.places import DataFile, failed
+from windrow_sidecar.finetune.dataset.places import DataFile, reaching
 
 # Rows of a Parquet file that are in memory at once.
 _BATCH_ROWS = 1024
@@ -43,11 +43,11 @@ def read_records(file: DataFile) -> Iterator[Record]:
         UserError: the file is not what its suffix says, or cannot be read.
         DatasetSilent: the place does not answer.
     """
-    try:
-        with file.system.open(file.path, "rb", compression="infer") as source:
-            yield from _READERS[file.suffix](source, file.name)
-    except OSError as error:
-        raise failed(file.name, error) from error
+    with (
+        reaching(file.name),
+        file.system.open(file.path, "rb", compression="infer") as source,
+    ):
+        yield from _READERS[file.suffix](source, file.name)
 
 
 def bad_row(where: str, problem: str, remedy: str) -> UserError:

@@ -1,0 +1,100 @@
+"""A Hub on this machine: models and datasets that are folders, over the few calls that we make.
+
+Below a root: `models/OWNER/NAME/...` and `datasets/OWNER/NAME/...`. It knows one revision of each,
+and has no pages and no large-file storage. What it does not know it answers as the Hub does: 404 and a
+code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+COMMIT = "1" * 40
+
+
+@contextmanager
+def served(root: Path) -> Iterator[str]:
+    """Serve the folders below `root` while it is open; yields the address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, root))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, root: Path, *args: Any) -> None:  # noqa: ANN401 - of the base class
+        self._root = root
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        if parts[0] == "api":
+            self._describe(parts[1:])
+        else:
+            self._send_file(parts)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401
+        """Say nothing."""
+        del format, args
+
+    def _describe(self, parts: list[str]) -> None:
+        """`KIND/OWNER/NAME[/revision/R]`, or `.../tree/R[/FOLDER]`."""
+        repository = self._root.joinpath(*parts[:3])
+        if len(parts) < 3 or not repository.is_dir():
+            self._missing("RepoNotFound")
+            return
+        files = [f for f in sorted(repository.rglob("*")) if f.is_file()]
+        names = {str(f.relative_to(repository)): f.stat().st_size for f in files}
+        if parts[3:4] == ["tree"]:
+            below = "".join(f"{part}/" for part in parts[5:])
+            found = {name: n for name, n in names.items() if name.startswith(below)}
+            self._send_json(
+                [{"type": "file", "path": p, "size": n, "oid": COMMIT} for p, n in found.items()]
+            )
+        else:
+            files_there = [{"rfilename": name} for name in names]
+            self._send_json({"id": "/".join(parts[1:3]), "sha": COMMIT, "siblings": files_there})
+
+    def _send_file(self, parts: list[str]) -> None:
+        """`[datasets/]OWNER/NAME/resolve/R/PATH`."""
+        kind, rest = ("datasets", parts[1:]) if parts[0] == "datasets" else ("models", parts)
+        file = self._root.joinpath(kind, *rest[:2], *rest[4:])
+        if rest[2:3] != ["resolve"] or not file.is_file():
+            self._missing("EntryNotFound")
+            return
+        self._send(file.read_bytes(), "application/octet-stream")
+
+    def _send_json(self, value: Any) -> None:  # noqa: ANN401
+        self._send(json.dumps(value).encode(), "application/json")
+
+    def _send(self, content: bytes, kind: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def _missing(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()

@@ -1,0 +1,122 @@
+"""Rows and models that lie elsewhere: on the Hub, on a web server; and what is said if not."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import shutil
+import threading
+
+import pytest
+from huggingface_hub import constants
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.base.model import find_model
+from windrow_sidecar.finetune.dataset.places import DatasetSilent, find_files
+from windrow_sidecar.finetune.dataset.records import read_records
+from windrow_sidecar.testing.filehub import COMMIT, served
+
+
+def lines_of(source, split="train") -> list[str]:
+    return [r.where for f in find_files(source, split) for r in read_records(f)]
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The root of a Hub that every client of this process asks."""
+    root = tmp_path / "hub"
+    with served(root) as address:
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        yield root
+
+
+def write(path, text) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_a_model_of_the_hub_is_brought_here_without_what_it_does_not_need(hub):
+    write(hub / "models/team/tiny/config.json", "{}")
+    write(hub / "models/team/tiny/weights.bin", "pickled")
+    found = find_model("team/tiny", "main")
+    assert found.name == COMMIT
+    assert [file.name for file in found.iterdir()] == ["config.json"]
+
+
+def test_a_model_that_the_hub_has_not_is_told_in_one_line(hub):
+    with pytest.raises(UserError, match=r"the Hub has no 'team/none' at main, or hides it") as no:
+        find_model("team/none", "main")
+    assert (no.value.field, no.value.reason) == ("spec.model.name", "ModelNotFound")
+    assert "\n" not in str(no.value)
+
+
+def test_rows_of_the_hub_are_read_by_split_and_by_file(hub):
+    write(hub / "datasets/team/rows/data/train-0.jsonl", '{"text": "a"}\n{"text": "b"}\n')
+    write(hub / "datasets/team/rows/data/test-0.jsonl", '{"text": "c"}\n')
+    name = "hf://datasets/team/rows"
+    assert lines_of("team/rows") == [f"{name}/data/train-0.jsonl:{n}" for n in (1, 2)]
+    assert lines_of("team/rows", "test") == [f"{name}/data/test-0.jsonl:1"]
+    pinned = f"{name}@main/data/test-0.jsonl"
+    assert lines_of(pinned) == [f"{pinned}:1"]
+    with pytest.raises(UserError, match="cannot be read") as refused:
+        find_files("team/none")
+    assert refused.value.field == "spec.dataset.source"
+
+
+@pytest.fixture
+def web(tmp_path):
+    """(folder, address) of a plain web server."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_) -> None:
+            pass
+
+        def send_header(self, name, value) -> None:
+            if name == "Content-Length" and "cut" in self.path:
+                value = str(int(value) + 100)  # the connection ends before all has come
+            super().send_header(name, value)
+
+    handler = functools.partial(Quiet, directory=folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield folder, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_rows_of_a_web_server_are_read_with_their_places(web):
+    folder, address = web
+    write(folder / "rows.jsonl", '{"text": "a"}\n\n{"text": "b"}\n')
+    assert lines_of(f"{address}/rows.jsonl") == [f"{address}/rows.jsonl:{n}" for n in (1, 3)]
+
+
+def test_a_file_that_a_web_server_has_not_is_the_jobs_mistake(web):
+    _, address = web
+    with pytest.raises(UserError, match="cannot be read") as refused:
+        find_files(f"{address}/none.jsonl")
+    assert refused.value.reason == "DatasetUnreadable"
+
+
+def test_a_server_that_breaks_off_in_a_file_is_asked_again_later(web):
+    folder, address = web
+    write(folder / "cut.jsonl", '{"text": "a"}\n' * 5)
+    with pytest.raises(DatasetSilent, match=r"cut\.jsonl does not answer"):
+        lines_of(f"{address}/cut.jsonl")
+
+
+def test_a_hub_that_is_gone_while_a_file_is_read_is_asked_again_later(hub, monkeypatch):
+    write(hub / "datasets/team/rows/train.jsonl", '{"text": "a"}\n')
+    files = find_files("team/rows")
+    dead = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", dead)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    shutil.rmtree(hub)
+    with pytest.raises(DatasetSilent, match=r"train\.jsonl does not answer"):
+        list(read_records(files[0]))
