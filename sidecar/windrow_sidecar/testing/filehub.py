@@ -1,8 +1,8 @@
 """A Hub on this machine: models and datasets that are folders, over the few calls that we make.
 
 Below a root: `models/OWNER/NAME/...` and `datasets/OWNER/NAME/...`. It knows one revision of each,
-and has no pages and no large-file storage. What it does not know it answers as the Hub does: 404 and a
-code.
+and has no pages and no large-file storage. What it does not know it answers as the Hub does, 404
+and a code.
 """
 
 from __future__ import annotations
