@@ -168,7 +168,8 @@ class Acting:
 
     def __init__(self, name, job, order, *, fails_at=None) -> None:
         self.name, self.stream, self.order, self.fails_at = name, job.stream, order, fails_at
-        self.told_to_pause, self.ran, self.begun = False, 0, False
+        self.told_to_pause = self.starving = self.begun = False
+        self.ran = 0
 
     def begin(self) -> None:
         self.begun = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from windrow_sidecar.compute.mode import Sharing
 from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.finetune.base.model import find_model, load_base
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded, chunks_for
-from windrow_sidecar.finetune.beside.harvested import HarvestedSlot
+from windrow_sidecar.finetune.beside.slot import WorkerSlot
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Standing
@@ -299,7 +300,8 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
         job = read_job(job_file(run_dir))
         loaded_with: list[int] = []
 
-        def load():
+        def load(of):
+            assert of is job
             loaded_with.append(beside.budget.chunks)
             return load_base(find_model(job.spec.model.name, "main"))
 
@@ -309,13 +311,16 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
             Sharing("temporal", "a test"),
             beside.memory,
         )
-        slot = HarvestedSlot(job, beside.worker, ground, Standing(), load)
+        slot = WorkerSlot(WORKER, beside.worker, ground, load)
+        seat = slot.take(job, Standing())
         assert loaded_with == [4], "all that decode lends, before anything is loaded"
-        stream, ran = slot.session.stream, 0
+        with pytest.raises(Transient, match="cannot carry other beside it"):
+            slot.take(replace(job, name="other", uid="v"), Standing())
+        stream, memory, ran = seat.session.stream, seat.memory, 0
         while (tasklet := stream.peek()) is not None:
-            slot.memory.settle()
+            memory.settle()
             tasklet = stream.peek() or tasklet
-            if not slot.memory.starving(tasklet) and slot.gate.launch(tasklet):
+            if not memory.starving(tasklet) and slot.gate.launch(tasklet):
                 stream.run(tasklet)
                 slot.gate.landed(tasklet)
                 ran += 1
@@ -324,6 +329,7 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
                 slot.gate.wait()
         assert stream.position.step == 2
         assert ran == len(slot.gate.take_ran())
+        slot.leave(seat)
         slot.close()
         assert beside.budget.chunks == 0
     finally:

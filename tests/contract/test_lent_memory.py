@@ -7,13 +7,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.beside.memory import (
+    LentBoundaries,
+    LentMemory,
+    TenantBoundaries,
+)
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.qos.view import Phase
-from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, adapter_of, bit_equal, tiny_job
+from windrow_sidecar.testing.tinyjob import (
+    HIDDEN,
+    LAYERS,
+    adapter_of,
+    bit_equal,
+    keeping_of,
+    tiny_job,
+)
 
 OWNER, CHUNKS = 7, 12
 
@@ -58,20 +66,15 @@ class Beside:
     def __init__(self, arenas, grain, *, free_bytes=1 << 30) -> None:
         self.own_bytes = 1 << 30
         self.decode, worker = arenas
-        self.boundaries = LentBoundaries(
-            worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4
-        )
-        self.job = tiny_job(grain=grain, boundaries=self.boundaries)
+        self.lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
+        boundaries = TenantBoundaries(self.lent)
+        self.job = tiny_job(grain=grain, boundaries=boundaries)
+        keeping = keeping_of(self.job, lambda: self.own_bytes)
         self.memory = LentMemory(
-            self.boundaries, self.job.stream, self._keeping(), free_bytes=lambda: free_bytes
+            self.lent, boundaries, self.job.stream, keeping, free_bytes=lambda: free_bytes
         )
+        self.memory.bring_back()
         self.ran = 0
-
-    def _keeping(self) -> Keeping:
-        stack = DecoderStack(self.job.model.get_base_model())
-        needs = Needs(longest=15, adapter_bytes=1000, own_boundaries=False)
-        planned = PlannedLayers(stack.layers)
-        return Keeping(stack, planned, needs, least=False, free_bytes=lambda: self.own_bytes)
 
     def go(self, most: int) -> bool:
         """Run so many tasklets; whether there are more."""
@@ -89,6 +92,7 @@ class Beside:
 
     def close(self) -> None:
         self.memory.release()
+        self.lent.give_all_back()
 
 
 @settings(

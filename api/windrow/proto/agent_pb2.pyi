@@ -211,9 +211,13 @@ class WorkerEvent(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("action", "reason")
+    __slots__ = ("action", "reason", "job_uid", "epoch")
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    JOB_UID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     action: str
     reason: str
-    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    job_uid: str
+    epoch: int
+    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...

@@ -29,6 +29,7 @@ class Standing:
     stop_asked: str = ""  # why; set by a signal handler
     busy_ns: int = 0
     held_chunks: int = 0
+    tokens_restored: int = 0  # real tokens of steps that were done before this process
     stall: StallWatch = field(default_factory=StallWatch)
 
     def report(self) -> Progress:
@@ -89,6 +90,7 @@ class Ledger:
             return
         found.check(self._session.origin)
         self._stream.restore(found.position, found.tensors)
+        self._standing.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
         self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
         detail = f"from step {found.position.step}, {found.path}{self._left_out()}"

@@ -58,7 +58,7 @@ class Runner:
         self._clock = clock
         self._stream, self._gate, self._memory = stream, gate, memory
         self._ledger, self._reporter, self._standing = ledger, reporter, standing
-        self._told_to_pause = False
+        self._told_to_pause = self._starving = False
         self._held_up: Tasklet | None = None
         self._waiting_since: float | None = None
         self._said_paused = False
@@ -67,6 +67,11 @@ class Runner:
     def told_to_pause(self) -> bool:
         """Whether a command holds this job back."""
         return self._told_to_pause
+
+    @property
+    def starving(self) -> bool:
+        """Whether the last turn was held up for want of memory."""
+        return self._starving
 
     def run(self) -> Ending:
         """Run until the job has ended or someone ends it.
@@ -93,6 +98,7 @@ class Runner:
 
     def turn(self) -> Ending | None:
         """Run the next tasklet if it may run; an ending where there is none (see `wait`)."""
+        self._held_up, self._starving = None, False
         if (tasklet := self._stream.peek()) is None:
             return self._succeed()
         self._memory.settle()
@@ -151,7 +157,8 @@ class Runner:
         return Ending.SUCCEEDED
 
     def _may_run(self, tasklet: Tasklet) -> bool:
-        if self._told_to_pause or self._memory.starving(tasklet):
+        self._starving = not self._told_to_pause and self._memory.starving(tasklet)
+        if self._told_to_pause or self._starving:
             return False
         launched = self._gate.launch(tasklet)
         if launched and self._memory.bring_back():

@@ -14,22 +14,22 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from windrow_sidecar.finetune.beside.standby import Order
 
 NICENESS = 19
 _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker; the exit status is a `runner.Ending`."""
+    """Run a worker; the exit status is a `runner.Ending`, of several jobs the worst."""
     options = _options(argv)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
@@ -109,38 +109,19 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
-    from windrow_sidecar.finetune.beside.report import AgentLink, worker_hello
-    from windrow_sidecar.finetune.failures import failure
-    from windrow_sidecar.finetune.ledger import Standing
-    from windrow_sidecar.finetune.runner import Ending
+    from windrow_sidecar.finetune.beside.jobs import WorkerJobs
+    from windrow_sidecar.finetune.beside.slot import open_slot
+    from windrow_sidecar.finetune.beside.standby import Order
 
-    run_dir, standing = RunDir(options.run_dir), Standing()
-    signal.signal(signal.SIGTERM, lambda *_: setattr(standing, "stop_asked", "SIGTERM"))
-    events = _event_log(run_dir.job_dir(options.job_uid), options)
-    hello = worker_hello(options.job_uid, options.epoch, os.getpid())
-    with AgentLink(run_dir.agent_socket, hello, standing.report, events) as agent:
-        standing.stall.watch(lambda found: _give_up(found, standing, agent))
-        try:
-            ending = _finetune(options, run_dir, partition, standing, agent, events)
-        except Exception as error:
-            # The edge of the process: whatever went wrong, the agent hears of it.
-            event, ending = failure(error, standing.progress.checkpoint_path)
-            log.exception("the job failed")
-            agent.event(event)
-        finally:
-            standing.stall.close()
-            events.flush()
-    return int(Ending(ending))
-
-
-def _give_up(found: Exception, standing: Any, agent: Any) -> None:  # noqa: ANN401
-    """End the process from beside its stuck thread; decode takes its memory back."""
-    from windrow_sidecar.finetune.failures import failure
-
-    event, ending = failure(found, standing.progress.checkpoint_path)
-    agent.event(event)
-    agent.__exit__()
-    os._exit(ending)
+    run_dir = RunDir(options.run_dir)
+    jobs = WorkerJobs(
+        run_dir,
+        Order(options.job_uid, options.epoch),
+        lambda: open_slot(options.epoch, run_dir, options.slot, partition),
+        lambda order: _event_log(run_dir, order),
+    )
+    signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
+    return int(jobs.run())
 
 
 def _take_order(options: argparse.Namespace) -> bool:
@@ -160,37 +141,10 @@ def _take_order(options: argparse.Namespace) -> bool:
     return True
 
 
-def _finetune(
-    options: argparse.Namespace,
-    run_dir: RunDir,
-    partition: Any,  # noqa: ANN401
-    standing: Any,  # noqa: ANN401
-    agent: Any,  # noqa: ANN401
-    events: EventLog,
-) -> int:
-    """Load the job into the slot and run it; decode gets everything back however it ends."""
-    from windrow_sidecar.finetune.beside.harvested import open_slot
-    from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
-    from windrow_sidecar.finetune.job import read_job
-    from windrow_sidecar.finetune.ledger import Ledger
-    from windrow_sidecar.finetune.runner import Runner
-
-    job = replace(read_job(run_dir.job_dir(options.job_uid) / "job.json"), epoch=options.epoch)
-    folder = JobFolder(job.destination, job.uid, job.epoch)
-    folder.claim()
-    slot = open_slot(job, run_dir, options.slot, partition, standing)
-    try:
-        ledger = Ledger(slot.session, folder, agent, events, standing)
-        runner = Runner(slot.session.stream, slot.gate, slot.memory, ledger, agent, standing)
-        return runner.run()
-    finally:
-        slot.close()
-
-
-def _event_log(fallback: Path, options: argparse.Namespace) -> EventLog:
-    folder = Path(os.environ.get(ENV_LOG_DIR) or fallback)
+def _event_log(run_dir: RunDir, order: Order) -> EventLog:
+    folder = Path(os.environ.get(ENV_LOG_DIR) or run_dir.job_dir(order.job_uid))
     source = os.environ.get(ENV_POD_NAME) or "worker"
-    name = f"worker-{options.job_uid}-{options.epoch}-{os.getpid()}.events.jsonl"
+    name = f"worker-{order.job_uid}-{order.epoch}-{os.getpid()}.events.jsonl"
     return EventLog(folder / name, source=source)
 
 

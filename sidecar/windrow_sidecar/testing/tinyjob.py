@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import parse_job_spec
+from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
+from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import AroundLayer, DecoderStack
@@ -75,6 +77,13 @@ def tiny_job(
         course=course,
     )
     return TinyJob(tuned, stream)
+
+
+def keeping_of(job: TinyJob, free_bytes: Callable[[], int]) -> Keeping:
+    """Return what such a job's groups take besides boundaries, of memory with so much free."""
+    stack = DecoderStack(job.model.get_base_model())
+    needs = Needs(longest=15, adapter_bytes=1000, own_boundaries=False)
+    return Keeping(stack, PlannedLayers(stack.layers), needs, least=False, free_bytes=free_bytes)
 
 
 def tiny_llama() -> nn.Module:

@@ -6,7 +6,7 @@ import argparse
 import logging
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
 from pathlib import Path
@@ -25,7 +25,7 @@ from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, read_job
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
-from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier, worst
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
 
 log = logging.getLogger(__name__)
@@ -143,16 +143,3 @@ class Together:
     def _ask_to_stop(self, *_: object) -> None:
         for standing in self._standings:
             standing.stop_asked = "asked to stop"
-
-
-def worst(endings: Iterable[Ending]) -> Ending:
-    """Return what several jobs ended with, as one: what needs a person comes first."""
-    order = (
-        Ending.USER_ERROR,
-        Ending.FAILED,
-        Ending.FENCED,
-        Ending.DECODE_GONE,
-        Ending.STOPPED,
-        Ending.SUCCEEDED,
-    )
-    return min(endings, key=order.index)

@@ -3,6 +3,9 @@
 The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary. A chunk
 that no activation lies in goes at once; for the others the group on its way is spilled: it goes on
 from copies in the worker's own memory, and the next one is formed for what is left.
+
+Jobs that share a worker share its chunks, one after the other: the tenant is the one whose turn it
+is, and what the others do (end, forget, look) leaves its activations alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from math import prod
 
 from torch import Tensor
 
+from windrow.errors import InvariantBroken
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.activations.keeping import Keeping
@@ -73,7 +77,7 @@ def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_t
 
 
 class LentBoundaries:
-    """Boundaries in lent chunks (see `boundaries.Boundaries`).
+    """Room for boundaries in lent chunks, laid out for one micro-batch of one job at a time.
 
     Args:
         arena: attached, as a peer.
@@ -89,6 +93,7 @@ class LentBoundaries:
         self._held: tuple[int, ...] = ()
         self._slots: list[int] = []  # offsets, for the boundaries that are still to come
         self._used: set[int] = set()  # chunks in which the micro-batch on its way lies
+        self.tenant: object = None  # whose it is: the job that came last
 
     @property
     def held_chunks(self) -> int:
@@ -144,9 +149,10 @@ class LentBoundaries:
             self._arena.give_back(chunk, owner=self._owner)
         self._held = ()
 
-    def place(self, hidden: Tensor) -> Tensor:
-        """Copy `hidden` into a lent chunk (see `room`)."""
-        return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
+    @property
+    def is_clear(self) -> bool:
+        """Whether no activation lies in the chunks."""
+        return not (self._slots or self._used)
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return the memory of a boundary of that shape.
@@ -183,11 +189,56 @@ class LentBoundaries:
             raise MemoryError(f"{missing} activations of {size} bytes fit into no lent chunk")
 
 
+class TenantBoundaries:
+    """Boundaries of one of the jobs that share a worker's chunks (see `boundaries.Boundaries`)."""
+
+    def __init__(self, lent: LentBoundaries) -> None:
+        self._lent = lent
+
+    @property
+    def is_tenant(self) -> bool:
+        """Whether the chunks are this job's: nobody has come since."""
+        return self._lent.tenant is self
+
+    def move_in(self) -> None:
+        """Become the tenant.
+
+        Raises:
+            InvariantBroken: something of the tenant before lies there still.
+        """
+        if not self.is_tenant:
+            if not self._lent.is_clear:
+                raise InvariantBroken("activations of another job lie in the lent chunks")
+            self._lent.tenant = self
+
+    def place(self, hidden: Tensor) -> Tensor:
+        """Copy `hidden` into a lent chunk (see `room`)."""
+        return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
+
+    def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return the memory of a boundary of that shape.
+
+        Raises:
+            MemoryError: see `LentBoundaries.room`.
+            InvariantBroken: it is another job's turn.
+        """
+        if not self.is_tenant:
+            raise InvariantBroken("the lent chunks are another job's")
+        return self._lent.room(like, shape)
+
+    def clear(self) -> None:
+        """Forget this job's activations; it has none where it is not the tenant."""
+        if self.is_tenant:
+            self._lent.clear()
+
+
 class LentMemory:
     """The memory of a job that runs beside decode (see `device.Memory`).
 
     Args:
-        boundaries, stream: of the job.
+        lent: what the worker has of decode's memory, shared with other jobs.
+        boundaries: this job's in it.
+        stream: of the job.
         keeping: what its groups take of the worker's own memory, which the machine may lack.
         free_bytes: of the host's memory, for boundaries that leave their chunks.
         follow_residency: holds as many frozen layers as are granted.
@@ -195,7 +246,8 @@ class LentMemory:
 
     def __init__(
         self,
-        boundaries: LentBoundaries,
+        lent: LentBoundaries,
+        boundaries: TenantBoundaries,
         stream: TaskletStream,
         keeping: Keeping,
         *,
@@ -203,15 +255,18 @@ class LentMemory:
         follow_residency: Callable[[], None] = lambda: None,
     ) -> None:
         self._follow_residency = follow_residency
-        self._boundaries, self._stream, self._free_bytes = boundaries, stream, free_bytes
-        self._keeping = keeping
+        self._lent, self._boundaries = lent, boundaries
+        self._stream, self._keeping, self._free_bytes = stream, keeping, free_bytes
         self._swap = Swap(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
     def settle(self) -> None:
-        """Follow the table of owners and the grant; what comes next is formed for what is there."""
+        """Follow the table of owners and the grant; what comes next is formed for what is there.
+
+        To be called on the job whose turn it is.
+        """
         self._follow_residency()
-        if self._boundaries.settle(self._spill):
+        if self._lent.settle(self._spill):
             self._stream.replan()
         replan_if_short(self._stream, self._keeping)
 
@@ -220,26 +275,26 @@ class LentMemory:
         del tasklet
         tokens = self._stream.tokens_to_begin
         self.is_starving = bool(tokens) and (
-            tokens > self._boundaries.capacity_tokens() or not self._keeping.fits(tokens)
+            tokens > self._lent.capacity_tokens() or not self._keeping.fits(tokens)
         )
         return self.is_starving
 
     def asked_back(self) -> bool:
         """Whether decode waits for a chunk."""
-        return self._boundaries.asked_back()
+        return self._lent.asked_back()
 
     def set_aside(self) -> None:
         """Move the job's state to the host; chunks that are empty then stay until asked for."""
         self._swap.out()
 
     def bring_back(self) -> bool:
-        """Move it back."""
+        """Move it back; from now on the chunks are this job's."""
+        self._boundaries.move_in()
         return self._swap.back()
 
     def release(self) -> None:
-        """Drop the micro-batch on its way and give everything back."""
+        """Drop the micro-batch on its way; the chunks are the worker's, for its other jobs."""
         self._stream.drop()
-        self._boundaries.give_all_back()
 
     def _spill(self) -> None:
         self._stream.spill(int(SPILL_SHARE * self._free_bytes()))

@@ -21,6 +21,7 @@ import grpc
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
+from windrow_sidecar.finetune.beside.standby import Order
 
 log = logging.getLogger(__name__)
 
@@ -87,13 +88,14 @@ class Reporter(Protocol):
 
 
 class AgentLink:
-    """The stream to the agent. Use as a context manager: leaving it waits until all was taken.
+    """A job's stream to the agent. As a context manager it is left when all was taken.
 
     Args:
         socket: of the agent.
         hello: sent first, on every connection.
         progress: asked once a second.
         log_file: flushed once a second by the same thread.
+        take: is told of a further job that this worker shall run, on the stream's thread.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class AgentLink:
         hello: agent_pb2.WorkerHello,
         progress: Callable[[], Progress],
         log_file: EventLog | None = None,
+        take: Callable[[Order], None] = lambda order: None,
     ) -> None:
+        self._take = take
         self._target, self._hello, self._progress = f"unix:{socket}", hello, progress
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
@@ -117,9 +121,13 @@ class AgentLink:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.finish()
+        self._thread.join(timeout=5.0)
+
+    def finish(self) -> None:
+        """End the stream as soon as all was taken; returns at once."""
         self._closing = True
         self._wake.set()
-        self._thread.join(timeout=5.0)
 
     def event(self, event: WorkerEvent) -> None:
         """Send an event as soon as there is a stream."""
@@ -153,13 +161,19 @@ class AgentLink:
                 self._generation += 1
                 try:
                     for command in stub.Worker(self._reports(self._generation)):
-                        self._commands.put(cast(Action, command.action))
+                        self._hear(command)
                 except grpc.RpcError as error:
                     log.warning("agent not reached: %s", error)
                 if self._closing:
                     last_attempts = last_attempts - 1 if self._unsent else 0
                 if last_attempts:
                     time.sleep(RECONNECT_S)
+
+    def _hear(self, command: agent_pb2.WorkerCommand) -> None:
+        if command.action == "TAKE":
+            self._take(Order(command.job_uid, command.epoch))
+        else:
+            self._commands.put(cast(Action, command.action))
 
     def _reports(self, generation: int) -> Iterator[agent_pb2.WorkerReport]:
         """Hello, then events as they come and progress once a second, until closing."""
@@ -188,10 +202,10 @@ class AgentLink:
             self._wake.clear()
 
 
-def worker_hello(job_uid: str, epoch: int, pid: int) -> agent_pb2.WorkerHello:
+def worker_hello(order: Order, pid: int) -> agent_pb2.WorkerHello:
     """Return the first message of a stream."""
     return agent_pb2.WorkerHello(
-        protocol_version=PROTOCOL_VERSION, pid=pid, job_uid=job_uid, epoch=epoch
+        protocol_version=PROTOCOL_VERSION, pid=pid, job_uid=order.job_uid, epoch=order.epoch
     )
 
 

@@ -19,15 +19,13 @@ log = logging.getLogger(__name__)
 _LIBRARIES = (
     "peft",
     "transformers.models.auto.tokenization_auto",
-    "windrow_sidecar.finetune.beside.harvested",
-    "windrow_sidecar.finetune.ledger",
-    "windrow_sidecar.finetune.runner",
+    "windrow_sidecar.finetune.beside.jobs",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Which job to take, and under which fencing token."""
+    """Which job to take, and under which fencing token; its job.json lies in its directory."""
 
     job_uid: str
     epoch: int

@@ -6,20 +6,26 @@ device goes to the host, the other's comes back.
 
 What whoever assigns jobs may rely on: every job keeps its own stream, position, folder, reporter,
 ending and commands, so each can be paused, checkpointed, stopped and fenced alone; one that fails
-ends alone. All of them run under the one gate of their device, one tasklet at a time.
+ends alone. All of them run under the one gate of their device, one tasklet at a time. A job may
+come later, between two turns, when nothing of the others is on the device.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.device import Memory
 from windrow_sidecar.finetune.runner import Ending, Runner
-from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
+from windrow_sidecar.finetune.sharing.shares import (
+    Standing,
+    fair_start,
+    next_turn,
+    turn_is_over,
+)
 from windrow_sidecar.finetune.stream import TaskletStream
 
 log = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ class Carried:
         failed: tells its reporter of an error; returns what that means for the job.
         ended: called once with its ending; lets go of what the job holds.
         weight: of its share.
+        head_start: tokens that count as had already.
     """
 
     name: str
@@ -44,41 +51,70 @@ class Carried:
     failed: Callable[[Exception], Ending]
     ended: Callable[[Ending], None]
     weight: float = 1.0
+    head_start: int = 0
 
     def standing(self) -> Standing:
         """As whoever chooses sees it."""
         may_run = not self.runner.told_to_pause
-        return Standing(self.stream.tokens_seen, self.weight, may_run)
+        return Standing(self.head_start + self.stream.tokens_seen, self.weight, may_run)
+
+
+Arrival = Callable[[], Carried | None]  # loads a job; None: it has ended, and that has been told
+
+
+def _nobody() -> Arrival | None:
+    return None
 
 
 class Carrier:
     """Runs jobs until each has ended.
 
     Args:
-        jobs: at least one; their trees of modules share weights, nothing else (see `twin`).
+        jobs: their trees of modules share weights, nothing else (see `twin`).
+        arrivals: returns the next job that has come meanwhile, None where there is none.
         clock: monotonic seconds.
     """
 
     def __init__(
-        self, jobs: Sequence[Carried], *, clock: Callable[[], float] = time.monotonic
+        self,
+        jobs: Sequence[Carried] = (),
+        *,
+        arrivals: Callable[[], Arrival | None] = _nobody,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._live, self._clock = list(jobs), clock
+        self._live, self._arrivals, self._clock = list(jobs), arrivals, clock
         self._now: Carried | None = None
+        self._starved: set[Carried] = set()  # held up for memory since another had a turn
         self._turn_began_s = self._switch_s = 0.0
 
     def run(self) -> None:
         """Run all; an error of one ends that one."""
         for job in tuple(self._live):
-            self._act(job, job.runner.begin)
-            if job in self._live:
-                job.memory.set_aside()
+            self._begin(job)
+        self._admit()
         while self._live:
             # Those that wait hear of signals and commands as soon as the one that runs.
             for job in tuple(self._live):
                 self._act(job, job.runner.obey)
             if (chosen := self._whose_turn()) is not None:
                 self._act(chosen, chosen.runner.turn)
-                self._act(chosen, chosen.runner.wait)
+                if not self._gives_way(chosen):
+                    self._act(chosen, chosen.runner.wait)
+            self._admit()
+
+    def _admit(self) -> None:
+        """Take those that have come. Loading takes seconds; nobody is on the device meanwhile."""
+        while (arrival := self._arrivals()) is not None:
+            self._leave()
+            if (job := arrival()) is not None:
+                job.head_start = fair_start(job.weight, [one.standing() for one in self._live])
+                self._live.append(job)
+                self._begin(job)
+
+    def _begin(self, job: Carried) -> None:
+        self._act(job, job.runner.begin)
+        if job in self._live:
+            job.memory.set_aside()
 
     def _whose_turn(self) -> Carried | None:
         """Return the job to run now, at home on the device; None: none is left."""
@@ -86,27 +122,44 @@ class Carrier:
             return None
         if not self._may_switch():
             return self._now
-        at = next_turn([job.standing() for job in self._live])
+        if self._now not in self._starved:
+            self._starved.clear()
+        able = [job for job in self._live if job not in self._starved] or self._live
+        at = next_turn([job.standing() for job in able])
         # Where all are told to pause, one of them waits for all.
-        chosen = self._live[at or 0]
+        chosen = able[at or 0]
         if chosen is not self._now:
             self._switch(chosen)
         return chosen
 
     def _may_switch(self) -> bool:
         now = self._now
-        if now is None or now.runner.told_to_pause:
+        if now is None or now.runner.told_to_pause or now in self._starved:
             return True
         lasted_s = self._clock() - self._turn_began_s
         return now.stream.between_micro_batches and turn_is_over(lasted_s, self._switch_s)
 
+    def _gives_way(self, job: Carried) -> bool:
+        """Whether `job` was held up for memory, and there is another that it may not hold up."""
+        if job not in self._live or not job.runner.starving:
+            return False
+        self._starved.add(job)
+        if any(one.standing().may_run for one in self._live if one not in self._starved):
+            return True
+        self._starved.clear()
+        return False
+
     def _switch(self, to: Carried) -> None:
         began_s = self._clock()
-        if self._now is not None:
-            self._now.memory.set_aside()
+        self._leave()
         to.memory.bring_back()
         self._now, self._turn_began_s = to, self._clock()
         self._switch_s = self._turn_began_s - began_s
+
+    def _leave(self) -> None:
+        if self._now is not None:
+            self._now.memory.set_aside()
+            self._now = None
 
     def _act(self, job: Carried, act: Callable[[], Ending | None]) -> None:
         """Let a job that is still there act; whatever goes wrong is its own end."""
@@ -120,8 +173,22 @@ class Carrier:
             ending = job.failed(error)
         if ending is not None:
             self._live.remove(job)
+            self._starved.discard(job)
             self._now = None if self._now is job else self._now
             job.memory.release()
             job.ended(ending)
             del job
             settle_heap()
+
+
+def worst(endings: Iterable[Ending]) -> Ending:
+    """Return what several jobs ended with, as one: what needs a person comes first."""
+    order = (
+        Ending.USER_ERROR,
+        Ending.FAILED,
+        Ending.FENCED,
+        Ending.DECODE_GONE,
+        Ending.STOPPED,
+        Ending.SUCCEEDED,
+    )
+    return min(endings, key=order.index)

@@ -36,3 +36,11 @@ def next_turn(jobs: Sequence[Standing]) -> int | None:
 def turn_is_over(turn_s: float, switch_s: float) -> bool:
     """Whether a turn has lasted long enough to be worth the switch that began it."""
     return turn_s >= TURN_PER_SWITCH * switch_s
+
+
+def fair_start(weight: float, others: Sequence[Standing]) -> int:
+    """Return the tokens that count as had already of a job that joins `others`.
+
+    As many as the one has that is furthest behind: else all would wait until it has caught up.
+    """
+    return int(weight * min((job.tokens / job.weight for job in others), default=0.0))

@@ -1,0 +1,195 @@
+"""The jobs of a worker beside decode: it takes them one by one, and each ends with its own word.
+
+Each job has a stream to the agent, so that commands, progress and events are those of one job as
+they always were. Any of these streams may say that a further job is to be taken (TAKE); it joins
+between two turns. A job that cannot be loaded, fails, or is stopped ends alone; only a tasklet that
+never ends takes all of them along, since nobody can take the thread away from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow.eventlog import EventLog
+from windrow.rundir import RunDir
+from windrow_sidecar.finetune.beside.report import AgentLink, WorkerEvent, worker_hello
+from windrow_sidecar.finetune.beside.seat import Seat
+from windrow_sidecar.finetune.beside.slot import WorkerSlot
+from windrow_sidecar.finetune.beside.standby import Order
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.job import read_job
+from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.runner import Ending, Runner
+from windrow_sidecar.finetune.sharing.carrier import Arrival, Carried, Carrier, worst
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Told:
+    """What of a job is there before it is loaded, and for as long as it is not over.
+
+    Attributes:
+        order: names it.
+        standing: what other threads read and set.
+        agent: its stream.
+        events: its event log.
+    """
+
+    order: Order
+    standing: Standing
+    agent: AgentLink
+    events: EventLog
+
+
+class WorkerJobs:
+    """Runs jobs in one slot until none is left.
+
+    Args:
+        run_dir: of the decode pod.
+        first: the job that the worker was started for.
+        open_slot: attaches to decode, under the first job's epoch.
+        event_log: makes the event log of a job.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        first: Order,
+        open_slot: Callable[[], WorkerSlot],
+        event_log: Callable[[Order], EventLog],
+    ) -> None:
+        self._run_dir, self._open_slot, self._event_log = run_dir, open_slot, event_log
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders.put(first)
+        self._slot: WorkerSlot | None = None
+        self._open: list[Told] = []  # jobs that are not over
+        self._endings: list[Ending] = []
+        self._stop_asked = ""
+        self._until_told = ExitStack()
+
+    def run(self) -> Ending:
+        """Run them to their ends; returns the worst of these (see `worst`)."""
+        with self._until_told:
+            try:
+                Carrier(arrivals=self._arrival).run()
+            except Exception as error:
+                # The edge of the process: whatever went wrong, the agent hears of it.
+                log.exception("the worker failed")
+                for told in tuple(self._open):
+                    self._failed(told, error)
+            finally:
+                if self._slot is not None:
+                    self._slot.close()
+        return worst(self._endings)
+
+    def ask_to_stop(self, why: str) -> None:
+        """Have every job write a checkpoint and end; no further one is taken. For a signal."""
+        self._stop_asked = why
+        for told in tuple(self._open):
+            told.standing.stop_asked = why
+
+    def _arrival(self) -> Arrival | None:
+        if self._stop_asked and (self._open or self._endings):
+            return None
+        try:
+            order = self._orders.get_nowait()
+        except queue.Empty:
+            return None
+        return lambda: self._take(order)
+
+    def _take(self, order: Order) -> Carried | None:
+        """Load a job; None: that failed, as its stream has told."""
+        told = self._meet(order)
+        try:
+            return self._carried(told)
+        except Exception as error:
+            # The edge of a job: the others run without it.
+            log.exception("job %s cannot begin", order.job_uid)
+            self._failed(told, self._crowded(error))
+            return None
+
+    def _meet(self, order: Order) -> Told:
+        """Open the job's stream, before anything that takes time."""
+        events, standing = self._event_log(order), Standing()
+        standing.stop_asked = self._stop_asked
+        agent = AgentLink(
+            self._run_dir.agent_socket,
+            worker_hello(order, os.getpid()),
+            standing.report,
+            events,
+            take=self._orders.put,
+        )
+        told = Told(order, standing, self._until_told.enter_context(agent), events)
+        standing.stall.watch(lambda found: self._stuck(told, found))
+        self._open.append(told)
+        return told
+
+    def _carried(self, told: Told) -> Carried:
+        order, standing = told.order, told.standing
+        file = self._run_dir.job_dir(order.job_uid) / "job.json"
+        job = replace(read_job(file), epoch=order.epoch)
+        folder = JobFolder(job.destination, job.uid, job.epoch)
+        folder.claim()
+        if self._slot is None:
+            self._slot = self._open_slot()
+        slot = self._slot
+        seat = slot.take(job, standing)
+        stream = seat.session.stream
+        ledger = Ledger(seat.session, folder, told.agent, told.events, standing)
+        return Carried(
+            job.name,
+            stream,
+            seat.memory,
+            Runner(stream, slot.gate, seat.memory, ledger, told.agent, standing),
+            failed=lambda error: self._tell_failure(told, error),
+            ended=lambda ending: self._left(slot, seat, told, ending),
+        )
+
+    def _crowded(self, error: Exception) -> Exception:
+        """What a job that joined others finds too small may be large enough elsewhere."""
+        others = len(self._open) > 1
+        if others and isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY:
+            return MemoryError(f"beside other jobs of this worker: {error}")
+        return error
+
+    def _tell_failure(self, told: Told, error: Exception) -> Ending:
+        event, ending = failure(error, told.standing.progress.checkpoint_path)
+        told.agent.event(event)
+        return ending
+
+    def _failed(self, told: Told, error: Exception) -> None:
+        self._over(told, self._tell_failure(told, error))
+
+    def _left(self, slot: WorkerSlot, seat: Seat, told: Told, ending: Ending) -> None:
+        slot.leave(seat)
+        self._over(told, ending)
+
+    def _over(self, told: Told, ending: Ending) -> None:
+        """Let go of a job; its stream ends by itself once its last word was taken."""
+        self._open.remove(told)
+        self._endings.append(ending)
+        told.standing.stall.close()
+        told.events.flush()
+        told.agent.finish()
+
+    def _stuck(self, told: Told, found: Exception) -> None:
+        """End the process from beside its stuck thread; decode takes its memory back."""
+        event, ending = failure(found, told.standing.progress.checkpoint_path)
+        told.agent.event(event)
+        why = "another job of this worker has stopped it for good"
+        for other in tuple(self._open):
+            if other is not told:
+                other.agent.event(WorkerEvent("STOPPED", Reason.SLOT_LOST, why))
+            other.agent.finish()
+        for other in tuple(self._open):
+            other.agent.__exit__()
+        os._exit(ending)

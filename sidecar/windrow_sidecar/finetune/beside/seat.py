@@ -1,0 +1,121 @@
+"""One job of a worker beside decode: its session, its memory, and what it wishes of the slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded
+from windrow_sidecar.finetune.beside.grants import DEFAULT_BOUND_US, GrantGate
+from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
+from windrow_sidecar.finetune.job import Job, Session, open_session
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.layers.suspension import Suspension
+from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.plan.grain import Paced
+from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.qos.view import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the jobs of a worker have in common.
+
+    Attributes:
+        gate: decode's grants.
+        estimates: of tasklets; they are those of one base, which takes nearly all of their time.
+        ground: what the slot's device is for this process.
+        lent: decode's chunks for boundary activations.
+        follow_residency: holds as many of the base's layers as decode grants.
+    """
+
+    gate: GrantGate
+    estimates: Estimates
+    ground: SlotDevice
+    lent: LentBoundaries
+    follow_residency: Callable[[], None]
+
+
+class Seat:
+    """A loaded job.
+
+    Args:
+        job: what to do.
+        base: the frozen model; gets the adapter.
+        shared: what it shares with other jobs.
+        standing: says whether the job's end is asked for.
+
+    Raises:
+        UserError: model, rows or adapter cannot be honoured.
+        Transient: the place of the rows does not answer.
+    """
+
+    def __init__(self, job: Job, base: BaseModel, shared: Shared, standing: Standing) -> None:
+        self._shared, self.standing = shared, standing
+        self.wanted_chunks = 0
+        ground = shared.ground
+        suspension = Suspension(shared.gate, standing.stall, self._give_up)
+        self._boundaries = TenantBoundaries(shared.lent)
+        self._room: LentBoundaries | AllocatedMemory = ground.memory or shared.lent
+        self.session: Session = open_session(
+            job,
+            base,
+            boundaries=TorchBoundaries() if ground.memory else self._boundaries,
+            limits=self._limits,
+            grain=self._grain,
+            between=suspension.point,
+            device=ground.device,
+            units=ground.units_of(shared.gate),
+        )
+        self.memory = self._memory()
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the slot's memory is this job's; one that has it alone always has it."""
+        return self._shared.ground.memory is not None or self._boundaries.is_tenant
+
+    @property
+    def tokens_done(self) -> int:
+        """Real tokens of the optimizer steps that this process has finished."""
+        return self.session.stream.position.tokens_done - self.standing.tokens_restored
+
+    def _memory(self) -> LentMemory | AllocatedMemory:
+        stream = self.session.stream
+        if (allocated := self._shared.ground.memory) is not None:
+            allocated.serve(Loaded(stream, self.session.keeping))
+            return allocated
+        return LentMemory(
+            self._shared.lent,
+            self._boundaries,
+            stream,
+            self.session.keeping,
+            follow_residency=self._shared.follow_residency,
+        )
+
+    def _limits(self) -> MicroLimits:
+        """As many rows as keep a layer's backward within the bound and lie in what is lent."""
+        tokens = self._grain().tokens(Phase.BACKWARD)
+        wanted = self._room.chunks_for(max(tokens, self.session.longest_row))
+        # Never less than before: a wish that trembles would move chunks to and fro.
+        self.wanted_chunks = max(wanted, self.wanted_chunks)
+        rows = self._shared.gate.grant.micro_batch
+        return MicroLimits(min(tokens, self._room.capacity_tokens()), rows)
+
+    def _grain(self) -> Paced:
+        """What the newest grant leaves time for."""
+        grant = self._shared.gate.latest()
+        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
+        if self._shared.ground.device.queues:
+            bound_us //= 2  # while one runs, the next is queued behind it
+        if grant.budget_us:
+            bound_us = min(bound_us, grant.budget_us)
+        windows = not self.session.stream.windows_refused
+        units = grant.finetune_units
+        return Paced(self._shared.estimates, bound_us, units, windows, grant.window_tokens)
+
+    def _give_up(self) -> bool:
+        """Whether a layer that is held up in its middle had better be given up."""
+        return bool(self.standing.stop_asked) or self.memory.asked_back()

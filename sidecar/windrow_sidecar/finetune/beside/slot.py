@@ -1,0 +1,250 @@
+"""What a worker has of its slot: decode's device, weights and memory, for one job or several."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch.utils.dlpack import from_dlpack
+
+from windrow.errors import Transient
+from windrow.rundir import RunDir
+from windrow_sidecar._core import Arena, AttachError
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.base.model import (
+    BaseModel,
+    ExportedWeights,
+    find_model,
+    load_base,
+    read_manifest,
+)
+from windrow_sidecar.finetune.base.precision import WeightForm
+from windrow_sidecar.finetune.beside.allocations import AllocatedMemory
+from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.beside.memory import LentBoundaries
+from windrow_sidecar.finetune.beside.seat import Seat, Shared
+from windrow_sidecar.finetune.beside.slotdevice import SlotDevice, slot_device
+from windrow_sidecar.finetune.job import Job
+from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.residency.schedule import layers_granted
+from windrow_sidecar.finetune.sharing.twin import twin_of
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+# Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
+LENDING_SETTLES_S = 0.5
+
+Load = Callable[[Job], BaseModel]
+
+
+class WorkerSlot:
+    """A slot as its worker has it: a gate, a base model, lent memory, and a seat for each job.
+
+    Args:
+        epoch: what is lent belongs to it, and offers are made under it, for as long as the worker
+            lives: that of the job that it was started for.
+        arena: attached.
+        ground: what the slot's device is for this process.
+        load: the frozen model of a job; called once memory is there.
+    """
+
+    def __init__(self, epoch: int, arena: Arena, ground: SlotDevice, load: Load) -> None:
+        self._epoch, self._arena, self._ground, self._load = epoch, arena, ground, load
+        self._estimates = Estimates()
+        self._base: BaseModel | None = None
+        self._base_of: Job | None = None
+        self._most_layers = 0
+        self._lent: LentBoundaries | None = None
+        self._seats: list[Seat] = []
+        self._tokens_of_left = 0
+        self._wanted_for_loading = 0
+        self._offers = True
+        self.gate = GrantGate(
+            arena.page,
+            ground.partition,
+            self._estimates,
+            self._offer_facts,
+            decode_lives=arena.owner_lives,
+            device=ground.device,
+        )
+
+    def take(self, job: Job, standing: Standing) -> Seat:
+        """Load a job. With another one in the slot, decode has all of the device meanwhile.
+
+        Raises:
+            UserError: model, rows or adapter cannot be honoured.
+            Transient: decode went away before it lent any memory, or the job cannot share this
+                worker.
+        """
+        if self._base_of is not None:
+            self._check_shares(job, self._base_of)
+            self._step_aside()
+        elif self._ground.memory is not None:
+            self._await_memory(self._ground.memory, standing)
+        try:
+            base = self._base_for(job)
+            assert self._lent is not None
+            shared = Shared(
+                self.gate, self._estimates, self._ground, self._lent, self._follow_residency
+            )
+            seat = Seat(job, base, shared, standing)
+        finally:
+            self._wanted_for_loading, self._offers = 0, True
+        self._seats.append(seat)
+        return seat
+
+    def leave(self, seat: Seat) -> None:
+        """A job has ended; what it has learned from still counts."""
+        self._seats.remove(seat)
+        seat.standing.held_chunks = 0
+        self._tokens_of_left += seat.tokens_done
+
+    def close(self) -> None:
+        """Give all chunks back and offer nothing any more."""
+        self._offers = False
+        if self._ground.memory is not None:
+            self._ground.memory.release()
+        elif self._lent is not None:
+            self._lent.give_all_back()
+        self.gate.quiet(None)
+
+    def _step_aside(self) -> None:
+        """Hold nothing and offer nothing, on the one core that decode needs least.
+
+        Loading takes seconds in which no chunk that decode asks for would come back.
+        """
+        assert self._lent is not None
+        self._offers = False
+        self._lent.give_all_back()
+        self.gate.quiet(None)
+        self._ground.partition.activate(self._ground.partition.levels()[0])
+
+    def _check_shares(self, job: Job, first: Job) -> None:
+        if self._is_alone(first) or _base_words(job) != _base_words(first):
+            raise Transient(
+                f"the worker has loaded {_base_words(first)} for {first.name}, and cannot carry "
+                f"{job.name} beside it, which wants {_base_words(job)}"
+            )
+
+    def _is_alone(self, job: Job) -> bool:
+        """Whether no other job can share the base of this one, or the memory."""
+        return self._ground.memory is not None or job.spec.model.quantization != "none"
+
+    def _base_for(self, job: Job) -> BaseModel:
+        """Return the base with modules of the job's own; as it is where nobody can share it."""
+        if self._base is None:
+            self._base, self._base_of = self._load(job), job
+            frozen, config = self._base.frozen, self._base.config
+            self._most_layers = frozen.capacity if frozen else 0
+            self._lent = LentBoundaries(
+                self._arena,
+                self._epoch,
+                boundaries=config.num_hidden_layers,
+                bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
+            )
+        return self._base if self._is_alone(job) else twin_of(self._base)
+
+    def _await_memory(self, memory: AllocatedMemory, standing: Standing) -> None:
+        """Ask for all that decode lends, so that loading finds room, until no more comes."""
+        self._wanted_for_loading = self._arena.geometry.chunks
+        held, since_s = 0, time.monotonic()
+        while not held or time.monotonic() - since_s < LENDING_SETTLES_S:
+            memory.settle()
+            if memory.held_chunks != held:
+                held, since_s = memory.held_chunks, time.monotonic()
+            self.gate.quiet(None)
+            self.gate.wait()
+            if standing.stop_asked or self.gate.decode_gone():
+                raise Transient("decode has lent no memory to load the job into")
+
+    def _resident_layers(self, seat: Seat) -> int:
+        frozen = self._base.frozen if self._base else None
+        return seat.session.stream.depth if frozen is None else len(frozen.resident)
+
+    def _follow_residency(self) -> None:
+        """Hold no more layers than decode grants (0: as many as fit), where they take turns."""
+        frozen = self._base.frozen if self._base else None
+        if frozen is not None:
+            wanted = layers_granted(self.gate.grant.resident_layers, self._most_layers)
+            if wanted != frozen.capacity:
+                frozen.resize(wanted)
+
+    def _offer_facts(self) -> OfferFacts:
+        if not self._offers:
+            return OfferFacts(job_epoch=0)
+        room = self._ground.memory or self._lent
+        held = room.held_chunks if room else 0
+        for seat in self._seats:
+            seat.standing.held_chunks = held if seat.has_turn else 0
+        done = (seat.tokens_done for seat in self._seats)
+        wishes = (seat.wanted_chunks for seat in self._seats)
+        facts = OfferFacts(
+            self._epoch,
+            # The largest wish of all: chunks must not move to and fro with every turn.
+            wanted_chunks=max(wishes, default=self._wanted_for_loading),
+            held_chunks=held,
+            tokens_done=self._tokens_of_left + sum(done),
+        )
+        present = next((seat for seat in self._seats if seat.has_turn), None)
+        if present is None:
+            return facts
+        return replace(
+            facts,
+            starving=present.memory.is_starving,
+            bytes_per_token=present.session.keeping.held_bytes_per_token,
+            resident_layers=self._resident_layers(present),
+        )
+
+
+def open_slot(epoch: int, run_dir: RunDir, slot: int, host: Partition) -> WorkerSlot:
+    """Attach to decode; a job's model is decode's own weights where they are the same.
+
+    The device is that of decode's arena. `host`: this process's share of the cores, which is its
+    share of the device where that is the host.
+
+    Raises:
+        UserError: torch does not see decode's GPU.
+        Transient: decode is not there.
+    """
+    try:
+        arena = Arena.attach(str(run_dir.arena_socket(slot)))
+    except AttachError as error:
+        raise Transient(f"decode's arena cannot be attached: {error}") from error
+    ground = slot_device(arena, epoch, host)
+
+    def load(job: Job) -> BaseModel:
+        model_dir = find_model(job.spec.model.name, job.spec.model.revision)
+        exported = _same_weights(arena, run_dir.weights_manifest(slot), model_dir)
+        form = WeightForm.of(job.spec, exported.dtype if exported else None)
+        if exported is not None and form != WeightForm(exported.dtype):
+            log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
+            exported = None
+        return load_base(model_dir, exported, form, device=ground.device)
+
+    return WorkerSlot(epoch, arena, ground, load)
+
+
+def _base_words(job: Job) -> str:
+    """Name what a job trains over: jobs that say the same can share it."""
+    model = job.spec.model
+    name = posixpath.normpath(model.name)
+    return f"{name} ({model.revision}, {job.spec.training.precision}, {model.quantization})"
+
+
+def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> ExportedWeights | None:
+    manifest = read_manifest(manifest_file)
+    if manifest is None:
+        log.info("decode exports no weights: the model is loaded a second time")
+        return None
+    if manifest["fingerprint"] != model_fingerprint(model_dir):
+        log.info("decode serves another model than %s: it is loaded beside it", model_dir)
+        return None
+    log.info("sharing decode's weights")
+    return ExportedWeights(manifest, from_dlpack(arena.imported(WEIGHTS)))

@@ -1,0 +1,286 @@
+"""Jobs of one worker take turns in its lent chunks; each learns what it learns alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from windrow.errors import InvariantBroken
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.shares import Standing, fair_start
+from windrow_sidecar.finetune.sharing.twin import twin_of
+from windrow_sidecar.finetune.training.optimizer import NotFinite
+from windrow_sidecar.testing.tinyjob import (
+    HIDDEN,
+    LAYERS,
+    adapter_of,
+    bit_equal,
+    finish,
+    keeping_of,
+    tiny_job,
+    tiny_llama,
+)
+
+OWNER, CHUNKS = 7, 12
+KINDS = (
+    {},
+    {"adapter": {"lora": {"rank": 4, "targetModules": "q_proj,up_proj"}}, "seed": 5},
+    {"adapter": {"type": "ia3"}, "seed": 7, "steps": 3},
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def arenas(tmp_path_factory):
+    """Decode's arena, and the worker's view of it."""
+    geometry = Geometry(
+        layers=2, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=CHUNKS
+    )
+    decode = Arena.create(geometry, reserved_chunks=1)
+    path = str(tmp_path_factory.mktemp("a") / "s")
+    decode.serve(path)
+    worker = Arena.attach(path)
+    yield decode, worker
+    worker.close()
+    decode.check()
+    decode.close()
+
+
+@pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
+def alone(request):
+    """How the work is cut, and what each job learns alone."""
+    jobs = [tiny_job(grain=request.param, **kind) for kind in KINDS]
+    for job in jobs:
+        finish(job)
+    return request.param, [adapter_of(job) for job in jobs]
+
+
+class Slot:
+    """Jobs over one base, whose boundaries lie in the same lent chunks, and decode."""
+
+    def __init__(self, arenas, grain) -> None:
+        self.decode, worker = arenas
+        self.lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
+        base = BaseModel(tiny_llama(), None, None, shared=False)
+        self.jobs, self.memories = [], []
+        for kind in KINDS:
+            boundaries = TenantBoundaries(self.lent)
+            job = tiny_job(base=twin_of(base).model, grain=grain, boundaries=boundaries, **kind)
+            self.jobs.append(job)
+            keeping = keeping_of(job, lambda: 1 << 30)
+            self.memories.append(LentMemory(self.lent, boundaries, job.stream, keeping))
+
+    def turn(self, n: int, most: int) -> bool:
+        """Run so many tasklets of a job; whether there are more."""
+        stream, memory = self.jobs[n].stream, self.memories[n]
+        memory.bring_back()
+        for _ in range(most):
+            if stream.peek() is None:
+                return False
+            memory.settle()
+            tasklet = stream.peek()
+            if memory.starving(tasklet):
+                self.decode.lend(CHUNKS, owner=OWNER)
+                continue
+            stream.run(tasklet)
+        memory.set_aside()
+        return True
+
+
+@settings(
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, CHUNKS)), max_size=25
+    )
+)
+def test_turns_in_the_same_chunks_change_nothing_whatever_decode_asks_back(arenas, alone, turns):
+    grain, expected = alone
+    slot = Slot(arenas, grain)
+    live = {0, 1, 2}
+    rest = [(n, 7, 0) for _ in range(200) for n in range(3)]
+    for n, tasklets, asked_back in (*turns, *rest):
+        if n in live and not slot.turn(n, tasklets):
+            live.remove(n)
+            slot.memories[n].release()
+        if asked_back:
+            slot.decode.revoke(asked_back)
+    assert not live
+    learnt = [adapter_of(job) for job in slot.jobs]
+    slot.lent.give_all_back()
+    assert slot.decode.counts()[2] == slot.decode.counts()[4] == 0
+    for ours, theirs in zip(learnt, expected, strict=True):
+        assert bit_equal(ours, theirs)
+
+
+def test_the_end_of_a_job_that_is_away_leaves_the_chunks_of_the_one_that_is_there(arenas, alone):
+    grain, expected = alone
+    slot = Slot(arenas, grain)
+    slot.turn(0, 5)
+    slot.memories[1].bring_back()
+    while slot.lent.is_clear:  # into the middle of a group
+        slot.memories[1].settle()
+        if slot.memories[1].starving(slot.jobs[1].stream.peek()):
+            slot.decode.lend(CHUNKS, owner=OWNER)
+            continue
+        slot.jobs[1].stream.run(slot.jobs[1].stream.peek())
+    held = slot.decode.counts()[2]
+    slot.memories[0].release()
+    assert not slot.lent.is_clear
+    assert slot.decode.counts()[2] == held
+    while slot.turn(1, 50):
+        pass
+    learnt = adapter_of(slot.jobs[1])
+    slot.lent.give_all_back()
+    assert bit_equal(learnt, expected[1])
+
+
+def test_two_jobs_never_lie_in_the_chunks_at_once(arenas):
+    decode, worker = arenas
+    lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
+    decode.lend(CHUNKS, owner=OWNER)
+    lent.settle(lambda: None)
+    here, away = TenantBoundaries(lent), TenantBoundaries(lent)
+    here.move_in()
+    kept = here.place(torch.ones(1, 4, HIDDEN))
+    with pytest.raises(InvariantBroken):
+        away.place(torch.zeros(1, 4, HIDDEN))
+    with pytest.raises(InvariantBroken):
+        away.move_in()
+    away.clear()
+    here.place(torch.zeros(1, 4, HIDDEN))
+    assert kept.eq(1).all()
+    here.clear()
+    away.move_in()
+    assert away.is_tenant
+    assert not here.is_tenant
+    lent.give_all_back()
+
+
+class Acting:
+    """What a `Runner` does, as far as a carrier sees it."""
+
+    def __init__(self, name, job, order, *, fails_at=None, fed=lambda: True) -> None:
+        self.name, self.stream, self.order, self.fails_at = name, job.stream, order, fails_at
+        self.told_to_pause = self.starving = self.begun = False
+        self.ran, self.fed, self.waited = 0, fed, 0
+
+    def begin(self) -> None:
+        self.begun = True
+
+    def obey(self) -> None:
+        assert self.begun
+
+    def turn(self):
+        self.starving = not self.fed()
+        if self.starving:
+            return None
+        if (tasklet := self.stream.peek()) is None:
+            return Ending.SUCCEEDED
+        if self.ran == self.fails_at:
+            raise NotFinite("the loss is not finite")
+        self.stream.run(tasklet)
+        self.ran += 1
+        self.order.append(self.name)
+        return None
+
+    def wait(self) -> None:
+        self.waited += self.starving
+
+
+def carried(runner, memory, endings) -> Carried:
+    return Carried(
+        runner.name,
+        runner.stream,
+        memory,
+        runner,
+        failed=lambda error: Ending.FAILED,
+        ended=lambda ending: endings.update({runner.name: ending}),
+    )
+
+
+class Plenty(LentMemory):
+    """Decode lends whatever is missing."""
+
+    def __init__(self, decode, *of_the_job) -> None:
+        super().__init__(*of_the_job)
+        self._decode = decode
+
+    def bring_back(self) -> bool:
+        self._decode.lend(CHUNKS, owner=OWNER)
+        self.settle()
+        return super().bring_back()
+
+
+def carry(arenas, grain, names, **options):
+    """A job of each kind as a carrier takes it."""
+    decode, worker = arenas
+    lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
+    base = BaseModel(tiny_llama(), None, None, shared=False)
+    order, endings, jobs, made = [], {}, [], []
+    for name, kind in zip(names, KINDS, strict=False):
+        boundaries = TenantBoundaries(lent)
+        job = tiny_job(base=twin_of(base).model, grain=grain, boundaries=boundaries, **kind)
+        keeping = keeping_of(job, lambda: 1 << 30)
+        memory = Plenty(decode, lent, boundaries, job.stream, keeping)
+        acting = Acting(name, job, order, **options.get(name, {}))
+        jobs.append(job)
+        made.append(carried(acting, memory, endings))
+    return lent, jobs, made, order, endings
+
+
+def test_a_job_that_joins_shares_from_then_on_and_a_bad_one_ends_alone(arenas, alone):
+    grain, expected = alone
+    lent, jobs, made, order, endings = carry(
+        arenas, grain, ("first", "broken", "late"), broken={"fails_at": 4}
+    )
+    came = {6: lambda: made[1], 12: lambda: None, 18: lambda: made[2]}
+
+    def arrivals():
+        due = [at for at in came if at <= len(order)]
+        return came.pop(due[0]) if due else None
+
+    Carrier(made[:1], arrivals=arrivals, clock=lambda: 0.0).run()
+    learnt = [adapter_of(job) for job in jobs]
+    lent.give_all_back()
+    assert endings == {
+        "first": Ending.SUCCEEDED,
+        "broken": Ending.FAILED,
+        "late": Ending.SUCCEEDED,
+    }
+    assert bit_equal(learnt[0], expected[0])
+    assert bit_equal(learnt[2], expected[2])
+    # It has not got all turns until it had caught up.
+    joined = order.index("late")
+    assert "first" in order[joined : joined + 20]
+
+
+def test_a_job_without_room_holds_up_no_other_and_waits_once_it_is_alone(arenas, alone):
+    grain, expected = alone
+    lent, jobs, made, order, endings = carry(arenas, grain, ("hungry", "fed"))
+    hungry = made[0].runner
+    hungry.fed = lambda: "fed" in endings and hungry.waited > 2
+    Carrier(made, clock=lambda: 0.0).run()
+    learnt = [adapter_of(job) for job in jobs]
+    lent.give_all_back()
+    assert [name for name, _ in pairwise([*dict.fromkeys(order), ""])] == ["fed", "hungry"]
+    assert hungry.waited == 3
+    assert all(bit_equal(learnt[n], expected[n]) for n in range(2))
+
+
+def test_who_joins_starts_where_the_one_is_that_is_furthest_behind():
+    others = [Standing(4000), Standing(9000, weight=3.0)]
+    assert fair_start(1.0, others) == 3000
+    assert fair_start(2.0, others) == 6000
+    assert fair_start(1.0, []) == 0

@@ -1,0 +1,151 @@
+"""A worker process with several jobs in its slot: they share it, and each ends for itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from worker_pod import UID, Pod, until
+
+from windrow_sidecar.finetune.runner import Ending
+
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
+
+
+class Lending(threading.Thread):
+    """Decode's side of lending: what is wished for, again and again."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__(daemon=True)
+        self._pod, self._stop_asked = pod, threading.Event()
+        self.offered_nothing = False  # at some moment since the worker was there
+
+    def run(self) -> None:
+        arena, seen = self._pod.decode.arena, False
+        while not self._stop_asked.wait(0.01):
+            offer, lent = self._pod.decode.offer, arena.counts()[2]
+            seen = seen or offer.job_epoch == 1
+            if offer.job_epoch:
+                arena.lend(max(0, offer.wanted_chunks - lent), owner=1)
+            elif seen and not lent:
+                self.offered_nothing = True
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+        self.join()
+
+
+@pytest.fixture(scope="module")
+def carrying(tmp_path_factory):
+    """A pod whose worker has a job without an end; decode grants and lends."""
+    pod = Pod(tmp_path_factory.mktemp("p"))
+    pod.worker = pod.start(maxSteps=100_000)
+    pod.lending = Lending(pod)
+    pod.lending.start()
+    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=pod.worker)
+    pod.decode.go()
+    until(lambda: pod.decode.offer.tokens_done, pod=pod, worker=pod.worker)
+    yield pod
+    pod.lending.stop()
+    pod.close()
+
+
+def take(pod: Pod, uid: str, **training) -> Path:
+    """Have the worker carry a further job; returns where its adapter goes."""
+    out = pod.write_job(uid, **training)
+    pod.take(uid)
+    until(lambda: pod.agent.kinds(uid), pod=pod, worker=pod.worker)
+    return out
+
+
+def first_goes_on(pod: Pod) -> None:
+    """Wait until the first job has come further."""
+    seen = len(pod.agent.of[UID])
+    until(
+        lambda: "CHECKPOINTED" in [e.kind for e in pod.agent.of[UID][seen:]],
+        pod=pod,
+        worker=pod.worker,
+    )
+
+
+def test_a_job_that_is_taken_reaches_its_adapter_beside_the_first(carrying):
+    pod = carrying
+    done = [pod.decode.offer.tokens_done]
+    out = take(pod, "second")
+    assert pod.agent.kinds("second")[0] == "STARTED"
+    while "SUCCEEDED" not in pod.agent.kinds("second"):
+        first_goes_on(pod)
+        done.append(pod.decode.offer.tokens_done)
+    (hello,) = [h for h in pod.agent.hellos if h.job_uid == "second"]
+    assert (hello.epoch, hello.pid) == (1, pod.worker.pid)
+    assert (out / "adapter_model.safetensors").is_file()
+    assert pod.decode.offer.job_epoch == 1
+    # Of both jobs together, so it never falls; decode takes its growth for a rate.
+    assert all(before <= after for before, after in itertools.pairwise(done))
+    # While the second was loaded decode had the device and its chunks.
+    assert pod.lending.offered_nothing
+    first_goes_on(pod)
+
+
+def test_a_job_with_bad_rows_ends_alone(carrying):
+    pod = carrying
+    pod.write_job("bad")
+    file = pod.run_dir.job_dir("bad") / "job.json"
+    job = json.loads(file.read_text())
+    job["spec"]["dataset"]["source"] = str(pod.root / "rows.jsonl")
+    (pod.root / "rows.jsonl").write_text('{"messages": []}\n')
+    file.write_text(json.dumps(job))
+    pod.take("bad")
+    until(lambda: pod.agent.kinds("bad"), pod=pod, worker=pod.worker)
+    (event,) = pod.agent.of["bad"]
+    assert event.user_error
+    assert event.reason == "DatasetInvalid"
+    first_goes_on(pod)
+
+
+def test_a_job_over_another_base_is_sent_elsewhere(carrying):
+    pod = carrying
+    take(pod, "other", precision="bf16")
+    (event,) = pod.agent.of["other"]
+    assert (event.kind, event.user_error) == ("FAILED", False)
+    assert "bf16" in event.detail
+    first_goes_on(pod)
+
+
+def test_an_aborted_job_leaves_the_others_going(carrying):
+    pod = carrying
+    take(pod, "aborted", maxSteps=100_000)
+    first_goes_on(pod)
+    pod.agent.command("ABORT", to="aborted")
+    until(lambda: pod.agent.kinds("aborted")[-1] == "STOPPED", pod=pod, worker=pod.worker)
+    first_goes_on(pod)
+
+
+def test_the_first_job_may_stop_before_the_others_and_a_signal_ends_all(carrying):
+    pod = carrying
+    take(pod, "last", maxSteps=100_000)
+    pod.agent.command("STOP")
+    until(lambda: "STOPPED" in pod.agent.kinds(UID), pod=pod, worker=pod.worker)
+    seen = len(pod.agent.of["last"])
+    until(
+        lambda: "CHECKPOINTED" in [e.kind for e in pod.agent.of["last"][seen:]],
+        pod=pod,
+        worker=pod.worker,
+    )
+    assert pod.decode.offer.job_epoch == 1
+    # A further one may be told over any of the streams.
+    pod.write_job("later", maxSteps=100_000)
+    pod.take("later", to="last")
+    until(lambda: "CHECKPOINTED" in pod.agent.kinds("later"), pod=pod, worker=pod.worker)
+    pod.worker.send_signal(signal.SIGTERM)
+    # The job with bad rows is the worst of its endings.
+    assert pod.worker.wait(60) == Ending.USER_ERROR, pod.logs()
+    for uid in ("last", "later"):
+        assert pod.agent.of[uid][-1].kind == "STOPPED"
+        assert "SIGTERM" in pod.agent.of[uid][-1].detail
+    assert pod.decode.arena.counts()[2] == 0
+    pod.decode.arena.check()
