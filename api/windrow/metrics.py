@@ -154,29 +154,37 @@ BREAKER_OPEN: Final = _of_slot(
 )
 JOB_INFO: Final = _of_slot(
     "windrow_job_info",
-    "1 for the job whose worker runs.",
+    "1 for each job that a worker runs.",
     "job_namespace",
     "job_name",
     "job_uid",
     "epoch",
 )
-JOB_STEP: Final = _of_slot("windrow_job_step", "Finished optimizer steps of the running job.")
-JOB_STEPS: Final = _of_slot("windrow_job_steps", "Optimizer steps that the running job will do.")
-JOB_LOSS: Final = _of_slot("windrow_job_loss", "Training loss of the last step.")
-JOB_LEARNING_RATE: Final = _of_slot("windrow_job_learning_rate", "Of the last step.")
-JOB_GRADIENT_NORM: Final = _of_slot(
+
+
+def _of_job(name: str, text: str) -> Metric:
+    return _of_slot(name, text, "job_namespace", "job_name")
+
+
+JOB_STEP: Final = _of_job("windrow_job_step", "Finished optimizer steps of a job that runs.")
+JOB_STEPS: Final = _of_job("windrow_job_steps", "Optimizer steps that the job will do.")
+JOB_LOSS: Final = _of_job("windrow_job_loss", "Training loss of the last step.")
+JOB_LEARNING_RATE: Final = _of_job("windrow_job_learning_rate", "Of the last step.")
+JOB_GRADIENT_NORM: Final = _of_job(
     "windrow_job_gradient_norm", "Of the last step, before clipping."
 )
-JOB_MEMORY: Final = _of_slot(
+JOB_MEMORY: Final = _of_job(
     "windrow_job_memory_bytes",
-    "Most that the worker has held: on the device, without one in host memory.",
+    "Most that the job's worker has held: on the device, without one in host memory. Jobs that "
+    "share a worker tell the same.",
 )
-JOB_SKIPPED_ROWS: Final = _of_slot(
+JOB_SKIPPED_ROWS: Final = _of_job(
     "windrow_job_skipped_rows", "Wrong rows of the dataset that are left out."
 )
-JOB_RATE: Final = _of_slot(
+JOB_RATE: Final = _of_job(
     "windrow_job_tokens_per_second",
-    "Real tokens a second of the running job over the last ten seconds, pauses included.",
+    "Real tokens a second of the job over the last ten seconds, pauses and turns of others "
+    "included.",
 )
 WORKER_MEMORY: Final = _of_slot(
     "windrow_worker_memory_bytes",
@@ -186,7 +194,7 @@ WORKER_MEMORY: Final = _of_slot(
 )
 WORKER_STARTS: Final = _of_slot("windrow_worker_starts_total", "Workers started.")
 WORKER_EXITS: Final = _of_slot(
-    "windrow_worker_exits_total", "Workers that ended, by outcome.", "outcome"
+    "windrow_worker_exits_total", "Workers that ended, by the outcome of their last job.", "outcome"
 )
 OPERATOR_ATTACHED: Final = Metric(
     "windrow_operator_attached", "1 while the stream to the operator is up."

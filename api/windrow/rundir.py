@@ -26,6 +26,7 @@ ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
 
 ENV_MPS = "WINDROW_MPS"  # S: auto (default) or off; whether a private MPS daemon may be started
+ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a slot (4)
 
 TOKEN_AUDIENCE = "windrow"
 PROTOCOL_VERSION = 1

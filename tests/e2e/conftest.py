@@ -16,14 +16,17 @@ from windrow.local.devices import devices, usable_cores
 
 
 @pytest.fixture(scope="module")
-def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
-    """Two decode pods under a policy that always lets the worker run."""
+def farm(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Farm]:
+    """Decode pods, `PODS` of the module or two, under a policy that always lets the worker run."""
     out = tmp_path_factory.mktemp("farm")
     events = out / "pods"
     settings = ClusterSettings(log_dir=out / "logs", event_log_root=events)
     with LocalCluster(settings, console=Console(stderr=True)) as cluster:
         client = WindrowClient(cluster.kubeconfig)
-        pods = serving.plan_pods(devices(usable_cores(), 2), MODEL)
+        n = getattr(request.module, "PODS", 2)
+        pods = serving.plan_pods(devices(usable_cores(), n), MODEL)
         serving.create(client, pods)
         serving.await_ready(client, pods, timedelta(seconds=120))
         client.apply_policy(manifests.harvest_policy("farm", OBJECTIVE_MS, "windrow"))

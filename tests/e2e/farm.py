@@ -79,7 +79,7 @@ class Requests:
 
 @dataclass
 class Farm:
-    """A running cluster with decode pods `decode-0` and `decode-1`."""
+    """A running cluster with decode pods `decode-0`, `decode-1`, ..."""
 
     cluster: LocalCluster
     client: WindrowClient

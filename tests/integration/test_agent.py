@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import sys
-import tempfile
-import threading
-import urllib.request
-from pathlib import Path
 
 import pytest
+from agent_pod import attached_pod
 
+from windrow.errors import UserError
 from windrow.metrics import AGENT_METRICS
-from windrow.proto import agent_pb2, attach_pb2
-from windrow.rundir import RunDir
-from windrow_sidecar.engines.harvest import AgentLink
-from windrow_sidecar.engines.harvest.link import Profile
-from windrow_sidecar.testing.attached_operator import AttachedOperator as Operator
+from windrow.proto import attach_pb2
+from windrow_sidecar.agent.settings import parse_settings
 from windrow_sidecar.testing.attached_operator import until
-from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
 pytestmark = pytest.mark.alone
 
@@ -29,137 +22,10 @@ Event = attach_pb2.JobEvent
 Ask = attach_pb2.JobCommand
 
 
-class Engine:
-    """A stepping engine with its link to the agent; steps 200 times a second on a thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.engine = SteppingEngine(folder)
-        hello = agent_pb2.EngineHello(
-            protocol_version=1,
-            slot=0,
-            pid=os.getpid(),
-            engine="stepping",
-            device="host:2-cores",
-            driver="host",
-            model="tiny",
-            model_fingerprint="f" * 64,
-            compute_units=2,
-            finetune_levels=[1, 2],
-            chunk_bytes=1 << 20,
-            chunks=32,
-            tensor_parallel=1,
-            arena_socket=self.engine.socket,
-        )
-        self.link = AgentLink(
-            RunDir(folder).agent_socket,
-            hello,
-            self.engine.hook,
-            Profile("key-1", '{"key": "key-1"}'),
-            interval_s=0.05,
-        )
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._decode)
-
-    def start(self) -> None:
-        self.link.start()
-        self._thread.start()
-
-    def _decode(self) -> None:
-        while not self._stop.wait(0.005):
-            self.engine.step()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.link.close()
-        self.engine.close()
-
-
-class Agent:
-    """The program, with the worker that only talks."""
-
-    def __init__(self, folder: Path, operator: Operator) -> None:
-        self.folder = folder
-        (folder / "token").write_text("secret-1\n")
-        self._arguments = [
-            f"--run-dir={folder}",
-            f"--operator-address=127.0.0.1:{operator.port}",
-            f"--operator-ca={operator.cert.decode()}",
-            f"--token-file={folder / 'token'}",
-            "--pod-namespace=serving",
-            "--pod-name=decode-0",
-            "--pod-uid=pod-uid-1",
-            "--grace-seconds=3",
-            "--worker-module=windrow_sidecar.testing.job_worker",
-            "--no-standby",
-        ]
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        with (self.folder / "agent.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "windrow_sidecar.agent",
-                *self._arguments,
-                stdout=log,
-                stderr=log,
-                process_group=0,
-            )
-
-    async def end(self, number: int = signal.SIGTERM) -> int:
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
-        async with asyncio.timeout(15):
-            return await self.process.wait()
-
-    def worker_pids(self) -> list[int]:
-        """Children of the agent, or of nobody any more, that run the worker in this directory."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                words = path.read_bytes().split(b"\0")
-                if {b"windrow_sidecar.testing.job_worker", str(self.folder).encode()} <= set(words):
-                    found.append(int(path.parent.name))
-        return found
-
-    @staticmethod
-    def is_gone(pid: int) -> bool:
-        try:
-            return ") Z " in Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return True
-
-    @staticmethod
-    def oom_score_adj(pid: int) -> int:
-        return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
-
-    def metrics(self) -> str:
-        port = int((self.folder / "metrics.port").read_text())
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
-            return answer.read().decode()
-
-
 @pytest.fixture
 async def pod():
-    """Operator, engine and agent, attached to each other."""
-    with tempfile.TemporaryDirectory(prefix="wr-") as name:
-        folder = Path(name)
-        operator = Operator()
-        await operator.start()
-        agent = Agent(folder, operator)
-        engine = Engine(folder)
-        await agent.start()
-        engine.start()
-        try:
-            await until(lambda: any(h.slots for h in operator.hellos))
-            yield operator, agent, engine
-            print((folder / "agent.log").read_text())
-        finally:
-            await agent.end()
-            engine.close()
-            await operator.stop()
-        assert agent.worker_pids() == []
+    async with attached_pod() as attached:
+        yield attached
 
 
 async def test_hello_names_pod_and_slot_and_the_token_is_shown(pod):
@@ -220,8 +86,8 @@ async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
     assert operator.kinds() == ["STARTED", "SUCCEEDED"]
     await until(lambda: not operator.heartbeats[-1].HasField("job"))
     await until(lambda: not agent.worker_pids())
-    text = agent.metrics()
-    assert 'windrow_worker_exits_total{outcome="succeeded",slot="0"} 1.0' in text
+    exits = 'windrow_worker_exits_total{outcome="succeeded",slot="0"} 1.0'
+    text = await until(lambda: exits in (text := agent.metrics()) and text)
     assert 'windrow_harvested_tokens_total{slot="0"} 400.0' in text  # of steps 2 to 5
 
 
@@ -237,7 +103,7 @@ async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     (pid,) = agent.worker_pids()
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert agent.oom_score_adj(pid) == 1000
-    assert "windrow_job_step" in agent.metrics()
+    assert 'job_step{job_name="support-tone",job_namespace="team-a",slot="0"}' in agent.metrics()
     fragmentation = 'windrow_worker_memory_bytes{part="fragmentation",slot="0"} 1.048576e+06'
     assert fragmentation in agent.metrics()
 
@@ -298,13 +164,10 @@ async def test_a_worker_that_ignores_stop_is_killed_after_the_grace(pod):
     await until(lambda: not agent.worker_pids())
 
 
-async def test_a_slot_takes_one_job_and_newer_epochs_only(pod):
+async def test_a_slot_takes_newer_epochs_of_a_job_only(pod):
     operator, agent, _ = pod
     operator.assign({"behave": "run"}, epoch=3)
     await until(lambda: operator.event(Event.STARTED, epoch=3))
-    operator.assign({"behave": "run"}, uid="uid-2", epoch=1)
-    busy = await until(lambda: next((e for e in operator.events if e.job_uid == "uid-2"), None))
-    assert (busy.kind, busy.reason) == (Event.REJECTED, "Busy")
     operator.assign({"behave": "run"}, epoch=2)
     stale = await until(lambda: operator.event(Event.REJECTED, epoch=2))
     assert stale.reason == "StaleEpoch"
@@ -417,3 +280,11 @@ async def test_settings_that_cannot_work_are_refused_at_once():
     assert process.returncode == 2
     assert b"WINDROW_RUN_DIR" in err
     assert b"shorter run directory" in err
+
+
+@pytest.mark.parametrize("jobs", ["0", "two"])
+def test_a_number_of_jobs_that_is_none_is_refused(jobs):
+    with pytest.raises(UserError, match="Give 1 for one job at a time") as caught:
+        parse_settings(["--max-jobs", jobs], {})
+    assert caught.value.field == "WINDROW_MAX_JOBS"
+    assert parse_settings([], {"WINDROW_MAX_JOBS": "2"}).max_jobs == 2

@@ -22,6 +22,7 @@ from windrow import metrics as m
 from windrow.errors import UserError
 from windrow.proto import agent_pb2
 from windrow.rundir import ENV_METRICS_PORT
+from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import Slot
 
@@ -176,30 +177,34 @@ def _device(slots: list[Slot]) -> Iterator[Family]:
 
 
 def _jobs(slots: list[Slot]) -> Iterator[Family]:
-    yield _counter(m.HARVESTED_TOKENS, [((str(s.index),), s.harvested_tokens) for s in slots])
-    yield _counter(m.WORKER_STARTS, [((str(s.index),), s.worker_starts) for s in slots])
+    yield _counter(m.HARVESTED_TOKENS, [((str(s.index),), s.jobs.harvested_tokens) for s in slots])
+    yield _counter(m.WORKER_STARTS, [((str(s.index),), s.jobs.worker_starts) for s in slots])
     yield _counter(
         m.WORKER_EXITS,
-        [((str(s.index), how), n) for s in slots for how, n in sorted(s.worker_exits.items())],
+        [((str(s.index), how), n) for s in slots for how, n in sorted(s.jobs.worker_exits.items())],
     )
-    runs = [(str(s.index), s.run) for s in slots if s.run and s.run.ended is None]
+    runs = [(str(s.index), run) for s in slots for run in s.jobs.going]
     jobs = [(i, r.assign) for i, r in runs]
     yield _gauge(
         m.JOB_INFO,
         [((i, j.job_namespace, j.job_name, j.job_uid, str(j.epoch)), 1) for i, j in jobs],
     )
-    yield _gauge(m.JOB_STEP, [((i,), r.meter.latest.step) for i, r in runs])
-    yield _gauge(m.JOB_STEPS, [((i,), r.meter.latest.total_steps) for i, r in runs])
-    yield _gauge(
-        m.JOB_LOSS,
-        [((i,), r.meter.latest.loss) for i, r in runs if not math.isnan(r.meter.latest.loss)],
-    )
-    yield _gauge(m.JOB_LEARNING_RATE, [((i,), r.meter.latest.learning_rate) for i, r in runs])
-    yield _gauge(m.JOB_GRADIENT_NORM, [((i,), r.meter.latest.grad_norm) for i, r in runs])
-    yield _gauge(m.JOB_MEMORY, [((i,), r.meter.latest.memory_bytes) for i, r in runs])
-    yield _gauge(m.JOB_SKIPPED_ROWS, [((i,), r.meter.latest.skipped_rows) for i, r in runs])
-    yield _gauge(m.JOB_RATE, [((i,), r.meter.tokens_per_second) for i, r in runs])
-    yield _gauge(m.WORKER_MEMORY, [row for i, r in runs for row in _memory_rows(i, r.meter.latest)])
+
+    def each(of: Callable[[JobRun], float]) -> Rows:
+        return [((i, r.assign.job_namespace, r.assign.job_name), of(r)) for i, r in runs]
+
+    yield _gauge(m.JOB_STEP, each(lambda r: r.meter.latest.step))
+    yield _gauge(m.JOB_STEPS, each(lambda r: r.meter.latest.total_steps))
+    losses = each(lambda r: r.meter.latest.loss)
+    yield _gauge(m.JOB_LOSS, [row for row in losses if not math.isnan(row[1])])
+    yield _gauge(m.JOB_LEARNING_RATE, each(lambda r: r.meter.latest.learning_rate))
+    yield _gauge(m.JOB_GRADIENT_NORM, each(lambda r: r.meter.latest.grad_norm))
+    yield _gauge(m.JOB_MEMORY, each(lambda r: r.meter.latest.memory_bytes))
+    yield _gauge(m.JOB_SKIPPED_ROWS, each(lambda r: r.meter.latest.skipped_rows))
+    yield _gauge(m.JOB_RATE, each(lambda r: r.meter.tokens_per_second))
+    # Of the process, so each of its jobs tells the same.
+    workers = {i: r.meter.latest for i, r in reversed(runs)}
+    yield _gauge(m.WORKER_MEMORY, [row for i in workers for row in _memory_rows(i, workers[i])])
 
 
 def _memory_rows(slot: str, latest: agent_pb2.WorkerProgress) -> Rows:

@@ -1,4 +1,4 @@
-"""One placement of a job: its worker, from the start to the one report of how it ended."""
+"""One placement of a job: what its worker says, what it is told, the one report of its end."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.channel import Channel
-from windrow_sidecar.agent.orphans import forget_worker, note_worker
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_process import Exit, Standby, WorkerProcess
+from windrow_sidecar.agent.worker_process import Exit
 
 _log = logging.getLogger(__name__)
 
@@ -27,70 +27,69 @@ _LAST_WORDS_S = 2.0
 WorkerChannel = Channel[agent_pb2.WorkerCommand]
 
 
+class Worker(Protocol):
+    """The process that runs the job, and others with it (see `crew.Crew`)."""
+
+    def is_shared_by(self, run: JobRun) -> bool:
+        """Whether it runs other jobs besides."""
+
+    def kill_for(self, run: JobRun) -> None:
+        """End it at once, for the sake of `run`."""
+
+    def ended(self, run: JobRun) -> None:
+        """The end of `run` has been reported."""
+
+
 class JobRun:
-    """Reports every event of its worker, and exactly one end."""
+    """Reports every event of its job, and exactly one end.
+
+    Args:
+        settings: of the agent.
+        assign: the placement.
+        outbox: takes the events.
+        worker: that runs it.
+        joined: whether it came to a worker that was there.
+        on_tokens: is told how many tokens were done since it was last called.
+    """
 
     def __init__(
         self,
         settings: AgentSettings,
         assign: attach_pb2.Assign,
         outbox: Outbox,
+        worker: Worker,
         *,
-        standby: Standby | None = None,
+        joined: bool = False,
         on_tokens: Callable[[int], None] = lambda n: None,
-        on_exit: Callable[[str], None] = lambda outcome: None,
     ) -> None:
-        self._settings, self._outbox, self._standby = settings, outbox, standby
-        self._on_tokens, self._on_exit = on_tokens, on_exit
+        self._settings, self._outbox, self._worker = settings, outbox, worker
+        self._joined, self._on_tokens = joined, on_tokens
         self.assign = assign
         self.meter = ProgressMeter()
         self.ended: int | None = None  # kind of the event that reported the end
-        self._process: WorkerProcess | None = None
-        self._supervisor: asyncio.Task[None] | None = None
+        self.asked_to_end = False
+        self._has_ended = asyncio.Event()
         self._killer: asyncio.Task[None] | None = None
         self._channel: WorkerChannel | None = None
-        self._waiting: list[agent_pb2.WorkerCommand] = []  # for a worker that has not called yet
+        self._waiting: list[agent_pb2.WorkerCommand] = []  # until the worker calls
+        self._called = False
         self._hung_up = asyncio.Event()
         self._hung_up.set()
-        self._asked_to_end = False
         self._cause: tuple[Reason, str] | None = None  # why we end it, when nobody asked
 
     def is_of(self, job_uid: str, epoch: int) -> bool:
         """Whether this is that placement."""
         return (self.assign.job_uid, self.assign.epoch) == (job_uid, epoch)
 
-    @property
-    def pid(self) -> int:
-        """Of the worker; 0 before it has started."""
-        return self._process.pid if self._process else 0
-
-    @property
-    def is_over(self) -> bool:
-        """The worker has ended and has been reaped."""
-        return self._supervisor is not None and self._supervisor.done()
-
-    async def start(self) -> None:
-        """Start the worker; a start that fails is reported as the run's end."""
-        try:
-            self._process = await WorkerProcess.start(self._settings, self.assign, self._standby)
-        except (OSError, ValueError) as error:
-            await self._end(Event.FAILED, Reason.WORKER_ERROR, f"cannot start a worker: {error}")
-            self._supervisor = asyncio.create_task(asyncio.sleep(0))
-            return
-        _log.info("job %s epoch %d: worker %d", self.assign.job_uid, self.assign.epoch, self.pid)
-        note_worker(self._settings.run_dir.root, self.assign.slot, self.pid)
-        self._supervisor = asyncio.create_task(self._supervise(self._process))
-
     async def wait(self) -> None:
-        """Until the worker has ended and that has been reported."""
-        if self._supervisor:
-            await asyncio.shield(self._supervisor)
+        """Until its end has been reported."""
+        await self._has_ended.wait()
 
     # What the worker says
 
     def attached(self, channel: WorkerChannel) -> None:
         """The worker has called; hand it what was asked meanwhile."""
-        self._channel = channel
+        self._channel, self._called = channel, True
         self._hung_up.clear()
         for command in self._waiting:
             channel.send(command)
@@ -123,72 +122,75 @@ class JobRun:
         event.base_eval_loss = said.base_eval_loss
         event.tuned_eval_loss = said.tuned_eval_loss
         await self._tell(event)
-        if kind in _TERMINAL:
-            self._end_soon()
 
     # What it is told
 
-    def obey(self, action: int, reason: str) -> None:
-        """Carry out a command of the operator."""
-        if action == Ask.ABORT:
-            self._asked_to_end = True
-            self._kill()
+    async def obey(self, action: int, reason: str) -> None:
+        """Carry out a command of the operator; one that comes after the end has no meaning."""
+        if self.ended is not None:
             return
-        command = agent_pb2.WorkerCommand(action=Ask.Action.Name(action), reason=reason)
+        ends = action in (Ask.STOP, Ask.ABORT)
+        self.asked_to_end = self.asked_to_end or ends
+        if action == Ask.ABORT and not self._worker.is_shared_by(self):
+            self._worker.kill_for(self)
+        elif ends and self._joined and not self._called:
+            # The worker may be busy with another job; should it still call for this one, it ends.
+            self.send(agent_pb2.WorkerCommand(action="ABORT", reason=reason))
+            await self._end(Event.STOPPED, *(self._cause or (Reason.STOPPED, "it had not begun")))
+        else:
+            self.send(agent_pb2.WorkerCommand(action=Ask.Action.Name(action), reason=reason))
+            if ends:
+                self._killer = self._killer or asyncio.create_task(self._kill_after_grace())
+
+    def send(self, command: agent_pb2.WorkerCommand) -> None:
+        """Hand the worker a command, as soon as it has called."""
         if self._channel:
             self._channel.send(command)
         else:
             self._waiting.append(command)
-        if action == Ask.STOP:
-            self._asked_to_end = True
-            self._end_soon()
 
-    def give_up(self, reason: Reason, detail: str) -> None:
+    async def give_up(self, reason: Reason, detail: str) -> None:
         """End it with a checkpoint, unasked: no failure of the job's, it can go on elsewhere."""
         self._cause = (reason, detail)
-        self.obey(Ask.STOP, detail)
+        await self.obey(Ask.STOP, detail)
 
     async def abort(self) -> None:
-        """End it now; returns when it is gone."""
-        self.obey(Ask.ABORT, "")
+        """End it now; returns when that has been reported."""
+        await self.obey(Ask.ABORT, "")
         await self.wait()
-
-    def _end_soon(self) -> None:
-        """It should end by itself; what has not after the grace is killed."""
-        self._killer = self._killer or asyncio.create_task(self._kill_after_grace())
-
-    def _kill(self) -> None:
-        if self._process:
-            self._process.kill()
 
     async def _kill_after_grace(self) -> None:
         await asyncio.sleep(self._settings.grace_s)
         _log.warning("job %s: no end within %.0f s", self.assign.job_uid, self._settings.grace_s)
-        self._kill()
+        self._worker.kill_for(self)
 
     # How it ends
 
-    async def _supervise(self, process: WorkerProcess) -> None:
-        end = await process.wait()
-        forget_worker(self._settings.run_dir.root, self.assign.slot)
-        if self._killer:
-            self._killer.cancel()
+    async def cannot_start(self, error: Exception) -> None:
+        """No worker could be made to run it."""
+        await self._end(Event.FAILED, Reason.WORKER_ERROR, f"cannot start a worker: {error}")
+
+    async def worker_ended(self, end: Exit, *, killed_for: JobRun | None) -> None:
+        """The process is gone; report that as the end where the worker has said none.
+
+        `killed_for`: the run for whose sake we have killed it.
+        """
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._hung_up.wait()
         except TimeoutError:
-            _log.warning("the stream of worker %d outlives it", process.pid)
-        if self.ended is None:
-            await self._report_end(end)
-        outcome = Event.Kind.Name(self.ended or Event.FAILED).lower()
-        _log.info("job %s: %s, %s", self.assign.job_uid, outcome, end.describe())
-        self._on_exit(outcome)
-
-    async def _report_end(self, end: Exit) -> None:
-        """The worker ended without a word of its own."""
-        if self._asked_to_end:
+            _log.warning("the stream of job %s outlives its worker", self.assign.job_uid)
+        if self.ended is not None:
+            return
+        if self.asked_to_end:
             reason, detail = self._cause or (Reason.STOPPED, end.describe())
             await self._end(Event.STOPPED, reason, detail)
+        elif killed_for is not None and killed_for is not self:
+            detail = f"its worker was ended with job {killed_for.assign.job_name}"
+            await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)
+        elif self._joined and not self._called:
+            detail = "the worker ended before it took the job"
+            await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)
         else:
             await self._end(Event.FAILED, Reason.WORKER_DIED, end.describe())
 
@@ -201,6 +203,11 @@ class JobRun:
                 return
             self.ended = event.kind
         await self._outbox.add(event)
+        if event.kind in _TERMINAL:
+            if self._killer:
+                self._killer.cancel()
+            self._has_ended.set()
+            self._worker.ended(self)
 
     def _event(self, kind: int, reason: str, detail: str) -> attach_pb2.JobEvent:
         return Event(

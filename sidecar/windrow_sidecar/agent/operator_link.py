@@ -196,7 +196,7 @@ class OperatorLink:
                 pod_uid=settings.pod_uid,
                 node_name=settings.node_name,
                 slots=[facts for slot in slots if (facts := slot.facts()) is not None],
-                running=[run for slot in slots if (run := slot.unsettled()) is not None],
+                running=[run for slot in slots for run in slot.jobs.unsettled()],
             )
         )
 

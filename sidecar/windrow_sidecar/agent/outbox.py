@@ -35,9 +35,9 @@ class Outbox:
         async with self._changed:
             self._changed.notify_all()
 
-    def settle(self, job_uid: str, epoch: int) -> None:
-        """The operator has assigned this run: it knows of the end of all others."""
-        self._kept = {key: kept for key, kept in self._kept.items() if key[:2] == (job_uid, epoch)}
+    def forget(self, job_uid: str, epoch: int) -> None:
+        """The operator has heard of this run's end, and so of everything before."""
+        self._kept = {key: kept for key, kept in self._kept.items() if key[:2] != (job_uid, epoch)}
 
     async def after(self, sequence: int) -> tuple[int, attach_pb2.JobEvent]:
         """The first event after that number (0: from the beginning), as soon as there is one."""

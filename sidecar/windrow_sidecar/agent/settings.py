@@ -11,6 +11,7 @@ from windrow.errors import UserError
 from windrow.rundir import (
     DEFAULT_RUN_DIR,
     ENV_LOG_DIR,
+    ENV_MAX_JOBS,
     ENV_METRICS_PORT,
     ENV_MPS,
     ENV_NODE_NAME,
@@ -54,6 +55,7 @@ class AgentSettings:
     metrics_port: int = 0
     metrics_host: str = ""
     worker_module: str = "windrow_sidecar.finetune.worker"
+    max_jobs: int = 4  # that share a worker, where a slot can take more than one
     mps: bool = True  # whether a private MPS daemon may be started for the GPU
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
@@ -73,6 +75,12 @@ class AgentSettings:
                 f"{self.metrics_port} is no port",
                 field=ENV_METRICS_PORT,
                 remedy="Give 0 (any free one) to 65535.",
+            )
+        if self.max_jobs < 1:
+            raise UserError(
+                f"{self.max_jobs} jobs are none",
+                field=ENV_MAX_JOBS,
+                remedy="Give 1 for one job at a time, or how many may take turns.",
             )
         if self.operator_address and not (self.operator_ca and self.token_file):
             missing = ENV_OPERATOR_CA if not self.operator_ca else ENV_TOKEN_FILE
@@ -160,6 +168,12 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         help="what is run as the finetune worker [%(default)s]",
     )
     flag(
+        "--max-jobs",
+        ENV_MAX_JOBS,
+        "how many jobs over one base may take turns in a slot; on a GPU it is one",
+        str(AgentSettings.max_jobs),
+    )
+    flag(
         "--mps",
         ENV_MPS,
         "auto: start a private MPS daemon where the GPU can be shared; off",
@@ -185,6 +199,12 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
             field=ENV_METRICS_PORT,
             remedy="Give 0 (any free one) to 65535.",
         )
+    if not args.max_jobs.isdigit():
+        raise UserError(
+            f"{args.max_jobs!r} is no number of jobs",
+            field=ENV_MAX_JOBS,
+            remedy="Give 1 for one job at a time, or how many may take turns.",
+        )
     if args.mps not in ("auto", "off"):
         raise UserError(
             f"{args.mps!r} says nothing of MPS", field=ENV_MPS, remedy="Write auto or off."
@@ -203,6 +223,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         metrics_port=int(args.metrics_port),
         metrics_host=args.metrics_host,
         worker_module=args.worker_module,
+        max_jobs=int(args.max_jobs),
         mps=args.mps == "auto",
         standby=args.standby,
         grace_s=args.grace_seconds,

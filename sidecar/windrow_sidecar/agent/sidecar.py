@@ -88,10 +88,8 @@ class Sidecar:
         return slot
 
     def _find_run(self, job_uid: str, epoch: int) -> JobRun | None:
-        for slot in self._slots.values():
-            if slot.run and slot.run.is_of(job_uid, epoch):
-                return slot.run
-        return None
+        found = (slot.jobs.find(job_uid, epoch) for slot in self._slots.values())
+        return next((run for run in found if run is not None), None)
 
     async def _obey(self, message: attach_pb2.OperatorMessage) -> None:
         """Orders to a slot wait for each other there, never in the stream."""
@@ -114,14 +112,14 @@ class Sidecar:
             _log.error("an order of the operator failed", exc_info=error)
 
     async def _assign(self, assign: attach_pb2.Assign) -> None:
-        await self._slot_at(assign.slot).assign(assign)
+        await self._slot_at(assign.slot).jobs.assign(assign)
 
     async def _command_run(self, command: attach_pb2.JobCommand) -> None:
         for slot in self._all_slots():
-            if slot.is_for(command.job_uid, command.epoch):
-                await slot.command(command)
+            if slot.jobs.is_for(command.job_uid, command.epoch):
+                await slot.jobs.command(command)
                 return
-        await self._slot_at(0).command(command)
+        await self._slot_at(0).jobs.command(command)
 
     def _set_policy(self, policy: attach_pb2.PolicyConfig) -> None:
         _log.info("policy %r: %s, %s", policy.name, policy.policy, policy.mode)

@@ -1,19 +1,18 @@
-"""One harvested device as the agent sees it: its engine, its arena, the job that runs on it."""
+"""One harvested device as the agent sees it: its engine, its arena, the jobs that run on it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import Channel
-from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.outbox import Outbox
 from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.slotjobs import SlotJobs
 from windrow_sidecar.agent.utilization import Utilization, make_meter
 from windrow_sidecar.agent.worker_process import Standby
 from windrow_sidecar.compute.mode import Sharing
@@ -37,25 +36,28 @@ class Slot:
         sharing: Callable[[], Sharing | None] = lambda: None,
     ) -> None:
         self.index = index
-        self._settings, self._outbox, self._on_facts = settings, outbox, on_facts
+        self._settings, self._on_facts = settings, on_facts
         self._sharing = sharing
         self.engine_state = "starting"
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
         self.profile: agent_pb2.EngineProfile | None = None
-        self.run: JobRun | None = None
-        self.harvested_tokens = 0
-        self.worker_starts = 0
-        self.worker_exits: Counter[str] = Counter()
         self.utilization = Utilization()
         self._meter = make_meter("host", 1)
         self._channel: EngineChannel | None = None
         self._policy = agent_pb2.EnginePolicy()
         self._arena: _core.Inspection | None = None
         self._absence: asyncio.Task[None] | None = None
-        self._assigned = ("", 0)  # the newest assignment, which may still wait for the one before
-        self._inbox = asyncio.Lock()  # assignments and commands, one after the other
         self._standby = Standby(settings, index)
+        self.jobs = SlotJobs(
+            settings,
+            index,
+            outbox,
+            self._standby,
+            refuses_all=self._refuses_all,
+            max_jobs=self.max_jobs,
+            worker_changed=self._worker_changed,
+        )
         self._preparing: asyncio.Task[None] | None = None
 
     # The engine
@@ -67,10 +69,9 @@ class Slot:
             self._absence = None
         replaced = self.hello is not None and self.hello.pid != hello.pid
         self._channel, self.engine_state = channel, "serving"
-        if replaced and self.run:
-            self.run.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
         if replaced:
             self._arena = None
+            await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
         if self.hello != hello:
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units)
@@ -97,8 +98,7 @@ class Slot:
         _log.warning("slot %d: the engine is gone", self.index)
         self.engine_state = "gone"
         self._arena = None
-        if self.run:
-            self.run.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine is gone")
+        await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine is gone")
 
     def set_policy(self, policy: agent_pb2.EnginePolicy) -> None:
         """Hand the engine a policy now, and whenever it calls again."""
@@ -113,16 +113,15 @@ class Slot:
         Only while decode has nothing to do: loading libraries takes seconds of cache and memory
         from a busy one. A job that comes before such a moment starts its worker itself.
         """
-        taken = self.run is not None and not self.run.is_over
-        wanted = self._policy.mode == "harvest" and self._channel is not None and not taken
+        free = self.jobs.has_no_worker
+        wanted = self._policy.mode == "harvest" and self._channel is not None and free
         if wanted and self.hello and self.stats.batch == 0:
             self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 
     def _tell_who_lives(self) -> None:
         if self._channel:
-            alive = self.run is not None and not self.run.is_over and self.run.pid
-            epoch = self.run.assign.epoch if self.run and alive else 0
-            self._channel.send(agent_pb2.EngineCommand(worker=agent_pb2.EngineWorker(epoch=epoch)))
+            worker = agent_pb2.EngineWorker(epoch=self.jobs.worker_epoch)
+            self._channel.send(agent_pb2.EngineCommand(worker=worker))
 
     # The arena: for its counts only
 
@@ -142,99 +141,29 @@ class Slot:
 
     # Jobs
 
-    async def assign(self, assign: attach_pb2.Assign) -> None:
-        """Start a job's worker, or say why not. The same assignment twice is one."""
-        self._assigned = (assign.job_uid, assign.epoch)
-        async with self._inbox:
-            run = self.run
-            if run and run.is_of(assign.job_uid, assign.epoch):
-                return
-            refusal = self._refusal(assign)
-            if refusal:
-                await self._reject(assign, *refusal)
-                return
-            if run:
-                # An older epoch of the same job is fenced off; a finished worker ends by itself.
-                await (run.wait() if run.ended is not None else run.abort())
-            self._outbox.settle(assign.job_uid, assign.epoch)
-            await self._start(assign)
+    def max_jobs(self) -> int:
+        """How many jobs over one base may run here at a time.
 
-    def is_for(self, job_uid: str, epoch: int) -> bool:
-        """Whether that placement is here, or about to be."""
-        here = self.run is not None and self.run.is_of(job_uid, epoch)
-        return here or self._assigned == (job_uid, epoch)
+        On a GPU one: what a job that is away leaves in lent memory is not counted yet.
+        """
+        on_host = self.hello is not None and self.hello.driver == "host"
+        return self._settings.max_jobs if on_host else 1
 
-    def _refusal(self, assign: attach_pb2.Assign) -> tuple[Reason, str] | None:
-        if self.engine_state != "serving":
-            return Reason.ENGINE_NOT_SERVING, f"no decode engine serves slot {self.index}"
-        run = self.run
-        if run is None:
+    def _refuses_all(self) -> tuple[Reason, str] | None:
+        if self.engine_state == "serving":
             return None
-        if run.assign.job_uid == assign.job_uid and run.assign.epoch > assign.epoch:
-            return Reason.STALE_EPOCH, f"epoch {run.assign.epoch} has been here already"
-        if run.assign.job_uid != assign.job_uid and run.ended is None:
-            return Reason.BUSY, f"slot {self.index} runs job {run.assign.job_name}"
-        return None
+        return Reason.ENGINE_NOT_SERVING, f"no decode engine serves slot {self.index}"
 
-    async def _reject(self, assign: attach_pb2.Assign, reason: Reason, detail: str) -> None:
-        await self._outbox.add(
-            attach_pb2.JobEvent(
-                kind=attach_pb2.JobEvent.REJECTED,
-                job_uid=assign.job_uid,
-                epoch=assign.epoch,
-                reason=str(reason),
-                detail=detail,
-            )
-        )
-
-    async def _start(self, assign: attach_pb2.Assign) -> None:
-        def count_tokens(n: int) -> None:
-            self.harvested_tokens += n
-
-        def count_exit(outcome: str) -> None:
-            self.worker_exits[outcome] += 1
-            asyncio.get_running_loop().call_soon(self._after_worker)
-
-        self.run = JobRun(
-            self._settings,
-            assign,
-            self._outbox,
-            standby=self._standby,
-            on_tokens=count_tokens,
-            on_exit=count_exit,
-        )
-        await self.run.start()
-        self.worker_starts += 1
-        self._tell_who_lives()
-
-    def _after_worker(self) -> None:
+    def _worker_changed(self) -> None:
         self._tell_who_lives()
         self._prepare()
-
-    async def command(self, command: attach_pb2.JobCommand) -> None:
-        """Pass a command on; one for a run that is not here is answered as done."""
-        async with self._inbox:
-            run = self.run
-            if run and run.is_of(command.job_uid, command.epoch):
-                run.obey(command.action, command.reason)
-            elif command.action in (attach_pb2.JobCommand.STOP, attach_pb2.JobCommand.ABORT):
-                await self._outbox.add(
-                    attach_pb2.JobEvent(
-                        kind=attach_pb2.JobEvent.STOPPED,
-                        job_uid=command.job_uid,
-                        epoch=command.epoch,
-                        reason=str(Reason.STOPPED),
-                        detail="no such worker runs here",
-                    )
-                )
 
     async def close(self) -> None:
         """End the worker with a checkpoint, within the grace, and leave the arena."""
         if self._absence:
             self._absence.cancel()
-        if self.run and not self.run.is_over:
-            self.run.give_up(Reason.SLOT_LOST, "the sidecar was asked to end")
-            await self.run.wait()
+        await self.jobs.give_up(Reason.SLOT_LOST, "the sidecar was asked to end")
+        await self.jobs.wait()
         await self._standby.close()
         self._arena = None
 
@@ -261,30 +190,9 @@ class Slot:
             chunks=h.chunks,
             tensor_parallel=h.tensor_parallel,
             endpoint=h.endpoint,
+            max_jobs=self.max_jobs(),
             sharing=sharing.mode if sharing else "",
             sharing_reason=sharing.reason if sharing else "",
-        )
-
-    def running(self) -> attach_pb2.RunningJob | None:
-        """The run whose end has not been reported."""
-        return self._run_message() if self.run and self.run.ended is None else None
-
-    def unsettled(self) -> attach_pb2.RunningJob | None:
-        """For a hello: also a run that has ended, for the operator may not have heard of it yet.
-
-        It would count a run that the hello leaves out as lost; the event of its end comes next.
-        """
-        return self._run_message() if self.run else None
-
-    def _run_message(self) -> attach_pb2.RunningJob | None:
-        run = self.run
-        if run is None:
-            return None
-        return attach_pb2.RunningJob(
-            slot=self.index,
-            job_uid=run.assign.job_uid,
-            epoch=run.assign.epoch,
-            progress=run.meter.message(),
         )
 
     def heartbeat(self) -> attach_pb2.SlotHeartbeat:
@@ -292,9 +200,8 @@ class Slot:
         free, kv, lent, reserved, draining = self.chunks()
         total = max(1, free + kv + lent + reserved + draining)
         if self.hello:
-            worker = self.run.pid if self.run and not self.run.is_over else 0
-            self.utilization = self._meter.sample(self.hello.pid, worker)
-        s, used = self.stats, self.utilization
+            self.utilization = self._meter.sample(self.hello.pid, self.jobs.worker_pid)
+        s, used, jobs = self.stats, self.utilization, self.jobs.running()
         return attach_pb2.SlotHeartbeat(
             slot=self.index,
             engine_state=self.engine_state,
@@ -317,5 +224,6 @@ class Slot:
             compute_utilization_decode=used.decode,
             memory_utilization=(kv + lent + draining) / total,
             breaker=s.breaker,
-            job=self.running(),
+            job=jobs[0] if jobs else None,
+            jobs=jobs,
         )

@@ -39,6 +39,26 @@ def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[s
     ]
 
 
+def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
+    """Write a job's spec to its directory, where its worker looks for it; returns that directory.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: the spec is no JSON.
+    """
+    folder = settings.run_dir.job_dir(assign.job_uid)
+    folder.mkdir(parents=True, exist_ok=True)
+    job = {
+        "namespace": assign.job_namespace,
+        "name": assign.job_name,
+        "uid": assign.job_uid,
+        "epoch": assign.epoch,
+        "spec": json.loads(assign.spec_json),
+    }
+    (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
+    return folder
+
+
 @dataclass(frozen=True, slots=True)
 class Exit:
     """How a worker ended."""
@@ -69,17 +89,7 @@ class WorkerProcess:
         standby: Standby | None = None,
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
-        folder = settings.run_dir.job_dir(assign.job_uid)
-        folder.mkdir(parents=True, exist_ok=True)
-        job = {
-            "namespace": assign.job_namespace,
-            "name": assign.job_name,
-            "uid": assign.job_uid,
-            "epoch": assign.epoch,
-            "spec": json.loads(assign.spec_json),
-        }
-        (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
-        log = folder / WORKER_LOG
+        log = write_job(settings, assign) / WORKER_LOG
         process = standby.take(assign) if standby else None
         if process is None:
             command = worker_command(settings, assign)

@@ -113,12 +113,18 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         """Send a PolicyConfig."""
         self.say(attach_pb2.OperatorMessage(policy=attach_pb2.PolicyConfig(**fields)))
 
-    def assign(self, spec: Mapping[str, Any], uid: str = "uid-1", epoch: int = 1) -> None:
+    def assign(
+        self,
+        spec: Mapping[str, Any],
+        uid: str = "uid-1",
+        epoch: int = 1,
+        name: str = "support-tone",
+    ) -> None:
         """Place a job of that spec on slot 0."""
         assign = attach_pb2.Assign(
             slot=0,
             job_namespace="team-a",
-            job_name="support-tone",
+            job_name=name,
             job_uid=uid,
             epoch=epoch,
             spec_json=json.dumps(spec),
@@ -151,6 +157,11 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         """The first event of that kind and epoch."""
         return next((e for e in self.events if e.kind == kind and e.epoch == epoch), None)
 
-    def kinds(self) -> list[str]:
-        """Names of all events so far."""
-        return [attach_pb2.JobEvent.Kind.Name(e.kind) for e in self.events]
+    def of(self, uid: str) -> list[attach_pb2.JobEvent]:
+        """All events of a job so far."""
+        return [e for e in self.events if e.job_uid == uid]
+
+    def kinds(self, uid: str | None = None) -> list[str]:
+        """Names of all events so far, or of those of a job."""
+        events = self.events if uid is None else self.of(uid)
+        return [attach_pb2.JobEvent.Kind.Name(e.kind) for e in events]

@@ -1,8 +1,9 @@
 """A worker reduced to its talk with the agent: reports, obeys, ends as its job's spec says.
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
-after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP),
-`lingering` (outlives its agent by a second, as one that writes a checkpoint does).
+after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
+ABORT), `deaf` (ignores TAKE), `lingering` (outlives its agent by a second, as one that writes a
+checkpoint does). Jobs that it is told to take run on threads of their own.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class JobWorker:
         self._behave = str(job["spec"]["behave"])
         self._run_dir, self._job_uid, self._epoch = run_dir, job_uid, epoch
         self._out: queue.Queue[agent_pb2.WorkerReport | None] = queue.Queue()
-        self._told_to_end = threading.Event()
+        self._told_to_end, self._aborted = threading.Event(), False
+        self._taken: list[threading.Thread] = []
 
     def run(self) -> int:
         """Report to the agent until the end; the exit code."""
@@ -48,7 +50,14 @@ class JobWorker:
             code = self._work()
             self._out.put(None)
             listener.join(timeout=5)
+        for job in self._taken:
+            job.join()
         return code
+
+    def _take(self, job_uid: str, epoch: int) -> None:
+        other = JobWorker(self._run_dir, job_uid, epoch)
+        self._taken.append(threading.Thread(target=other.run))
+        self._taken[-1].start()
 
     def _linger(self) -> None:
         """Not killed with the agent, nor by a polite request."""
@@ -67,7 +76,8 @@ class JobWorker:
                 time.sleep(_LINGER_S)
                 return 0
             if self._told_to_end.is_set() and self._behave != "stubborn":
-                self._event("STOPPED", "Stopped", f"checkpoint of step {step}")
+                how = "aborted" if self._aborted else f"checkpoint of step {step}"
+                self._event("STOPPED", "Stopped", how)
                 return 0
             if step == 5 and self._behave == "succeed":
                 self._event("SUCCEEDED", "Completed", "", adapter_path="/adapters/1")
@@ -80,7 +90,10 @@ class JobWorker:
     def _listen(self, call: Iterator[agent_pb2.WorkerCommand]) -> None:
         try:
             for command in call:
-                if command.action == "STOP":
+                if command.action == "TAKE" and self._behave != "deaf":
+                    self._take(command.job_uid, command.epoch)
+                elif command.action in ("STOP", "ABORT"):
+                    self._aborted = command.action == "ABORT"
                     self._told_to_end.set()
                 elif command.action == "PAUSE":
                     self._event("PAUSED", "Paused", command.reason)

@@ -1,0 +1,70 @@
+"""Jobs on one base share the only slot there is, and each comes and goes for itself."""
+
+from __future__ import annotations
+
+import pytest
+from farm import Farm, Requests, until
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.timeout(420),  # a first build of the API server included
+]
+
+PODS = 1
+STEPS = 10
+WITHOUT_AN_END = 4000
+
+
+def test_two_jobs_share_the_slot_and_both_succeed(farm: Farm):
+    names = ("tone", "code")
+    with Requests(farm.endpoint("decode-0")) as requests:
+        jobs = [farm.submit(name, STEPS) for name in names]
+        running = [farm.at_step(name, 2) for name in names]
+        (worker,) = farm.workers()
+        assert {job.slot for job in running} == {running[0].slot}
+        ended = [farm.succeeded(name) for name in names]
+
+    assert requests.failures == []
+    assert requests.answered > 0
+    assert [job.epoch for job in ended] == [1, 1], "neither was placed twice"
+    # In turns: neither waited for the end of the other.
+    tone, code = (_ends_of_steps(farm, job.uid) for job in jobs)
+    assert tone[0] < code[-1]
+    assert code[0] < tone[-1]
+    for job in jobs:
+        assert farm.finished_steps(job.uid) == list(range(STEPS))
+    until("the worker ends", lambda: not worker.is_running())
+    until("its chunks came home", lambda: _lent(farm) == 0)
+
+
+def test_a_job_that_is_deleted_in_the_middle_leaves_the_other_going(farm: Farm):
+    stays = farm.submit("stays", WITHOUT_AN_END)
+    farm.at_step(stays.name, 1)
+    (worker,) = farm.workers()
+    goes = farm.submit("goes", WITHOUT_AN_END)
+    farm.at_step(goes.name, 2)
+    before = farm.job(stays.name)
+
+    farm.client.delete(goes.name)
+    until("it is gone", lambda: goes.name not in {job.name for job in farm.client.jobs()})
+    farm.at_step(stays.name, before.step + 4)
+
+    after = farm.job(stays.name)
+    assert (after.epoch, after.slot) == (before.epoch, before.slot)
+    assert worker.is_running()
+    steps = farm.finished_steps(stays.uid)
+    assert steps == sorted(set(steps)), "no step was computed twice"
+
+    farm.client.delete(stays.name)
+    until("no worker is left", lambda: not farm.workers())
+    until("its chunks came home", lambda: _lent(farm) == 0)
+
+
+def _ends_of_steps(farm: Farm, uid: str) -> list[int]:
+    """When each optimizer step ended, ns."""
+    return [event.end_ns for _, event in farm.tasklets(uid) if event.phase == "opt"]
+
+
+def _lent(farm: Farm) -> int:
+    (slot,) = farm.client.slots()
+    return slot.chunks.lent + slot.chunks.draining
