@@ -74,8 +74,12 @@ def test_a_wrong_row_ends_it_with_file_line_and_remedy(tmp_path):
     path.write_text(path.read_text().replace("badRows: skip", "badRows: fail"))
     with (tmp_path / "rows.jsonl").open("a") as rows:
         rows.write('{"messages": []}\n')
+    earlier = tmp_path / "out" / ".windrow" / "job" / "metrics.jsonl"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text('{"step": 1, "loss": 3.0}\n')
     code, said = finetune(path)
     assert (code, said["state"]) == (2, "Failed")
+    assert said["report"] == "", "it would show the run before"
     assert f"{tmp_path / 'rows.jsonl'}:13: has no `messages`" in said["message"]
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
@@ -95,6 +99,36 @@ def test_jobs_share_a_base_and_one_with_a_wrong_row_ends_alone(tmp_path):
     assert f"{tmp_path / 'b' / 'rows.jsonl'}:13: has no `messages`" in said[1]["message"]
     adapters = [tmp_path / name / "out" / "adapter_model.safetensors" for name in "ac"]
     assert adapters[0].read_bytes() != adapters[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device=tpu"], "windrow: --device: 'tpu' is no device. Write cpu, cuda, or cuda:N.\n"),
+        (["--units=4096", "--seconds=1"], "windrow: --units: 4096 cores cannot be had. Write 1 "),
+    ],
+)
+def test_a_device_that_cannot_be_had_is_told_in_one_line(tmp_path, arguments, words):
+    done = subprocess.run(
+        [*COMMAND, manifest(tmp_path), *arguments], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(words)
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_run_that_only_measures_prints_its_figures_and_leaves_no_adapter(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, manifest(tmp_path), "--units=1", "--seconds=0.1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures["steps"] >= 1
+    assert figures["tokens_per_second"] > 0
+    assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
 def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):

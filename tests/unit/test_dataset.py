@@ -80,6 +80,12 @@ def write(tmp_path, *lines: str):
         ("chat", '{"messages": [{"role": "boss", "content": "x"}]}', "no known `role`"),
         ("chat", '{"messages": [{"role": "user", "content": 3}]}', "no `content`"),
         ("chat", '{"messages": [{"role": "user", "content": "x"}]}', "no turn of the assistant"),
+        ("chat", '{"messages": [{"role": "assistant", "content": " "}]}', "says nothing"),
+        (
+            "chat",
+            '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": 1}]}]}',
+            "messages[0] has `tool_calls`, which is not learnt",
+        ),
         ("instruction", '{"instruction": "x"}', "`output` is missing"),
         ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is empty"),
         ("instruction", '{"instruction": "x", "output": "y", "input": 4}', "`input` is not text"),

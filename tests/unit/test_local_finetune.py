@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from windrow.errors import UserError
 from windrow.local.curves import read_metrics, write_curves
-from windrow.local.finetune import Pace, Told, read_local_job, understood
+from windrow.local.finetune import (
+    LocalJob,
+    Pace,
+    Told,
+    check_apart,
+    last_error,
+    read_local_job,
+    understood,
+)
 
 PROGRESS = {
     "step": 0,
@@ -79,6 +88,26 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path):
     manifest.write_text("apiVersion: v1\nkind: Pod\n")
     with pytest.raises(UserError):
         read_local_job(manifest)
+
+
+def test_manifests_of_one_destination_are_refused_before_a_worker_starts(tmp_path):
+    jobs = [LocalJob(tmp_path / f"{n}.yaml", n, tmp_path, tmp_path / "out") for n in "ab"]
+    with pytest.raises(UserError, match=r"a\.yaml and .*b\.yaml would both write to") as refused:
+        check_apart(jobs)
+    assert refused.value.field == "spec.output.destination"
+    check_apart([jobs[0], replace(jobs[1], destination=tmp_path / "other")])
+
+
+def test_the_last_word_of_a_log_is_not_what_a_library_says_of_leaks(tmp_path):
+    log = tmp_path / "worker.log"
+    log.write_text(
+        "ValueError: what went wrong\n\nnanobind: leaked 4 instances!\n"
+        ' - leaked instance 0x7f of type "x"\n'
+        "See https://nanobind.readthedocs.io/en/latest/refleaks.html\n"
+    )
+    assert last_error(log) == "ValueError: what went wrong"
+    log.write_text("nanobind: leaked 4 instances!\n")
+    assert last_error(log) == "it is empty"
 
 
 def test_a_step_that_ran_twice_is_drawn_once_and_the_page_needs_no_network(tmp_path):

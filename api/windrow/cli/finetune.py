@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windrow.cli.output import Json, print_json, print_line
+from windrow.errors import WindrowError
 
 if TYPE_CHECKING:
     from windrow.local.finetune import LocalJob, Told
@@ -53,6 +54,7 @@ def finetune(
     from windrow.local import finetune as local
 
     jobs = [local.read_local_job(manifest) for manifest in manifests]
+    local.check_apart(jobs)
     arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]
     if seconds is not None:
         _measure(jobs, [*arguments, "--seconds", str(seconds)])
@@ -86,11 +88,11 @@ def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
     from windrow.local import finetune as local
 
     with local.started(jobs, *arguments) as process:
-        out, _ = process.communicate()
-    print_line(out.rstrip())
+        out = local.measured(process)
     if process.returncode:
-        print_line(_last_line(jobs[0].folder / local.WORKER_LOG))
-        raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
+        log = jobs[0].folder / local.WORKER_LOG
+        raise WindrowError(f"nothing was measured; see {log}: {local.last_error(log)}")
+    print_line(out)
 
 
 @contextmanager
@@ -194,19 +196,22 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
         "log": str(log),
         "report": "",
     }
-    if read_metrics(job.folder):
+    # One that did not begin has the curves of an earlier run, at most.
+    if told.total_steps and read_metrics(job.folder):
         rows = [(k.replace("_", " "), str(v)) for k, v in result.items() if v not in ("", None)]
         result["report"] = str(write_curves(job.folder, f"Windrow: {job.name}", rows))
     return result
 
 
 def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
+    from windrow.local.finetune import last_error
+
     if not alone:
         print_line(f"{result['name']}: {result['state']}")
     if told.failure:
         print_line(f"windrow: {told.failure}")
     elif not told.ended:
-        last = _last_line(Path(result["log"]))
+        last = last_error(Path(result["log"]))
         print_line(f"windrow: the worker ended without a word; see {result['log']}: {last}")
     if result["state"] == "Stopped":
         print_line("stopped; the same command resumes from the checkpoint")
@@ -216,7 +221,3 @@ def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
     for word in ("adapter", "report"):
         if result[word]:
             print_line(f"{word}: {result[word]}")
-
-
-def _last_line(log: Path) -> str:
-    return log.read_text().rstrip().rpartition("\n")[2]

@@ -124,16 +124,64 @@ def _log_of(job: LocalJob) -> BinaryIO:
 def listen(
     process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, Told], None]
 ) -> list[Told]:
-    """Follow the worker until it ends; `on_change` sees each new state of a job, by its number."""
+    """Follow the worker until it ends; `on_change` sees each new state of a job, by its number.
+
+    Raises:
+        UserError: it could not begin with any of them.
+    """
     told = [Told() for _ in range(n_jobs)]
     assert process.stdout is not None
     for line in process.stdout:
         said = json.loads(line)
+        check_begun(said)
         n = said["job"]
         told[n] = understood(told[n], said)
         on_change(n, told[n])
     process.wait()
     return told
+
+
+def measured(process: subprocess.Popen[str]) -> str:
+    """Wait for a worker that only measures; return what it printed.
+
+    Raises:
+        UserError: it could not begin.
+    """
+    assert process.stdout is not None
+    out = process.stdout.read()
+    process.wait()
+    if process.returncode == USER_ERROR:
+        check_begun(json.loads(out))
+    return out.rstrip()
+
+
+def check_begun(said: dict[str, Any]) -> None:
+    """Raise what a worker says that does not begin: device, units, or the jobs do not fit."""
+    if "error" in said:
+        raise UserError(said["error"])
+
+
+def check_apart(jobs: Sequence[LocalJob]) -> None:
+    """Refuse manifests that would write into one folder, before anything starts.
+
+    Raises:
+        UserError: names them.
+    """
+    seen: dict[Path, LocalJob] = {}
+    for job in jobs:
+        if (other := seen.setdefault(job.destination.resolve(), job)) is not job:
+            raise UserError(
+                f"{other.manifest} and {job.manifest} would both write to {job.destination}",
+                field="spec.output.destination",
+                remedy="Give each job a destination of its own.",
+            )
+
+
+def last_error(log: Path) -> str:
+    """Return the last line of a log that is not what nanobind says of objects left at the end."""
+    lines = [line for line in log.read_text().splitlines() if line.strip()]
+    ours = [at for at in lines if "nanobind" not in at and not at.startswith((" - ", "See https"))]
+    return ours[-1] if ours else "it is empty"
 
 
 def understood(told: Told, said: dict[str, Any]) -> Told:

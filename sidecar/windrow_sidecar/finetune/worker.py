@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import argparse
 import ctypes
+import json
 import logging
 import signal
 import sys
@@ -42,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return (measure_alone if measured else run_together)(options)
         except UserError as error:
+            # Whoever started this reads one stream; the other is also where libraries say things
+            # as they end.
+            print(json.dumps({"error": str(error)}))
             print(error, file=sys.stderr)
             return 2
     return _run_beside_decode(options)

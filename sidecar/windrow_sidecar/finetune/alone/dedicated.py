@@ -77,7 +77,7 @@ def take_units(device: ComputeDevice, units: int | None) -> int:
     """Compute on the last `units` of the device (None: all) from now on; returns how many.
 
     Raises:
-        UserError: the GPU has no share of that size.
+        UserError: the device has no share of that size.
     """
     if device.torch.type == "cpu":
         return take_cores(units)
@@ -95,9 +95,19 @@ def take_units(device: ComputeDevice, units: int | None) -> int:
 
 
 def take_cores(units: int | None) -> int:
-    """Move this process to the last `units` of its cores (None: all); returns how many."""
+    """Move this process to the last `units` of its cores (None: all); returns how many.
+
+    Raises:
+        UserError: it has not so many.
+    """
     cpus = sorted(os.sched_getaffinity(0))
-    units = min(units or len(cpus), len(cpus))
+    units = len(cpus) if units is None else units
+    if not 0 < units <= len(cpus):
+        raise UserError(
+            f"{units} cores cannot be had",
+            field="--units",
+            remedy=f"Write 1 to {len(cpus)}, or leave it out for all.",
+        )
     os.sched_setaffinity(0, cpus[-units:])
     torch.set_num_threads(units)
     return units

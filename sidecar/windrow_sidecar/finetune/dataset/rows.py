@@ -79,8 +79,21 @@ def _chat(fields: Fields, where: str) -> Row:
 def _message(turn: Any, name: str, where: str) -> Message:  # noqa: ANN401 - it came from JSON
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
+    for call in ("tool_calls", "function_call"):
+        if turn.get(call):
+            raise bad_row(
+                where,
+                f"{name} has `{call}`, which is not learnt",
+                "Write the call into `content` as the model writes it, or drop the row.",
+            )
     if not isinstance(turn.get("content"), str):
         raise bad_row(where, f"{name} has no `content` that is text", "Write the turn's text.")
+    if turn["role"] == "assistant" and not turn["content"].strip():
+        raise bad_row(
+            where,
+            f"{name}: the assistant says nothing, so only the end of its turn would be learnt",
+            "Give the turn a text, or drop the row.",
+        )
     return Message(turn["role"], turn["content"])
 
 
