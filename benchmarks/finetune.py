@@ -40,6 +40,8 @@ ENGINES = {
     CHECKPOINTED: [LOOP, "--gradient-checkpointing"],
     "peft loop": [LOOP],
 }
+# Beside the worker's own step: how the cost of being stoppable falls with what a tasklet computes.
+SMALLER_STEPS = ((1, 128), (1, 512))
 # What a GPU is expected to do against the loop with checkpointing.
 GOAL_ON_GPU = 1.1
 
@@ -140,7 +142,9 @@ def of_engine(*, quick: bool) -> list[Result]:
     results += equality(list(ARCHITECTURES)[:2] if quick else list(ARCHITECTURES))
     results += holding(rounds=2 if quick else 7)
     results += switching(rounds=4 if quick else 20)
-    results += stopping(example, rounds=5 if quick else 20, pauses=50 if quick else 300)
+    results += stopping(
+        example, rounds=5 if quick else 60, pauses=50 if quick else 300, others=SMALLER_STEPS
+    )
     return results
 
 
@@ -151,7 +155,7 @@ def of_model(shape: str, device: str, *, quick: bool) -> list[Result]:
         setting = of_shape(Path(folder), shape, device)
         setting.find()  # before anything is loaded for it
         results = compare(setting, setting.what, None, repeats, seconds)
-        results += stopping(setting, rounds=5 if quick else 20, pauses=20 if quick else 300)
+        results += stopping(setting, rounds=5 if quick else 60, pauses=20 if quick else 300)
     if setting.on_gpu:
         results += switching(rounds=4 if quick else 20)
     return results

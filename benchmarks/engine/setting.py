@@ -17,6 +17,7 @@ from windrow_sidecar.finetune.alone.dedicated import base_of
 from windrow_sidecar.finetune.alone.measurement import endless
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.job import Job, read_job
+from windrow_sidecar.finetune.plan.grain import LEAST_TOKENS
 
 EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 _TOKENIZER = ROOT / "models" / "windrow-tiny"
@@ -40,7 +41,7 @@ class Setting:
     job_file: Path
     device: str = "cpu"
     random_weights: int | None = None
-    step: tuple[int, int] = (1, 512)
+    step: tuple[int, int] = (ROWS, TOKENS)
 
     @property
     def on_gpu(self) -> bool:
@@ -72,8 +73,8 @@ class Setting:
 
 
 def of_example() -> Setting:
-    """The example's job on one core of the host."""
-    return Setting("1 core", EXAMPLE)
+    """The example's job on one core of the host; a step as its worker forms it beside decode."""
+    return Setting("1 core", EXAMPLE, step=(4, LEAST_TOKENS // 4))
 
 
 def of_shape(folder: Path, shape: str, device: str) -> Setting:
@@ -104,4 +105,4 @@ def of_shape(folder: Path, shape: str, device: str) -> Setting:
     }
     job_file = folder / "job.yaml"
     job_file.write_text(yaml.safe_dump(manifest))
-    return Setting(f"{shape}, {device}", job_file, device, SEED, (ROWS, TOKENS))
+    return Setting(f"{shape}, {device}", job_file, device, SEED)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 
 import torch
 
@@ -20,15 +20,17 @@ from windrow_sidecar.finetune.adapter.adapters import Adapter
 from windrow_sidecar.finetune.alone.dedicated import open_alone
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.job import Session, open_session
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.finetune.layers.suspension import Suspension, between_modules
 from windrow_sidecar.finetune.layers.visit import Parts, Visit, padded
+from windrow_sidecar.finetune.plan.ahead import Ahead
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Paced, WholeRows
-from windrow_sidecar.finetune.plan.orders import layer_major, next_of
+from windrow_sidecar.finetune.plan.orders import layer_major
 from windrow_sidecar.finetune.sharing.twin import twin_of
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.finetune.tasklets import MicroBatch
@@ -41,12 +43,15 @@ COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005
 BOUND_US = 10_000
 
 
-def stopping(setting: Setting, *, rounds: int, pauses: int) -> list[Result]:
-    """Both figures; on the host with one core."""
+def stopping(
+    setting: Setting, *, rounds: int, pauses: int, others: Sequence[tuple[int, int]] = ()
+) -> list[Result]:
+    """Both figures; on the host with one core. `others`: steps whose cost is wanted, too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [_cost(setting, rounds), *_pause(setting, pauses)]
+        costs = [_cost(replace(setting, step=step), rounds) for step in (*others, setting.step)]
+        return [*costs, *_pause(setting, pauses)]
     finally:
         torch.set_num_threads(threads)
 
@@ -60,16 +65,25 @@ def _cost(setting: Setting, rounds: int) -> Result:
     between_modules(parts.stack.layers, _suspension(gate).point)
     ids = torch.randint(3, 250, setting.step, generator=torch.Generator().manual_seed(1))
     rows = [Example(tuple(row), tuple(row), "random") for row in ids.tolist()]
+    settle_heap()
     whole: list[float] = []
     shares: list[float] = []
-    for _ in range(rounds):
-        # In pairs, of which the machine's noise meets both.
-        whole.append(_timed(device, lambda: _uninterrupted(plain, rows)))
-        in_tasklets = _timed(device, lambda: _in_tasklets(parts, rows, gate, page))
-        shares.append(in_tasklets / whole[-1] - 1)
+    arms = (
+        (plain, lambda: _uninterrupted(plain, rows)),
+        (parts, lambda: _in_tasklets(parts, rows, gate, page)),
+    )
+    for number in range(rounds):
+        # In pairs, of which the machine's noise meets both, and each as often first.
+        took = {}
+        for of, work in arms if number % 2 else arms[::-1]:
+            for parameter in of.adapter.model.parameters():
+                parameter.grad = None
+            took[of] = _timed(device, work)
+        whole.append(took[plain])
+        shares.append(took[parts] / took[plain] - 1)
     value, spread = middle(shares[1:])
     return Result(
-        f"cost of being stoppable, {setting.what}",
+        f"cost of being stoppable, {setting.what}, {setting.step[0]} x {setting.step[1]} tokens",
         value,
         "ratio",
         "lower",
@@ -102,11 +116,13 @@ def _in_tasklets(parts: Parts, rows: list[Example], gate: GrantGate, page: Page)
     micro = MicroBatch(0, tuple(range(len(rows))), tuple(row.length for row in rows))
     labels = sum(row.targets for row in rows)
     visit = Visit(parts, [micro], rows, TorchBoundaries(), labels_in_batch=labels, seed=1)
-    while (tasklet := next_of(layer_major, visit.frontier, WholeRows())) is not None:
+    ahead, grain = Ahead(layer_major, visit.frontier), WholeRows()
+    while (tasklet := ahead.peek(grain)) is not None:
         page.beat(0)
         gate.launch(tasklet)
         visit.run(tasklet)
         gate.landed(tasklet)
+        gate.take_ran()
 
 
 def _uninterrupted(parts: Parts, rows: list[Example]) -> None:
@@ -210,7 +226,7 @@ def _gate(estimates: Estimates, device: ComputeDevice) -> tuple[GrantGate, Page]
 
 def _publish(page: Page, decision: Decision) -> None:
     page.beat(0)
-    page.publish_grant(*dataclasses.astuple(decision)[:-1])
+    page.publish_grant(*astuple(decision)[:-1])
 
 
 def _paced_session(

@@ -155,6 +155,8 @@ void bind_page(nb::module_& module) {
             return self.heartbeat_age_ns(writer_of(writer));
           },
           nb::arg("writer"))
+      .def("grant_stands", &SharedPage::grant_stands, nb::arg("seq"), nb::arg("stale_ns"),
+           "Whether that grant is the newest, and decode alive. For the middle of a tasklet.")
       .def("add", &SharedPage::add, nb::arg("counter"), nb::arg("n"));
 }
 

@@ -358,6 +358,7 @@ class Page:
     def beat(self, writer: int) -> None:
         """Refresh the heartbeat of 0 (decode) or 1 (worker) without publishing anything."""
     def heartbeat_age_ns(self, writer: int) -> int: ...
+    def grant_stands(self, seq: int, stale_ns: int) -> bool: ...
     def add(self, counter: int, n: int) -> int:
         """Add to one of 16 counters that live as long as the arena; returns the new value."""
 

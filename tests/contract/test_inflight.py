@@ -163,7 +163,7 @@ def test_a_budget_counts_what_is_in_flight_as_estimated_and_what_has_ended_as_it
         slot.gate.landed(forward)
         slot.gate.quiet(forward)
         launched += 1
-        slot.estimates._lines.clear()
+        slot.estimates._levels.clear()
         slot.estimates.learn(forward, UNITS, TAKES_US)
     # 4 + 4 fit as estimated; as they were they took 2 each, so more did.
     assert launched == 5

@@ -152,6 +152,17 @@ def test_no_reader_sees_a_torn_record_even_when_its_writer_is_killed(served, chi
     assert owner.page.heartbeat_age_ns(1) > age  # it beats no more
 
 
+def test_a_grant_stands_until_there_is_a_newer_one_or_decode_falls_silent(arena):
+    page, long_ns = arena.page, 10**12
+    page.publish_grant(*[0] * 14)
+    seen = page.grant_seq
+    assert page.grant_stands(seen, long_ns)
+    assert not page.grant_stands(seen, -1)  # any silence is too long
+    page.publish_grant(*[0] * 14)
+    assert not page.grant_stands(seen, long_ns)
+    assert page.grant_stands(page.grant_seq, long_ns)
+
+
 def test_a_heartbeat_is_refreshed_by_publishing_and_by_beating(arena):
     page = arena.page
     never = page.heartbeat_age_ns(1)

@@ -35,24 +35,24 @@ def job_with(point, grain):
 
 def test_there_are_points_within_every_forward_and_every_backward(untouched):
     points = []
-    job = job_with(lambda: points.append(1), untouched[0])
+    job = job_with(lambda *_: points.append(1), untouched[0])
     while (tasklet := job.stream.peek()) is not None:
         points.clear()
         job.stream.run(tasklet)
         if tasklet.phase in (Phase.FORWARD, Phase.BACKWARD):
-            # Four products of attention, three of the MLP.
-            assert len(points) >= 7
+            # Behind queries, keys and values, behind attention, and between the MLP's products.
+            assert len(points) >= 4
 
 
 @settings(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(stretches=st.lists(st.integers(1, 34), min_size=1, max_size=12))
+@given(stretches=st.lists(st.integers(1, 19), min_size=1, max_size=12))
 def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretches):
     grain, expected = untouched
     left, broken = [*stretches], 0
 
-    def point() -> None:
+    def point(*_) -> None:
         if left:
             left[0] -= 1
             if not left[0]:
@@ -75,7 +75,7 @@ def test_a_backward_of_whole_rows_that_is_broken_off_loses_nothing_but_itself():
     finish(untouched)
     breaks = False
 
-    def point() -> None:
+    def point(*_) -> None:
         nonlocal passed
         passed += 1
         if breaks and passed == 4:
@@ -157,10 +157,10 @@ def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched
     suspension = Suspension(slot.gate, stall, decode_answers)
     passed = 0
 
-    def point() -> None:
+    def point(*_) -> None:
         nonlocal passed
         passed += 1
-        if passed % 37 == 0 and slot.offer.in_flight_us:
+        if passed % 19 == 0 and slot.offer.in_flight_us:
             slot.pause()
         suspension.point()
 
@@ -184,9 +184,9 @@ def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():
     suspension = Suspension(slot.gate, StallWatch(), lambda: True)
     points = []
 
-    def point() -> None:
+    def point(*_) -> None:
         points.append(1)
-        if len(points) == 5:
+        if len(points) == 3:
             slot.pause()
         suspension.point()
 

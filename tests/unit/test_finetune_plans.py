@@ -15,9 +15,11 @@ from windrow_sidecar.finetune.beside.grants import (
     memory_delta_bytes,
 )
 from windrow_sidecar.finetune.beside.memory import Run, chunks_needed, runs_of, tokens_that_fit
+from windrow_sidecar.finetune.plan.ahead import Ahead
 from windrow_sidecar.finetune.plan.estimates import LAST, SETTLED, TRIED, Estimates
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
-from windrow_sidecar.finetune.plan.orders import layer_major, unfold
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.plan.orders import ORDERS, layer_major, token_major, unfold
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Window,
@@ -67,6 +69,43 @@ def test_a_micro_batch_goes_up_to_the_loss_and_down_again():
     order = [(t.phase, t.layer) for t in unfold(layer_major, Frontier([micro], 2))]
     forward, loss, backward = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
     assert order == [(forward, 0), (forward, 1), (loss, 2), (backward, 1), (backward, 0)]
+
+
+@pytest.mark.parametrize("grain", [Windows(3), Windows(100)])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, grain):
+    group = [MicroBatch(0, (0, 1), (7, 4)), MicroBatch(0, (2,), (5,))]
+    expected = list(unfold(order, Frontier(group, 3), grain))
+    frontier = Frontier(group, 3)
+    ahead, found = Ahead(order, frontier), []
+    while (tasklet := ahead.peek(grain)) is not None:
+        assert ahead.peek(grain) is tasklet  # until it has run
+        frontier.advance(tasklet)
+        found.append(tasklet)
+    assert found == expected
+
+
+def test_another_grain_changes_the_very_next_tasklet():
+    micro = MicroBatch(0, (0,), (64,))
+    frontier = Frontier([micro], 3)
+    ahead = Ahead(token_major, frontier)
+    assert ahead.peek(Windows(8)).window == Window(0, 8)
+    frontier.advance(ahead.peek(Windows(8)))
+    for _ in range(3):  # two layers and the loss of the window on its way
+        frontier.advance(ahead.peek(Windows(8)))
+    assert ahead.peek(Windows(8)).window == Window(8, 16)
+    assert ahead.peek(Windows(20)).window.begin == 8
+    assert ahead.peek(Windows(20)).window.tokens > 8
+
+
+def test_what_somebody_else_has_run_is_not_offered_again():
+    micro = MicroBatch(0, (0,), (4,))
+    frontier = Frontier([micro], 12)
+    ahead, grain = Ahead(layer_major, frontier), Windows(4)
+    ahead.peek(grain)
+    for tasklet in list(unfold(layer_major, frontier, grain))[:11]:  # beyond what was found
+        frontier.advance(tasklet)
+    assert (ahead.peek(grain).phase, ahead.peek(grain).layer) == (Phase.FORWARD, 11)
 
 
 @pytest.mark.parametrize(

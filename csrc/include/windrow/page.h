@@ -55,6 +55,12 @@ class SharedPage {
   // Time since the writer's last sign of life; since boot when it never gave one.
   [[nodiscard]] std::int64_t heartbeat_age_ns(Writer writer) const;
 
+  // Whether the newest grant is still the one with that sequence and decode, which gave it, has
+  // shown a sign of life within `stale_ns`.
+  [[nodiscard]] bool grant_stands(std::uint64_t sequence, std::int64_t stale_ns) const {
+    return grant_sequence() == sequence && heartbeat_age_ns(Writer::kDecode) <= stale_ns;
+  }
+
   // Adds to a counter that lives as long as the arena; returns the new value. Even counters lie on
   // decode's line, odd ones on the worker's. Throws std::out_of_range.
   std::int64_t add(std::size_t counter, std::int64_t n);

@@ -119,7 +119,7 @@ def open_session(
     limits: Callable[[], MicroLimits],
     grain: Callable[[], Grain] = WholeRows,
     order: Order = layer_major,
-    between: Callable[[], None] | None = None,
+    between: Callable[..., None] | None = None,
     device: ComputeDevice | None = None,
     units: Callable[[], int] = lambda: 0,
 ) -> Session:

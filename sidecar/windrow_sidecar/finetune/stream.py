@@ -19,9 +19,10 @@ from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.layers.visit import Parts, Visit
+from windrow_sidecar.finetune.plan.ahead import Ahead
 from windrow_sidecar.finetune.plan.frontier import Frontier
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
-from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing, next_of
+from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Tasklet,
@@ -182,7 +183,8 @@ class TaskletStream:
             if not self._rows_left:
                 return optimizer_tasklet(self._position.step)
             self._visit = self._form()
-        return next_of(self._order, self._visit.frontier, self._grain())
+            self._ahead = Ahead(self._order, self._visit.frontier)
+        return self._ahead.peek(self._grain())
 
     def plan(self) -> Iterator[Tasklet]:
         """Yield what is left of the step or evaluation, as it would run if nothing changed."""

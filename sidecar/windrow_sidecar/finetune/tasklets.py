@@ -6,7 +6,7 @@ Decode's policy sees work only as tasklets.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from windrow_sidecar.qos.view import Phase
@@ -78,6 +78,9 @@ class Tasklet:
 
     Forward goes up through the layers and backward down; the loss has none (`layer` is the number
     of layers), and the optimizer's step has no micro-batch either.
+
+    Attributes:
+        tokens: that each layer computes on, padding included.
     """
 
     step: int
@@ -86,11 +89,12 @@ class Tasklet:
     layer_end: int
     window: Window
     micro: MicroBatch | None
+    tokens: int = field(init=False, compare=False, repr=False)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that each layer computes on, padding included."""
-        return self.micro.lines * self.window.tokens if self.micro else 0
+    def __post_init__(self) -> None:
+        """Count once what gate and estimates ask for again and again."""
+        tokens = self.micro.lines * self.window.tokens if self.micro else 0
+        object.__setattr__(self, "tokens", tokens)
 
     @property
     def real_tokens(self) -> int:
@@ -114,6 +118,10 @@ class Tasklet:
         layers = range(self.layer, self.layer_end)
         ordered = reversed(layers) if self.phase is Phase.BACKWARD else layers
         return tuple(replace(self, layer=i, layer_end=i + 1) for i in ordered)
+
+    def with_another_layer(self) -> Tasklet:
+        """One that takes as long as this and the same on the layer next to it."""
+        return replace(self, layer_end=self.layer_end + 1)
 
     def joined(self, following: Tasklet) -> Tasklet | None:
         """This tasklet and the one that follows as one, where only the layer differs."""

@@ -107,6 +107,9 @@ class Adapter:
 
     Args:
         tuned: what peft made; its dropout is replaced by one that goes by tokens.
+
+    Attributes:
+        drops: whether it has any.
     """
 
     def __init__(self, tuned: Any) -> None:  # noqa: ANN401 - peft is untyped
@@ -123,6 +126,7 @@ class Adapter:
         ]
         for index, (parent, name, child) in enumerate(places):
             parent[name] = TokenDropout(child.p, self.dropout, index)
+        self.drops = bool(places)
 
     def switch(self, *, on: bool, training: bool) -> None:
         """Let the model compute with the adapter or as the base does, and train or not."""

@@ -51,7 +51,9 @@ def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int) -> int:
     if tasklet.micro is None or tasklet.micro.evaluation:
         return 0
     n_bytes = tasklet.tokens * tasklet.parts * bytes_per_token
-    return {Phase.FORWARD: n_bytes, Phase.BACKWARD: -n_bytes}.get(tasklet.phase, 0)
+    if tasklet.phase is Phase.FORWARD:
+        return n_bytes
+    return -n_bytes if tasklet.phase is Phase.BACKWARD else 0
 
 
 @dataclass(slots=True)
@@ -62,11 +64,16 @@ class Used:
     us: float = 0.0
 
 
+def _units_of(grant: Decision) -> int:
+    """How many units finetuning may run on now; 0: it may not run."""
+    return grant.finetune_units if grant.action == Action.GO else 0
+
+
 def may_launch(grant: Decision, used: Used, estimate_us: int, *, decode_silent_ns: int) -> bool:
     """Decide whether a tasklet of that estimate may run under the grant."""
     if decode_silent_ns > DECODE_STALE_NS:
         return False
-    if grant.action != Action.GO or grant.finetune_units < 1:
+    if not _units_of(grant):
         return False
     if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
         return False
@@ -109,7 +116,7 @@ class GrantGate:
         self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
         self._unheeded = False
-        self._glanced, self._glance = -1, Decision()  # a grant seen in the middle of a tasklet
+        self._glanced, self._glanced_units = 0, 0  # a grant seen in the middle of a tasklet
 
     def latest(self) -> Decision:
         """Read the page; return the newest grant."""
@@ -160,9 +167,12 @@ class GrantGate:
         """
         if self._running is None:
             return False
-        if (seq := self._page.grant_seq) != self._glanced:
-            self._glanced, self._glance = seq, Decision(*self._page.read_grant())
-        return not self._may_go_on(self._glance) or self._glance.finetune_units < self._active
+        if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
+            return self._glanced_units < self._active
+        self._glanced = self._page.grant_seq
+        self._glanced_units = _units_of(Decision(*self._page.read_grant()))
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
 
     def hold(self, give_up: Callable[[], bool]) -> bool:
         """In the middle of a tasklet, say that nothing runs and wait until it may go on.

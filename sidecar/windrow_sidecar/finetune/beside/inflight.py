@@ -12,34 +12,37 @@ from windrow_sidecar.finetune.tasklets import Tasklet
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A tasklet that has ended.
+    """A tasklet that has been queued, and later has ended.
 
     Attributes:
-        begin_ns, end_ns: of CLOCK_MONOTONIC, as the device saw it; what it was held up is left out
-            at the front.
+        begun, ended: before and after all of its work.
         units: that it ran on.
-        held_up: whether it was held up in its middle.
+        held_ns: how long it was held up in its middle.
         grant: number of the grant that it ran under.
     """
 
     tasklet: Tasklet
-    begin_ns: int
-    end_ns: int
-    units: int
-    held_up: bool = False
-    grant: int = 0
-    estimate_us: int = 0
-
-
-@dataclass(slots=True)
-class _Queued:
-    tasklet: Tasklet
     begun: Mark
     ended: Mark
     units: int
-    held_ns: int
-    grant: int
-    estimate_us: int
+    held_ns: int = 0
+    grant: int = 0
+    estimate_us: int = 0
+
+    @property
+    def begin_ns(self) -> int:
+        """Of CLOCK_MONOTONIC, as the device saw it; what it was held up is left out."""
+        return self.begun.at_ns() + self.held_ns
+
+    @property
+    def end_ns(self) -> int:
+        """Of CLOCK_MONOTONIC, as the device saw it."""
+        return self.ended.at_ns()
+
+    @property
+    def held_up(self) -> bool:
+        """Whether it was held up in its middle."""
+        return self.held_ns > 0
 
 
 class InFlight:
@@ -54,7 +57,7 @@ class InFlight:
         self, device: ComputeDevice, ended: Callable[[Ran], None] = lambda ran: None
     ) -> None:
         self._device, self._ended = device, ended
-        self._queue: deque[_Queued] = deque()
+        self._queue: deque[Ran] = deque()
         self._ran: list[Ran] = []
         self._begun = device.mark()
 
@@ -78,7 +81,7 @@ class InFlight:
     ) -> None:
         """All of that tasklet is queued."""
         ended = self._device.mark()
-        self._queue.append(_Queued(tasklet, self._begun, ended, units, held_ns, grant, estimate_us))
+        self._queue.append(Ran(tasklet, self._begun, ended, units, held_ns, grant, estimate_us))
 
     def settle(self) -> None:
         """Note what has ended meanwhile. Never waits."""
@@ -105,18 +108,6 @@ class InFlight:
         return ran
 
     def _note_oldest(self) -> None:
-        ran = _ran(self._queue.popleft())
+        ran = self._queue.popleft()
         self._ran.append(ran)
         self._ended(ran)
-
-
-def _ran(queued: _Queued) -> Ran:
-    return Ran(
-        queued.tasklet,
-        queued.begun.at_ns() + queued.held_ns,
-        queued.ended.at_ns(),
-        queued.units,
-        queued.held_ns > 0,
-        queued.grant,
-        queued.estimate_us,
-    )

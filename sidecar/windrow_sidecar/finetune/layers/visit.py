@@ -77,11 +77,10 @@ class Visit:
             ValueError: it may not run yet.
         """
         for part in tasklet.each_layer():
-            if why := self.frontier.why_not(part):
-                raise ValueError(f"{part} may not run: {why}")
+            self.frontier.check(part)
             assert part.micro is not None
             self._RUN[part.phase](self, part, part.micro)
-            self.frontier.advance(part)
+            self.frontier.note(part)
         if tasklet.phase is Phase.BACKWARD and self.frontier.done:
             self._finish()
 
@@ -171,13 +170,14 @@ class Visit:
     def _seed_dropout(self, part: Tasklet, micro: MicroBatch) -> None:
         if micro.evaluation:
             return
-        self._parts.adapter.dropout.at(
-            self._seed,
-            part.step,
-            micro.rows,
-            part.window,
-            packed=micro.lengths if micro.packed else (),
-        )
+        if self._parts.adapter.drops:
+            self._parts.adapter.dropout.at(
+                self._seed,
+                part.step,
+                micro.rows,
+                part.window,
+                packed=micro.lengths if micro.packed else (),
+            )
         if self._parts.stack.own_dropout:
             key = (self._seed, part.step, micro.rows[0], part.layer)
             torch.manual_seed(hash(key) & _SEED_BITS)

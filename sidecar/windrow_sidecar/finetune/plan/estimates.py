@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,23 +21,24 @@ WORTHWHILE = 0.97
 # try is not enough: a team that has slept takes half as long again for its first tasklets, and one
 # bad moment would keep it asleep for good.
 TRIED, LAST = 5, 50
-# Launches that say which levels decode is granting at the moment.
-_RECENT = 64
 
 
 @dataclass(slots=True)
-class _Line:
-    """Microseconds of one layer as a line over its tokens, fitted with forgetting."""
+class _Level:
+    """Of one phase on so many units: microseconds of a layer as a line over its tokens.
 
+    Fitted with forgetting.
+    """
+
+    measured: int = 0
     x: float = 0.0
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
-    known: bool = False
 
     def learn(self, tokens: float, us: float) -> None:
-        weight = FRESH if self.known else 1.0
-        self.known = True
+        weight = FRESH if self.measured else 1.0
+        self.measured += 1
         self.x += weight * (tokens - self.x)
         self.y += weight * (us - self.y)
         self.xx += weight * (tokens * tokens - self.xx)
@@ -48,7 +49,7 @@ class _Line:
 
         Without sizes that differ, and where the fit makes no sense, time is in proportion.
         """
-        if not self.known:
+        if not self.measured:
             return 0.0, 0.0
         variance = self.xx - self.x * self.x
         if variance > (_SPREAD * self.x) ** 2:
@@ -63,18 +64,13 @@ class Estimates:
     """What tasklets have taken in this slot."""
 
     def __init__(self) -> None:
-        self._lines: dict[tuple[Phase, int], _Line] = {}
-        self._measured: Counter[tuple[Phase, int]] = Counter()
-        self._recent: deque[int] = deque(maxlen=_RECENT)
+        self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
         self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
 
     def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
         """Take one measurement into account."""
-        self._measured[tasklet.phase, units] += 1
-        self._recent.append(units)
         self._last[tasklet.phase].append(units)
-        line = self._lines.setdefault((tasklet.phase, units), _Line())
-        line.learn(_size(tasklet), elapsed_us / tasklet.parts)
+        self._levels[tasklet.phase, units].learn(_size(tasklet), elapsed_us / tasklet.parts)
 
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
@@ -87,12 +83,12 @@ class Estimates:
         slower, or hardly any faster.
         """
         best = granted
-        if self._last[tasklet.phase].count(granted) < TRIED:
+        if granted <= 1 or self._last[tasklet.phase].count(granted) < TRIED:
             return granted
-        tried = {units for phase, units in self._measured if phase is tasklet.phase}
+        tried = {units for phase, units in self._levels if phase is tasklet.phase}
         for units in sorted((units for units in tried if units < granted), reverse=True):
-            levels = ((tasklet.phase, units), (tasklet.phase, best))
-            if min(self._measured[level] for level in levels) < SETTLED:
+            levels = (self._levels[tasklet.phase, n] for n in (units, best))
+            if min(level.measured for level in levels) < SETTLED:
                 continue
             if self._us(tasklet, best) > WORTHWHILE * self._us(tasklet, units):
                 best = units
@@ -108,16 +104,16 @@ class Estimates:
         At least 1 where anything is known; 0: nothing is.
         """
         fitting = []
-        for units in set(self._recent):
-            line = self._lines.get((phase, units))
-            if line is not None:
-                fixed, slope = line.coefficients()
+        for units in {units for last in self._last.values() for units in last}:
+            level = self._levels.get((phase, units))
+            if level is not None:
+                fixed, slope = level.coefficients()
                 fitting.append(max(1, int((bound_us - fixed) / slope)))
         return min(fitting, default=0)
 
     def _us(self, tasklet: Tasklet, units: int) -> float:
-        line = self._lines.get((tasklet.phase, units))
-        fixed, slope = line.coefficients() if line else (0.0, 0.0)
+        level = self._levels.get((tasklet.phase, units))
+        fixed, slope = level.coefficients() if level else (0.0, 0.0)
         return tasklet.parts * (fixed + slope * _size(tasklet))
 
 

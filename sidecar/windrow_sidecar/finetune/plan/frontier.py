@@ -77,7 +77,7 @@ class Frontier:
             why = probe._blocked(part)
             if why or tasklet.parts == 1:
                 return why
-            probe._advance(part)
+            probe.note(part)
         return ""
 
     def advance(self, tasklet: Tasklet) -> None:
@@ -87,9 +87,31 @@ class Frontier:
             ValueError: it might not have.
         """
         for part in tasklet.each_layer():
-            if why := self._blocked(part):
-                raise ValueError(f"{part} may not run: {why}")
-            self._advance(part)
+            self.check(part)
+            self.note(part)
+
+    def check(self, part: Tasklet) -> None:
+        """Make sure that a tasklet of one layer may run.
+
+        Raises:
+            ValueError: it may not.
+        """
+        if why := self._blocked(part):
+            raise ValueError(f"{part} may not run: {why}")
+
+    def note(self, part: Tasklet) -> None:
+        """Note that a tasklet of one layer has run which `check` has let pass."""
+        assert part.micro is not None
+        reached = self._of[part.micro]
+        if part.phase is Phase.FORWARD:
+            reached.up[part.layer] = part.window.end
+            if not part.micro.evaluation:
+                reached.windows[part.layer].append(part.window)
+        elif part.phase is Phase.LOSS:
+            reached.loss = part.window.end
+        else:
+            reached.windows[part.layer].pop()
+            reached.back[part.layer] = part.window.begin
 
     def copy(self) -> Frontier:
         """Return one that goes its own way from here."""
@@ -159,19 +181,6 @@ class Frontier:
         Phase.LOSS: _loss,
         Phase.BACKWARD: _backward,
     }
-
-    def _advance(self, part: Tasklet) -> None:
-        assert part.micro is not None
-        reached = self._of[part.micro]
-        if part.phase is Phase.FORWARD:
-            reached.up[part.layer] = part.window.end
-            if not part.micro.evaluation:
-                reached.windows[part.layer].append(part.window)
-        elif part.phase is Phase.LOSS:
-            reached.loss = part.window.end
-        else:
-            reached.windows[part.layer].pop()
-            reached.back[part.layer] = part.window.begin
 
     def _is_done(self, micro: MicroBatch) -> bool:
         reached = self._of[micro]

@@ -7,6 +7,7 @@ may change from one to the next, and a plan may be made anew at any moment.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
@@ -61,10 +62,12 @@ def unfold(order: Order, at: Frontier, grain: Grain = _WHOLE) -> Iterator[Taskle
 
 def next_of(order: Order, at: Frontier, grain: Grain) -> Tasklet | None:
     """Return the next tasklet; over several layers where the order goes on so and they fit."""
-    made: Tasklet | None = None
-    for following in unfold(order, at, grain):
-        longer = following if made is None else made.joined(following)
-        if longer is None or (made is not None and not grain.fits(longer)):
+    made = order(at, grain)
+    if made is None or not grain.fits(made.with_another_layer()):
+        return made  # most often, so without a look ahead, which takes as long as ten of these
+    for following in islice(unfold(order, at, grain), 1, None):
+        longer = made.joined(following)
+        if longer is None or not grain.fits(longer):
             break
         made = longer
     return made
