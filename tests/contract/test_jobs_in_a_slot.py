@@ -9,10 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow.errors import InvariantBroken
+from windrow.conditions import Reason
+from windrow.errors import InvariantBroken, UserError
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.finetune.base.model import BaseModel
+from windrow_sidecar.finetune.beside.jobs import crowded
 from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
@@ -284,3 +287,11 @@ def test_who_joins_starts_where_the_one_is_that_is_furthest_behind():
     assert fair_start(1.0, others) == 3000
     assert fair_start(2.0, others) == 6000
     assert fair_start(1.0, []) == 0
+
+
+def test_a_job_that_finds_no_room_beside_others_is_tried_again_elsewhere():
+    full = UserError("a step takes 9 bytes, 3 are free", reason=Reason.OUT_OF_MEMORY)
+    event, _ = failure(crowded(full), "")
+    assert (event.user_error, event.reason) == (False, Reason.OUT_OF_MEMORY)
+    wrong = UserError("rank 0", field="spec.adapter.lora.rank")
+    assert failure(crowded(wrong), "")[0].user_error

@@ -132,3 +132,17 @@ def test_a_long_pause_leaves_no_state_on_the_device_and_changes_nothing(tmp_path
     kinds = [kind for kind in job.told.kinds if kind in ("PAUSED", "RESUMED")]
     assert kinds == ["PAUSED", "RESUMED"]
     assert bit_equal(adapter_of(job.tiny), uninterrupted)
+
+
+def test_a_job_that_is_told_to_pause_says_so_and_when_it_goes_on_though_others_have_the_turns(
+    tmp_path,
+):
+    job = Started(tmp_path, "PAUSE")
+    for _ in range(4):  # what a carrier asks of those whose turn it is not
+        job.runner.obey()
+        job.gate.now_s += 1.0
+    assert job.told.kinds == ["STARTED", "PAUSED"]
+    job.told.commands.append("RESUME")
+    job.runner.obey()
+    job.runner.turn()
+    assert job.told.kinds == ["STARTED", "PAUSED", "RESUMED"]

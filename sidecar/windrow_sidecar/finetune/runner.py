@@ -148,6 +148,8 @@ class Runner:
                 self._ledger.ask_for_checkpoint()
             else:
                 self._told_to_pause = command == "PAUSE"
+        if self._told_to_pause:
+            self._say_if_long()  # among others it gets no turn in which it would wait
         return None
 
     def _succeed(self) -> Ending:
@@ -173,14 +175,7 @@ class Runner:
         return Ending.STOPPED
 
     def _wait(self, tasklet: Tasklet) -> Ending | None:
-        now = self._clock()
-        if self._waiting_since is None:
-            self._waiting_since = now
-        elif not self._said_paused and now - self._waiting_since > PAUSE_EVENT_AFTER_S:
-            self._said_paused = True
-            why = "by command" if self._told_to_pause else "decode has the device"
-            self._reporter.event(WorkerEvent("PAUSED", Reason.PAUSED, why))
-        elif now - self._waiting_since > SET_ASIDE_AFTER_S:
+        if self._say_if_long() > SET_ASIDE_AFTER_S:
             self._memory.set_aside()
         self._gate.quiet(tasklet)
         self._note_ran()
@@ -190,6 +185,18 @@ class Runner:
         detail = f"the decode process has ended; {self._ledger.checkpoint()}"
         self._reporter.event(WorkerEvent("STOPPED", Reason.SLOT_LOST, detail))
         return Ending.DECODE_GONE
+
+    def _say_if_long(self) -> float:
+        """Tell of a pause once it is worth it; returns for how long it has lasted, seconds."""
+        now = self._clock()
+        if self._waiting_since is None:
+            self._waiting_since = now
+        waited_s = now - self._waiting_since
+        if not self._said_paused and waited_s > PAUSE_EVENT_AFTER_S:
+            self._said_paused = True
+            why = "by command" if self._told_to_pause else "decode has the device"
+            self._reporter.event(WorkerEvent("PAUSED", Reason.PAUSED, why))
+        return waited_s
 
     def _resumed(self) -> None:
         if self._said_paused and self._waiting_since is not None:

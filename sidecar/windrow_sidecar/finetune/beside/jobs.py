@@ -114,7 +114,7 @@ class WorkerJobs:
         except Exception as error:
             # The edge of a job: the others run without it.
             log.exception("job %s cannot begin", order.job_uid)
-            self._failed(told, self._crowded(error))
+            self._failed(told, crowded(error) if len(self._open) > 1 else error)
             return None
 
     def _meet(self, order: Order) -> Told:
@@ -154,13 +154,6 @@ class WorkerJobs:
             ended=lambda ending: self._left(slot, seat, told, ending),
         )
 
-    def _crowded(self, error: Exception) -> Exception:
-        """What a job that joined others finds too small may be large enough elsewhere."""
-        others = len(self._open) > 1
-        if others and isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY:
-            return MemoryError(f"beside other jobs of this worker: {error}")
-        return error
-
     def _tell_failure(self, told: Told, error: Exception) -> Ending:
         event, ending = failure(error, told.standing.progress.checkpoint_path)
         told.agent.event(event)
@@ -193,3 +186,10 @@ class WorkerJobs:
         for other in tuple(self._open):
             other.agent.__exit__()
         os._exit(ending)
+
+
+def crowded(error: Exception) -> Exception:
+    """What a job finds too small beside others may be large enough elsewhere: worth a retry."""
+    if isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY:
+        return MemoryError(f"beside other jobs of this worker: {error}")
+    return error
