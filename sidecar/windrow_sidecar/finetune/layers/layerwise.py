@@ -23,16 +23,15 @@ from windrow_sidecar.finetune.base.structure import (
     asking,
     find_layers,
     find_norm,
-    has_own_dropout,
     record,
 )
-from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.layers.boundaries import Boundaries
+from windrow_sidecar.finetune.layers.probing import try_windows
 from windrow_sidecar.finetune.tasklets import Window
-from windrow_sidecar.finetune.windows.attention import SUPPORTED, looking_back
+from windrow_sidecar.finetune.windows.attention import looking_back
 from windrow_sidecar.finetune.windows.calls import (
     LayerCall,
     TokenDims,
-    UnknownMask,
     part_of,
     token_dims,
 )
@@ -168,7 +167,7 @@ class DecoderStack:
             self._embedding = embedding if torch.equal(embedding(probe), hidden) else None
         self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
         with asking(model):
-            self.own_dropout, self.windows_refused = self._try_windows(probe)
+            self.own_dropout, self.windows_refused = try_windows(self, probe)
 
     @property
     def depth(self) -> int:
@@ -293,32 +292,6 @@ class DecoderStack:
         self._calls[key] = calls
         while len(self._calls) > CALLS_KEPT:
             self._calls.popitem(last=False)
-
-    def _try_windows(self, probe: Tensor) -> tuple[bool, str]:
-        """Find `own_dropout` and `windows_refused` on the first layer, in training mode.
-
-        Windows must make what the whole row makes.
-        """
-        layer, store = self.layers[0], TorchBoundaries()
-        was_training = layer.training
-        whole, parts = self.begin(probe), self.begin(probe)
-        call, hidden = whole.calls[0], whole.inputs[0]
-        with self.around_layer.forward(0), torch.no_grad(), torch.random.fork_rng(devices=[]):
-            layer.train()
-            random = has_own_dropout(lambda: layer(hidden, *call.args, **call.kwargs))
-            layer.train(was_training)
-        if random:
-            return True, "its layers drop units by themselves"
-        if self.config._attn_implementation not in SUPPORTED:
-            return False, f"its attention is {self.config._attn_implementation}"
-        self.forward(whole, 0, whole.whole, store, learn=False)
-        try:
-            for window in (Window(0, 4), Window(4, 5), Window(5, _PROBE)):
-                self.forward(parts, 0, window, store, learn=False)
-        except (UnknownMask, RuntimeError, ValueError, TypeError, LookupError) as error:
-            return False, f"a layer does not run on a part of a row ({error})"
-        same = torch.allclose(whole.inputs[1], parts.inputs[1], rtol=1e-2, atol=1e-3)  # type: ignore[arg-type]
-        return False, "" if same else "its layers look at tokens other than by attention"
 
 
 def _graph(window: Window, leaf: Tensor, out: Tensor, units: int = 0) -> Graph:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from windrow_sidecar.finetune.tasklets import Window
 from windrow_sidecar.finetune.windows.keyvalues import KeyValues
 
-NAME = "windrow_windows"
+NAME, ALONE = "windrow_windows", "windrow_alone"
 # The others want their masks in forms of their own.
 SUPPORTED = ("sdpa", "eager")
 
@@ -53,6 +53,18 @@ def looking_back(config: Any, window: Window, key_values: KeyValues) -> Iterator
     finally:
         config._attn_implementation = implementation
         _looking.reset(token)
+
+
+@contextmanager
+def looking_at_itself(config: Any) -> Iterator[None]:  # noqa: ANN401
+    """Let each token of a layer that runs inside attend to none but itself."""
+    _register()
+    implementation = config._attn_implementation
+    config._attn_implementation = ALONE
+    try:
+        yield
+    finally:
+        config._attn_implementation = implementation
 
 
 def is_looking_back() -> bool:
@@ -104,6 +116,20 @@ def _attend(
     prefix = at.key_values.prefix or (None, None)
     out: Tensor = _OverWindow.apply(query, key, value, *prefix, at, attention)
     return out, None
+
+
+def _attend_alone(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401
+) -> tuple[Tensor, None]:
+    """Return each token's own value, as an attention function of transformers would."""
+    del module, key, attention_mask, options
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, dim=1).transpose(1, 2).contiguous(), None
 
 
 class _OverWindow(torch.autograd.Function):
@@ -163,3 +189,4 @@ def _register() -> None:
 
     if NAME not in AttentionInterface._global_mapping:
         AttentionInterface.register(NAME, _attend)
+        AttentionInterface.register(ALONE, _attend_alone)
