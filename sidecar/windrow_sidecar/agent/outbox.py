@@ -39,6 +39,12 @@ class Outbox:
         """The operator has heard of this run's end, and so of everything before."""
         self._kept = {key: kept for key, kept in self._kept.items() if key[:2] != (job_uid, epoch)}
 
+    def placed_anew(self, job_uid: str, epoch: int) -> None:
+        """The operator has placed the job again: earlier placements are over for it."""
+        self._kept = {
+            key: kept for key, kept in self._kept.items() if key[0] != job_uid or key[1] >= epoch
+        }
+
     async def after(self, sequence: int) -> tuple[int, attach_pb2.JobEvent]:
         """The first event after that number (0: from the beginning), as soon as there is one."""
         async with self._changed:
