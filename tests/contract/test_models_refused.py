@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
+from windrow.crd import DatasetSpec
 from windrow.errors import UserError
+from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.base.structure import find_layers, record
+from windrow_sidecar.finetune.job import Job, read_examples
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.testing.architectures import random_model
+from windrow_sidecar.testing.equality import small_spec
+from windrow_sidecar.testing.models import save_byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,6 +56,32 @@ def test_a_layer_that_is_never_called_is_refused():
     decoder.layers = nn.ModuleList(layers[:-1])
     with pytest.raises(UserError, match="2 of 3 layers are called"):
         record(decoder, layers, torch.arange(6)[None])
+
+
+def test_a_row_and_its_prefix_fit_the_models_positions_together(tmp_path):
+    model = random_model("OPT")  # 128 positions, which are learned
+    save_byte_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    base = BaseModel(model, model.config, tokenizer, shared=False)
+    base.config.vocab_size = len(tokenizer)
+
+    def rows(letters):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a" * letters}) + "\n")
+        return read_examples(job, base).train
+
+    spec = small_spec({"type": "prefix", "prefix": {"virtualTokens": 16}}).model_copy(
+        update={
+            "dataset": DatasetSpec(
+                source=str(tmp_path / "rows.jsonl"), format="text", eval_fraction=0.0
+            )
+        }
+    )
+    job = Job("default", "j", "j", 1, spec)
+    longest = 128 - 16
+    extra = rows(2)[0].length - 2  # what the tokenizer puts around
+    assert rows(longest - extra)[0].length == longest
+    with pytest.raises(UserError, match=r"virtualTokens takes 16\. Set it to 112 or less"):
+        rows(longest - extra + 1)
 
 
 def test_memory_that_is_short_while_a_model_is_asked_is_no_fault_of_the_model():

@@ -10,6 +10,7 @@ from windrow.cli import doctor, jobs, top
 from windrow.cli.output import plain, table
 from windrow.errors import Transient
 from windrow.views import JobView, SlotView
+from windrow_sidecar.finetune.plan.orders import ORDERS
 
 COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor")
 JOB = {
@@ -73,6 +74,13 @@ def test_a_bad_manifest_is_refused_before_anything_is_sent(
     manifest.write_text(yaml.safe_dump(JOB | change))
     assert cli.run(["submit", str(manifest), "--kubeconfig", str(nowhere)]) == cli.EXIT_USAGE
     assert capsys.readouterr().err.startswith(f"windrow: {field}: ")
+
+
+def test_an_order_that_there_is_none_of_is_refused_with_those_that_there_are(capsys):
+    assert cli.run(["plan", "job.yaml", "--order=zig"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("windrow: --order: 'zig' is no order. Write ")
+    assert said.rstrip(".\n").partition(" Write ")[2].split(", ") == list(ORDERS)
 
 
 def test_a_missing_manifest_and_a_missing_kubeconfig_end_with_two(tmp_path, nowhere, capsys):

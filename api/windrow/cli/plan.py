@@ -15,6 +15,8 @@ from rich.table import Table
 from windrow.cli.output import Json, print_json
 from windrow.errors import UserError, WindrowError
 
+# Of `windrow_sidecar.finetune.plan.orders`.
+_ORDERS = ("layer-major", "token-major", "interleaved")
 _WORDS = {"fwd": "forward", "loss": "loss", "bwd": "backward", "opt": "optimizer"}
 
 
@@ -37,6 +39,10 @@ def plan(
 
     Example: windrow plan examples/finetunejob.yaml --bound-ms 5
     """
+    if order not in _ORDERS:
+        raise UserError(
+            f"{order!r} is no order", field="--order", remedy=f"Write {', '.join(_ORDERS)}."
+        )
     argv = [sys.executable, "-m", "windrow_sidecar.finetune.alone.preview", f"--job={manifest}"]
     argv += [f"--order={order}", f"--window={window}", f"--bound-ms={bound_ms}"]
     argv += [f"--micro-batches={micro_batches}"]
