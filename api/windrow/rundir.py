@@ -28,6 +28,9 @@ ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus e
 ENV_MPS = "WINDROW_MPS"  # S: auto (default) or off; whether a private MPS daemon may be started
 ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a slot (4)
 
+# S, taken over from D, optional: bytes a second that frozen layers may move, like 2Gi
+ENV_COPY_RATE = "WINDROW_COPY_RATE"
+
 TOKEN_AUDIENCE = "windrow"
 PROTOCOL_VERSION = 1
 WORKER_LOG = "worker.log"  # in the directory of its job

@@ -175,7 +175,8 @@ def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeS
         _field(rundir.ENV_POD_UID, "metadata.uid"),
         _field(rundir.ENV_NODE_NAME, "spec.nodeName"),
     ]
-    env += [entry for entry in decoder["env"] if entry["name"] == rundir.ENV_LOG_DIR]
+    taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
+    env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
     mounts: list[Body] = [
         {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)},
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True},

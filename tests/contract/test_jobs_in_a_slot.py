@@ -156,6 +156,9 @@ def test_two_jobs_never_lie_in_the_chunks_at_once(arenas):
     lent.settle(lambda: None)
     here, away = TenantBoundaries(lent), TenantBoundaries(lent)
     here.move_in()
+    with pytest.raises(InvariantBroken):
+        away.expect(1, 4)
+    here.expect(1, 4)
     kept = here.place(torch.ones(1, 4, HIDDEN))
     with pytest.raises(InvariantBroken):
         away.place(torch.zeros(1, 4, HIDDEN))

@@ -7,7 +7,6 @@ small one that holds addresses of it as a job's tensors do.
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.memory.allocator import LentBudget
-from windrow_sidecar.qos.view import Action, Decision, Offer
+from windrow_sidecar.testing.lending_decode import LendingDecode
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 MIB = 1 << 20
@@ -246,32 +245,6 @@ def test_a_job_asks_for_what_is_there_and_its_next_group():
     assert chunks_for(used_bytes=0, group_bytes=16 * MIB, chunk_bytes=8 * MIB) == 3
 
 
-class Decode(threading.Thread):
-    """Lends what is wanted, up to a limit, and grants for ever."""
-
-    def __init__(self, arena: Arena, limit: int) -> None:
-        super().__init__(daemon=True)
-        self.arena, self.limit, self.over = arena, limit, threading.Event()
-        self.most_wanted = 0
-
-    def run(self) -> None:
-        page, last = self.arena.page, None
-        while not self.over.wait(0.01):
-            page.beat(0)
-            offer = Offer(*page.read_offer())
-            self.most_wanted = max(self.most_wanted, offer.wanted_chunks)
-            target = min(offer.wanted_chunks, self.limit)
-            lent = self.arena.counts()[2]
-            if offer.job_epoch and target > lent:
-                self.arena.lend(target - lent, owner=offer.job_epoch)
-            elif target < lent:
-                self.arena.revoke(lent - target)
-            if last != offer.job_epoch:
-                last = offer.job_epoch
-                go = Decision(Action.GO, 2, in_flight_bound_us=20_000)
-                page.publish_grant(*(getattr(go, n) for n in Decision.__slots__[:-1]))
-
-
 def job_file(folder: Path) -> Path:
     path = folder / "job.json"
     path.write_text(
@@ -294,9 +267,7 @@ def job_file(folder: Path) -> Path:
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_loads(beside, run_dir):
-    decode = Decode(beside.decode, limit=4)
-    decode.start()
-    try:
+    with LendingDecode(beside.decode, limit=4) as decode:
         job = read_job(job_file(run_dir))
         loaded_with: list[int] = []
 
@@ -332,7 +303,4 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
         slot.leave(seat)
         slot.close()
         assert beside.budget.chunks == 0
-    finally:
-        decode.over.set()
-        decode.join()
     assert decode.most_wanted >= 6

@@ -57,3 +57,10 @@ def test_a_group_is_made_smaller_before_it_is_formed_and_keeps_less(stack):
     assert LONGEST <= given.max_tokens < 4096
     assert given.micro_batches == 2
     assert planned.bytes_per_token is not None  # not everything
+
+
+def test_fewer_micro_batches_visit_a_layer_together_where_memory_is_short(stack):
+    _, tight = keeping(stack, 4 * needed_bytes(stack))
+    given = tight.before(MicroLimits(max_tokens=4096, micro_batches=50))
+    assert 1 <= given.micro_batches < 50
+    assert tight.fits(given.micro_batches * given.max_tokens)

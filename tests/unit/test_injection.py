@@ -124,10 +124,13 @@ def test_what_the_pod_says_itself_stays():
     assert sum(entry["name"] == "WINDROW_RUN_DIR" for entry in decoder["env"]) == 1
 
 
-def test_a_log_directory_of_decode_is_the_sidecars_too():
-    logs = {"name": "WINDROW_LOG_DIR", "value": "/logs"}
-    (sidecar,) = injected(pod(args=DECODE_ARGS, env=[logs]))["spec"]["initContainers"]
-    assert logs in sidecar["env"]
+@pytest.mark.parametrize(
+    ("name", "value"), [("WINDROW_LOG_DIR", "/logs"), ("WINDROW_COPY_RATE", "2Gi")]
+)
+def test_what_decode_says_of_logs_and_rates_is_the_sidecars_too(name, value):
+    said = {"name": name, "value": value}
+    (sidecar,) = injected(pod(args=DECODE_ARGS, env=[said]))["spec"]["initContainers"]
+    assert said in sidecar["env"]
 
 
 def test_volumes_of_the_policy_are_mounted_in_the_sidecar():

@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from windrow.crd.values import parse_quantity
 from windrow.errors import UserError
 from windrow.rundir import (
     DEFAULT_RUN_DIR,
+    ENV_COPY_RATE,
     ENV_LOG_DIR,
     ENV_MAX_JOBS,
     ENV_METRICS_PORT,
@@ -56,6 +58,7 @@ class AgentSettings:
     metrics_host: str = ""
     worker_module: str = "windrow_sidecar.finetune.worker"
     max_jobs: int = 4  # that share a worker, where a slot can take more than one
+    copy_rate: int | None = None  # bytes a second that frozen layers may move; None: no limit
     mps: bool = True  # whether a private MPS daemon may be started for the GPU
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
@@ -174,6 +177,11 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         str(AgentSettings.max_jobs),
     )
     flag(
+        "--copy-rate",
+        ENV_COPY_RATE,
+        "bytes a second that layers which take turns may move, like 2Gi; none: no limit",
+    )
+    flag(
         "--mps",
         ENV_MPS,
         "auto: start a private MPS daemon where the GPU can be shared; off",
@@ -210,6 +218,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
             f"{args.mps!r} says nothing of MPS", field=ENV_MPS, remedy="Write auto or off."
         )
     return AgentSettings(
+        copy_rate=_copy_rate(args.copy_rate),
         run_dir=RunDir(Path(args.run_dir)),
         operator_address=args.operator_address,
         operator_ca=args.operator_ca,
@@ -228,3 +237,20 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         standby=args.standby,
         grace_s=args.grace_seconds,
     )
+
+
+def _copy_rate(text: str) -> int | None:
+    """Return bytes a second; None where nothing is said."""
+    if not text:
+        return None
+    try:
+        rate = parse_quantity(text)
+    except ValueError:
+        rate = 0
+    if rate < 1:
+        raise UserError(
+            f"{text!r} is no rate in bytes a second",
+            field=ENV_COPY_RATE,
+            remedy="Write it like 512Mi or 2Gi, or leave it out for no limit.",
+        )
+    return rate

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.proto import attach_pb2
-from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
+from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
 from windrow_sidecar.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -211,6 +211,8 @@ def worker_environment(settings: AgentSettings) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         ENV_RUN_DIR: str(settings.run_dir.root),
     }
+    if settings.copy_rate:
+        own[ENV_COPY_RATE] = str(settings.copy_rate)
     if settings.log_dir:
         own[ENV_LOG_DIR] = str(settings.log_dir)
     return {**os.environ, **own, **settings.run_dir.read_mps_environment()}

@@ -10,6 +10,7 @@ from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.finetune.activations.keeping import Keeping
 from windrow_sidecar.finetune.beside.inflight import InFlight, Ran
 from windrow_sidecar.finetune.beside.swapping import Home, Swap
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 
@@ -71,10 +72,17 @@ class OpenGate:
     Args:
         units: in use.
         device: that runs tasklets (default: the host).
+        estimates: learn what tasklets take.
     """
 
-    def __init__(self, units: int, device: ComputeDevice | None = None) -> None:
-        self._units, self._in_flight = units, InFlight(device or HostDevice())
+    def __init__(
+        self,
+        units: int,
+        device: ComputeDevice | None = None,
+        estimates: Estimates | None = None,
+    ) -> None:
+        self._units, self._estimates = units, estimates
+        self._in_flight = InFlight(device or HostDevice(), self._ended)
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Yes."""
@@ -99,6 +107,10 @@ class OpenGate:
     def wait(self) -> None:
         """Only a pause by command comes here."""
         time.sleep(_LOOK_AGAIN_S)
+
+    def _ended(self, ran: Ran) -> None:
+        if self._estimates is not None:
+            self._estimates.learn(ran.tasklet, ran.units, (ran.end_ns - ran.begin_ns) / 1e3)
 
     def decode_gone(self) -> bool:
         """There is none."""

@@ -94,6 +94,11 @@ class Session:
     keeping: Keeping
     skipped_rows: int = 0
 
+    def micro_batch_tokens(self, most: int) -> int:
+        """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
+        training = self.job.spec.training
+        return min(most, self.longest_row * (training.micro_batch_size or training.batch_size))
+
 
 def read_examples(job: Job, base: BaseModel) -> Split:
     """Read, tokenize and split the rows of a job.

@@ -159,15 +159,20 @@ class TaskletStream:
         return self._visit is None or self._visit.frontier.untouched
 
     @property
-    def tokens_to_begin(self) -> int:
-        """Padded tokens of the group to be trained on next; 0: none, or it has begun.
+    def group_to_begin(self) -> tuple[MicroBatch, ...]:
+        """The group to be trained on next; empty: there is none, or it has begun.
 
         An evaluation keeps nothing for a backward, so its groups do not count.
         """
         visit = self._visit
         if visit is None or self._stage is not Stage.TRAINING or not visit.frontier.untouched:
-            return 0
-        return sum(micro.padded_tokens for micro in visit.group)
+            return ()
+        return visit.group
+
+    @property
+    def tokens_to_begin(self) -> int:
+        """Padded tokens of that group."""
+        return sum(micro.padded_tokens for micro in self.group_to_begin)
 
     @property
     def before_optimizer(self) -> bool:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
-from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
+from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
 if TYPE_CHECKING:
     from windrow_sidecar.finetune.beside.standby import Order
@@ -121,7 +121,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     jobs = WorkerJobs(
         run_dir,
         Order(options.job_uid, options.epoch),
-        lambda: open_slot(options.epoch, run_dir, options.slot, partition),
+        lambda: open_slot(options.epoch, run_dir, options.slot, partition, _copy_rate()),
         lambda order: _event_log(run_dir, order),
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
@@ -143,6 +143,12 @@ def _take_order(options: argparse.Namespace) -> bool:
         os.dup2(out.fileno(), sys.stdout.fileno())
         os.dup2(out.fileno(), sys.stderr.fileno())
     return True
+
+
+def _copy_rate() -> float | None:
+    """Return what the agent lets frozen layers move a second; None: as much as they can."""
+    rate = os.environ.get(ENV_COPY_RATE)
+    return float(rate) if rate else None
 
 
 def _event_log(run_dir: RunDir, order: Order) -> EventLog:

@@ -110,9 +110,10 @@ class Keeping:
     def before(self, limits: MicroLimits) -> MicroLimits:
         """Set the budget for a group of at most those limits; returns what it may have."""
         room = int(GROUP_SHARE * self._free_bytes())
-        together = max(1, limits.micro_batches)
-        most = max(self._longest, self._appetite.most_tokens(room) // together)
-        fitting = replace(limits, max_tokens=min(limits.max_tokens, most))
+        tokens = self._appetite.most_tokens(room)
+        together = max(1, min(limits.micro_batches, tokens // self._longest))
+        most = max(self._longest, tokens // together)
+        fitting = replace(limits, max_tokens=min(limits.max_tokens, most), micro_batches=together)
         if not self._least:
             tokens = max(fitting.max_tokens, self._longest) * together
             self._planned.bytes_per_token = self._appetite.within(tokens, room)

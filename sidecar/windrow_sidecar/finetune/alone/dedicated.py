@@ -23,6 +23,8 @@ from windrow_sidecar.finetune.beside.inflight import Ran
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job import Job, Session, open_session, read_job
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.residency.hiding import micro_batches_a_visit
 from windrow_sidecar.finetune.stream import MicroLimits, StepDone
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS
 
@@ -32,9 +34,6 @@ if TYPE_CHECKING:
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
 # enough there to hide what queueing it costs Python, about half a millisecond.
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
-# Where layers take turns in memory: a transfer for so many. Five hide one of an 8B layer on an H200
-# (`schedule.micro_batches_to_hide`); each keeps one boundary activation a layer.
-MICRO_BATCHES_A_VISIT = 5
 # Shares that this process computes on, by device.
 _PARTITIONS: dict[str, CudaPartition] = {}
 
@@ -53,7 +52,8 @@ def measure_alone(options: argparse.Namespace) -> int:
     job = replace(job, spec=endless(job.spec))
     events = event_log(job, options.log_dir)
     base = base_of(job, device, random_weights=options.random_weights)
-    session, gate = open_alone(job, device, base), OpenGate(units, device)
+    estimates = Estimates()
+    session, gate = open_alone(job, device, base, estimates), OpenGate(units, device, estimates)
     memory = OwnMemory(session.stream, keeping=session.keeping)
     measured = measure(
         lambda: _step(session, gate, memory, events),
@@ -125,20 +125,30 @@ def base_of(job: Job, device: ComputeDevice, *, random_weights: int | None = Non
 
 
 def open_alone(
-    job: Job, device: ComputeDevice | None = None, base: BaseModel | None = None
+    job: Job,
+    device: ComputeDevice | None = None,
+    base: BaseModel | None = None,
+    estimates: Estimates | None = None,
 ) -> Session:
     """Load a job onto a device (default: the host), over `base` where that is loaded already.
+
+    `estimates`: what tasklets take there, as the gate learns it. Where layers take turns, as many
+    micro-batches visit each together as hide its transfer.
 
     Raises:
         UserError: it cannot be honoured.
     """
     device = device or HostDevice()
-    base = base or base_of(job, device)
-    together = MICRO_BATCHES_A_VISIT if base.frozen else 1
-    limits = MicroLimits(MICRO_BATCH_TOKENS[device.torch.type], micro_batches=together)
-    return open_session(
-        job, base, boundaries=TorchBoundaries(), limits=lambda: limits, device=device
-    )
+    base, known = base or base_of(job, device), estimates or Estimates()
+    frozen, tokens = base.frozen, MICRO_BATCH_TOKENS[device.torch.type]
+
+    def limits() -> MicroLimits:
+        of_each = session.micro_batch_tokens(tokens)
+        together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
+        return MicroLimits(tokens, micro_batches=together)
+
+    session = open_session(job, base, boundaries=TorchBoundaries(), limits=limits, device=device)
+    return session
 
 
 def _step(session: Session, gate: OpenGate, memory: OwnMemory, events: EventLog) -> Step:

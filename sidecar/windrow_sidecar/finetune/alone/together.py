@@ -24,6 +24,7 @@ from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, read_job
 from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier, worst
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
@@ -75,7 +76,9 @@ class Together:
         self, jobs: Sequence[Job], units: int, log_dir: Path | None, device: ComputeDevice
     ) -> None:
         self._jobs, self._log_dir, self._device = jobs, log_dir, device
-        self._gate, self._lines = OpenGate(units, device), Lines(sys.stdout)
+        self._estimates = Estimates()
+        self._gate = OpenGate(units, device, self._estimates)
+        self._lines = Lines(sys.stdout)
         self._standings = [Standing() for _ in jobs]
         self._endings: dict[int, Ending] = {}
 
@@ -122,7 +125,8 @@ class Together:
     ) -> Carried:
         folder = JobFolder(job.destination, job.uid, job.epoch)
         folder.claim()
-        session, standing = open_alone(job, self._device, base), self._standings[n]
+        session = open_alone(job, self._device, base, self._estimates)
+        standing = self._standings[n]
         stream = session.stream
         memory = OwnMemory(stream, keeping=session.keeping)
         ledger = Ledger(session, folder, reporter, events, standing)

@@ -22,6 +22,7 @@ from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.base.overlay import build_over
 from windrow_sidecar.finetune.base.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.residency.copying import Copier, RateLimit
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.residency.loading import CannotWindow, load_windowed
 
@@ -134,6 +135,7 @@ def load_base(
     room_bytes: int | None = None,
     device: ComputeDevice | None = None,
     random_weights: int | None = None,
+    copy_rate: float | None = None,
 ) -> BaseModel:
     """Build the model, over `exported` where that is given, else from the directory's files.
 
@@ -141,6 +143,8 @@ def load_base(
     may take (default: most of what is free); where that is too little for all, layers take turns.
     `device`: where it computes (default: the host). `random_weights`: a seed; weights are made up
     on the device, as for measurements, and the directory needs none.
+    `copy_rate`: bytes a second that layers which take turns may move, so that decode keeps the rest
+    of the disk and the link; None: no limit.
 
     Raises:
         UserError: a form whose library is not there, an architecture that transformers cannot
@@ -165,7 +169,8 @@ def load_base(
     elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
         model = _read(directory, config, form)
     elif form.quantization == "none":
-        model, frozen = _windowed(directory, config, form, room, device)
+        copier = Copier(RateLimit(copy_rate), device=device)
+        model, frozen = _windowed(directory, config, form, room, copier, device)
     else:
         raise _too_large(directory, form, room)
     if frozen is None:
@@ -217,14 +222,16 @@ def _windowed(
     config: Any,  # noqa: ANN401
     form: WeightForm,
     room: int,
+    copier: Copier,
     device: ComputeDevice,
 ) -> tuple[nn.Module, FrozenLayers]:
     """Build a model of which memory holds some layers at a time."""
     try:
         model, frozen = load_windowed(
-            directory, config, room_bytes=room, dtype=form.dtype, device=device
+            directory, config, room_bytes=room, dtype=form.dtype, copier=copier, device=device
         )
     except (CannotWindow, OSError, ValueError) as error:
+        copier.close()
         raise _too_large(
             directory, form, room, f"; its layers cannot take turns: {error}"
         ) from error

@@ -1,7 +1,8 @@
 """The memory of a job on a GPU beside decode: torch allocates everything from lent chunks.
 
 On the host only what is known by name lies in chunks (`memory.LentBoundaries`); here all of the
-job does, so a chunk that is asked back may hold anything. It is left in steps: activations of the
+job does, so a chunk that is asked back may hold anything. It is left in steps: first frozen layers
+that take turns, of which files have a copy, as many as need be; then activations of the
 group on its way go to the host, then adapter and moments, then all else but the base's parameters;
 so a job whose base is decode's own leaves every chunk, and comes back when there is room again.
 """
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.finetune.activations.keeping import Keeping
+from windrow_sidecar.finetune.activations.keeping import GROUP_SHARE, Keeping
+from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
@@ -38,6 +40,7 @@ class Loaded:
 
     stream: TaskletStream
     keeping: Keeping
+    residents: Residents | None = None  # where layers take turns
 
 
 class AllocatedMemory:
@@ -76,14 +79,15 @@ class AllocatedMemory:
         """How many chunks this worker has, as of the last `settle`."""
         return self._budget.chunks
 
-    def capacity_tokens(self) -> int:
+    def capacity_tokens(self, micro_batches: int = 1) -> int:
         """No bound here: groups are formed for what is free (`Keeping.before`)."""
+        del micro_batches
         return 1 << 40
 
-    def chunks_for(self, tokens: int) -> int:
-        """How many chunks a group of so many padded tokens needs, with all that is there."""
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """How many chunks a group needs, with all that is there. `tokens`: of each micro-batch."""
         assert self._job is not None
-        group = self._job.keeping.peak_bytes(tokens)
+        group = self._job.keeping.peak_bytes(tokens * micro_batches)
         used = self._budget.used_bytes() + self._away_bytes
         return chunks_for(used, group, self._chunk_bytes)
 
@@ -99,20 +103,28 @@ class AllocatedMemory:
         changed = self._budget.settle() or self._budget.chunks != before
         if self._job is None:
             return
+        if self._job.residents is not None:
+            # Further layers come between two groups only, and leave the next one its share.
+            spare = int((1 - GROUP_SHARE) * self._budget.free_bytes())
+            self._job.residents.follow(spare if self._job.stream.between_micro_batches else 0)
         if changed:
             self._job.stream.replan()
         replan_if_short(self._job.stream, self._job.keeping)
 
     def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a micro-batch that has not begun does not fit, or what was moved out."""
+        """Whether a group that has not begun does not fit, or layers, or what was moved out."""
         assert self._job is not None
+        layers = self._job.residents.missing_bytes if self._job.residents else 0
         micro, keeping = tasklet.micro, self._job.keeping
         if self._away_bytes:
             tokens = micro.padded_tokens if micro else 0
-            self.is_starving = not keeping.fits(tokens, int(_SLACK * self._away_bytes))
+            away = int(_SLACK * self._away_bytes)
+            self.is_starving = not keeping.fits(tokens, away + layers)
+        elif layers > self._budget.free_bytes():
+            self.is_starving = True
         else:
             group = self._job.stream.tokens_to_begin
-            self.is_starving = bool(group) and not keeping.fits(group)
+            self.is_starving = bool(group) and not keeping.fits(group, layers)
         return self.is_starving
 
     def asked_back(self) -> bool:
@@ -147,7 +159,9 @@ class AllocatedMemory:
         # latter is asked before a chunk goes back; so nothing may run at all.
         self._device.mark().wait()
         self._budget.settle()
-        for step in (self._spill, self._move_out, self._stow):
+        residents = self._job.residents if self._job else None
+        shrinks = [residents.shrink] * residents.layers if residents else []
+        for step in (*shrinks, self._spill, self._move_out, self._stow):
             if not self._budget.asked_back():
                 return
             step()

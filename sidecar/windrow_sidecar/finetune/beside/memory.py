@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from windrow.errors import InvariantBroken
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.activations.keeping import Keeping
+from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
@@ -77,7 +77,10 @@ def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_t
 
 
 class LentBoundaries:
-    """Room for boundaries in lent chunks, laid out for one micro-batch of one job at a time.
+    """Room for boundaries in lent chunks, laid out for one group of one job at a time.
+
+    All of a group's are laid out at once, each of the largest micro-batch's size, so that chunks
+    that go back meanwhile are never missing later.
 
     Args:
         arena: attached, as a peer.
@@ -92,7 +95,7 @@ class LentBoundaries:
         self._chunk_bytes = arena.geometry.chunk_bytes
         self._held: tuple[int, ...] = ()
         self._slots: list[int] = []  # offsets, for the boundaries that are still to come
-        self._used: set[int] = set()  # chunks in which the micro-batch on its way lies
+        self._used: set[int] = set()  # chunks in which the group on its way lies
         self.tenant: object = None  # whose it is: the job that came last
 
     @property
@@ -100,21 +103,21 @@ class LentBoundaries:
         """How many chunks this worker has, as of the last `settle`."""
         return len(self._held)
 
-    def capacity_tokens(self) -> int:
-        """Padded tokens of the largest micro-batch that fits."""
+    def capacity_tokens(self, micro_batches: int = 1) -> int:
+        """Padded tokens of each of so many micro-batches, the most that fit together."""
         return tokens_that_fit(
             runs_of(self._held),
             chunk_bytes=self._chunk_bytes,
-            boundaries=self._boundaries,
+            boundaries=micro_batches * self._boundaries,
             bytes_per_token=self._bytes_per_token,
         )
 
-    def chunks_for(self, tokens: int) -> int:
-        """How many chunks a micro-batch of so many padded tokens needs."""
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """How many chunks a group of micro-batches of so many padded tokens each needs."""
         return chunks_needed(
             tokens,
             chunk_bytes=self._chunk_bytes,
-            boundaries=self._boundaries,
+            boundaries=micro_batches * self._boundaries,
             bytes_per_token=self._bytes_per_token,
         )
 
@@ -155,16 +158,7 @@ class LentBoundaries:
         return not (self._slots or self._used)
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the memory of a boundary of that shape.
-
-        The first one of a micro-batch lays out all of them, so that chunks that go back meanwhile
-        are never missing later.
-
-        Raises:
-            MemoryError: they do not fit; micro-batches are formed within `capacity_tokens`.
-        """
-        if not self._slots:
-            self._lay_out(_aligned(prod(shape) * like.dtype.itemsize))
+        """Return the memory of a boundary of that shape, of the group that is expected."""
         # A tensor of its own: views of one tensor would share its version counter, and filling one
         # would invalidate what autograd has saved of the others.
         return arena_tensor(self._arena, self._slots.pop(), shape, like.dtype)
@@ -174,8 +168,14 @@ class LentBoundaries:
         self._slots.clear()
         self._used.clear()
 
-    def _lay_out(self, size: int) -> None:
-        missing = self._boundaries
+    def expect(self, micro_batches: int, tokens: int) -> None:
+        """Lay out the group that begins.
+
+        Raises:
+            MemoryError: it does not fit; groups are formed within `capacity_tokens`.
+        """
+        self.clear()
+        size, missing = _aligned(tokens * self._bytes_per_token), micro_batches * self._boundaries
         for run in runs_of(self._held):
             # From the end of a run: its lowest chunks stay empty for as long as possible.
             end = self._arena.chunk_offset(run.first) + run.chunks * self._chunk_bytes
@@ -211,6 +211,16 @@ class TenantBoundaries:
                 raise InvariantBroken("activations of another job lie in the lent chunks")
             self._lent.tenant = self
 
+    def expect(self, micro_batches: int, tokens: int) -> None:
+        """Lay out the group that begins.
+
+        Raises:
+            MemoryError: see `LentBoundaries.expect`.
+            InvariantBroken: it is another job's turn.
+        """
+        self._check_tenant()
+        self._lent.expect(micro_batches, tokens)
+
     def place(self, hidden: Tensor) -> Tensor:
         """Copy `hidden` into a lent chunk (see `room`)."""
         return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
@@ -219,17 +229,19 @@ class TenantBoundaries:
         """Return the memory of a boundary of that shape.
 
         Raises:
-            MemoryError: see `LentBoundaries.room`.
             InvariantBroken: it is another job's turn.
         """
-        if not self.is_tenant:
-            raise InvariantBroken("the lent chunks are another job's")
+        self._check_tenant()
         return self._lent.room(like, shape)
 
     def clear(self) -> None:
         """Forget this job's activations; it has none where it is not the tenant."""
         if self.is_tenant:
             self._lent.clear()
+
+    def _check_tenant(self) -> None:
+        if not self.is_tenant:
+            raise InvariantBroken("the lent chunks are another job's")
 
 
 class LentMemory:
@@ -240,8 +252,8 @@ class LentMemory:
         boundaries: this job's in it.
         stream: of the job.
         keeping: what its groups take of the worker's own memory, which the machine may lack.
+        residents: frozen layers that take turns, in memory of the worker's own.
         free_bytes: of the host's memory, for boundaries that leave their chunks.
-        follow_residency: holds as many frozen layers as are granted.
     """
 
     def __init__(
@@ -250,11 +262,11 @@ class LentMemory:
         boundaries: TenantBoundaries,
         stream: TaskletStream,
         keeping: Keeping,
+        residents: Residents | None = None,
         *,
         free_bytes: Callable[[], int] = available_bytes,
-        follow_residency: Callable[[], None] = lambda: None,
     ) -> None:
-        self._follow_residency = follow_residency
+        self._residents = residents
         self._lent, self._boundaries = lent, boundaries
         self._stream, self._keeping, self._free_bytes = stream, keeping, free_bytes
         self._swap = Swap(stream, free_bytes)
@@ -265,7 +277,8 @@ class LentMemory:
 
         To be called on the job whose turn it is.
         """
-        self._follow_residency()
+        if self._residents is not None:
+            self._residents.follow()
         if self._lent.settle(self._spill):
             self._stream.replan()
         replan_if_short(self._stream, self._keeping)
@@ -273,9 +286,10 @@ class LentMemory:
     def starving(self, tasklet: Tasklet) -> bool:
         """Whether a group that has not begun does not fit, in lent chunks or in own memory."""
         del tasklet
-        tokens = self._stream.tokens_to_begin
-        self.is_starving = bool(tokens) and (
-            tokens > self._lent.capacity_tokens() or not self._keeping.fits(tokens)
+        group = [micro.padded_tokens for micro in self._stream.group_to_begin]
+        self.is_starving = bool(group) and (
+            max(group) > self._lent.capacity_tokens(len(group))
+            or not self._keeping.fits(sum(group))
         )
         return self.is_starving
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded
 from windrow_sidecar.finetune.beside.grants import DEFAULT_BOUND_US, GrantGate
 from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import Job, Session, open_session
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
@@ -16,6 +16,7 @@ from windrow_sidecar.finetune.layers.suspension import Suspension
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Paced
+from windrow_sidecar.finetune.residency.hiding import micro_batches_a_visit, most_that_fit
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.qos.view import Phase
 
@@ -29,14 +30,14 @@ class Shared:
         estimates: of tasklets; they are those of one base, which takes nearly all of their time.
         ground: what the slot's device is for this process.
         lent: decode's chunks for boundary activations.
-        follow_residency: holds as many of the base's layers as decode grants.
+        residents: layers of the base, where they take turns.
     """
 
     gate: GrantGate
     estimates: Estimates
     ground: SlotDevice
     lent: LentBoundaries
-    follow_residency: Callable[[], None]
+    residents: Residents | None
 
 
 class Seat:
@@ -55,7 +56,7 @@ class Seat:
 
     def __init__(self, job: Job, base: BaseModel, shared: Shared, standing: Standing) -> None:
         self._shared, self.standing = shared, standing
-        self.wanted_chunks = 0
+        self.wanted_chunks, self._frozen = 0, base.frozen
         ground = shared.ground
         suspension = Suspension(shared.gate, standing.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
@@ -85,24 +86,28 @@ class Seat:
     def _memory(self) -> LentMemory | AllocatedMemory:
         stream = self.session.stream
         if (allocated := self._shared.ground.memory) is not None:
-            allocated.serve(Loaded(stream, self.session.keeping))
+            allocated.serve(Loaded(stream, self.session.keeping, self._shared.residents))
             return allocated
         return LentMemory(
             self._shared.lent,
             self._boundaries,
             stream,
             self.session.keeping,
-            follow_residency=self._shared.follow_residency,
+            self._shared.residents,
         )
 
     def _limits(self) -> MicroLimits:
         """As many rows as keep a layer's backward within the bound and lie in what is lent."""
         tokens = self._grain().tokens(Phase.BACKWARD)
-        wanted = self._room.chunks_for(max(tokens, self.session.longest_row))
+        of_each = self.session.micro_batch_tokens(tokens)
+        most = self.session.job.spec.training.batch_size
+        together = micro_batches_a_visit(self._frozen, self._shared.estimates, of_each, most)
+        wanted = self._room.chunks_for(max(tokens, self.session.longest_row), together)
         # Never less than before: a wish that trembles would move chunks to and fro.
         self.wanted_chunks = max(wanted, self.wanted_chunks)
         rows = self._shared.gate.grant.micro_batch
-        return MicroLimits(min(tokens, self._room.capacity_tokens()), rows)
+        together = most_that_fit(together, tokens, self._room.capacity_tokens)
+        return MicroLimits(min(tokens, self._room.capacity_tokens(together)), rows, together)
 
     def _grain(self) -> Paced:
         """What the newest grant leaves time for."""

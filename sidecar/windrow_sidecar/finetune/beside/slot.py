@@ -27,12 +27,12 @@ from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory
 from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.beside.memory import LentBoundaries
+from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.seat import Seat, Shared
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice, slot_device
 from windrow_sidecar.finetune.job import Job
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.finetune.residency.schedule import layers_granted
 from windrow_sidecar.finetune.sharing.twin import twin_of
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class WorkerSlot:
         self._estimates = Estimates()
         self._base: BaseModel | None = None
         self._base_of: Job | None = None
-        self._most_layers = 0
+        self._residents: Residents | None = None
         self._lent: LentBoundaries | None = None
         self._seats: list[Seat] = []
         self._tokens_of_left = 0
@@ -91,9 +91,7 @@ class WorkerSlot:
         try:
             base = self._base_for(job)
             assert self._lent is not None
-            shared = Shared(
-                self.gate, self._estimates, self._ground, self._lent, self._follow_residency
-            )
+            shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
             seat = Seat(job, base, shared, standing)
         finally:
             self._wanted_for_loading, self._offers = 0, True
@@ -142,7 +140,8 @@ class WorkerSlot:
         if self._base is None:
             self._base, self._base_of = self._load(job), job
             frozen, config = self._base.frozen, self._base.config
-            self._most_layers = frozen.capacity if frozen else 0
+            if frozen is not None:
+                self._residents = Residents(frozen, lambda: self.gate.grant.resident_layers)
             self._lent = LentBoundaries(
                 self._arena,
                 self._epoch,
@@ -163,18 +162,6 @@ class WorkerSlot:
             self.gate.wait()
             if standing.stop_asked or self.gate.decode_gone():
                 raise Transient("decode has lent no memory to load the job into")
-
-    def _resident_layers(self, seat: Seat) -> int:
-        frozen = self._base.frozen if self._base else None
-        return seat.session.stream.depth if frozen is None else len(frozen.resident)
-
-    def _follow_residency(self) -> None:
-        """Hold no more layers than decode grants (0: as many as fit), where they take turns."""
-        frozen = self._base.frozen if self._base else None
-        if frozen is not None:
-            wanted = layers_granted(self.gate.grant.resident_layers, self._most_layers)
-            if wanted != frozen.capacity:
-                frozen.resize(wanted)
 
     def _offer_facts(self) -> OfferFacts:
         if not self._offers:
@@ -199,15 +186,19 @@ class WorkerSlot:
             facts,
             starving=present.memory.is_starving,
             bytes_per_token=present.session.keeping.held_bytes_per_token,
-            resident_layers=self._resident_layers(present),
+            resident_layers=(
+                self._residents.layers if self._residents else present.session.stream.depth
+            ),
         )
 
 
-def open_slot(epoch: int, run_dir: RunDir, slot: int, host: Partition) -> WorkerSlot:
+def open_slot(
+    epoch: int, run_dir: RunDir, slot: int, host: Partition, copy_rate: float | None = None
+) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
     The device is that of decode's arena. `host`: this process's share of the cores, which is its
-    share of the device where that is the host.
+    share of the device where that is the host. `copy_rate`: see `load_base`.
 
     Raises:
         UserError: torch does not see decode's GPU.
@@ -226,7 +217,7 @@ def open_slot(epoch: int, run_dir: RunDir, slot: int, host: Partition) -> Worker
         if exported is not None and form != WeightForm(exported.dtype):
             log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
             exported = None
-        return load_base(model_dir, exported, form, device=ground.device)
+        return load_base(model_dir, exported, form, device=ground.device, copy_rate=copy_rate)
 
     return WorkerSlot(epoch, arena, ground, load)
 

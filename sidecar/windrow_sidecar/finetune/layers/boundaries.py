@@ -11,6 +11,9 @@ from torch import Tensor
 class Boundaries(Protocol):
     """Memory for boundary activations."""
 
+    def expect(self, micro_batches: int, tokens: int) -> None:
+        """The next group begins: so many micro-batches, of at most so many padded tokens each."""
+
     def place(self, hidden: Tensor) -> Tensor:
         """Return a tensor outside of any graph with the values of `hidden`."""
 
@@ -23,6 +26,10 @@ class Boundaries(Protocol):
 
 class TorchBoundaries:
     """Boundaries in torch's own memory; what is whole is not copied."""
+
+    def expect(self, micro_batches: int, tokens: int) -> None:
+        """Nothing is laid out ahead."""
+        del micro_batches, tokens
 
     def place(self, hidden: Tensor) -> Tensor:
         """Return `hidden`, detached."""

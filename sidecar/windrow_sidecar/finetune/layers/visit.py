@@ -132,6 +132,9 @@ class Visit:
         ids = ids.to(self._parts.stack.device)
         self._targets[micro] = targets.to(ids.device)
         prefix = self._parts.adapter.prefix(micro.lines, learn=not micro.evaluation)
+        if not self._at and not micro.evaluation:
+            tokens = max(other.padded_tokens for other in self.group)
+            self._boundaries.expect(len(self.group), tokens)
         at = self._at[micro] = self._parts.stack.begin(ids, prefix, positions)
         return at
 

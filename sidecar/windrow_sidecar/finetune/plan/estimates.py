@@ -111,6 +111,16 @@ class Estimates:
                 fitting.append(max(1, int((bound_us - fixed) / slope)))
         return min(fitting, default=0)
 
+    def layer_us(self, phase: Phase, tokens: int) -> float:
+        """Microseconds of one layer for so many padded tokens, on the fastest level in use.
+
+        0: nothing is known.
+        """
+        in_use = {units for last in self._last.values() for units in last}
+        levels = [self._levels.get((phase, units)) for units in in_use]
+        known = [level.coefficients() for level in levels if level and level.measured]
+        return min((fixed + slope * tokens for fixed, slope in known), default=0.0)
+
     def _us(self, tasklet: Tasklet, units: int) -> float:
         level = self._levels.get((tasklet.phase, units))
         fixed, slope = level.coefficients() if level else (0.0, 0.0)

@@ -47,6 +47,11 @@ class RateLimit:
     def __init__(self, bytes_per_s: float | None) -> None:
         self._rate, self._free_at = bytes_per_s, 0.0
 
+    @property
+    def bytes_per_s(self) -> float | None:
+        """The rate; None: no limit."""
+        return self._rate
+
     def delay_s(self, n_bytes: int, now_s: float) -> float:
         """Take `n_bytes` out; return how long the mover has to wait before it moves them."""
         if self._rate is None:
@@ -85,6 +90,15 @@ class Transfer:
             self.arrived.wait()
 
 
+@dataclass(frozen=True, slots=True)
+class _Queued:
+    """A piece under way on a GPU."""
+
+    begun: Mark
+    ended: Mark
+    n_bytes: int
+
+
 class Copier:
     """Moves transfers one after the other, first come, first served.
 
@@ -112,8 +126,16 @@ class Copier:
             pinned_bytes = int(PINNED_SHARE * available_bytes())
         self._staging = Staging(self._device, pinned_bytes, self._files)
         self.seconds = 0.0  # that copies took, waiting for their rate left out
+        self._copied_bytes = 0  # in that time
         self._thread = threading.Thread(target=self._serve, name="frozen-layers", daemon=True)
         self._thread.start()
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast copies have been so far, or may be if that is slower; 0: there were none."""
+        measured = self._copied_bytes / self.seconds if self.seconds else 0.0
+        limit = self._limit.bytes_per_s
+        return measured if limit is None else min(measured, limit)
 
     def start(self, parts: Sequence[Part]) -> Transfer:
         """Queue a transfer, behind everything that this thread has had computed so far."""
@@ -134,15 +156,19 @@ class Copier:
 
     def _serve(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            if transfer.after is not None:
-                self._copies.after(transfer.after)
-            try:
-                for part in transfer.parts:
-                    (self._queue_part if self._device.queues else self._read_part)(transfer, part)
-            except OSError as error:
-                transfer.error = error
-            transfer.arrived = self._copies.mark()
-            transfer.done.set()
+            self._move(transfer)
+            del transfer  # it holds the layer's memory, which may go while nothing is queued
+
+    def _move(self, transfer: Transfer) -> None:
+        if transfer.after is not None:
+            self._copies.after(transfer.after)
+        try:
+            for part in transfer.parts:
+                (self._queue_part if self._device.queues else self._read_part)(transfer, part)
+        except OSError as error:
+            transfer.error = error
+        transfer.arrived = self._copies.mark()
+        transfer.done.set()
 
     def _read_part(self, transfer: Transfer, part: Part) -> None:
         """Straight into its place."""
@@ -161,12 +187,13 @@ class Copier:
             if not same:
                 target.copy_(piece.view(stored.dtype))
             self.seconds += self._clock() - begun
+            self._copied_bytes += n_bytes
 
     def _queue_part(self, transfer: Transfer, part: Part) -> None:
         """From a host copy, a piece behind the one before; no more than two are under way."""
         flat = part.target.view(-1)
         step = PIECE_BYTES_ON_GPU // flat.dtype.itemsize
-        before: tuple[Mark, Mark] | None = None
+        before: _Queued | None = None
         for begin in range(0, flat.numel(), step):
             if transfer.unwanted:
                 break
@@ -179,14 +206,14 @@ class Copier:
             ended = self._copies.mark()
             self._staging.used_until(piece, ended)
             self._account(before)
-            before = begun, ended
+            before = _Queued(begun, ended, piece.n_bytes)
         self._account(before)
 
-    def _account(self, piece: tuple[Mark, Mark] | None) -> None:
+    def _account(self, piece: _Queued | None) -> None:
         """Wait for a piece and note how long it took."""
         if piece is not None:
-            begun, ended = piece
-            self.seconds += (ended.at_ns() - begun.at_ns()) / 1e9
+            self.seconds += (piece.ended.at_ns() - piece.begun.at_ns()) / 1e9
+            self._copied_bytes += piece.n_bytes
 
     def _keep_to_rate(self, n_bytes: int) -> None:
         if (delay := self._limit.delay_s(n_bytes, self._clock())) > 0:

@@ -102,6 +102,21 @@ class FrozenLayers:
         return self._capacity
 
     @property
+    def slots(self) -> int:
+        """For how many layers memory is held."""
+        return len(self._slots) + len(self._free)
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether no layer has to leave for another."""
+        return self._capacity >= len(self._layers)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast layers come (see `Copier.bytes_per_s`)."""
+        return self._copier.bytes_per_s
+
+    @property
     def resident(self) -> frozenset[int]:
         """Layers in memory or on their way there."""
         return frozenset(self._slots)

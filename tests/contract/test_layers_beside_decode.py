@@ -1,0 +1,249 @@
+"""Layers that take turns: how fast, in whose memory, and for how many micro-batches a visit."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import pytest
+import torch
+
+from windrow.errors import UserError
+from windrow.rundir import ENV_COPY_RATE, RunDir
+from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
+from windrow_sidecar.agent.settings import parse_settings
+from windrow_sidecar.agent.worker_process import worker_environment
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.finetune.alone.dedicated import open_alone
+from windrow_sidecar.finetune.base import model as base_model
+from windrow_sidecar.finetune.base.model import load_base
+from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded
+from windrow_sidecar.finetune.beside.residents import Residents
+from windrow_sidecar.finetune.beside.slot import open_slot
+from windrow_sidecar.finetune.device import OpenGate
+from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.residency.hiding import most_that_fit
+from windrow_sidecar.memory.allocator import LentBudget
+from windrow_sidecar.testing.examplejob import MODEL, example_job
+from windrow_sidecar.testing.lending_decode import LendingDecode
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
+
+MIB, WORKER = 1 << 20, 1
+# Of 14.5 MB in fp32: room for two layers of 2.4 MB and the rest.
+ROOM = 7 * MIB
+SLOW = 200e6  # bytes a second: a layer takes 12 ms, as long as many rows in it
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def trained(session, before=lambda tasklet: True, after=lambda tasklet: None) -> list[int]:
+    """Run to the end; returns the sizes of the groups."""
+    stream, groups = session.stream, []
+    while (tasklet := stream.peek()) is not None:
+        if not before(tasklet):
+            continue
+        if stream.group_to_begin:
+            groups.append(len(stream.group_to_begin))
+        stream.run(stream.peek())
+        after(tasklet)
+    return groups
+
+
+@pytest.fixture
+def expected(tmp_path):
+    """What is learnt with every layer in memory."""
+    (tmp_path / "whole").mkdir()
+    session = open_alone(example_job(tmp_path / "whole", microBatchSize=1))
+    trained(session)
+    return adapter_of(session)
+
+
+def close(found, expected) -> bool:
+    """Equal but for the order in which micro-batches are summed."""
+    return all(torch.allclose(found[n], expected[n], rtol=1e-3, atol=1e-6) for n in expected)
+
+
+def test_alone_as_many_micro_batches_visit_a_layer_as_hide_its_transfer(tmp_path, expected):
+    device, estimates = HostDevice(), Estimates()
+    base = load_base(MODEL, room_bytes=ROOM, copy_rate=SLOW)
+    assert base.frozen.capacity < base.config.num_hidden_layers
+    job = example_job(tmp_path, microBatchSize=1)
+    session = open_alone(job, device, base, estimates)
+    gate = OpenGate(1, device, estimates)
+    groups = trained(session, gate.launch, gate.landed)
+    assert groups[0] == 1, "nothing is known yet"
+    assert max(groups) > 1
+    assert sum(groups) == 2 * job.spec.training.batch_size
+    assert close(adapter_of(session), expected)
+    base.frozen.close()
+
+
+def test_layers_that_all_fit_are_visited_by_one_micro_batch(tmp_path):
+    estimates = Estimates()
+    session = open_alone(example_job(tmp_path, microBatchSize=1), estimates=estimates)
+    gate = OpenGate(1, estimates=estimates)
+    assert set(trained(session, gate.launch, gate.landed)) == {1}
+
+
+def test_beside_decode_a_slot_keeps_the_copy_to_its_rate_and_shares_each_visit(
+    tmp_path, run_dir, monkeypatch, expected
+):
+    monkeypatch.setattr(base_model, "_room_bytes", lambda device: ROOM)
+    geometry = Geometry(
+        layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=65536, chunks=64
+    )
+    arena = Arena.create(geometry, reserved_chunks=0)
+    arena.serve(str(RunDir(run_dir).arena_socket(0)))
+    job = example_job(tmp_path, microBatchSize=1)
+    with LendingDecode(arena, limit=64) as decode:
+        cores = Unshared("finetune", 2)
+        slot = open_slot(WORKER, RunDir(run_dir), 0, cores, copy_rate=SLOW)
+        seat = slot.take(job, Standing())
+        seat.memory.bring_back()
+        frozen, stream = slot._base.frozen, seat.session.stream
+
+        def may_run(tasklet) -> bool:
+            seat.memory.settle()
+            tasklet = stream.peek() or tasklet
+            if not seat.memory.starving(tasklet) and slot.gate.launch(tasklet):
+                return True
+            slot.gate.quiet(tasklet)
+            slot.gate.wait()
+            return False
+
+        groups = trained(seat.session, may_run, slot.gate.landed)
+        slot.close()
+    assert max(groups) > 1
+    assert 2 <= decode.most_resident < 6
+    assert frozen.bytes_per_s <= SLOW
+    assert close(adapter_of(seat.session), expected)
+    frozen.close()
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokens", "fitting"), [(1, 90, 1), (4, 90, 3), (4, 10, 4), (4, 400, 1), (3, 0, 3)]
+)
+def test_no_micro_batch_becomes_smaller_for_company(wanted, tokens, fitting):
+    assert most_that_fit(wanted, tokens, lambda n: 300 // n) == fitting
+
+
+def test_the_agents_copy_rate_is_its_workers(run_dir):
+    flags = ["--run-dir", str(run_dir)]
+    for settings in (
+        parse_settings([*flags, "--copy-rate", "2Gi"], {}),
+        parse_settings(flags, {ENV_COPY_RATE: "2Gi"}),
+    ):
+        assert worker_environment(settings)[ENV_COPY_RATE] == str(2 << 30)
+    assert ENV_COPY_RATE not in worker_environment(parse_settings(flags, {}))
+    for wrong in ("fast", "0"):
+        with pytest.raises(UserError, match="no rate in bytes a second") as refused:
+            parse_settings([*flags, "--copy-rate", wrong], {})
+        assert refused.value.field == ENV_COPY_RATE
+
+
+class InChunks:
+    """A job whose layers lie in lent chunks of the host's arena, as all of torch's do on a GPU."""
+
+    def __init__(self, folder, run_dir) -> None:
+        geometry = Geometry(
+            layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=2 * MIB, chunks=6
+        )
+        self.decode = Arena.create(geometry, reserved_chunks=0)
+        self.decode.serve(path := str(run_dir / "a.sock"))
+        self.worker = Arena.attach(path)
+        self.allocator = DeviceAllocator.over(self.worker)
+        self.budget = LentBudget(self.worker, WORKER, self.allocator)
+        self.memory = AllocatedMemory(
+            self.budget,
+            HostDevice(),
+            chunk_bytes=geometry.chunk_bytes,
+            host_free_bytes=lambda: 1 << 30,
+        )
+        self.decode.lend(2, owner=WORKER)  # four layers, and no more
+        self.memory.settle()
+        self.granted = 0
+        base = load_base(MODEL, room_bytes=10 * MIB)
+        self.frozen = base.frozen
+        self.frozen._make_slot = self._slot
+        self.session = open_alone(example_job(folder, microBatchSize=1), base=base)
+        self.residents = Residents(self.frozen, lambda: self.granted)
+        self.memory.serve(Loaded(self.session.stream, self.session.keeping, self.residents))
+
+    def _slot(self, n_bytes: int) -> torch.Tensor:
+        address = self.allocator.allocate(n_bytes)
+        memory = (ctypes.c_uint8 * n_bytes).from_address(address)
+        weakref.finalize(memory, self.allocator.free, address)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def may_run(self, tasklet) -> bool:
+        self.memory.settle()
+        return not self.memory.starving(tasklet)
+
+    def close(self) -> None:
+        self.frozen.close()
+        self.memory.release()
+        self.worker.close()
+        self.decode.check()
+        self.decode.close()
+
+
+@pytest.fixture
+def in_chunks(tmp_path, run_dir):
+    made = InChunks(tmp_path, run_dir)
+    yield made
+    made.close()
+
+
+def test_layers_leave_first_and_the_group_on_its_way_goes_on(in_chunks, expected):
+    ran = []
+
+    def may_run(tasklet) -> bool:
+        if len(ran) % 9 == 5:  # decode needs one of two chunks, in the middle of a group
+            in_chunks.decode.revoke(1)
+            in_chunks.memory.settle()
+            assert in_chunks.decode.draining(WORKER) == []
+            assert len(in_chunks.decode.held(WORKER)) == 1
+            assert in_chunks.residents.layers <= 2
+        if len(in_chunks.decode.held(WORKER)) < 2:
+            in_chunks.decode.lend(1, owner=WORKER)
+        return in_chunks.may_run(tasklet)
+
+    groups = trained(in_chunks.session, may_run, ran.append)
+    assert len(ran) == sum(groups) * 13 + 2, "nothing ran twice"
+    assert bit_equal(adapter_of(in_chunks.session), expected)
+
+
+def test_without_room_for_two_layers_the_worker_says_that_it_starves(in_chunks):
+    stream = in_chunks.session.stream
+    assert in_chunks.may_run(stream.peek())
+    stream.run(stream.peek())
+    in_chunks.decode.revoke(2)
+    in_chunks.memory.settle()
+    assert in_chunks.decode.held(WORKER) == []
+    assert in_chunks.residents.layers == 0
+    assert in_chunks.memory.starving(stream.peek())
+    in_chunks.decode.lend(1, owner=WORKER)
+    assert in_chunks.may_run(stream.peek())
+
+
+def test_no_more_layers_are_held_than_are_granted_or_than_lent_memory_has_room_for(in_chunks):
+    stream = in_chunks.session.stream
+    most = in_chunks.frozen.capacity
+    assert most == 4
+    for _ in range(6):
+        assert in_chunks.may_run(stream.peek())
+        stream.run(stream.peek())
+    in_chunks.decode.revoke(1)
+    in_chunks.memory.settle()
+    assert in_chunks.frozen.capacity == 2, "one chunk has room for two"
+    in_chunks.decode.lend(3, owner=WORKER)
+    while not stream.between_micro_batches:
+        stream.run(stream.peek())
+    in_chunks.memory.settle()
+    assert in_chunks.frozen.capacity == most
+    in_chunks.granted = 2
+    in_chunks.memory.settle()
+    assert in_chunks.frozen.capacity == 2
