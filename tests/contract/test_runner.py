@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import threading
+import time
 
 import pytest
 
@@ -14,6 +16,7 @@ from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job import Job, Session
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
+from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
     Elsewhere,
@@ -74,7 +77,8 @@ class Started:
         self.folder.claim()
         every = {"checkpoint": CheckpointSpec(everySteps=1)}
         job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
-        stream, standing = self.tiny.stream, Standing()
+        stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
+        self.standing = standing
         session = Session(job, self.tiny.model, stream, 16, False, Origin(), keeping=None)
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing)
@@ -99,6 +103,23 @@ def test_the_stream_does_not_wait_for_a_slow_disk(tmp_path, uninterrupted):
     assert "CHECKPOINTED" in job.told.kinds
     assert job.told.kinds[-1] == "SUCCEEDED"
     assert bit_equal(adapter_of(job.tiny), uninterrupted)
+
+
+def test_a_last_checkpoint_that_hangs_is_noticed(tmp_path):
+    job = Started(tmp_path)
+    while job.tiny.stream.position.step < 2:
+        job.runner.cycle()
+    job.standing.stop_asked = "a test"
+    with (job.folder.root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a disk that does not answer
+        stopping = threading.Thread(target=job.runner.cycle)
+        stopping.start()
+        deadline = time.monotonic() + 60
+        while "the last checkpoint has not ended" not in str(job.standing.stall.stalled()):
+            assert time.monotonic() < deadline
+    stopping.join()
+    assert job.standing.stall.stalled() is None
+    assert job.told.kinds[-1] == "STOPPED"
 
 
 def test_a_checkpoint_is_not_begun_where_the_optimizers_step_would_wait_for_it(tmp_path):

@@ -57,6 +57,17 @@ def test_a_tasklet_that_does_not_end_is_noticed_and_waiting_is_not():
     assert watch.stalled() is None
     now[0] += 2
     assert watch.stalled().reason == "NoProgress"
+    watch.renew()
+    assert watch.stalled() is None, "it is getting on"
+    with watch.during("loading", 3600):
+        now[0] += 3000
+        assert watch.stalled() is None
+        now[0] += 601
+        assert "loading has not ended within 3600 s" in str(watch.stalled())
+    watch.renew()
+    now[0] += 10_000
+    assert watch.stalled() is None
+    watch.begin()
     watch.end()
     assert watch.stalled() is None
 

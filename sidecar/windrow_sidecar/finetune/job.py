@@ -100,8 +100,8 @@ class Session:
         return min(most, self.longest_row * (training.micro_batch_size or training.batch_size))
 
 
-def read_examples(job: Job, base: BaseModel) -> Split:
-    """Read, tokenize and split the rows of a job.
+def read_examples(job: Job, base: BaseModel, alive: Callable[[], None] = lambda: None) -> Split:
+    """Read, tokenize and split the rows of a job; `alive` is called at each.
 
     Raises:
         UserError, Transient: see `read_dataset`.
@@ -113,7 +113,7 @@ def read_examples(job: Job, base: BaseModel) -> Split:
         learn_all=training.loss == "all",
     )
     limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
-    return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed)
+    return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed, alive=alive)
 
 
 def open_session(
@@ -127,6 +127,7 @@ def open_session(
     between: Callable[..., None] | None = None,
     device: ComputeDevice | None = None,
     units: Callable[[], int] = lambda: 0,
+    alive: Callable[[], None] = lambda: None,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -140,12 +141,13 @@ def open_session(
         between: called between the modules of a layer that runs (see `suspension`).
         device: where `base` is (default: the host).
         units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
+        alive: called at each row that is read.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
     spec, training, device = job.spec, job.spec.training, device or HostDevice()
-    rows = read_examples(job, base)
+    rows = read_examples(job, base, alive)
     tuned = add_adapter(base.model, spec, base.frozen)
     stack = DecoderStack(base.model, base.frozen, units)
     longest = max(lengths_of(rows.train))

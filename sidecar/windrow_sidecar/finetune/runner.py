@@ -14,6 +14,7 @@ from windrow_sidecar.finetune.layers.suspension import BrokenOff
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
 PAUSE_EVENT_AFTER_S = 1.0
@@ -155,7 +156,8 @@ class Runner:
     def _succeed(self) -> Ending:
         self._gate.quiet(None)
         self._note_ran()
-        self._ledger.succeeded()
+        with self._standing.stall.during(LAST_CHECKPOINT):
+            self._ledger.succeeded()
         return Ending.SUCCEEDED
 
     def _may_run(self, tasklet: Tasklet) -> bool:
@@ -170,9 +172,13 @@ class Runner:
 
     def _stop(self, why: str) -> Ending:
         self._gate.quiet(None)
-        detail = f"{why}; {self._ledger.checkpoint()}"
+        detail = f"{why}; {self._last_checkpoint()}"
         self._reporter.event(WorkerEvent("STOPPED", Reason.STOPPED, detail))
         return Ending.STOPPED
+
+    def _last_checkpoint(self) -> str:
+        with self._standing.stall.during(LAST_CHECKPOINT):
+            return self._ledger.checkpoint()
 
     def _wait(self, tasklet: Tasklet) -> Ending | None:
         if self._say_if_long() > SET_ASIDE_AFTER_S:
@@ -182,7 +188,7 @@ class Runner:
         self._gate.wait()
         if not self._gate.decode_gone():
             return None
-        detail = f"the decode process has ended; {self._ledger.checkpoint()}"
+        detail = f"the decode process has ended; {self._last_checkpoint()}"
         self._reporter.event(WorkerEvent("STOPPED", Reason.SLOT_LOST, detail))
         return Ending.DECODE_GONE
 

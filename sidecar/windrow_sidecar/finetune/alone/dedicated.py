@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,11 +130,12 @@ def open_alone(
     device: ComputeDevice | None = None,
     base: BaseModel | None = None,
     estimates: Estimates | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> Session:
     """Load a job onto a device (default: the host), over `base` where that is loaded already.
 
     `estimates`: what tasklets take there, as the gate learns it. Where layers take turns, as many
-    micro-batches visit each together as hide its transfer.
+    micro-batches visit each together as hide its transfer. `alive`: called at each row.
 
     Raises:
         UserError: it cannot be honoured.
@@ -147,7 +149,9 @@ def open_alone(
         together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
         return MicroLimits(tokens, micro_batches=together)
 
-    session = open_session(job, base, boundaries=TorchBoundaries(), limits=limits, device=device)
+    session = open_session(
+        job, base, boundaries=TorchBoundaries(), limits=limits, device=device, alive=alive
+    )
     return session
 
 

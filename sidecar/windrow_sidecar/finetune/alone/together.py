@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 from windrow.errors import UserError
@@ -28,6 +30,13 @@ from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier, worst
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
+from windrow_sidecar.finetune.training.health import (
+    LOADING,
+    LOADING_AFTER_S,
+    READING,
+    TAKING_FOLDER,
+    Unhealthy,
+)
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +103,14 @@ class Together:
             base: BaseModel | None = None
             carried = []
             for n, (job, reporter) in enumerate(zip(self._jobs, reporters, strict=True)):
-                events = event_log(job, self._log_dir)
+                events, stall = event_log(job, self._log_dir), self._standings[n].stall
                 until_all_is_told.callback(events.flush)
+                stall.watch(partial(self._give_up, n, reporter, events))
+                until_all_is_told.callback(stall.close)
                 try:
-                    base = base or self._base()
-                    own = twin_of(base) if len(self._jobs) > 1 else base
+                    with stall.during(LOADING, LOADING_AFTER_S):
+                        base = base or self._base()
+                        own = twin_of(base) if len(self._jobs) > 1 else base
                     carried.append(self._carried(n, job, own, reporter, events))
                 except Exception as error:
                     # The edge of a job: the others run without it.
@@ -124,9 +136,11 @@ class Together:
         self, n: int, job: Job, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> Carried:
         folder = JobFolder(job.destination, job.uid, job.epoch)
-        folder.claim()
-        session = open_alone(job, self._device, base, self._estimates)
         standing = self._standings[n]
+        with standing.stall.during(TAKING_FOLDER):
+            folder.claim()
+        with standing.stall.during(READING):
+            session = open_alone(job, self._device, base, self._estimates, standing.stall.renew)
         stream = session.stream
         memory = OwnMemory(stream, keeping=session.keeping)
         ledger = Ledger(session, folder, reporter, events, standing)
@@ -143,6 +157,12 @@ class Together:
         event, ending = failure(error, self._standings[n].progress.checkpoint_path)
         reporter.event(event)
         return ending
+
+    def _give_up(self, n: int, reporter: LineReporter, events: EventLog, found: Unhealthy) -> None:
+        """End the process from beside its stuck thread; other jobs resume from checkpoints."""
+        ending = self._failed(n, reporter, found)
+        events.flush()
+        os._exit(ending)
 
     def _ask_to_stop(self, *_: object) -> None:
         for standing in self._standings:

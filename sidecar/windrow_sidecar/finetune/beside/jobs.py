@@ -29,6 +29,7 @@ from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Arrival, Carried, Carrier, worst
+from windrow_sidecar.finetune.training.health import TAKING_FOLDER
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,8 @@ class WorkerJobs:
         file = self._run_dir.job_dir(order.job_uid) / "job.json"
         job = replace(read_job(file), epoch=order.epoch)
         folder = JobFolder(job.destination, job.uid, job.epoch)
-        folder.claim()
+        with standing.stall.during(TAKING_FOLDER):
+            folder.claim()
         if self._slot is None:
             self._slot = self._open_slot()
         slot = self._slot

@@ -18,6 +18,7 @@ from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Paced
 from windrow_sidecar.finetune.residency.hiding import micro_batches_a_visit, most_that_fit
 from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.training.health import READING
 from windrow_sidecar.qos.view import Phase
 
 
@@ -61,16 +62,18 @@ class Seat:
         suspension = Suspension(shared.gate, standing.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
         self._room: LentBoundaries | AllocatedMemory = ground.memory or shared.lent
-        self.session: Session = open_session(
-            job,
-            base,
-            boundaries=TorchBoundaries() if ground.memory else self._boundaries,
-            limits=self._limits,
-            grain=self._grain,
-            between=suspension.point,
-            device=ground.device,
-            units=ground.units_of(shared.gate),
-        )
+        with standing.stall.during(READING):
+            self.session: Session = open_session(
+                job,
+                base,
+                boundaries=TorchBoundaries() if ground.memory else self._boundaries,
+                limits=self._limits,
+                grain=self._grain,
+                between=suspension.point,
+                device=ground.device,
+                units=ground.units_of(shared.gate),
+                alive=standing.stall.renew,
+            )
         self.memory = self._memory()
 
     @property

@@ -34,6 +34,7 @@ from windrow_sidecar.finetune.job import Job
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.sharing.twin import twin_of
+from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class WorkerSlot:
         elif self._ground.memory is not None:
             self._await_memory(self._ground.memory, standing)
         try:
-            base = self._base_for(job)
+            with standing.stall.during(LOADING, LOADING_AFTER_S):
+                base = self._base_for(job)
             assert self._lent is not None
             shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
             seat = Seat(job, base, shared, standing)

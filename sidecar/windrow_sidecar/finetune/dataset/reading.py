@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,8 +79,11 @@ def read_dataset(
     limits: ModelLimits,
     *,
     seed: int,
+    alive: Callable[[], None] = lambda: None,
 ) -> Split:
     """Read, check and tokenize all rows; hold out some by the seed.
+
+    `alive` is called at each row, since a large set may take hours.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
@@ -89,6 +93,7 @@ def read_dataset(
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile()
     for file in find_files(spec.source, spec.split):
         for record in read_records(file):
+            alive()
             try:
                 example = _example(record, spec.format, tokenizer)
             except UserError as error:

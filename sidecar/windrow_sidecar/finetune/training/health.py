@@ -6,7 +6,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from windrow.conditions import Reason
@@ -63,11 +64,17 @@ class GradientWatch:
             )
 
 
+# A model of 140 GB from a disk that gives 50 MB/s takes 47 minutes.
+LOADING, LOADING_AFTER_S = "loading the model", 3600.0
+TAKING_FOLDER, READING = "taking the job's folder", "reading the rows"
+LAST_CHECKPOINT = "the last checkpoint"
+
+
 class StallWatch:
-    """Notices a tasklet that does not end; the waiting for decode is none.
+    """Notices work that does not end; the waiting for decode is none.
 
     Args:
-        after_s: how long a tasklet may take.
+        after_s: how long a tasklet, a row or a checkpoint may take.
         clock: monotonic seconds.
     """
 
@@ -75,25 +82,39 @@ class StallWatch:
         self, after_s: float = 900.0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._after_s, self._clock = after_s, clock
-        self._begun: float | None = None
+        self._begun: tuple[float, str, float] | None = None  # when, what, how long it may take
         self._closing = threading.Event()
 
-    def begin(self) -> None:
-        """A tasklet runs from now."""
-        self._begun = self._clock()
+    def begin(self, what: str = "a tasklet", after_s: float | None = None) -> None:
+        """Something runs from now; `after_s`: how long it may."""
+        self._begun = self._clock(), what, self._after_s if after_s is None else after_s
+
+    def renew(self) -> None:
+        """It is getting on: its time begins anew."""
+        if (begun := self._begun) is not None:
+            self._begun = self._clock(), *begun[1:]
+
+    @contextmanager
+    def during(self, what: str, after_s: float | None = None) -> Iterator[None]:
+        """`begin`, and `end` however it ends."""
+        self.begin(what, after_s)
+        try:
+            yield
+        finally:
+            self.end()
 
     def end(self) -> None:
         """It has ended."""
         self._begun = None
 
     def stalled(self) -> Unhealthy | None:
-        """Return what to say of a tasklet that does not end."""
-        begun = self._begun
-        if begun is None or self._clock() - begun < self._after_s:
+        """Return what to say of work that does not end."""
+        if (begun := self._begun) is None:
             return None
-        return Unhealthy(
-            Reason.NO_PROGRESS, f"a tasklet has not ended within {self._after_s:.0f} s"
-        )
+        since, what, after_s = begun
+        if self._clock() - since < after_s:
+            return None
+        return Unhealthy(Reason.NO_PROGRESS, f"{what} has not ended within {after_s:.0f} s")
 
     def watch(self, tell: Callable[[Unhealthy], None]) -> None:
         """Call `tell`, once, from a thread of its own; the stuck thread cannot."""
