@@ -24,7 +24,11 @@ def plan(
     manifest: Annotated[Path, typer.Argument(help="FinetuneJob manifest.")],
     model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
     order: Annotated[
-        str, typer.Option(help="layer-major, token-major or interleaved.")
+        str,
+        typer.Option(
+            help="layer-major, which is what every worker runs; token-major or interleaved, to "
+            "compare with it."
+        ),
     ] = "layer-major",
     window: Annotated[int, typer.Option(help="Tokens of a row. 0: whole rows.", min=0)] = 0,
     bound_ms: Annotated[
@@ -33,6 +37,10 @@ def plan(
     micro_batches: Annotated[
         int, typer.Option(help="Micro-batches that visit a layer together.", min=1)
     ] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or cuda:N.")] = "cpu",
+    units: Annotated[
+        int | None, typer.Option(help="Cores or SMs to use. Default: all.", min=1)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what a step of a job would run: phases, layers, tokens, bytes, times of this machine.
@@ -45,24 +53,38 @@ def plan(
         )
     argv = [sys.executable, "-m", "windrow_sidecar.finetune.alone.preview", f"--job={manifest}"]
     argv += [f"--order={order}", f"--window={window}", f"--bound-ms={bound_ms}"]
-    argv += [f"--micro-batches={micro_batches}"]
+    argv += [f"--micro-batches={micro_batches}", f"--device={device}"]
+    if units is not None:
+        argv.append(f"--units={units}")
     if model is not None:
         argv.append(f"--model={model}")
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or ["it ended without a word"]
-        if done.returncode == 2:
-            raise UserError(why[0])
-        raise WindrowError(why[0])
-    shown = json.loads(done.stdout)
+    shown = _understood(done)
     if as_json:
         print_json(shown)
         return
     _print(shown)
 
 
+def _understood(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Return the plan.
+
+    Raises:
+        UserError, WindrowError: there is none; with the whole of what was said.
+    """
+    try:
+        said: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise WindrowError(done.stderr.strip() or "it ended without a word") from None
+    if "error" in said:
+        raise (UserError if done.returncode == 2 else WindrowError)(said["error"])
+    return said
+
+
 def _print(shown: dict[str, Any]) -> None:
-    title = f"{shown['model']}: a step, {shown['order']}, {shown['units']} core(s)"
+    title = (
+        f"{shown['model']}: a step, {shown['order']}, {shown['units']} units of {shown['device']}"
+    )
     table = Table("", "phase", "layers", "tokens", "rows", "MiB", "ms", title=title)
     for number, at in enumerate(shown["tasklets"]):
         first, end = at["layers"]

@@ -1,15 +1,15 @@
 """What a step of a job would run: its tasklets as data, with bytes and times of this machine.
 
-`windrow plan` starts this and prints it. The model's layers run once up and down on the step's
-first micro-batch, so that bytes and times are measured, not guessed.
+`windrow plan` starts this and prints it. The model's layers run up and down on the step's first
+group, and the optimizer steps, so that bytes and times are measured, not guessed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windrow.errors import UserError
-from windrow_sidecar.finetune.alone.dedicated import MICRO_BATCH_TOKENS, take_cores
+from windrow.errors import UserError, WindrowError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.finetune.alone.dedicated import MICRO_BATCH_TOKENS, base_of, take_units
 from windrow_sidecar.finetune.alone.measurement import endless
-from windrow_sidecar.finetune.base.model import find_model, load_base
 from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.job import Job, Session, open_session, read_job
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
@@ -31,6 +32,8 @@ from windrow_sidecar.finetune.plan.orders import ORDERS
 from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.qos.view import Phase
+
+log = logging.getLogger(__name__)
 
 # Times a micro-batch runs: the first one finds cold caches.
 ROUNDS = 3
@@ -44,16 +47,23 @@ class Preview:
         grain: how tasklets are cut; a bound in microseconds asks for what keeps to it.
         order: one of `ORDERS`.
         micro_batches: that visit a layer together.
-        units: cores in use.
+        units: of the device, in use.
+        device: that would compute.
     """
 
     def __init__(
-        self, job: Job, grain: Grain | int, order: str, micro_batches: int, units: int
+        self,
+        job: Job,
+        grain: Grain | int,
+        order: str,
+        micro_batches: int,
+        units: int,
+        device: ComputeDevice,
     ) -> None:
-        self._units, self._estimates = units, Estimates()
+        self._units, self._device, self._estimates = units, device, Estimates()
         self._grain: Grain = WholeRows()
         self._micro_batches = micro_batches
-        base = load_base(find_model(job.spec.model.name, job.spec.model.revision))
+        base = base_of(job, device)
         self.session: Session = open_session(
             replace(job, spec=endless(job.spec)),
             base,
@@ -61,21 +71,21 @@ class Preview:
             limits=self._limits,
             grain=lambda: self._grain,
             order=ORDERS[order],
+            device=device,
         )
         windows = not self.session.stream.windows_refused
         self._measure(grain if isinstance(grain, Windows) and windows else WholeRows())
         if isinstance(grain, int):
             grain = Paced(self._estimates, grain, units, windows)
         self._grain = grain if windows or isinstance(grain, Paced) else WholeRows()
-        hidden = int(base.config.hidden_size)
-        self._boundary_bytes = hidden * next(base.model.parameters()).element_size()
+        self._boundary_bytes = int(base.config.hidden_size) * base.dtype.itemsize
 
     def tasklets(self) -> list[dict[str, Any]]:
         """Return the tasklets of the first step in their order."""
         return [self._described(tasklet) for tasklet in self.session.stream.plan()]
 
     def _limits(self) -> MicroLimits:
-        tokens = MICRO_BATCH_TOKENS["cpu"]
+        tokens = MICRO_BATCH_TOKENS[self._device.torch.type]
         if isinstance(self._grain, Paced):
             tokens = self._grain.tokens(Phase.BACKWARD)
         return MicroLimits(tokens, micro_batches=self._micro_batches)
@@ -96,22 +106,35 @@ class Preview:
         return {Phase.FORWARD: of_layer, Phase.BACKWARD: -of_layer}.get(tasklet.phase, 0)
 
     def _measure(self, grain: Grain) -> None:
-        """Learn times and bytes on the first group, which leaves no trace."""
+        """Learn times and bytes on the first group and the optimizer; they leave no trace."""
         stream, self._grain = self.session.stream, grain
         start = {name: tensor.clone() for name, tensor in stream.tensors().items()}
         held = _Held({p.untyped_storage().data_ptr() for p in self.session.model.parameters()})
         for _ in range(ROUNDS):
             while (tasklet := stream.peek()) is not None:
                 held.watch(tasklet)
-                begun = time.perf_counter_ns()
                 with torch.autograd.graph.saved_tensors_hooks(held.note, lambda saved: saved):
-                    stream.run(tasklet)
-                elapsed_us = (time.perf_counter_ns() - begun) / 1e3
-                self._estimates.learn(tasklet, self._units, elapsed_us)
+                    self._time(tasklet)
                 if tasklet.phase is Phase.BACKWARD and stream.between_micro_batches:
                     break
             stream.restore(Position(step=0), {**start})
         self._saved = held.per_token
+        rows = {row for at in stream.plan() if at.micro for row in at.micro.rows}
+        for _ in range(ROUNDS):
+            # Where every row is through, the optimizer is next.
+            stream.restore(Position(step=0, committed_rows=tuple(rows)), {**start})
+            step = stream.peek()
+            assert step is not None
+            self._time(step)
+        stream.restore(Position(step=0), {**start})
+
+    def _time(self, tasklet: Tasklet) -> None:
+        begun = self._device.mark()
+        self.session.stream.run(tasklet)
+        ended = self._device.mark()
+        ended.wait()
+        elapsed_us = (ended.at_ns() - begun.at_ns()) / 1e3
+        self._estimates.learn(tasklet, self._units, elapsed_us)
 
 
 class _Held:
@@ -143,7 +166,7 @@ class _Held:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the plan as JSON."""
+    """Print the plan as JSON, or an error."""
     parser = argparse.ArgumentParser(
         prog="python -m windrow_sidecar.finetune.alone.preview", description=__doc__
     )
@@ -153,23 +176,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--window", type=int, default=0, help="tokens of a row; 0: whole rows")
     parser.add_argument("--bound-ms", type=float, default=0.0, help="on what is in flight")
     parser.add_argument("--micro-batches", type=int, default=1, help="that visit a layer together")
-    parser.add_argument("--units", type=int, help="cores to use (default: all)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
+    parser.add_argument("--units", type=int, help="cores or SMs to use (default: all)")
     options = parser.parse_args(argv)
-    units = take_cores(options.units)
     grain: Grain | int = Windows(options.window) if options.window else WholeRows()
     if options.bound_ms:
         grain = round(options.bound_ms * 1e3)
     try:
+        device = find_device(options.device)
+        units = take_units(device, options.units)
         job = read_job(options.job)
         if options.model:
             model = job.spec.model.model_copy(update={"name": options.model})
             job = replace(job, spec=job.spec.model_copy(update={"model": model}))
-        preview = Preview(job, grain, options.order, options.micro_batches, units)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+        preview = Preview(job, grain, options.order, options.micro_batches, units, device)
+    except Exception as error:
+        # The edge of the process. Whoever started it reads one stream; the other holds whatever
+        # libraries say as they end.
+        known = isinstance(error, WindrowError)
+        if not known:
+            log.exception("no plan")
+        print(json.dumps({"error": str(error) if known else f"{type(error).__name__}: {error}"}))
+        return 2 if isinstance(error, UserError) else 1
     plan = {
         "model": job.spec.model.name,
+        "device": device.name,
         "order": options.order,
         "layers": preview.session.stream.depth,
         "units": units,
