@@ -1,8 +1,10 @@
 """Whether a long job grows or drifts: 10,000 steps of a small model, beside a plain peft loop.
 
-Each runs in a process of its own over the same rows in the same order. Memory: the resident set
-every hundred steps once everything has been touched, a line through it, and how far that rises.
-Loss: means over a hundred steps, ours against peft's.
+Ours is the whole run as a user has it, `worker --standalone`: runner, ledger, event log, metrics,
+held-out evaluations and checkpoints between the steps. The loop trains on the same rows in the same
+order. Each runs in a process of its own. Memory: the resident set as the run goes on, a line
+through it once everything has been touched, and how far that rises. Loss: means over a hundred
+steps, ours against peft's. A plot of both is left beside FILE (.svg).
 """
 
 from __future__ import annotations
@@ -15,24 +17,42 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from array import array
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine.drawing import Panel, Points, draw
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
 
 STEPS, EVERY = 10_000, 100
+# Evaluations and checkpoints over the whole run, each so often.
+BETWEEN = 40
 # Allocators and caches fill in the first part of a run; what is asked is whether it ever ends.
 SETTLED = 0.2
-ENGINES = ("windrow", "peft")
 # Rounding that AdamW enlarges moves single losses; a hundred of them in the mean much less.
 DRIFT_GOAL = 0.01
 
 
-def resident_mib() -> float:
-    """Of this process, now."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One engine's run: the loss of each step, and (step, MiB) of memory as it went on."""
+
+    losses: list[float]
+    memory: Points
+
+    def means(self) -> list[float]:
+        """Losses, of each hundred."""
+        return [statistics.fmean(self.losses[i : i + EVERY]) for i in range(0, self.steps, EVERY)]
+
+    @property
+    def steps(self) -> int:
+        """How many there were."""
+        return len(self.losses)
+
+
+def resident_mib(pid: int | str = "self") -> float:
+    """Of a process, now."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
 
 def write_job(folder: Path, steps: int) -> Path:
@@ -44,11 +64,19 @@ def write_job(folder: Path, steps: int) -> Path:
     save_random_llama(folder / "model", num_hidden_layers=2)
     rows = [{"text": f"row {i}: " + "abcdefgh"[i % 8] * (4 + i % 7)} for i in range(64)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    often = max(1, steps // BETWEEN)
     spec = {
         "model": {"name": str(folder / "model")},
-        "dataset": {"source": str(folder / "rows.jsonl"), "format": "text", "evalFraction": 0},
+        "dataset": {"source": str(folder / "rows.jsonl"), "format": "text", "evalFraction": 0.1},
         "adapter": {"lora": {"rank": 4, "alpha": 8, "dropout": 0.0}},
-        "training": {"maxSteps": steps, "batchSize": 2, "learningRate": "1e-3", "seed": 3},
+        "training": {
+            "maxSteps": steps,
+            "batchSize": 2,
+            "learningRate": "1e-3",
+            "seed": 3,
+            "evalEverySteps": often,
+        },
+        "checkpoint": {"everySteps": often, "keep": 2},
         "output": {"destination": str(folder / "out")},
     }
     manifest: dict[str, Any] = {"apiVersion": "windrow.dev/v1alpha1", "kind": "FinetuneJob"}
@@ -57,119 +85,136 @@ def write_job(folder: Path, steps: int) -> Path:
     return folder / "job.yaml"
 
 
-def stepper(engine: str, job_file: Path) -> Callable[[], float]:
-    """One optimizer step of an engine at a call; returns its loss."""
+def run_ours(job_file: Path, device: str) -> Ran:
+    """The worker, to the end of the job; its memory at each word that it says of its progress."""
+    command = [sys.executable, "-m", "windrow_sidecar.finetune.worker", "--standalone"]
+    command += ["--job", str(job_file), "--device", device]
+    command += ["--units", "1"] if device == "cpu" else []
+    memory: dict[int, float] = {}
+    with subprocess.Popen(command, cwd=ROOT, env=_environ(), stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        for line in worker.stdout:
+            step = json.loads(line).get("progress", {}).get("step", 0)
+            if step and worker.poll() is None:
+                memory[step] = resident_mib(worker.pid)
+    if worker.returncode:
+        sys.exit(f"the worker ended with {worker.returncode}")
+    folder = job_file.parent / "out"
+    kept = list(folder.glob(".windrow/*/checkpoints/step-*"))
+    if len(kept) != 2 or not (folder / "adapter_model.safetensors").is_file():
+        sys.exit(f"the run left {len(kept)} checkpoints and no whole adapter")
+    (metrics,) = folder.glob(".windrow/*/metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    if device != "cpu":  # what it holds there, which the host's resident set does not show
+        memory = {line["step"]: line["memory_bytes"] / 2**20 for line in steps[::EVERY]}
+    return Ran([line["loss"] for line in steps], sorted(memory.items()))
+
+
+def loop_here(job_file: Path, steps: int, device: str) -> Ran:
+    """The plain loop, in this process."""
     from windrow.eventlog import EventLog
-    from windrow_sidecar.compute.host_device import HostDevice
+    from windrow_sidecar.compute.finding import find_device
     from windrow_sidecar.finetune.alone.baseline import PlainLoop
-    from windrow_sidecar.finetune.alone.dedicated import open_alone
     from windrow_sidecar.finetune.job import read_job
-    from windrow_sidecar.finetune.stream import StepDone
+    from windrow_sidecar.finetune.training.scalars import memory_bytes
 
-    job = read_job(job_file)
-    if engine == "peft":
-        log = EventLog(job_file.parent / "events.jsonl", source="peft")
-        loop = PlainLoop(job, log, 1, HostDevice())
-        return lambda: loop.step().loss
-    stream = open_alone(job).stream
-
-    def step() -> float:
-        while True:
-            tasklet = stream.peek()
-            assert tasklet is not None
-            outcome = stream.run(tasklet)
-            if isinstance(outcome, StepDone):
-                return outcome.position.loss or 0.0
-
-    return step
-
-
-def run_here(engine: str, job_file: Path, steps: int) -> dict[str, list[float]]:
-    """Losses of all steps, and the resident set after every hundredth."""
-    step = stepper(engine, job_file)
-    # Made before, so that the books are not what grows.
-    losses, resident = array("d", bytes(8 * steps)), array("d", bytes(8 * (steps // EVERY)))
+    log = EventLog(job_file.parent / "events.jsonl", source="peft")
+    loop = PlainLoop(read_job(job_file), log, 1, find_device(device))
+    losses, memory = [0.0] * steps, []
     for number in range(steps):
-        losses[number] = step()
+        losses[number] = loop.step().loss
         if (number + 1) % EVERY == 0:
-            resident[number // EVERY] = resident_mib()
-    return {"losses": losses.tolist(), "resident": resident.tolist()}
+            held = resident_mib() if device == "cpu" else memory_bytes() / 2**20
+            memory.append((number + 1, held))
+    return Ran(losses, memory)
 
 
-def run_apart(engine: str, job_file: Path, steps: int) -> dict[str, list[float]]:
+def run_loop(job_file: Path, steps: int, device: str) -> Ran:
     """The same in a process of its own, on one core."""
-    command = [sys.executable, "-m", "benchmarks.endurance", "--engine", engine]
-    command += ["--job", str(job_file), "--steps", str(steps)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE)
-    ran: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return ran
+    command = [sys.executable, "-m", "benchmarks.endurance", "--loop", str(job_file)]
+    command += ["--steps", str(steps), "--driver", device]
+    done = subprocess.run(command, cwd=ROOT, env=_environ(), check=True, stdout=subprocess.PIPE)
+    losses, memory = json.loads(done.stdout.splitlines()[-1])
+    return Ran(losses, [(step, held) for step, held in memory])
 
 
-def growth_mib(resident: list[float]) -> tuple[float, float]:
+def growth_mib(ran: Ran) -> tuple[float, float]:
     """How far the line through the settled part rises, and the noise around it, both in MiB."""
-    settled = resident[int(len(resident) * SETTLED) :]
-    line = statistics.linear_regression(range(len(settled)), settled)
-    apart = [y - line.slope * x - line.intercept for x, y in enumerate(settled)]
-    return line.slope * len(settled), 2 * statistics.pstdev(apart)
+    settled = [(step, held) for step, held in ran.memory if step >= SETTLED * ran.steps]
+    steps, held = zip(*settled, strict=True)
+    line = statistics.linear_regression(steps, held)
+    apart = [y - line.slope * x - line.intercept for x, y in settled]
+    return line.slope * (steps[-1] - steps[0]), 2 * statistics.pstdev(apart)
 
 
-def means(losses: list[float]) -> list[float]:
-    """Of each hundred."""
-    return [statistics.fmean(losses[i : i + EVERY]) for i in range(0, len(losses), EVERY)]
-
-
-def compare(ran: dict[str, dict[str, list[float]]], steps: int) -> list[Result]:
+def compare(ours: Ran, theirs: Ran) -> list[Result]:
     """Growth and drift."""
-    ours, theirs = means(ran["windrow"]["losses"]), means(ran["peft"]["losses"])
-    drift = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
-    grown, noise = growth_mib(ran["windrow"]["resident"])
-    beside = growth_mib(ran["peft"]["resident"])[0]
+    our_means, their_means = ours.means(), theirs.means()
+    drift = [abs(a - b) / b for a, b in zip(our_means, their_means, strict=True)]
+    grown, noise = growth_mib(ours)
+    beside = growth_mib(theirs)[0]
     # A page more or less is no growth, where the noise is smaller than that.
     goal = max(noise, 0.1)
-    of = f"over {steps:,} steps"
+    of = f"over {ours.steps:,} steps"
+    loop = [Baseline("peft", value) for value in (beside, their_means[-1], their_means[0])]
     return [
-        Result(
-            f"growth of memory {of}", grown, "MiB", "lower", goal, noise, Baseline("peft", beside)
-        ),
+        Result(f"growth of memory {of}", grown, "MiB", "lower", goal, noise, loop[0]),
         Result(f"largest drift of the loss {of}", max(drift), "ratio", "lower", DRIFT_GOAL),
         Result("drift of the loss, last hundred", drift[-1], "ratio", "lower", DRIFT_GOAL),
-        Result(
-            "loss, last hundred",
-            ours[-1],
-            "nats",
-            "lower",
-            None,
-            None,
-            Baseline("peft", theirs[-1]),
-        ),
-        Result(
-            "loss, first hundred", ours[0], "nats", "lower", None, None, Baseline("peft", theirs[0])
-        ),
+        Result("loss, last hundred", our_means[-1], "nats", "lower", baseline=loop[1]),
+        Result("loss, first hundred", our_means[0], "nats", "lower", baseline=loop[2]),
     ]
+
+
+def plot(ours: Ran, theirs: Ran, to: Path) -> None:
+    """Draw memory and loss of both."""
+    runs = {"windrow": ours, "peft": theirs}
+    losses = {
+        name: [(EVERY * (n + 1), mean) for n, mean in enumerate(ran.means())]
+        for name, ran in runs.items()
+    }
+    panels = [
+        Panel("memory above its start, MiB", {name: _above(ran) for name, ran in runs.items()}),
+        Panel(f"loss, means of {EVERY} steps, nats", losses),
+    ]
+    draw(panels, f"{ours.steps:,} steps", to)
+
+
+def _above(ran: Ran) -> Points:
+    start = ran.memory[0][1]
+    return [(step, held - start) for step, held in ran.memory]
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 def options() -> argparse.Namespace:
     """What was asked for."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, help=f"how many (default {STEPS})")
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--driver", default="host", help="host (default), cuda, or cuda:N")
+    parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def main() -> None:
-    """Run both, or one of them for the other process."""
+    """Run both, or the loop for the other process."""
     asked = options()
     steps: int = asked.steps or (500 if asked.quick else STEPS)
-    if asked.engine:
-        print(json.dumps(run_here(asked.engine, asked.job, steps)))
+    device = "cpu" if asked.driver == "host" else asked.driver
+    if asked.loop:
+        ran = loop_here(asked.loop, steps, device)
+        print(json.dumps([ran.losses, ran.memory]))
         return
     env: dict[str, Any] = environment()
     with tempfile.TemporaryDirectory() as folder:
         job = write_job(Path(folder), steps)
-        ran = {engine: run_apart(engine, job, steps) for engine in ENGINES}
-    write("endurance", compare(ran, steps), env, asked.json)
+        ours, theirs = run_ours(job, device), run_loop(job, steps, device)
+    write("endurance", compare(ours, theirs), env, asked.json)
+    if asked.json:
+        plot(ours, theirs, asked.json.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Lines over steps as one small SVG, so that a result can be looked at without anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+Points = Sequence[tuple[float, float]]
+_WIDTH, _HEIGHT, _LEFT, _GAP = 760, 200, 70, 50
+_COLOURS = ("#1f6feb", "#d1803c", "#3a9d5d", "#8250df")
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One plot: a title, and lines by their names."""
+
+    title: str
+    lines: Mapping[str, Points]
+
+
+def draw(panels: Sequence[Panel], title: str, to: Path) -> None:
+    """Write the panels one below the other; x is the step in all of them."""
+    height = len(panels) * (_HEIGHT + _GAP) + 60
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 20} {height}" '
+        'font-family="system-ui, sans-serif" font-size="12">',
+        f'<rect width="100%" height="100%" fill="white"/><text x="{_LEFT}" y="22" '
+        f'font-size="15">{escape(title)}</text>',
+    ]
+    for number, panel in enumerate(panels):
+        out += _panel(panel, 60 + number * (_HEIGHT + _GAP))
+    to.write_text("\n".join([*out, "</svg>\n"]), encoding="utf-8")
+
+
+def _panel(panel: Panel, top: int) -> list[str]:
+    xs = [x for points in panel.lines.values() for x, _ in points]
+    ys = [y for points in panel.lines.values() for _, y in points]
+    low, high = min(ys), max(ys)
+    margin = 0.05 * (high - low) or 1.0
+    low, high = low - margin, high + margin
+    first, last = min(xs), max(max(xs), min(xs) + 1)
+
+    def at(x: float, y: float) -> str:
+        right = _LEFT + _WIDTH * (x - first) / (last - first)
+        return f"{right:.1f},{top + _HEIGHT * (high - y) / (high - low):.1f}"
+
+    out = [
+        f'<text x="{_LEFT}" y="{top - 8}">{escape(panel.title)}</text>',
+        f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '
+        'stroke="#ccc"/>',
+        f'<text x="{_LEFT}" y="{top + _HEIGHT + 15}">{first:g}</text>'
+        f'<text x="{_LEFT + _WIDTH}" y="{top + _HEIGHT + 15}" text-anchor="end">{last:g}</text>',
+    ]
+    out += [
+        f'<text x="{_LEFT - 6}" y="{y}" text-anchor="end">{value:.4g}</text>'
+        for y, value in ((top + 12, high), (top + _HEIGHT, low))
+    ]
+    for number, (name, points) in enumerate(panel.lines.items()):
+        colour = _COLOURS[number % len(_COLOURS)]
+        path = " ".join(at(x, y) for x, y in points)
+        out.append(f'<polyline fill="none" stroke="{colour}" points="{path}"/>')
+        out.append(
+            f'<text x="{_LEFT + _WIDTH - 8}" y="{top + 16 + 15 * number}" text-anchor="end" '
+            f'fill="{colour}">{escape(name)}</text>'
+        )
+    return out

@@ -1,0 +1,45 @@
+"""Growth and drift of a long run, from its losses and its memory; and how they are drawn."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from benchmarks.endurance import Ran, compare, growth_mib, plot
+
+
+def ran(slope=0.0, drift=0.0, noise=0.0) -> Ran:
+    """1,000 steps whose memory jumps at first, then rises by so much in all."""
+    memory = [
+        (step, (0.0 if step < 200 else 50.0) + slope * step / 1000 + noise * (step // 50 % 2))
+        for step in range(50, 1001, 50)
+    ]
+    return Ran([2.0 + drift] * 500 + [1.0 + drift] * 500, memory)
+
+
+def test_what_is_touched_at_first_is_no_growth_and_what_rises_after_it_is():
+    assert growth_mib(ran()) == (pytest.approx(0.0), pytest.approx(0.0))
+    assert growth_mib(ran(slope=10.0))[0] == pytest.approx(8.0)
+    grown, noise = growth_mib(ran(noise=1.0))
+    assert abs(grown) < noise < 1.1
+
+
+def test_a_run_that_grows_or_drifts_misses_its_goal():
+    def met(**how):
+        return [result.met for result in compare(ran(**how), ran())[:3]]
+
+    assert met() == [True, True, True]
+    assert met(slope=10.0) == [False, True, True]
+    assert met(drift=0.1) == [True, False, False]
+
+
+def test_the_plot_shows_both_runs_in_both_panels(tmp_path):
+    plot(ran(slope=3.0), ran(), tmp_path / "out.svg")
+    drawn = ElementTree.parse(tmp_path / "out.svg").getroot()
+    lines = drawn.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 4
+    for line in lines:
+        places = [tuple(map(float, at.split(","))) for at in line.get("points").split()]
+        assert len(places) >= 10
+        assert all(70 <= x <= 830 and 60 <= y <= 510 for x, y in places)
