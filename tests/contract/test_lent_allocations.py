@@ -25,6 +25,7 @@ from windrow_sidecar.finetune.beside.slot import WorkerSlot
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.testing.lending_decode import LendingDecode
 from windrow_sidecar.testing.tinyjob import tiny_job
@@ -270,10 +271,15 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
     with LendingDecode(beside.decode, limit=4) as decode:
         job = read_job(job_file(run_dir))
         loaded_with: list[int] = []
+        now_s, noticed = [0.0], []
+        watch = StallWatch(clock=lambda: now_s[0])
 
         def load(of):
             assert of is job
             loaded_with.append(beside.budget.chunks)
+            for _ in range(2):
+                noticed.append(watch.stalled())
+                now_s[0] += LOADING_AFTER_S
             return load_base(find_model(job.spec.model.name, "main"))
 
         ground = SlotDevice(
@@ -283,7 +289,10 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
             beside.memory,
         )
         slot = WorkerSlot(WORKER, beside.worker, ground, load)
-        seat = slot.take(job, Standing())
+        seat = slot.take(job, Standing(stall=watch))
+        assert watch.stalled() is None, "it is loaded"
+        assert noticed[0] is None
+        assert "loading the model has not ended" in str(noticed[1])
         assert loaded_with == [4], "all that decode lends, before anything is loaded"
         with pytest.raises(Transient, match="cannot carry other beside it"):
             slot.take(replace(job, name="other", uid="v"), Standing())
