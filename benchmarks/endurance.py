@@ -22,7 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.drawing import Panel, Points, draw
-from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
+from benchmarks.harness import (
+    DRIVER_HELP,
+    ROOT,
+    Baseline,
+    Result,
+    arguments,
+    environment,
+    write,
+)
 
 STEPS, EVERY = 10_000, 100
 # Evaluations and checkpoints over the whole run, each so often.
@@ -194,7 +202,7 @@ def options() -> argparse.Namespace:
     """What was asked for."""
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=int, help=f"how many (default {STEPS})")
-    parser.add_argument("--driver", default="host", help="host (default), cuda, or cuda:N")
+    parser.add_argument("--driver", default="host", help=DRIVER_HELP)
     parser.add_argument("--loop", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -28,11 +28,12 @@ from benchmarks.engine.switching import switching
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from benchmarks.shapes import SHAPES
 from windrow.errors import UserError
+from windrow_sidecar.compute.device import ComputeDevice
 
 # Asking, publishing and accounting must stay below a thousandth of a tasklet of 5 ms.
 GATE_GOAL_US = 50.0
-
-
+# Benchmarks of the engine that are programs of their own.
+THE_REST = ("offload", "endurance")
 WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.alone.baseline"
 CHECKPOINTED = "peft loop, gradient checkpointing"
 ENGINES = {
@@ -139,33 +140,56 @@ def of_engine(*, quick: bool) -> list[Result]:
     for units in sorted({1, cores}):
         results += compare(example, f"{units} core(s)", units, repeats, seconds)
     results.append(gate_cost_us(2_000 if quick else 20_000))
-    results += equality(list(ARCHITECTURES)[:2] if quick else list(ARCHITECTURES))
-    results += holding(rounds=2 if quick else 7)
-    results += switching(rounds=4 if quick else 20)
+    results += _without_a_model(example.find(), quick=quick)
     results += stopping(
         example, rounds=5 if quick else 60, pauses=50 if quick else 300, others=SMALLER_STEPS
     )
     return results
 
 
-def of_model(shape: str, device: str, *, quick: bool) -> list[Result]:
-    """A shape with random weights on one device."""
+def _without_a_model(device: ComputeDevice, *, quick: bool) -> list[Result]:
+    """What brings models or tensors of its own: equality, checkpoints, switches."""
+    results = equality(list(ARCHITECTURES)[:2] if quick else list(ARCHITECTURES), device)
+    results += holding(rounds=2 if quick else 7, device=device)
+    return results + switching(rounds=4 if quick else 20, device=device.torch)
+
+
+def of_model(shape: str, device: str, *, quick: bool, whole: bool) -> list[Result]:
+    """A shape with random weights on one device; `whole`: and all else that this file measures."""
     repeats, seconds = (1, 5.0) if quick else (3, 20.0)
     with tempfile.TemporaryDirectory() as folder:
         setting = of_shape(Path(folder), shape, device)
-        setting.find()  # before anything is loaded for it
+        found = setting.find()  # before anything is loaded for it
         results = compare(setting, setting.what, None, repeats, seconds)
         results += stopping(setting, rounds=5 if quick else 60, pauses=20 if quick else 300)
-    if setting.on_gpu:
-        results += switching(rounds=4 if quick else 20)
+    if whole:
+        results += _without_a_model(found, quick=quick)
+    elif setting.on_gpu:
+        results += switching(rounds=4 if quick else 20, device=found.torch)
     return results
+
+
+def the_rest(driver: str, *, quick: bool, beside: Path | None) -> list[str]:
+    """Run the engine's other benchmarks on the same device, one after the other.
+
+    `beside`: results lie next to that file, under its name and theirs. Returns what failed.
+    """
+    failed = []
+    for name in THE_REST:
+        command = [sys.executable, "-m", f"benchmarks.{name}", "--driver", driver]
+        command += ["--quick"] if quick else []
+        if beside is not None:
+            command += ["--json", str(beside.with_name(f"{beside.stem}-{name}.json"))]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+    return failed
 
 
 def main() -> None:
     """Run the engine's table, or one shape on one device."""
     parser = arguments(__doc__)
     parser.epilog = (
-        "example: python -m benchmarks.finetune --driver cuda --shape llama-3-8b --quick"
+        "example: python -m benchmarks.finetune --driver cuda --shape llama-3-8b --all --quick"
     )
     parser.add_argument(
         "--driver", default="host", help="host (default), cuda, or cuda:N: what trains --shape"
@@ -173,21 +197,33 @@ def main() -> None:
     parser.add_argument(
         "--shape",
         choices=sorted(SHAPES),
-        help="measure a model of that shape, random weights, 2 x 1,024 tokens, and nothing else",
+        help="measure a model of that shape, random weights, 2 x 1,024 tokens",
+    )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="with --shape: the whole table on that device, and the engine's other benchmarks "
+        f"({', '.join(THE_REST)}) after it; with --json their files lie beside FILE",
     )
     options = parser.parse_args()
     device = "cpu" if options.driver == "host" else options.driver
     if device != "cpu" and options.shape is None:
         parser.error("--driver wants a --shape: the example's job is the host's")
+    if options.all and options.shape is None:
+        parser.error("--all wants a --shape; without one, python -m benchmarks runs everything")
     env = environment()
     try:
         if options.shape is None:
             results = of_engine(quick=options.quick)
         else:
-            results = of_model(options.shape, device, quick=options.quick)
+            results = of_model(options.shape, device, quick=options.quick, whole=options.all)
     except UserError as error:
         sys.exit(str(error))
     write("finetune", results, env, options.json)
+    if options.all and (
+        failed := the_rest(options.driver, quick=options.quick, beside=options.json)
+    ):
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -18,8 +18,18 @@ from typing import Any, Literal
 
 from windrow.local.environment import environment
 
-__all__ = ["ROOT", "Baseline", "Result", "arguments", "environment", "middle", "write"]
+__all__ = [
+    "DRIVER_HELP",
+    "ROOT",
+    "Baseline",
+    "Result",
+    "arguments",
+    "environment",
+    "middle",
+    "write",
+]
 
+DRIVER_HELP = "what computes: host (default), cuda, or cuda:N"
 ROOT = Path(__file__).resolve().parent.parent
 
 

@@ -5,7 +5,8 @@ all linears, one batch in micro-batches of three sizes. accelerate reads each mo
 disk when they are used, three times a micro-batch; its layers are checkpointed, since otherwise its
 graph would hold the whole model. Ours carries all micro-batches through each visit of a layer, so
 that the next layer comes meanwhile. Both run in a control group with room for libraries, working
-set and a window, pages of files included, so layers do come from the disk.
+set and a window, pages of files included, so layers do come from the disk. On a GPU (`--driver`)
+there is no such group: layers come over the link, from what the host holds of the files.
 
 Beside them, with room for all, two that hold every layer in memory: ours, and a plain peft loop.
 They are the most that computing allows, so accelerate's distance from them is the most that
@@ -32,13 +33,26 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.engine.confined import confined, forget_cached
-from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
+from benchmarks.harness import (
+    DRIVER_HELP,
+    ROOT,
+    Baseline,
+    Result,
+    arguments,
+    environment,
+    middle,
+    write,
+)
+from windrow.errors import UserError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
 
 TIGHT = ("windrow", "accelerate")
 # The last two hold every layer in memory: ours, and a plain loop over peft.
@@ -46,6 +60,8 @@ ENGINES = (*TIGHT, "resident", "peft")
 # One layer: 4 x 768^2 + 3 x 768 x 2112 weights, 28 MiB in fp32. On two cores its transfer takes
 # about four forwards of 8 tokens, as on an H200 (PCIe 5) it takes four of 2,048.
 LAYERS, IN_MEMORY, BATCH, WIDTH = 16, 4, 16, 8
+# On a GPU; the host's width leaves one mostly idle.
+WIDTH_ON_GPU = 256
 # Of a micro-batch.
 ROWS = (1, 4, 16)
 CONFIG = {
@@ -73,10 +89,32 @@ def resident_bytes(what: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {what}")
 
 
-def batch(step: int, rows: int) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What a step trains on.
+
+    Attributes:
+        device: that computes.
+        rows: of each micro-batch.
+    """
+
+    device: ComputeDevice
+    rows: int
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row: on a GPU so many that a layer takes about as long as its transfer."""
+        return WIDTH_ON_GPU if self.device.queues else WIDTH
+
+    def of(self, step: int) -> torch.Tensor:
+        """See `batch`."""
+        return batch(step, self.rows, self.width).to(self.device.torch)
+
+
+def batch(step: int, rows: int, width: int) -> torch.Tensor:
     """Ids of one batch, the same however it is cut: [micro-batches, rows, width]."""
     draw = torch.Generator().manual_seed(step)
-    return torch.randint(3, 256, (BATCH // rows, rows, WIDTH), generator=draw)
+    return torch.randint(3, 256, (BATCH // rows, rows, width), generator=draw)
 
 
 def adapted(model: Any) -> Any:
@@ -89,7 +127,7 @@ def adapted(model: Any) -> Any:
         return get_peft_model(model, LoraConfig(r=8, target_modules=LINEARS)).train()
 
 
-def ours(folder: Path, rows: int, in_memory: int) -> Arm:
+def ours(folder: Path, batches: Batches, in_memory: int) -> Arm:
     """One step of our engine, and what its window has moved."""
     from transformers import AutoConfig
 
@@ -106,8 +144,8 @@ def ours(folder: Path, rows: int, in_memory: int) -> Arm:
     from windrow_sidecar.finetune.tasklets import MicroBatch
     from windrow_sidecar.finetune.training.data import Example
 
-    config = AutoConfig.from_pretrained(folder)
-    model, frozen = load_windowed(folder, config, room_bytes=1 << 50)
+    rows, config = batches.rows, AutoConfig.from_pretrained(folder)
+    model, frozen = load_windowed(folder, config, room_bytes=1 << 50, device=batches.device)
     frozen.resize(in_memory)
     planned = PlannedLayers(list(model.get_decoder().layers))  # type: ignore[operator]
     tuned = adapted(model)
@@ -119,11 +157,11 @@ def ours(folder: Path, rows: int, in_memory: int) -> Arm:
     planned.bytes_per_token = 0
 
     def step(number: int) -> float:
-        every = [tuple(r.tolist()) for r in batch(number, rows).flatten(0, 1)]
+        every = [tuple(r.tolist()) for r in batches.of(number).flatten(0, 1)]
         examples = [Example(ids, ids, "") for ids in every]
         labels = sum(len(ids) - 1 for ids in every)
         group = [
-            MicroBatch(number, tuple(range(i, i + rows)), (WIDTH,) * rows)
+            MicroBatch(number, tuple(range(i, i + rows)), (batches.width,) * rows)
             for i in range(0, BATCH, rows)
         ]
         visit = Visit(parts, group, examples, TorchBoundaries(), labels_in_batch=labels, seed=0)
@@ -139,7 +177,7 @@ def ours(folder: Path, rows: int, in_memory: int) -> Arm:
     return step, moved
 
 
-def theirs(folder: Path, rows: int) -> Arm:
+def theirs(folder: Path, batches: Batches) -> Arm:
     """One step of peft over accelerate's disk offload."""
     from accelerate import init_empty_weights, load_checkpoint_in_model
     from transformers import AutoConfig, LlamaForCausalLM
@@ -148,30 +186,31 @@ def theirs(folder: Path, rows: int) -> Arm:
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(config)
     on_disk = {f"model.layers.{i}": "disk" for i in range(LAYERS)}
-    here = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    rest, at = ("embed_tokens", "norm", "rotary_emb"), batches.device.torch
+    here = {**{f"model.{name}": str(at) for name in rest}, "lm_head": str(at)}
     offload = folder / "offload"
-    load_checkpoint_in_model(
-        model, folder, device_map={**on_disk, **here, "lm_head": "cpu"}, offload_folder=offload
-    )
+    load_checkpoint_in_model(model, folder, device_map={**on_disk, **here}, offload_folder=offload)
+    model.model.rotary_emb.to(at)  # its buffers are no part of the checkpoint
     model.requires_grad_(requires_grad=False)
     model.tie_weights()
     tuned = adapted(model)
     with torch.no_grad():  # peft leaves adapters beside weights that are on disk without values
         for name, parameter in tuned.named_parameters():
             if "lora_" in name:
-                _settle(tuned, name, parameter)
-    _offload(model.model.layers, offload)
-    return _loop(tuned, rows), dict
+                _settle(tuned, name, parameter, at)
+    _offload(model.model.layers, offload, at)
+    return _loop(tuned, batches), dict
 
 
-def plain(folder: Path, rows: int) -> Arm:
+def plain(folder: Path, batches: Batches) -> Arm:
     """One step of peft with every layer in memory."""
     from transformers import LlamaForCausalLM
 
-    return _loop(adapted(LlamaForCausalLM.from_pretrained(folder)), rows), dict
+    model = LlamaForCausalLM.from_pretrained(folder).to(batches.device.torch)
+    return _loop(adapted(model), batches), dict
 
 
-def _loop(tuned: Any, rows: int) -> Callable[[int], float]:
+def _loop(tuned: Any, batches: Batches) -> Callable[[int], float]:
     """Return a step as a training loop takes it, layers checkpointed."""
     tuned.gradient_checkpointing_enable({"use_reentrant": True})
     tuned.enable_input_require_grads()
@@ -180,8 +219,8 @@ def _loop(tuned: Any, rows: int) -> Callable[[int], float]:
 
     def step(number: int) -> float:
         total = 0.0
-        for ids in batch(number, rows):
-            loss = tuned(input_ids=ids, labels=ids, use_cache=False).loss * rows / BATCH
+        for ids in batches.of(number):
+            loss = tuned(input_ids=ids, labels=ids, use_cache=False).loss * batches.rows / BATCH
             loss.backward()
             total += float(loss.detach())
         adamw.step()
@@ -191,16 +230,16 @@ def _loop(tuned: Any, rows: int) -> Callable[[int], float]:
     return step
 
 
-def _settle(model: Any, name: str, parameter: torch.nn.Parameter) -> None:
+def _settle(model: Any, name: str, parameter: torch.nn.Parameter, at: torch.device) -> None:
     """Put an adapter's matrix into memory, as peft initialises it."""
     path, _, leaf = name.rpartition(".")
-    made = torch.zeros(parameter.shape)
+    made = torch.zeros(parameter.shape, device=at)
     if "lora_A" in name:
         torch.nn.init.kaiming_uniform_(made, a=5**0.5)
     setattr(model.get_submodule(path), leaf, torch.nn.Parameter(made))
 
 
-def _offload(layers: Any, folder: Path) -> None:
+def _offload(layers: Any, folder: Path, at: torch.device) -> None:
     """Hang accelerate's hook on every module of the layers that has frozen weights of its own."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
     from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
@@ -211,59 +250,67 @@ def _offload(layers: Any, folder: Path) -> None:
         if not own or "lora_" in path:
             continue
         prefix = f"model.layers.{path}.".replace("base_layer.", "")
-        hook = AlignDevicesHook(
-            torch.device("cpu"), offload=True, weights_map=PrefixedDataset(weights, prefix)
-        )
+        weights_map = PrefixedDataset(weights, prefix)
+        hook = AlignDevicesHook(at, offload=True, weights_map=weights_map)
         add_hook_to_module(module, hook)
 
 
-def run_here(engine: str, folder: Path, rows: int, steps: int) -> dict[str, float]:
+def run_here(engine: str, folder: Path, batches: Batches, steps: int) -> dict[str, float]:
     """Measure in this process: a first step warms up and does not count."""
     import accelerate.hooks  # noqa: F401 - so that both have the same libraries in memory
     import peft  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    torch.mm(torch.ones(512, 512), torch.ones(512, 512))
+    device = batches.device
+    ones = torch.ones(512, 512, device=device.torch)
+    torch.mm(ones, ones)
     before = resident_bytes("VmRSS")
     in_memory = IN_MEMORY if engine == "windrow" else LAYERS
     made = {"accelerate": theirs, "peft": plain}.get(engine)
-    step, facts = made(folder, rows) if made else ours(folder, rows, in_memory)
+    step, facts = made(folder, batches) if made else ours(folder, batches, in_memory)
     gc.collect()
     first = step(0)
     times = []
     for number in range(1, steps + 1):
         begun = time.monotonic()
         step(number)
+        device.mark().wait()
         times.append(time.monotonic() - begun)
-    tokens = BATCH * WIDTH
+    tokens = BATCH * batches.width
     peak = resident_bytes("VmHWM") - before
+    if device.queues:
+        peak = int(torch.cuda.max_memory_allocated(device.torch))
     return {"tokens_per_s": tokens / middle(times)[0], "peak": peak, "loss": first, **facts()}
 
 
-def run_apart(engine: str, folder: Path, rows: int, steps: int) -> dict[str, float]:
-    """The same in a process of its own, with memory for `LIMIT_BYTES` where it is to be tight."""
+def run_apart(engine: str, folder: Path, batches: Batches, steps: int) -> dict[str, float]:
+    """The same in a process of its own, with memory for `LIMIT_BYTES` where it is to be tight.
+
+    Not on a GPU, whose memory a control group does not bound; there the host's holds the files.
+    """
     command = [sys.executable, "-m", "benchmarks.offload", "--engine", engine]
-    command += ["--folder", str(folder), "--rows", str(rows), "--steps", str(steps)]
+    command += ["--folder", str(folder), "--rows", str(batches.rows), "--steps", str(steps)]
+    command += ["--driver", batches.device.name]
     environ = {**os.environ, "OMP_WAIT_POLICY": "passive", "TQDM_DISABLE": "1"}
     with ExitStack() as stack:
         prefix = []
-        if engine in TIGHT:
+        if engine in TIGHT and not batches.device.queues:
             prefix = stack.enter_context(confined(LIMIT_BYTES))
             forget_cached(folder)
         done = subprocess.run(
             [*prefix, *command], cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE
         )
     ran: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"  {engine}, micro-batches of {rows * WIDTH} tokens: {ran}", flush=True)
+    print(f"  {engine}, micro-batches of {batches.rows * batches.width} tokens: {ran}", flush=True)
     return ran
 
 
-def compare(folder: Path, rows: int, repeats: int, steps: int) -> list[Result]:
+def compare(folder: Path, batches: Batches, repeats: int, steps: int) -> list[Result]:
     """All in turns."""
     ran: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
     for _ in range(repeats):
         for engine, runs in ran.items():
-            runs.append(run_apart(engine, folder, rows, steps))
+            runs.append(run_apart(engine, folder, batches, steps))
     losses = [runs[0]["loss"] for runs in ran.values()]
     if max(losses) - min(losses) > 1e-3:
         raise RuntimeError(f"the first losses differ: {losses}")
@@ -271,7 +318,7 @@ def compare(folder: Path, rows: int, repeats: int, steps: int) -> list[Result]:
     mib = {e: max(r["peak"] for r in runs) / 2**20 for e, runs in ran.items()}
     hidden = middle([r["hidden"] for r in ran["windrow"]])
     ours, offloaded, most = (speed[e][0] for e in ("windrow", "accelerate", "peft"))
-    of = f"micro-batches of {rows * WIDTH} tokens"
+    of = f"micro-batches of {batches.rows * batches.width} tokens"
     return [
         Result(
             f"tokens a second against accelerate, {of}",
@@ -330,16 +377,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--driver", default="host", help=DRIVER_HELP)
     asked = parser.parse_args()
+    try:
+        device = find_device(asked.driver)
+    except UserError as error:
+        sys.exit(str(error))
     if asked.engine:
-        print(json.dumps(run_here(asked.engine, asked.folder, asked.rows, asked.steps)))
+        batches = Batches(device, asked.rows)
+        print(json.dumps(run_here(asked.engine, asked.folder, batches, asked.steps)))
         return
     env = environment()
     with tempfile.TemporaryDirectory() as name:
         save_model(Path(name))
         results = []
         for rows in ROWS[:1] if asked.quick else ROWS:
-            results += compare(Path(name), rows, *((1, 1) if asked.quick else (3, 2)))
+            effort = (1, 1) if asked.quick else (3, 2)
+            results += compare(Path(name), Batches(device, rows), *effort)
     write("offload", results, env, asked.json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 from benchmarks.harness import Result
+from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import layer_major, token_major
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model
@@ -26,17 +27,19 @@ CUTS = [Cut(), Cut(max_tokens=64)] + [
 OF_NORM, OF_TENSOR = 1e-5, 5e-5
 
 
-def equality(architectures: list[str]) -> list[Result]:
-    """The worst of all combinations, in fp32."""
+def equality(architectures: list[str], device: ComputeDevice) -> list[Result]:
+    """The worst of all combinations, in fp32, both sides on one device."""
     worst_of_norm = worst_of_tensor = 0.0
     for architecture in architectures:
-        tuned = tuned_model(random_model(architecture), small_spec())
+        tuned = tuned_model(random_model(architecture), small_spec()).to(device.torch)
         theirs = pefts_gradients(tuned, small_rows())
         for cut in CUTS:
             off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
             worst_of_norm = max(worst_of_norm, off.of_norm)
             worst_of_tensor = max(worst_of_tensor, off.of_tensor)
-    what = f"gradients against peft, fp32, {len(architectures)} architectures x {len(CUTS)} cuts"
+    where = "" if device.name == "cpu" else f", {device.name}"
+    of = f"{len(architectures)} architectures x {len(CUTS)} cuts"
+    what = f"gradients against peft, fp32, {of}{where}"
     return [
         Result(f"{what}: of all", worst_of_norm, "relative", "lower", goal=OF_NORM),
         Result(f"{what}: worst tensor", worst_of_tensor, "relative", "lower", goal=OF_TENSOR),

@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Baseline, Result, middle
+from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Position
 from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.checkpoints.origin import Origin
@@ -33,12 +34,13 @@ Times = Mapping[str, list[float]]
 class _Job:
     """The stream of a job over the adapter, each of its acts timed, and its checkpoints."""
 
-    def __init__(self, folder: Path) -> None:
-        self._parameters = adapter_parameters(torch.device("cpu"))
+    def __init__(self, folder: Path, device: ComputeDevice) -> None:
+        self._device, at = device, device.torch
+        self._parameters = adapter_parameters(at)
         self._optimizer = stepped_optimizer(self._parameters)
         self._gradients = {n: torch.full_like(p, 0.0) for n, p in self._parameters.items()}
-        self._operands = torch.randn(2, WIDE, WIDE)
-        self._product = torch.empty(WIDE, WIDE)
+        self._operands = torch.randn(2, WIDE, WIDE, device=at)
+        self._product = torch.empty(WIDE, WIDE, device=at)
         self._steps = 1
         home = JobFolder(folder, "holding", 1)
         home.claim()
@@ -63,6 +65,13 @@ class _Job:
         """A checkpoint, meanwhile."""
         self.writer.begin(Position(self._steps), self._optimizer.snapshot())
 
+    def ms(self, act: Callable[[], None]) -> float:
+        """Milliseconds of one of these, until the device is through with it."""
+        began = time.perf_counter()
+        act()
+        self._device.mark().wait()
+        return (time.perf_counter() - began) * 1e3
+
     def copied_at_once(self) -> None:
         """What a checkpoint holds, to memory that is there already."""
         taken = self._optimizer.snapshot()
@@ -70,13 +79,13 @@ class _Job:
         taken.release()
 
 
-def holding(*, rounds: int) -> list[Result]:
+def holding(*, rounds: int, device: ComputeDevice) -> list[Result]:
     """After a step, where they are begun; and where the next step follows at once."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return _holding(_Job(Path(folder)), rounds)
+            return _holding(_Job(Path(folder), device), rounds)
     finally:
         torch.set_num_threads(threads)
 
@@ -93,16 +102,16 @@ def _holding(job: _Job, rounds: int) -> list[Result]:
     written: list[float] = []
     for _ in range(rounds + 1):
         began = time.perf_counter()
-        took = {"begin": [_ms(job.begin)]} | _step_of(job)
+        took = {"begin": [job.ms(job.begin)]} | _step_of(job)
         job.writer.settle(wait=True)
         written.append(time.perf_counter() - began)
         held.append(_longest(took, usual))
     at_once = []
     for _ in range(rounds + 1):
         job.commit()
-        at_once.append(_ms(job.begin) + _ms(job.step) - usual["step"])
+        at_once.append(job.ms(job.begin) + job.ms(job.step) - usual["step"])
         job.writer.settle(wait=True)
-    copies = [_ms(job.copied_at_once) for _ in range(rounds)]
+    copies = [job.ms(job.copied_at_once) for _ in range(rounds)]
     copy = Baseline("one core copies all of it, ms", middle(copies)[0])
     name = f"stream held by a checkpoint, rank {RANK} of an 8B shape"
     return [
@@ -125,17 +134,11 @@ def _step_of(job: _Job) -> dict[str, list[float]]:
     """Run one; milliseconds of each act."""
     took: dict[str, list[float]] = {"tasklet": [], "commit": [], "add": []}
     for commit in ("commit", "add"):  # the second one adds to the sums of the first
-        took["tasklet"] += [_ms(job.tasklet) for _ in range(TASKLETS)]
-        took[commit].append(_ms(job.commit))
-    return took | {"step": [_ms(job.step)]}
+        took["tasklet"] += [job.ms(job.tasklet) for _ in range(TASKLETS)]
+        took[commit].append(job.ms(job.commit))
+    return took | {"step": [job.ms(job.step)]}
 
 
 def _longest(times: Times, usual: Mapping[str, float]) -> float:
     """The longest time by which an act took longer than it does without a checkpoint."""
     return max(max(took) - usual.get(act, 0.0) for act, took in times.items())
-
-
-def _ms(act: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    act()
-    return (time.perf_counter() - began) * 1e3

@@ -75,23 +75,21 @@ class _Adapter:
         home.settle()
 
 
-def switching(*, rounds: int) -> list[Result]:
+def switching(*, rounds: int, device: torch.device) -> list[Result]:
     """Between two adapters of an 8B shape, and between two whole jobs of a tiny model."""
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
     what = f"switch of jobs, rank {RANK} of an 8B shape"
     results = []
-    if on_gpu:
-        results.append(_adapters(f"{what}, GPU to pinned and back", DeviceHome(device), rounds))
+    if device.type != "cpu":
+        home = DeviceHome(device)
+        results.append(_adapters(f"{what}, GPU to pinned and back", home, rounds, device))
     else:
-        results.append(_adapters(f"{what}, host", HostHome(), rounds))
-        results.append(_adapters(f"{what}, copied as if from a device", _Away(), rounds))
+        results.append(_adapters(f"{what}, host", HostHome(), rounds, device))
+        results.append(_adapters(f"{what}, copied as if from a device", _Away(), rounds, device))
     results.append(_jobs(rounds))
     return results
 
 
-def _adapters(name: str, home: Home, rounds: int) -> Result:
-    device = torch.device("cuda" if isinstance(home, DeviceHome) else "cpu")
+def _adapters(name: str, home: Home, rounds: int, device: torch.device) -> Result:
     swaps = [Swap(_Adapter(device), lambda: 1 << 40, home) for _ in range(2)]
     swaps[1].out()
     times_ms = [_switch_ms(swaps[n % 2].out, swaps[(n + 1) % 2].back) for n in range(rounds + 2)]

@@ -168,10 +168,11 @@ class PeftLoop:
         self._keys.at(SEED, step, numbers, Window(0, width))
         pads = [width - row.length for row in batch]
         pairs = list(zip(batch, pads, strict=True))
+        at = self.parameters[0].device
         loss: Tensor = self._tuned(
-            input_ids=torch.tensor([r.ids + (0,) * n for r, n in pairs]),
-            attention_mask=torch.tensor([[1] * r.length + [0] * n for r, n in pairs]),
-            labels=torch.tensor([r.labels + (IGNORED,) * n for r, n in pairs]),
+            input_ids=torch.tensor([r.ids + (0,) * n for r, n in pairs], device=at),
+            attention_mask=torch.tensor([[1] * r.length + [0] * n for r, n in pairs], device=at),
+            labels=torch.tensor([r.labels + (IGNORED,) * n for r, n in pairs], device=at),
             use_cache=False,
         ).loss
         loss.backward()  # type: ignore[no-untyped-call]
