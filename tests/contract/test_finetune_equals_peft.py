@@ -16,6 +16,7 @@ from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import interleaved, token_major
 from windrow_sidecar.finetune.stream import StepDone
+from windrow_sidecar.finetune.windows import attention
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model
 from windrow_sidecar.testing.equality import (
     Cut,
@@ -57,6 +58,14 @@ def trained(request):
 def test_gradients_equal_those_of_peft(trained, cut):
     _, tuned, theirs = trained
     off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
+    assert off.of_norm <= OF_NORM
+    assert off.of_tensor <= OF_TENSOR
+
+
+def test_attention_of_a_window_a_few_heads_at_a_time_has_pefts_gradients(trained, monkeypatch):
+    _, tuned, theirs = trained
+    monkeypatch.setattr(attention, "PIECE_BYTES", 1)
+    off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), Cut(Windows(7))), theirs)
     assert off.of_norm <= OF_NORM
     assert off.of_tensor <= OF_TENSOR
 

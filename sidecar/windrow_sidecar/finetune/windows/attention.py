@@ -25,6 +25,10 @@ NAME, ALONE = "windrow_windows", "windrow_alone"
 # The others want their masks in forms of their own.
 SUPPORTED = ("sdpa", "eager")
 
+# Of keys, copied for each head of queries; a backward takes about four times as much at a time.
+# Small enough to count for nothing, and large enough that a call is worth its launch.
+PIECE_BYTES = 4 << 20
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -114,7 +118,11 @@ def _attend(
         return out
 
     prefix = at.key_values.prefix or (None, None)
-    out: Tensor = _OverWindow.apply(query, key, value, *prefix, at, attention)
+    # What the function is given beside the mask may belong to heads (the sinks of GPT-OSS do).
+    by_heads = attention_mask.shape[1] == 1 and not any(
+        isinstance(option, Tensor) for option in options.values()
+    )
+    out: Tensor = _OverWindow.apply(query, key, value, *prefix, at, attention, by_heads)
     return out, None
 
 
@@ -145,25 +153,47 @@ class _OverWindow(torch.autograd.Function):
         prefix_value: Tensor | None,
         at: _Looking,
         attention: Attention,
+        by_heads: bool,
     ) -> Tensor:
         del prefix_key, prefix_value  # inputs of the graph only: `key_values` has them
         at.key_values.append(key, value, at.window)
         ctx.save_for_backward(query)
-        ctx.at, ctx.attention = at, attention
+        ctx.at, ctx.attention, ctx.by_heads = at, attention, by_heads
         return attention(query, *at.key_values.upto(at.window))
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         at: _Looking = ctx.at
-        leaves = [
-            t.detach().requires_grad_()
-            for t in (*ctx.saved_tensors, *at.key_values.upto(at.window))
-        ]
-        with torch.enable_grad():
-            out = ctx.attention(*leaves)
-        d_query, d_key, d_value = torch.autograd.grad(out, leaves, d_out)
+        (query,) = ctx.saved_tensors
+        key, value = at.key_values.upto(at.window)
+        d_query, d_key, d_value = (torch.empty_like(t) for t in (query, key, value))
+        for heads, kv_heads in _pieces(query, key, ctx.by_heads):
+            inputs = query[:, heads], key[:, kv_heads], value[:, kv_heads]
+            leaves = [t.detach().requires_grad_() for t in inputs]
+            with torch.enable_grad():
+                out = ctx.attention(*leaves)
+            found = torch.autograd.grad(out, leaves, d_out[:, :, heads])
+            del out, leaves
+            into = d_query[:, heads], d_key[:, kv_heads], d_value[:, kv_heads]
+            for room, gradient in zip(into, found, strict=True):
+                room.copy_(gradient)
         own, prefix = at.key_values.settle(d_key, d_value, at.window)
-        return (d_query, *own, *(prefix or (None, None)), None, None)
+        return (d_query, *own, *(prefix or (None, None)), None, None, None)
+
+
+def _pieces(query: Tensor, key: Tensor, by_heads: bool) -> Iterator[tuple[slice, slice]]:
+    """Cut attention into heads of queries and those of keys that they share.
+
+    Attention functions copy keys and values for each head of queries, and so do their gradients:
+    at 64 heads over 8 and 1,024 tokens that is most of what a window's backward takes.
+    """
+    heads, kv_heads = query.shape[1], key.shape[1]
+    expanded = key[:, :1].nbytes * heads
+    at_once = max(1, kv_heads * PIECE_BYTES // expanded) if by_heads else kv_heads
+    for begin in range(0, kv_heads, at_once):
+        end = min(kv_heads, begin + at_once)
+        each = heads // kv_heads
+        yield slice(begin * each, end * each), slice(begin, end)
 
 
 def _causal(at: _Looking, query: Tensor) -> Tensor:
