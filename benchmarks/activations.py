@@ -3,12 +3,13 @@
 The layer is a Llama's (hidden 8192, 64 heads, 8 KV heads, intermediate 28672) in bf16 with LoRA of
 rank 16 on all linears, 1,024 tokens; peft's default ran in the same run. Live bytes are followed
 operation by operation: everything that was made since the forward began and has not gone, weights
-and the layer's input excepted. Takes about 4 GB.
+and the layer's input excepted. Takes about 4 GB of the device's memory (`--driver`).
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -24,7 +25,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.harness import Baseline, Result, arguments, environment, write
+from benchmarks.harness import (
+    DRIVER_HELP,
+    Baseline,
+    Result,
+    arguments,
+    environment,
+    write,
+)
+from windrow.errors import UserError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.activations.planning import largest, smallest
 from windrow_sidecar.finetune.activations.recording import record
@@ -81,6 +92,17 @@ class Layer:
     module: nn.Module
     hidden: Tensor  # [1, tokens, hidden]
     kwargs: dict[str, Any]
+    device: ComputeDevice
+
+    def gradient(self) -> Tensor:
+        """Of the output: the same one each time."""
+        drawn = torch.randn(self.hidden.shape, generator=torch.Generator().manual_seed(1))
+        return drawn.bfloat16().to(self.hidden.device)
+
+    def now(self) -> float:
+        """Seconds, once all that was queued is through."""
+        self.device.mark().wait()
+        return time.monotonic()
 
     @property
     def input_bytes(self) -> int:
@@ -88,7 +110,7 @@ class Layer:
         return self.hidden.nbytes
 
 
-def make_layer(shape: dict[str, int], *, frozen: bool = True) -> Layer:
+def make_layer(shape: dict[str, int], device: ComputeDevice, *, frozen: bool = True) -> Layer:
     """Random weights; matrices are filled with one small piece over and over, which is fast."""
     config = transformers.LlamaConfig(
         hidden_size=shape["hidden"],
@@ -103,8 +125,8 @@ def make_layer(shape: dict[str, int], *, frozen: bool = True) -> Layer:
         warnings.simplefilter("ignore", FutureWarning)
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
         get_peft_model(model, LoraConfig(r=RANK, target_modules=LINEARS))
-    module = model.model.layers[0].to_empty(device="cpu").train()
-    piece = torch.randn(1 << 20) * 0.02
+    module = model.model.layers[0].to_empty(device=device.torch).train()
+    piece = torch.randn(1 << 20, device=device.torch) * 0.02
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if "layernorm" in name:
@@ -114,10 +136,10 @@ def make_layer(shape: dict[str, int], *, frozen: bool = True) -> Layer:
             for start in range(0, flat.numel(), piece.numel()):
                 flat[start : start + piece.numel()] = piece[: flat.numel() - start]
             parameter.requires_grad_(not frozen or "lora" in name)
-    rotary = type(model.model.rotary_emb)(config)
-    hidden = torch.randn(1, TOKENS, shape["hidden"]).bfloat16().requires_grad_()
-    places = rotary(hidden, torch.arange(TOKENS)[None])
-    return Layer(module, hidden, {"position_embeddings": places})
+    rotary = type(model.model.rotary_emb)(config).to(device.torch)
+    hidden = torch.randn(1, TOKENS, shape["hidden"]).bfloat16().to(device.torch).requires_grad_()
+    places = rotary(hidden, torch.arange(TOKENS, device=device.torch)[None])
+    return Layer(module, hidden, {"position_embeddings": places}, device)
 
 
 @dataclass
@@ -132,13 +154,11 @@ class Ran:
 
 def run(layer: Layer, around: Callable[[], AbstractContextManager[None]]) -> Ran:
     """Run forward and backward once, following what lives."""
-    gradient = torch.randn(
-        layer.hidden.shape, generator=torch.Generator().manual_seed(1)
-    ).bfloat16()
+    gradient = layer.gradient()
     for tensor in (layer.hidden, *layer.module.parameters()):
         tensor.grad = None
     gc.collect()
-    begun = time.monotonic()
+    begun = layer.now()
     with LiveBytes() as live:
         with around():
             out = layer.module(layer.hidden, **layer.kwargs)
@@ -146,7 +166,7 @@ def run(layer: Layer, around: Callable[[], AbstractContextManager[None]]) -> Ran
         del out
         kept = live.now
         torch.autograd.backward((edge,), (gradient,))
-    seconds = time.monotonic() - begun
+    seconds = layer.now() - begun
     gradients = [p.grad for p in layer.module.parameters() if p.grad is not None]
     extra = layer.input_bytes
     assert layer.hidden.grad is not None
@@ -161,8 +181,7 @@ def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: 
     config = layer.module.self_attn.config  # type: ignore[union-attr]
     key_values = KeyValues(TOKENS)
     windows = [Window(begin, begin + tokens) for begin in range(0, TOKENS, tokens)]
-    generator = torch.Generator().manual_seed(1)
-    gradient = torch.randn(layer.hidden.shape, generator=generator).bfloat16()
+    gradient = layer.gradient()
     for parameter in layer.module.parameters():
         parameter.grad = None
     calls = [_part(layer, window) for window in windows]
@@ -171,7 +190,7 @@ def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: 
         if least and (recording := planned.recording(0, (calls[0][0],), calls[0][1])) is not None:
             planned.bytes_per_token = smallest(recording.graph).kept_bytes / tokens
             planned.recipe(0, (calls[0][0],), calls[0][1])  # decided before anything is followed
-    begun = time.monotonic()
+    begun = layer.now()
     with LiveBytes() as live:
         above = torch.empty_like(layer.hidden)
         graphs = []
@@ -190,7 +209,7 @@ def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: 
             part.copy_(leaf.grad)
             del leaf.grad, leaf, edge
             calls.pop()
-    seconds = time.monotonic() - begun
+    seconds = layer.now() - begun
     gradients = [p.grad for p in layer.module.parameters() if p.grad is not None]
     extra = layer.input_bytes
     return Ran(kept + extra, live.peak + extra, seconds, [gradient, *gradients])
@@ -217,17 +236,17 @@ def per_token_kib(n_bytes: float) -> float:
     return n_bytes / TOKENS / 1024
 
 
-def unpruned_bytes(shape: dict[str, int]) -> int:
+def unpruned_bytes(shape: dict[str, int], device: ComputeDevice) -> int:
     """What a forward keeps whose every weight wants a gradient, from its graph alone."""
-    layer = make_layer(SMALL if shape is SMALL else shape, frozen=False)
+    layer = make_layer(shape, device, frozen=False)
     graph = record(layer.module, (layer.hidden,), layer.kwargs).graph
     return largest(graph).kept_bytes + layer.input_bytes
 
 
-def measure(shape: dict[str, int]) -> list[Result]:
+def measure(shape: dict[str, int], device: ComputeDevice) -> list[Result]:
     """Pruning, rematerialisation, windows and boundary-only, each against peft's default."""
-    unpruned = unpruned_bytes(shape)
-    layer = make_layer(shape)
+    unpruned = unpruned_bytes(shape, device)
+    layer = make_layer(shape, device)
     planned = PlannedLayers([layer.module], gemm_again=False)
     graph = record(layer.module, (layer.hidden,), layer.kwargs).graph
     forward = sum(op.flops for op in graph.ops)
@@ -300,9 +319,15 @@ def results_of(
 
 def main() -> None:
     """Run all."""
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--driver", default="host", help=DRIVER_HELP)
+    options = parser.parse_args()
     env = environment()
-    results = measure(SMALL if options.quick else LLAMA_70B)
+    try:
+        device = find_device(options.driver)
+    except UserError as error:
+        sys.exit(str(error))
+    results = measure(SMALL if options.quick else LLAMA_70B, device)
     write("activations", results, env, options.json)
 
 

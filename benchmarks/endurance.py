@@ -31,6 +31,8 @@ from benchmarks.harness import (
     environment,
     write,
 )
+from windrow.errors import UserError
+from windrow_sidecar.compute.finding import find_device
 
 STEPS, EVERY = 10_000, 100
 # Evaluations and checkpoints over the whole run, each so often.
@@ -122,7 +124,6 @@ def run_ours(job_file: Path, device: str) -> Ran:
 def loop_here(job_file: Path, steps: int, device: str) -> Ran:
     """The plain loop, in this process."""
     from windrow.eventlog import EventLog
-    from windrow_sidecar.compute.finding import find_device
     from windrow_sidecar.finetune.alone.baseline import PlainLoop
     from windrow_sidecar.finetune.job import read_job
     from windrow_sidecar.finetune.training.scalars import memory_bytes
@@ -211,7 +212,10 @@ def main() -> None:
     """Run both, or the loop for the other process."""
     asked = options()
     steps: int = asked.steps or (500 if asked.quick else STEPS)
-    device = "cpu" if asked.driver == "host" else asked.driver
+    try:
+        device = find_device(asked.driver).name
+    except UserError as error:
+        sys.exit(str(error))
     if asked.loop:
         ran = loop_here(asked.loop, steps, device)
         print(json.dumps([ran.losses, ran.memory]))

@@ -33,7 +33,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 # Asking, publishing and accounting must stay below a thousandth of a tasklet of 5 ms.
 GATE_GOAL_US = 50.0
 # Benchmarks of the engine that are programs of their own.
-THE_REST = ("offload", "endurance")
+THE_REST = ("activations", "offload", "endurance")
 WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.alone.baseline"
 CHECKPOINTED = "peft loop, gradient checkpointing"
 ENGINES = {
