@@ -1,4 +1,4 @@
-"""Lines over steps as one small SVG, so that a result can be looked at without anything else."""
+"""Lines as one small SVG, so that a result can be looked at without anything else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
-_WIDTH, _HEIGHT, _LEFT, _GAP = 760, 200, 70, 50
+_WIDTH, _HEIGHT, _LEFT, _GAP = 760, 200, 70, 66
 _COLOURS = ("#1f6feb", "#d1803c", "#3a9d5d", "#8250df")
 
 
@@ -21,7 +21,7 @@ class Panel:
 
 
 def draw(panels: Sequence[Panel], title: str, to: Path) -> None:
-    """Write the panels one below the other; x is the step in all of them."""
+    """Write the panels one below the other; x is the same in all of them."""
     height = len(panels) * (_HEIGHT + _GAP) + 60
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH + _LEFT + 20} {height}" '
@@ -62,7 +62,7 @@ def _panel(panel: Panel, top: int) -> list[str]:
         path = " ".join(at(x, y) for x, y in points)
         out.append(f'<polyline fill="none" stroke="{colour}" points="{path}"/>')
         out.append(
-            f'<text x="{_LEFT + _WIDTH - 8}" y="{top + 16 + 15 * number}" text-anchor="end" '
-            f'fill="{colour}">{escape(name)}</text>'
+            f'<text x="{_LEFT + number * _WIDTH / len(panel.lines):.0f}" '
+            f'y="{top + _HEIGHT + 33}" fill="{colour}">{escape(name)}</text>'
         )
     return out
