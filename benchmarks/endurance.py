@@ -55,6 +55,10 @@ class Ran:
         """Losses, of each hundred."""
         return [statistics.fmean(self.losses[i : i + EVERY]) for i in range(0, self.steps, EVERY)]
 
+    def settled(self) -> list[tuple[float, float]]:
+        """Memory from where everything has been touched."""
+        return [(step, held) for step, held in self.memory if step >= SETTLED * self.steps]
+
     @property
     def steps(self) -> int:
         """How many there were."""
@@ -156,7 +160,7 @@ def growth_mib(ran: Ran) -> tuple[float, float]:
     rise is no growth: CPython's table of interned strings doubles once, by 3.7 MiB, wherever names
     of files have left enough traces in it (at step 9,372 of 10,000 or 30,000, and not again).
     """
-    settled = [(step, held) for step, held in ran.memory if step >= SETTLED * ran.steps]
+    settled = ran.settled()
     slope = statistics.median((d - b) / (c - a) for (a, b), (c, d) in combinations(settled, 2))
     level = statistics.median(held - slope * step for step, held in settled)
     apart = statistics.median(abs(held - slope * step - level) for step, held in settled)
@@ -165,8 +169,7 @@ def growth_mib(ran: Ran) -> tuple[float, float]:
 
 def largest_rise_mib(ran: Ran) -> float:
     """Between two readings of the settled part."""
-    held = [mib for step, mib in ran.memory if step >= SETTLED * ran.steps]
-    return max(after - before for before, after in pairwise(held))
+    return max(after - before for (_, before), (_, after) in pairwise(ran.settled()))
 
 
 def compare(ours: Ran, theirs: Ran) -> list[Result]:

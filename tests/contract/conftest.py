@@ -152,3 +152,24 @@ def child() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture(scope="module")
+def arenas(request, tmp_path_factory):
+    """Decode's arena, of as many chunks as the module's `CHUNKS`, and the worker's view of it."""
+    geometry = Geometry(
+        layers=2,
+        kv_heads=1,
+        head_dim=32,
+        dtype_bytes=4,
+        block_bytes=4096,
+        chunks=request.module.CHUNKS,
+    )
+    decode = Arena.create(geometry, reserved_chunks=1)
+    path = str(tmp_path_factory.mktemp("a") / "s")
+    decode.serve(path)
+    worker = Arena.attach(path)
+    yield decode, worker
+    worker.close()
+    decode.check()
+    decode.close()

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.finetune.beside.memory import (
     LentBoundaries,
     LentMemory,
@@ -27,22 +26,6 @@ OWNER, CHUNKS = 7, 12
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def arenas(tmp_path_factory):
-    """Decode's arena, and the worker's view of it."""
-    geometry = Geometry(
-        layers=2, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=CHUNKS
-    )
-    decode = Arena.create(geometry, reserved_chunks=1)
-    path = str(tmp_path_factory.mktemp("a") / "s")
-    decode.serve(path)
-    worker = Arena.attach(path)
-    yield decode, worker
-    worker.close()
-    decode.check()
-    decode.close()
 
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])

@@ -103,23 +103,23 @@ class Estimates:
 
         At least 1 where anything is known; 0: nothing is.
         """
-        fitting = []
-        for units in {units for last in self._last.values() for units in last}:
-            level = self._levels.get((phase, units))
-            if level is not None:
-                fixed, slope = level.coefficients()
-                fitting.append(max(1, int((bound_us - fixed) / slope)))
-        return min(fitting, default=0)
+        return min(
+            (max(1, int((bound_us - fixed) / slope)) for fixed, slope in self._in_use(phase)),
+            default=0,
+        )
 
     def layer_us(self, phase: Phase, tokens: int) -> float:
         """Microseconds of one layer for so many padded tokens, on the fastest level in use.
 
         0: nothing is known.
         """
-        in_use = {units for last in self._last.values() for units in last}
-        levels = [self._levels.get((phase, units)) for units in in_use]
-        known = [level.coefficients() for level in levels if level and level.measured]
-        return min((fixed + slope * tokens for fixed, slope in known), default=0.0)
+        return min((fixed + slope * tokens for fixed, slope in self._in_use(phase)), default=0.0)
+
+    def _in_use(self, phase: Phase) -> list[tuple[float, float]]:
+        """Coefficients of the phase on the levels of the last tasklets, where it was measured."""
+        units = {units for last in self._last.values() for units in last}
+        levels = [self._levels.get((phase, n)) for n in units]
+        return [level.coefficients() for level in levels if level and level.measured]
 
     def _us(self, tasklet: Tasklet, units: int) -> float:
         level = self._levels.get((tasklet.phase, units))
