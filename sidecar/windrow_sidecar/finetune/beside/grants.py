@@ -73,7 +73,7 @@ def may_launch(grant: Decision, used: Used, estimate_us: int, *, decode_silent_n
     """Decide whether a tasklet of that estimate may run under the grant."""
     if decode_silent_ns > DECODE_STALE_NS:
         return False
-    if not _units_of(grant):
+    if _units_of(grant) < 1:
         return False
     if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
         return False
