@@ -17,10 +17,10 @@ from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, T
 from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.runner import Ending
-from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.carrier import Carrier
 from windrow_sidecar.finetune.sharing.shares import Standing, fair_start
 from windrow_sidecar.finetune.sharing.twin import twin_of
-from windrow_sidecar.finetune.training.optimizer import NotFinite
+from windrow_sidecar.testing.acting_runner import ActingRunner, carried
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
     LAYERS,
@@ -157,48 +157,6 @@ def test_two_jobs_never_lie_in_the_chunks_at_once(arenas):
     lent.give_all_back()
 
 
-class Acting:
-    """What a `Runner` does, as far as a carrier sees it."""
-
-    def __init__(self, name, job, order, *, fails_at=None, fed=lambda: True) -> None:
-        self.name, self.stream, self.order, self.fails_at = name, job.stream, order, fails_at
-        self.told_to_pause = self.starving = self.begun = False
-        self.ran, self.fed, self.waited = 0, fed, 0
-
-    def begin(self) -> None:
-        self.begun = True
-
-    def obey(self) -> None:
-        assert self.begun
-
-    def turn(self):
-        self.starving = not self.fed()
-        if self.starving:
-            return None
-        if (tasklet := self.stream.peek()) is None:
-            return Ending.SUCCEEDED
-        if self.ran == self.fails_at:
-            raise NotFinite("the loss is not finite")
-        self.stream.run(tasklet)
-        self.ran += 1
-        self.order.append(self.name)
-        return None
-
-    def wait(self) -> None:
-        self.waited += self.starving
-
-
-def carried(runner, memory, endings) -> Carried:
-    return Carried(
-        runner.name,
-        runner.stream,
-        memory,
-        runner,
-        failed=lambda error: Ending.FAILED,
-        ended=lambda ending: endings.update({runner.name: ending}),
-    )
-
-
 class Plenty(LentMemory):
     """Decode lends whatever is missing."""
 
@@ -223,7 +181,7 @@ def carry(arenas, grain, names, **options):
         job = tiny_job(base=twin_of(base).model, grain=grain, boundaries=boundaries, **kind)
         keeping = keeping_of(job, lambda: 1 << 30)
         memory = Plenty(decode, lent, boundaries, job.stream, keeping)
-        acting = Acting(name, job, order, **options.get(name, {}))
+        acting = ActingRunner(name, job, order, **options.get(name, {}))
         jobs.append(job)
         made.append(carried(acting, memory, endings))
     return lent, jobs, made, order, endings

@@ -17,10 +17,10 @@ from windrow_sidecar.finetune.device import OwnMemory
 from windrow_sidecar.finetune.job import Job
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.runner import Ending
-from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier
+from windrow_sidecar.finetune.sharing.carrier import Carrier
 from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
-from windrow_sidecar.finetune.training.optimizer import NotFinite
+from windrow_sidecar.testing.acting_runner import ActingRunner, carried
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
@@ -163,56 +163,20 @@ def test_who_may_not_run_has_no_turn_and_a_turn_is_long_beside_its_switch():
     assert turn_is_over(0.0, 0.0)
 
 
-class Acting:
-    """What a `Runner` does, as far as a carrier sees it: tasklets, and a hold by command."""
-
-    def __init__(self, name, job, order, *, fails_at=None) -> None:
-        self.name, self.stream, self.order, self.fails_at = name, job.stream, order, fails_at
-        self.told_to_pause = self.starving = self.begun = False
-        self.ran = 0
-
-    def begin(self) -> None:
-        self.begun = True
-
-    def obey(self) -> None:
-        assert self.begun
-
-    def turn(self):
-        if self.told_to_pause:
-            return None
-        if (tasklet := self.stream.peek()) is None:
-            return Ending.SUCCEEDED
-        if self.ran == self.fails_at:
-            raise NotFinite("the loss is not finite")
-        self.stream.run(tasklet)
-        self.ran += 1
-        self.order.append(self.name)
-        return None
-
-    def wait(self) -> None:
-        self.told_to_pause = False
-
-
-def carried(runner, endings) -> Carried:
-    return Carried(
-        runner.name,
-        runner.stream,
-        OwnMemory(runner.stream, Elsewhere()),
-        runner,
-        failed=lambda error: Ending.FAILED,
-        ended=lambda ending: endings.update({runner.name: ending}),
-    )
+def acted(runner: ActingRunner, endings):
+    """A job that a carrier takes, in memory of its own."""
+    return carried(runner, OwnMemory(runner.stream, Elsewhere()), endings)
 
 
 def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(alone):
     grain, expected = alone
     jobs, order, endings = jobs_of(grain, base_model()), [], {}
     acting = [
-        Acting("first", jobs[0], order),
-        Acting("broken", jobs[1], order, fails_at=17),
-        Acting("third", jobs[2], order),
+        ActingRunner("first", jobs[0], order),
+        ActingRunner("broken", jobs[1], order, fails_at=17),
+        ActingRunner("third", jobs[2], order),
     ]
-    Carrier([carried(a, endings) for a in acting], clock=lambda: 0.0).run()
+    Carrier([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
     assert endings == {
         "first": Ending.SUCCEEDED,
         "broken": Ending.FAILED,
@@ -227,9 +191,9 @@ def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(al
 def test_one_that_is_told_to_pause_in_the_middle_of_a_step_leaves_the_device_to_the_others():
     base = base_model()
     jobs, order, endings = [tiny_job(base=twin_of(base).model) for _ in range(2)], [], {}
-    acting = [Acting("first", jobs[0], order), Acting("second", jobs[1], order)]
+    acting = [ActingRunner("first", jobs[0], order), ActingRunner("second", jobs[1], order)]
     acting[0].told_to_pause = True
-    Carrier([carried(a, endings) for a in acting], clock=lambda: 0.0).run()
+    Carrier([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
     assert order[: acting[1].ran] == ["second"] * acting[1].ran
     assert endings == {"first": Ending.SUCCEEDED, "second": Ending.SUCCEEDED}
     assert bit_equal(adapter_of(jobs[0]), adapter_of(jobs[1]))

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from windrow.errors import Transient
-from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
+from windrow_sidecar._core import DeviceAllocator
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.mode import Sharing
 from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.finetune.base.model import find_model, load_base
-from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded, chunks_for
+from windrow_sidecar.finetune.beside.allocations import Loaded, chunks_for
 from windrow_sidecar.finetune.beside.slot import WorkerSlot
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
 from windrow_sidecar.finetune.job import read_job
@@ -28,6 +28,7 @@ from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.testing.lending_decode import LendingDecode
+from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 MIB = 1 << 20
@@ -119,45 +120,13 @@ def forward():
     return tasklet
 
 
-class Beside:
-    """Decode's arena, the worker's view of it, and the worker's memory."""
-
-    def __init__(self, driver: str, layout: str, run_dir: Path) -> None:
-        geometry = Geometry(
-            layers=2,
-            kv_heads=2,
-            head_dim=32,
-            dtype_bytes=4,
-            block_bytes=2 * MIB,
-            chunks=6,
-            layout=layout,
-        )
-        self.decode = Arena.create(geometry, reserved_chunks=0, driver=driver)
-        self.decode.serve(path := str(run_dir / "a.sock"))
-        self.worker = Arena.attach(path)
-        self.allocator = DeviceAllocator.over(self.worker)
-        self.budget = LentBudget(self.worker, WORKER, self.allocator)
-        self.memory = AllocatedMemory(
-            self.budget,
-            HostDevice(),
-            chunk_bytes=geometry.chunk_bytes,
-            host_free_bytes=lambda: 1 << 30,
-        )
-
-    def lend(self, chunks: int) -> None:
-        self.decode.lend(chunks, owner=WORKER)
-        self.memory.settle()
+class Beside(LentAllocations):
+    """A worker's memory, and a job that takes from it."""
 
     def load(self) -> HoldsMemory:
         job = HoldsMemory(self.allocator)
         self.memory.serve(Loaded(job, Appetite(self.budget)))
         return job
-
-    def close(self) -> None:
-        del self.memory, self.budget, self.allocator
-        self.worker.close()
-        self.decode.check()
-        self.decode.close()
 
 
 @pytest.fixture(params=["host", "standin", "standin token-major"])
@@ -166,7 +135,7 @@ def beside(request, run_dir) -> Iterator[Beside]:
         request.getfixturevalue("cuda_standin")
     driver = "host" if request.param == "host" else "cuda"
     layout = "token-major" if "token-major" in request.param else "per-layer"
-    made = Beside(driver, layout, run_dir)
+    made = Beside(run_dir, WORKER, driver=driver, layout=layout)
     yield made
     made.close()
 
