@@ -21,9 +21,9 @@ from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Baseline, Result, middle
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Position
-from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
+from windrow_sidecar.heap import settle_heap
 
 GOAL_MS = 50.0
 # A tasklet takes some milliseconds; a micro-batch has so many of them, a step two micro-batches.

@@ -20,7 +20,6 @@ from windrow_sidecar.finetune.adapter.adapters import Adapter
 from windrow_sidecar.finetune.alone.dedicated import open_alone
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.job import Session, open_session
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
@@ -36,6 +35,7 @@ from windrow_sidecar.finetune.stream import MicroLimits
 from windrow_sidecar.finetune.tasklets import MicroBatch
 from windrow_sidecar.finetune.training.data import Example
 from windrow_sidecar.finetune.training.health import StallWatch
+from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
 
 COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005

@@ -39,6 +39,7 @@ from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import NullHook, StepFacts, StepHook
+from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.terms import Terms
 from windrow_sidecar.qos.view import Decision
 
@@ -227,8 +228,7 @@ def main() -> None:
     threading.Thread(target=_beat, args=(engine,), daemon=True).start()
     # As the server does: no collection in the middle of a step, no thread that holds it up.
     sys.setswitchinterval(0.0005)
-    gc.collect()
-    gc.freeze()
+    settle_heap()
     gc.disable()
     _answer(engine.facts())
     for line in sys.stdin:

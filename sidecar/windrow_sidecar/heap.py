@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 
 
 def settle_heap() -> None:
-    """Collect once, then take what is left as there to stay.
+    """Collect once, then take what is left as there to stay, until the process ends.
 
     Libraries and models make a million objects. A full collection that walks them takes 100 to
     220 ms, and comes where it will: in the middle of a tasklet that decode waits for. To be called
@@ -15,3 +16,7 @@ def settle_heap() -> None:
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    # What is frozen as the interpreter ends is never freed, and Triton's module writes a page about
+    # leaks of it to stderr.
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)

@@ -8,13 +8,13 @@ from enum import IntEnum
 
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.beside.report import Reporter, WorkerEvent
-from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.device import Gate, Memory
 from windrow_sidecar.finetune.layers.suspension import BrokenOff
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT
+from windrow_sidecar.heap import settle_heap
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
 PAUSE_EVENT_AFTER_S = 1.0

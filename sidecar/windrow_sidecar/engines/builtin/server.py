@@ -34,6 +34,7 @@ from windrow_sidecar.engines.builtin.web.messages import Ready
 from windrow_sidecar.engines.builtin.web.outbox import Outbox
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, plan
+from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.levels import Levels
 
 if TYPE_CHECKING:
@@ -230,6 +231,5 @@ def _open_log(settings: EngineSettings) -> EventLog | None:
 def _quiet_interpreter() -> None:
     """No collection in the middle of a step, no thread in the background that holds it up."""
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.collect()
-    gc.freeze()
+    settle_heap()
     gc.disable()

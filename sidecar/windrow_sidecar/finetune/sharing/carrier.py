@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from windrow_sidecar.finetune.checkpoints.heap import settle_heap
 from windrow_sidecar.finetune.device import Memory
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.shares import (
@@ -27,6 +26,7 @@ from windrow_sidecar.finetune.sharing.shares import (
     turn_is_over,
 )
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.heap import settle_heap
 
 log = logging.getLogger(__name__)
 
