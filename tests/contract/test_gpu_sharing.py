@@ -14,9 +14,10 @@ import pytest
 
 from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
+from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
 from windrow_sidecar.agent.outbox import Outbox
-from windrow_sidecar.agent.settings import AgentSettings, parse_settings
+from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import Slot
 from windrow_sidecar.agent.worker_process import worker_environment
 from windrow_sidecar.compute.ground import look

@@ -10,24 +10,24 @@ import torch
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_COPY_RATE, RunDir
-from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
-from windrow_sidecar.agent.settings import parse_settings
+from windrow_sidecar._core import Arena, Geometry
+from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.worker_process import worker_environment
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.finetune.alone.dedicated import open_alone
 from windrow_sidecar.finetune.base import model as base_model
 from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.beside.allocations import AllocatedMemory, Loaded
+from windrow_sidecar.finetune.beside.allocations import Loaded
 from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.slot import open_slot
 from windrow_sidecar.finetune.device import OpenGate
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.residency.hiding import most_that_fit
-from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.testing.examplejob import MODEL, example_job
 from windrow_sidecar.testing.lending_decode import LendingDecode
+from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 
 MIB, WORKER = 1 << 20, 1
@@ -144,26 +144,12 @@ def test_the_agents_copy_rate_is_its_workers(run_dir):
         assert refused.value.field == ENV_COPY_RATE
 
 
-class InChunks:
+class InChunks(LentAllocations):
     """A job whose layers lie in lent chunks of the host's arena, as all of torch's do on a GPU."""
 
     def __init__(self, folder, run_dir) -> None:
-        geometry = Geometry(
-            layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=2 * MIB, chunks=6
-        )
-        self.decode = Arena.create(geometry, reserved_chunks=0)
-        self.decode.serve(path := str(run_dir / "a.sock"))
-        self.worker = Arena.attach(path)
-        self.allocator = DeviceAllocator.over(self.worker)
-        self.budget = LentBudget(self.worker, WORKER, self.allocator)
-        self.memory = AllocatedMemory(
-            self.budget,
-            HostDevice(),
-            chunk_bytes=geometry.chunk_bytes,
-            host_free_bytes=lambda: 1 << 30,
-        )
-        self.decode.lend(2, owner=WORKER)  # four layers, and no more
-        self.memory.settle()
+        super().__init__(run_dir, WORKER)
+        self.lend(2)  # four layers, and no more
         self.granted = 0
         base = load_base(MODEL, room_bytes=10 * MIB)
         self.frozen = base.frozen
@@ -185,9 +171,7 @@ class InChunks:
     def close(self) -> None:
         self.frozen.close()
         self.memory.release()
-        self.worker.close()
-        self.decode.check()
-        self.decode.close()
+        super().close()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from agent_pod import attached_pod
 from windrow.errors import UserError
 from windrow.metrics import AGENT_METRICS
 from windrow.proto import attach_pb2
-from windrow_sidecar.agent.settings import parse_settings
+from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.testing.attached_operator import until
 
 pytestmark = pytest.mark.alone

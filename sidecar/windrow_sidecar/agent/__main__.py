@@ -9,7 +9,8 @@ import signal
 import sys
 
 from windrow.errors import UserError
-from windrow_sidecar.agent.settings import AgentSettings, parse_settings
+from windrow_sidecar.agent.flags import parse_settings
+from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.sidecar import Sidecar
 
 
