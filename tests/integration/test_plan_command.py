@@ -35,6 +35,11 @@ def test_the_plan_of_a_step_names_phases_layers_tokens_bytes_and_times():
     assert {at["phase"] for at in tasklets} == {"fwd", "loss", "bwd", "opt"}
     assert max(end - begin for begin, end in (at["tokens"] for at in tasklets)) == 64
     assert all(at["estimate_us"] > 0 for at in tasklets if at["phase"] != "opt")
+    memory = shown["memory"]
+    assert min(memory.values()) > 0
+    # Keys and values of 4 heads of 32 in fp32; sums are those of one layer.
+    assert memory["key_value_sums"] == shown["tokens_at_once"] * 2 * 4 * 32 * 4
+    assert memory["key_values"] == shown["layers"] * memory["key_value_sums"]
     passed = {
         phase: sum(t["layers"][1] - t["layers"][0] for t in tasklets if t["phase"] == phase)
         for phase in ("fwd", "bwd")

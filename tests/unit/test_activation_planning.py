@@ -99,7 +99,7 @@ def test_what_would_come_out_differently_is_kept():
 
 
 def test_a_group_that_fits_has_no_budget_and_one_that_does_not_leaves_room_for_a_whole_layer():
-    appetite = Appetite(layers=4, bytes_per_token=100.0)
+    appetite = Appetite(layers=4, graph=100.0, graphs=4)
     assert appetite.peak_bytes(10) == 4000
     assert appetite.within(10, room_bytes=4000) is None
     tight = appetite.within(10, room_bytes=3000)
@@ -158,7 +158,16 @@ def test_a_plan_keeps_to_its_budget_and_can_be_followed(graph, budget, gemm_agai
 
 @given(tokens=st.integers(1, 10_000), room=st.integers(0, 10**7))
 def test_what_a_budget_leaves_never_takes_more_than_there_is(tokens, room):
-    appetite = Appetite(4, 100.0, boundary_bytes_per_token=16.0, state_bytes=5_000)
+    appetite = Appetite(
+        4,
+        graph=100.0,
+        graphs=4,
+        boundary=16.0,
+        key_values=3.0,
+        key_value_sums=6.0,
+        ends=32.0,
+        state_bytes=5_000,
+    )
     assert appetite.least_bytes(tokens) <= appetite.peak_bytes(tokens)
     most = appetite.most_tokens(room)
     assert most == 0 or appetite.least_bytes(most) <= room
@@ -167,5 +176,5 @@ def test_what_a_budget_leaves_never_takes_more_than_there_is(tokens, room):
     if kept is None:
         assert appetite.peak_bytes(tokens) <= room
     elif kept > 0:
-        boundaries_and_state = 5_000 + 5 * 16 * tokens
-        assert boundaries_and_state + tokens * (100 + 4 * kept) <= room + 1
+        beside = 5_000 + tokens * (4 * (16 + 3) + 6 + 32)
+        assert beside + tokens * (100 + 4 * kept) <= room + 1

@@ -59,6 +59,9 @@ def test_what_a_layer_holds_is_held_from_its_forward_to_its_backward():
     assert deltas == [80, 80, 80, 0, -80, -80, -80]
     first, second = tasklets[:2]
     assert memory_delta_bytes(first.joined(second), 10) == 160
+    assert memory_delta_bytes(first, 10, of_windows=3) == 80, "whole rows need no cache"
+    half = tasklet_of(Phase.FORWARD, micro, 0, Window(0, 2))
+    assert memory_delta_bytes(half, 10, of_windows=3) == 4 * 13
     judged = MicroBatch(0, (0,), (4,), evaluation=True)
     assert memory_delta_bytes(tasklet_of(Phase.FORWARD, judged, 0, judged.whole), 10) == 0
     assert memory_delta_bytes(optimizer_tasklet(0), 10) == 0

@@ -17,6 +17,13 @@ from windrow.errors import UserError, WindrowError
 
 # Of `windrow_sidecar.finetune.plan.orders`.
 _ORDERS = ("layer-major", "token-major", "interleaved")
+_MEMORY = {
+    "graphs": "graphs of layers",
+    "boundaries": "activations between layers",
+    "key_values": "keys and values of windows",
+    "key_value_sums": "sums of their gradients",
+    "state": "gradients of the adapter",
+}
 _WORDS = {"fwd": "forward", "loss": "loss", "bwd": "backward", "opt": "optimizer"}
 
 
@@ -103,13 +110,17 @@ def _print(shown: dict[str, Any]) -> None:
     console.print(table)
     total = sum(at["estimate_us"] for at in shown["tasklets"]) / 1e3
     longest = max(at["estimate_us"] for at in shown["tasklets"]) / 1e3
-    peak, held = 0, 0
-    for at in shown["tasklets"]:
-        held += at["bytes"]
-        peak = max(peak, held)
     console.print(
-        f"{len(shown['tasklets'])} tasklets, {total:.0f} ms in all, the longest {longest:.2f} ms; "
-        f"at most {peak / 2**20:.1f} MiB of activations at once"
+        f"{len(shown['tasklets'])} tasklets, {total:.0f} ms in all, the longest {longest:.2f} ms"
+    )
+    parts = ", ".join(
+        f"{_MEMORY[part]} {n_bytes / 2**20:.2f}"
+        for part, n_bytes in shown["memory"].items()
+        if n_bytes
+    )
+    console.print(
+        f"at most {sum(shown['memory'].values()) / 2**20:.2f} MiB at once, for "
+        f"{shown['tokens_at_once']} tokens: {parts}"
     )
     if shown["windows_refused"]:
         console.print(f"rows are not cut into windows: {shown['windows_refused']}")

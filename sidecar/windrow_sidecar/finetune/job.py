@@ -128,6 +128,7 @@ def open_session(
     device: ComputeDevice | None = None,
     units: Callable[[], int] = lambda: 0,
     alive: Callable[[], None] = lambda: None,
+    windows: bool = False,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -142,6 +143,7 @@ def open_session(
         device: where `base` is (default: the host).
         units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
         alive: called at each row that is read.
+        windows: whether `grain` may cut rows: memory is counted for it.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
@@ -150,7 +152,8 @@ def open_session(
     rows = read_examples(job, base, alive)
     tuned = add_adapter(base.model, spec, base.frozen)
     stack = DecoderStack(base.model, base.frozen, units)
-    longest = max(lengths_of(rows.train))
+    parts = Parts(stack, Head(stack), Adapter(tuned))  # before layers are looked at: it drops units
+    lengths = lengths_of(rows.train)
     planned = PlannedLayers(stack.layers)
     stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
     learns = trainable(tuned)
@@ -159,9 +162,12 @@ def open_session(
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
     needs = Needs(
-        longest,
+        max(lengths),
         sum(parameter.nbytes for parameter in learns.values()),
         own_boundaries=isinstance(boundaries, TorchBoundaries),
+        windows=windows,
+        prefix=prefix_tokens(spec),
+        shortest=min(lengths),
     )
     keeping = Keeping(
         stack,
@@ -175,7 +181,7 @@ def open_session(
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
     stream = TaskletStream(
-        Parts(stack, Head(stack), Adapter(tuned)),
+        parts,
         AdapterOptimizer(learns, schedule, training.optimizer),
         rows,
         plan,
@@ -190,7 +196,7 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest)
-    return Session(job, tuned, stream, longest, base.shared, origin, keeping, rows.skipped)
+    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows.skipped)
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:

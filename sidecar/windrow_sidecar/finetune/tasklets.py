@@ -107,6 +107,11 @@ class Tasklet:
         return sum(max(0, min(length, end) - begin) for length in self.micro.lengths)
 
     @property
+    def is_window(self) -> bool:
+        """Whether it runs on a part of its rows only."""
+        return self.micro is not None and self.window != self.micro.whole
+
+    @property
     def parts(self) -> int:
         """Into how many tasklets it could be cut without cutting a layer."""
         return max(1, self.layer_end - self.layer)

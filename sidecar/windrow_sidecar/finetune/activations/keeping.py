@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.finetune.activations.budget import Appetite
+from windrow_sidecar.finetune.activations.held import Held
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.activations.planning import largest
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.probing import one_of_each_kind
 from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.tasklets import Window
+from windrow_sidecar.finetune.windows.dropout import TokenDropout
 
 # Of the memory that is free: a group may take so much, short-lived tensors need the rest.
 GROUP_SHARE = 0.5
@@ -30,11 +36,17 @@ class Needs:
         longest: tokens of the longest row.
         adapter_bytes: of what learns.
         own_boundaries: whether activations between layers lie in the worker's own memory.
+        windows: whether rows may be cut into windows of tokens, if the model lets them.
+        prefix: virtual tokens that stand before each row.
+        shortest: tokens of the shortest row.
     """
 
     longest: int
     adapter_bytes: int
     own_boundaries: bool = True
+    windows: bool = False
+    prefix: int = 0
+    shortest: int = 1
 
 
 class Keeping:
@@ -66,22 +78,43 @@ class Keeping:
         self._planned, self._free_bytes = planned, free_bytes
         self._release_caches = release_caches
         self._longest, self._least = needs.longest, least
+        self._has_prefix = needs.prefix > 0
         planned.bytes_per_token = 0 if least else None
         embedding: Tensor = stack.model.get_input_embeddings().weight  # type: ignore[operator]
         self._boundary = int(stack.config.hidden_size) * embedding.element_size()
-        state = (_GRADIENTS + _MOMENTS) * needs.adapter_bytes
-        graph = 0.0 if least else _graph_bytes(stack, planned, needs.longest)
-        boundary = self._boundary if needs.own_boundaries else 0
-        first = Appetite(stack.depth, graph, boundary, state)
+        first = Appetite(
+            stack.depth,
+            graph=_graph_bytes(stack, planned, needs.longest),
+            graphs=1 if least else stack.depth,
+            boundary=self._boundary if needs.own_boundaries else 0,
+            ends=2 * self._boundary,
+            state_bytes=(_GRADIENTS + _MOMENTS) * needs.adapter_bytes,
+        )
+        if needs.prefix or (needs.windows and not stack.windows_refused):
+            kept, sums = _key_value_bytes(stack)
+            # A prefix is there as it was made, in the cache, and as a gradient.
+            with_prefix = 1 + 3 * needs.prefix / needs.shortest
+            first = replace(first, key_values=with_prefix * kept, key_value_sums=sums)
         _check(first, needs.longest, free_bytes())
         # Moments are there after the first step and count as taken; gradients come and go.
         self._appetite = replace(first, state_bytes=_GRADIENTS * needs.adapter_bytes)
 
     @property
     def held_bytes_per_token(self) -> int:
-        """What a layer that has run up holds of each token until it has run back."""
-        whole, budget = self._appetite.bytes_per_token, self._planned.bytes_per_token
-        return self._boundary + round(whole if budget is None else min(whole, budget))
+        """What a layer that has run up on whole rows holds of each token until it has run back."""
+        whole, budget = self._appetite.graph, self._planned.bytes_per_token
+        graph = whole if budget is None else min(whole, budget)
+        cached = self._appetite.key_values if self._has_prefix else 0
+        return self._boundary + round(graph + cached)
+
+    @property
+    def window_bytes_per_token(self) -> int:
+        """What one that has run up in windows holds besides: behind a prefix, whole rows do too."""
+        return 0 if self._has_prefix else round(self._appetite.key_values)
+
+    def parts(self, tokens: int) -> dict[str, int]:
+        """Of what a group of so many padded tokens takes at its peak: how many bytes of which."""
+        return self._appetite.parts(tokens)
 
     def peak_bytes(self, tokens: int) -> int:
         """What a group of so many padded tokens takes at its peak, nothing given up."""
@@ -123,9 +156,11 @@ class Keeping:
 def _check(appetite: Appetite, longest: int, free_bytes: int) -> None:
     needed = appetite.least_bytes(longest)
     if needed > free_bytes:
+        caches = " with keys and values" if appetite.key_values else ""
         raise UserError(
             f"a step with a row of {longest} tokens takes {needed} bytes at least (one layer's "
-            f"graph, {appetite.layers} boundaries, gradients and moments), {free_bytes} are free",
+            f"graph, {appetite.layers} boundaries{caches}, gradients and moments), {free_bytes} "
+            "are free",
             field="spec.training.maxSequenceLength",
             remedy="Shorten rows, lower the adapter's rank, or give the worker more memory.",
             reason=Reason.OUT_OF_MEMORY,
@@ -133,10 +168,65 @@ def _check(appetite: Appetite, longest: int, free_bytes: int) -> None:
 
 
 def _graph_bytes(stack: DecoderStack, planned: PlannedLayers, longest: int) -> float:
-    """Measure on paper what one layer keeps of a token of the longest row; 0: it cannot be told."""
+    """Return what one layer keeps of a token, of the kind of layer that keeps most.
+
+    Measured on paper on the longest row; a layer that cannot be told on paper (a mixture of
+    experts) runs on the few tokens of the probe.
+    """
     at = stack.begin(torch.zeros(1, longest, dtype=torch.int64, device=stack.probe.device))
     hidden = at.inputs[0]
     assert hidden is not None
-    call = at.calls[0]
-    recording = planned.recording(0, (hidden.detach().requires_grad_(), *call.args), call.kwargs)
-    return largest(recording.graph).kept_bytes / longest if recording else 0.0
+    kept = 0.0
+    for index in one_of_each_kind(stack.layers):
+        call = at.calls[index]
+        args = (hidden.detach().requires_grad_(), *call.args)
+        with _dropping(stack.layers[index], longest):
+            recording = planned.recording(index, args, call.kwargs)
+        of_this = largest(recording.graph).kept_bytes / longest if recording else 0.0
+        kept = max(kept, of_this or _held_bytes(stack, index))
+    return kept
+
+
+@contextmanager
+def _dropping(layer: nn.Module, tokens: int) -> Iterator[None]:
+    """Let the adapter's dropouts drop units of one row: what each makes is kept by what reads it.
+
+    As in training, whatever stage the job is in.
+    """
+    dropouts = [m for m in layer.modules() if isinstance(m, TokenDropout)]
+    were_training = [dropout.training for dropout in dropouts]
+    for dropout in dropouts:
+        dropout.pretend(tokens)
+    try:
+        yield
+    finally:
+        for dropout, training in zip(dropouts, were_training, strict=True):
+            dropout.train(training)
+
+
+def _held_bytes(stack: DecoderStack, index: int) -> float:
+    """Run one layer on the probe; returns what autograd keeps of a token."""
+    at = stack.begin(stack.probe)
+    at.inputs[index] = at.inputs[0]
+    held, layer, tokens = Held(stack.layers[index]), stack.layers[index], at.whole.tokens
+    with _dropping(layer, tokens), held.watching(tokens):
+        stack.forward(at, index, at.whole, TorchBoundaries(), learn=True)
+    return held.per_token
+
+
+def _key_value_bytes(stack: DecoderStack) -> tuple[int, int]:
+    """Return what keys and values of one layer take of a token, and the sums of their gradients.
+
+    Tried out on a window of the probe: only the layer knows how many heads of which size it has.
+    """
+    at = stack.begin(stack.probe)
+    window = Window(0, at.whole.end - 1)
+    kept = sums = 0
+    for index in one_of_each_kind(stack.layers):
+        at.inputs[index] = at.inputs[0]
+        with _dropping(stack.layers[index], window.tokens):
+            stack.forward(at, index, window, TorchBoundaries(), learn=False)
+        if (key_values := at.key_values[index]) is not None:
+            of_this = key_values.bytes_per_token
+            kept, sums = max(kept, of_this[0]), max(sums, of_this[1])
+    return kept, sums

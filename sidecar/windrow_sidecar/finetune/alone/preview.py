@@ -11,16 +11,15 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from windrow.errors import UserError, WindrowError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.finetune.activations.held import Held
 from windrow_sidecar.finetune.alone.dedicated import MICRO_BATCH_TOKENS, base_of, take_units
 from windrow_sidecar.finetune.alone.measurement import endless
 from windrow_sidecar.finetune.checkpoints.checkpoint import Position
@@ -30,7 +29,7 @@ from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Grain, Paced, WholeRows, Windows
 from windrow_sidecar.finetune.plan.orders import ORDERS
 from windrow_sidecar.finetune.stream import MicroLimits
-from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
+from windrow_sidecar.finetune.tasklets import PHASE_WORDS, MicroBatch, Tasklet
 from windrow_sidecar.qos.view import Phase
 
 log = logging.getLogger(__name__)
@@ -72,6 +71,7 @@ class Preview:
             grain=lambda: self._grain,
             order=ORDERS[order],
             device=device,
+            windows=not isinstance(grain, WholeRows),
         )
         windows = not self.session.stream.windows_refused
         self._measure(grain if isinstance(grain, Windows) and windows else WholeRows())
@@ -79,10 +79,30 @@ class Preview:
             grain = Paced(self._estimates, grain, units, windows)
         self._grain = grain if windows or isinstance(grain, Paced) else WholeRows()
         self._boundary_bytes = int(base.config.hidden_size) * base.dtype.itemsize
+        self._plan = list(self.session.stream.plan())
+
+    @property
+    def most_tokens(self) -> int:
+        """Padded tokens that are on their way at the same time, at most."""
+        on_their_way: dict[MicroBatch, int] = {}
+        most = 0
+        for tasklet in self._plan:
+            if tasklet.micro is None:
+                continue
+            on_their_way[tasklet.micro] = tasklet.micro.padded_tokens
+            most = max(most, sum(on_their_way.values()))
+            last = tasklet.layer == 0 and tasklet.window.begin == 0
+            if tasklet.phase is Phase.BACKWARD and last:
+                del on_their_way[tasklet.micro]
+        return most
+
+    def memory(self) -> dict[str, int]:
+        """Return what the largest group of the step takes at its peak: bytes by what they are."""
+        return self.session.keeping.parts(self.most_tokens)
 
     def tasklets(self) -> list[dict[str, Any]]:
         """Return the tasklets of the first step in their order."""
-        return [self._described(tasklet) for tasklet in self.session.stream.plan()]
+        return [self._described(tasklet) for tasklet in self._plan]
 
     def _limits(self) -> MicroLimits:
         tokens = MICRO_BATCH_TOKENS[self._device.torch.type]
@@ -102,18 +122,21 @@ class Preview:
 
     def _bytes(self, tasklet: Tasklet) -> int:
         """How many bytes more are held after the tasklet than before."""
-        of_layer = round((self._boundary_bytes + self._saved) * tasklet.tokens * tasklet.parts)
+        a_token = self._boundary_bytes + self._saved
+        if tasklet.is_window:
+            a_token += self.session.keeping.window_bytes_per_token
+        of_layer = round(a_token * tasklet.tokens * tasklet.parts)
         return {Phase.FORWARD: of_layer, Phase.BACKWARD: -of_layer}.get(tasklet.phase, 0)
 
     def _measure(self, grain: Grain) -> None:
         """Learn times and bytes on the first group and the optimizer; they leave no trace."""
         stream, self._grain = self.session.stream, grain
         start = {name: tensor.clone() for name, tensor in stream.tensors().items()}
-        held = _Held({p.untyped_storage().data_ptr() for p in self.session.model.parameters()})
+        held = Held(self.session.model)
         for _ in range(ROUNDS):
             while (tasklet := stream.peek()) is not None:
-                held.watch(tasklet)
-                with torch.autograd.graph.saved_tensors_hooks(held.note, lambda saved: saved):
+                forward = tasklet.phase is Phase.FORWARD
+                with held.watching(tasklet.tokens * tasklet.parts) if forward else nullcontext():
                     self._time(tasklet)
                 if tasklet.phase is Phase.BACKWARD and stream.between_micro_batches:
                     break
@@ -135,34 +158,6 @@ class Preview:
         ended.wait()
         elapsed_us = (ended.at_ns() - begun.at_ns()) / 1e3
         self._estimates.learn(tasklet, self._units, elapsed_us)
-
-
-class _Held:
-    """What autograd keeps of forwards, apart from parameters (by their memory)."""
-
-    def __init__(self, parameters: set[int]) -> None:
-        self._parameters = parameters
-        self._n_bytes = self._tokens = 0
-        self._known: set[int] | None = None  # of the forward that runs
-
-    def watch(self, tasklet: Tasklet) -> None:
-        """Say what runs next."""
-        forward = tasklet.phase is Phase.FORWARD
-        self._tokens += tasklet.tokens * tasklet.parts if forward else 0
-        self._known = set(self._parameters) if forward else None
-
-    def note(self, tensor: Tensor) -> Tensor:
-        """Count a tensor once (a hook of autograd)."""
-        at = tensor.untyped_storage().data_ptr()
-        if self._known is not None and at not in self._known:
-            self._known.add(at)
-            self._n_bytes += tensor.numel() * tensor.element_size()
-        return tensor
-
-    @property
-    def per_token(self) -> float:
-        """Bytes for each token of each layer."""
-        return self._n_bytes / max(1, self._tokens)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,6 +200,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": preview.session.stream.depth,
         "units": units,
         "windows_refused": preview.session.stream.windows_refused,
+        "tokens_at_once": preview.most_tokens,
+        "memory": preview.memory(),
         "tasklets": preview.tasklets(),
     }
     print(json.dumps(plan))

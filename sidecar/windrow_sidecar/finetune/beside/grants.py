@@ -43,14 +43,19 @@ class OfferFacts:
     tokens_done: int = 0
     starving: bool = False
     bytes_per_token: int = 0  # that a layer holds from its forward to its backward
+    window_bytes_per_token: int = 0  # besides, where it runs on windows of tokens
     resident_layers: int = 0  # whose weights are in memory
 
 
-def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int) -> int:
-    """Return how many bytes more the worker holds after a tasklet than before."""
+def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int, of_windows: int = 0) -> int:
+    """Return how many bytes more the worker holds after a tasklet than before.
+
+    `of_windows`: bytes a token besides, of a tasklet on a part of its rows.
+    """
     if tasklet.micro is None or tasklet.micro.evaluation:
         return 0
-    n_bytes = tasklet.tokens * tasklet.parts * bytes_per_token
+    a_token = bytes_per_token + (of_windows if tasklet.is_window else 0)
+    n_bytes = tasklet.tokens * tasklet.parts * a_token
     if tasklet.phase is Phase.FORWARD:
         return n_bytes
     return -n_bytes if tasklet.phase is Phase.BACKWARD else 0
@@ -296,7 +301,9 @@ class GrantGate:
             tasklet.tokens if tasklet else 0,
             len(micro.rows) if micro else 0,
             self._estimates.by_level(tasklet, self._levels) if tasklet else (),
-            memory_delta_bytes(tasklet, now.bytes_per_token) if tasklet else 0,
+            memory_delta_bytes(tasklet, now.bytes_per_token, now.window_bytes_per_token)
+            if tasklet
+            else 0,
             now.resident_layers,
             int(now.starving),
             in_flight_us,

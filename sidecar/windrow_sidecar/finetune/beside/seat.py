@@ -73,6 +73,7 @@ class Seat:
                 device=ground.device,
                 units=ground.units_of(shared.gate),
                 alive=standing.stall.renew,
+                windows=True,
             )
         self.memory = self._memory()
 

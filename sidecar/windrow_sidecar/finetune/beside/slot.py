@@ -188,6 +188,7 @@ class WorkerSlot:
             facts,
             starving=present.memory.is_starving,
             bytes_per_token=present.session.keeping.held_bytes_per_token,
+            window_bytes_per_token=present.session.keeping.window_bytes_per_token,
             resident_layers=(
                 self._residents.layers if self._residents else present.session.stream.depth
             ),

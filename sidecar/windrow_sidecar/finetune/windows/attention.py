@@ -109,17 +109,18 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Stand in for an attention function of transformers; shapes are theirs."""
     at = _looking.get()
-    if attention_mask is None:
-        attention_mask = _causal(at, query)
     function = _function_of(module, at.implementation)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = function(module, q, k, v, attention_mask, **options)[0]
+        # A mask that is plain is made again for the backward: kept, those of all windows would take
+        # half of a row's width for each token and layer.
+        mask = _causal(at, q) if attention_mask is None else attention_mask
+        out: Tensor = function(module, q, k, v, mask, **options)[0]
         return out
 
     prefix = at.key_values.prefix or (None, None)
     # What the function is given beside the mask may belong to heads (the sinks of GPT-OSS do).
-    by_heads = attention_mask.shape[1] == 1 and not any(
+    by_heads = (attention_mask is None or attention_mask.shape[1] == 1) and not any(
         isinstance(option, Tensor) for option in options.values()
     )
     out: Tensor = _OverWindow.apply(query, key, value, *prefix, at, attention, by_heads)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from windrow_sidecar.finetune.tasklets import Window
 
+SUMS = torch.float32
+
 
 class KeyValues:
     """One layer of one micro-batch.
@@ -27,6 +29,14 @@ class KeyValues:
         self._width = width
         self._cache: tuple[Tensor, Tensor] | None = None
         self._sums: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def bytes_per_token(self) -> tuple[int, int]:
+        """Of the cache, and of the sums once there are any: each has the whole row's width."""
+        assert self._cache is not None
+        places = self._cache[0].shape[0] * self._cache[0].shape[2]
+        elements = sum(cache.numel() for cache in self._cache) // places
+        return sum(cache.nbytes for cache in self._cache) // places, elements * SUMS.itemsize
 
     def append(self, key: Tensor, value: Tensor, window: Window) -> None:
         """Remember keys and values of a window: [rows, kv_heads, tokens, head] each."""
@@ -71,4 +81,4 @@ class KeyValues:
 
 def _zeros(like: Tensor, width: int) -> Tensor:
     rows, heads, _, size = like.shape
-    return torch.zeros(rows, heads, width, size, dtype=torch.float32, device=like.device)
+    return torch.zeros(rows, heads, width, size, dtype=SUMS, device=like.device)
