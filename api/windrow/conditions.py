@@ -77,6 +77,7 @@ class Reason(StrEnum):
     GRADIENT_EXPLODED = "GradientExploded"
     NO_PROGRESS = "NoProgress"
     DATA_STARVED = "DataStarved"
+    MODEL_UNREACHABLE = "ModelUnreachable"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     FENCED = "Fenced"
     STALE_EPOCH = "StaleEpoch"
@@ -190,6 +191,7 @@ RETRIED: Final = (
     R.GRADIENT_EXPLODED,
     R.NO_PROGRESS,
     R.DATA_STARVED,
+    R.MODEL_UNREACHABLE,
     R.CHECKPOINT_UNREADABLE,
     R.FENCED,
 )

@@ -10,10 +10,11 @@ import threading
 import pytest
 from huggingface_hub import constants
 
-from windrow.errors import UserError
+from windrow.errors import Transient, UserError
 from windrow_sidecar.finetune.base.model import find_model
 from windrow_sidecar.finetune.dataset.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.dataset.records import read_records
+from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.testing.filehub import COMMIT, served
 
 
@@ -51,6 +52,68 @@ def test_a_model_that_the_hub_has_not_is_told_in_one_line(hub):
         find_model("team/none", "main")
     assert (no.value.field, no.value.reason) == ("spec.model.name", "ModelNotFound")
     assert "\n" not in str(no.value)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Clients do not wait before they ask again."""
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+
+
+def ask(kind):
+    return find_model("team/tiny", "main") if kind == "model" else lines_of("team/rows")
+
+
+def told(error) -> tuple[str, bool]:
+    event, _ = failure(error, "")
+    return event.reason, event.user_error
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("model", "ModelUnreachable"), ("rows", "DataStarved")]
+)
+def test_a_hub_that_is_busy_or_broken_is_asked_again_later(hub, at_once, kind, reason, status):
+    write(hub / "refuses", str(status))
+    with pytest.raises(Transient) as later:
+        ask(kind)
+    assert told(later.value) == (reason, False)
+    assert "\n" not in str(later.value)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("model", "ModelNotFound"), ("rows", "DatasetUnreadable")]
+)
+def test_a_hub_that_refuses_or_has_not_is_the_jobs_mistake(hub, at_once, kind, reason, status):
+    write(hub / "refuses", str(status))
+    with pytest.raises(UserError) as refused:
+        ask(kind)
+    assert told(refused.value) == (reason, True)
+    assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("model", "ModelUnreachable"), ("rows", "DataStarved")]
+)
+def test_a_hub_that_is_not_there_is_asked_again_later(hub, at_once, monkeypatch, kind, reason):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Transient) as later:
+        ask(kind)
+    assert told(later.value) == (reason, False)
+
+
+def test_a_model_that_is_here_needs_no_hub(hub, at_once):
+    write(hub / "models/team/tiny/config.json", "{}")
+    found = find_model("team/tiny", "main")
+    write(hub / "refuses", "503")
+    assert find_model("team/tiny", "main") == found
+
+
+def test_a_worker_that_may_not_ask_the_hub_is_told_so_once(hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE"):
+        find_model("team/tiny", "main")
 
 
 def test_rows_of_the_hub_are_read_by_split_and_by_file(hub):

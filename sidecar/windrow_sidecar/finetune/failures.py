@@ -6,6 +6,7 @@ import torch
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.finetune.base.model import ModelSilent
 from windrow_sidecar.finetune.beside.report import WorkerEvent
 from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced
 from windrow_sidecar.finetune.dataset.places import DatasetSilent
@@ -26,6 +27,8 @@ def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
         return WorkerEvent("FAILED", error.reason, f"{error}{kept}"), Ending.FAILED
     if isinstance(error, DatasetSilent):
         return WorkerEvent("FAILED", Reason.DATA_STARVED, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, ModelSilent):
+        return WorkerEvent("FAILED", Reason.MODEL_UNREACHABLE, f"{error}{kept}"), Ending.FAILED
     if isinstance(error, NotFinite):
         return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
     reason = Reason.OUT_OF_MEMORY if out_of_memory(error) else Reason.WORKER_ERROR

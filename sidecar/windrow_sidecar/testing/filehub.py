@@ -2,7 +2,8 @@
 
 Below a root: `models/OWNER/NAME/...` and `datasets/OWNER/NAME/...`. It knows one revision of each,
 and has no pages and no large-file storage. What it does not know it answers as the Hub does, 404
-and a code.
+and a code. A file `refuses` below the root holds a status that everything is answered with; while
+there is a file `waits`, nothing is answered.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +27,7 @@ COMMIT = "1" * 40
 def served(root: Path) -> Iterator[str]:
     """Serve the folders below `root` while it is open; yields the address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, root))
+    server.daemon_threads = True  # one that waits for ever holds nobody up
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -42,6 +45,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
+        while (self._root / "waits").exists():
+            time.sleep(0.02)
+        if (refuses := self._root / "refuses").is_file():
+            self._refuse(int(refuses.read_text()))
+            return
         if parts[0] == "api":
             self._describe(parts[1:])
         else:
@@ -94,7 +102,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def _missing(self, code: str) -> None:
-        self.send_response(404)
-        self.send_header("X-Error-Code", code)
+        self._refuse(404, code)
+
+    def _refuse(self, status: int, code: str = "") -> None:
+        self.send_response(status)
+        if code:
+            self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()

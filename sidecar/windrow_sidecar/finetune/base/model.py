@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from windrow.conditions import Reason
-from windrow.errors import UserError
+from windrow.errors import Transient, UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.base.overlay import build_over
 from windrow_sidecar.finetune.base.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.remote import answers_later, is_of_client
 from windrow_sidecar.finetune.residency.copying import Copier, RateLimit
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.residency.loading import CannotWindow, load_windowed
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 # Of the memory that is free: what the frozen weights may take, the rest is for activations.
 WEIGHTS_SHARE = 0.8
 MODEL_FIELD = "spec.model.name"
+
+
+class ModelSilent(Transient):
+    """The place where the model is does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,8 @@ def find_model(name: str, revision: str) -> Path:
     """Return the directory of a model that is named by path or by its Hub name.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or it may not be read.
+        ModelSilent: the Hub does not answer; what is there already is used without it.
     """
     path = Path(name)
     if path.is_dir():
@@ -105,9 +111,7 @@ def find_model(name: str, revision: str) -> Path:
         raise _not_found(f"{path} is not a directory")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
-        HfHubHTTPError,
         HFValidationError,
-        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -123,8 +127,12 @@ def find_model(name: str, revision: str) -> Path:
             f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
         )
         raise _not_found(problem) from error
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except Exception as error:
+        if not (isinstance(error, HFValidationError | OSError) or is_of_client(error)):
+            raise
         said = " ".join(str(error).split()).rstrip(".")
+        if answers_later(error):
+            raise ModelSilent(f"{name!r} is no directory, and the Hub gave: {said}") from error
         raise _not_found(f"{name!r} is no directory, and the Hub gave: {said}") from error
 
 

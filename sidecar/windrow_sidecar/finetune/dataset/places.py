@@ -12,13 +12,12 @@ from urllib.parse import unquote, urlsplit
 
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
+from windrow_sidecar.finetune.remote import answers_later, is_of_client
 
 FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
-# Of http(s)://, of the Hub, of s3://.
-_CLIENTS = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "botocore")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -71,8 +70,10 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
     url = _url(source)
     with reaching(source):
         system, path = _open_system(url)
-        if not system.isdir(path):
-            _refuse_unknown(path, exists=system.exists(path), source=source)
+        # `isdir` and `exists` take a place that does not answer for one that is not there.
+        about = system.info(path)
+        if about["type"] != "directory" and not system.isdir(path):
+            _refuse_unknown(path, source)
             return [DataFile(system, path, source)]
         found = sorted(p for p in system.find(path) if _suffix(p) and not _hidden(p, path))
     if not found:
@@ -94,27 +95,29 @@ def reaching(source: str) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        raise failed(source, error) from error
     except Exception as error:
-        # What clients raise of a connection is not always an OSError, and they are many.
-        if type(error).__module__.partition(".")[0] not in _CLIENTS:
-            raise
-        raise DatasetSilent(f"{source} does not answer: {error}") from error
+        if isinstance(error, OSError) or is_of_client(error):
+            raise failed(source, error) from error
+        raise
 
 
-def failed(source: str, error: OSError) -> UserError | DatasetSilent:
+def failed(source: str, error: Exception) -> UserError | DatasetSilent:
     """Return the error for a place that gave `error`: a network may answer later, a disk not."""
-    missing = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
-    if missing or urlsplit(source).scheme in ("", "file"):
-        return unreadable(source, error)
-    return DatasetSilent(f"{source} does not answer: {error}")
+    later = answers_later(error)
+    if later is None:
+        missing = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
+        later = not missing and urlsplit(source).scheme not in ("", "file")
+    if later:
+        said = " ".join(str(error).split())
+        return DatasetSilent(f"{source} does not answer: {said}")
+    return unreadable(source, error)
 
 
-def unreadable(source: str, error: OSError) -> UserError:
+def unreadable(source: str, error: Exception) -> UserError:
     """Return the error for a source that is not there or may not be read."""
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())
     return UserError(
-        f"{source} cannot be read: {error.strerror or error}",
+        f"{source} cannot be read: {said}",
         field=FIELD,
         remedy="Name a file or directory on a volume that the decode pods mount, s3://bucket/key, "
         "or a dataset of the Hub (owner/name).",
@@ -148,9 +151,7 @@ def _open_system(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _refuse_unknown(path: str, *, exists: bool, source: str) -> None:
-    if not exists:
-        raise FileNotFoundError(2, "no such file or directory")
+def _refuse_unknown(path: str, source: str) -> None:
     if not _suffix(path):
         raise UserError(
             f"{source} is of no known kind",
