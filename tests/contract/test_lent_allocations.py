@@ -264,7 +264,7 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
         assert "loading the model has not ended" in str(noticed[1])
         assert loaded_with == [4], "all that decode lends, before anything is loaded"
         with pytest.raises(Transient, match="cannot carry other beside it"):
-            slot.take(replace(job, name="other", uid="v"), Standing())
+            slot.rows_for(replace(job, name="other", uid="v"))
         stream, memory, ran = seat.session.stream, seat.memory, 0
         while (tasklet := stream.peek()) is not None:
             memory.settle()

@@ -9,9 +9,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from worker_pod import UID, Pod, until
+from worker_pod import ROOT, UID, Pod, until
 
 from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.testing.filehub import served
+
+EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
 
@@ -40,7 +43,17 @@ class Lending(threading.Thread):
 
 
 @pytest.fixture(scope="module")
-def carrying(tmp_path_factory):
+def hub(tmp_path_factory):
+    """The root of a Hub that a worker asks, with all the patience in the world."""
+    root = tmp_path_factory.mktemp("hub")
+    with served(root) as address, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_ENDPOINT", address)
+        patch.setenv("HF_HUB_ETAG_TIMEOUT", "1000")
+        yield root
+
+
+@pytest.fixture(scope="module")
+def carrying(tmp_path_factory, hub):
     """A pod whose worker has a job without an end; decode grants and lends."""
     pod = Pod(tmp_path_factory.mktemp("p"))
     pod.worker = pod.start(maxSteps=100_000)
@@ -60,6 +73,34 @@ def take(pod: Pod, uid: str, **training) -> Path:
     pod.take(uid)
     until(lambda: pod.agent.kinds(uid), pod=pod, worker=pod.worker)
     return out
+
+
+def take_from(pod: Pod, uid: str, source: str, **training) -> None:
+    """Have the worker carry a further job with these rows; returns once its stream is open."""
+    pod.write_job(uid, **training)
+    file = pod.run_dir.job_dir(uid) / "job.json"
+    job = json.loads(file.read_text())
+    job["spec"]["dataset"]["source"] = source
+    file.write_text(json.dumps(job))
+    pod.take(uid)
+    calls = lambda: uid in {hello.job_uid for hello in pod.agent.hellos}  # noqa: E731
+    until(calls, pod=pod, worker=pod.worker)
+
+
+@pytest.fixture
+def silent(hub):
+    """The folder of a dataset on a Hub that answers nothing while a file `waits` is there."""
+    (hub / "waits").touch()
+    rows = hub / "datasets" / "team" / "rows"
+    rows.mkdir(parents=True, exist_ok=True)
+    yield rows
+    (hub / "waits").unlink(missing_ok=True)
+
+
+def answer(rows: Path, lines: str) -> None:
+    """Have the Hub answer, with these rows."""
+    (rows / "train.jsonl").write_text(lines)
+    (rows.parents[2] / "waits").unlink()
 
 
 def first_goes_on(pod: Pod) -> None:
@@ -93,17 +134,42 @@ def test_a_job_that_is_taken_reaches_its_adapter_beside_the_first(carrying):
 
 def test_a_job_with_bad_rows_ends_alone(carrying):
     pod = carrying
-    pod.write_job("bad")
-    file = pod.run_dir.job_dir("bad") / "job.json"
-    job = json.loads(file.read_text())
-    job["spec"]["dataset"]["source"] = str(pod.root / "rows.jsonl")
     (pod.root / "rows.jsonl").write_text('{"messages": []}\n')
-    file.write_text(json.dumps(job))
-    pod.take("bad")
+    take_from(pod, "bad", str(pod.root / "rows.jsonl"))
     until(lambda: pod.agent.kinds("bad"), pod=pod, worker=pod.worker)
     (event,) = pod.agent.of["bad"]
     assert event.user_error
     assert event.reason == "DatasetInvalid"
+    first_goes_on(pod)
+
+
+def test_rows_that_do_not_come_hold_up_no_other_job_and_are_taken_when_they_do(carrying, silent):
+    pod = carrying
+    take_from(pod, "late", "team/rows")
+    for _ in range(3):
+        first_goes_on(pod)
+    assert pod.agent.kinds("late") == []
+    answer(silent, EXAMPLE_ROWS.read_text())
+    until(lambda: "SUCCEEDED" in pod.agent.kinds("late"), pod=pod, worker=pod.worker)
+    first_goes_on(pod)
+
+
+def test_a_job_that_waits_for_its_rows_can_end_in_every_way_and_joins_again(carrying, silent):
+    pod = carrying
+    for uid, action in (("waits", "STOP"), ("waits-too", "ABORT")):
+        take_from(pod, uid, "team/rows")
+        first_goes_on(pod)
+        pod.agent.command(action, to=uid)
+        until(lambda uid=uid: pod.agent.kinds(uid) == ["STOPPED"], pod=pod, worker=pod.worker)
+    assert pod.agent.of["waits"][0].detail == "asked to stop; it had not begun"
+    take_from(pod, "wrong", "team/rows")
+    answer(silent, '{"messages": []}\n')
+    until(lambda: pod.agent.kinds("wrong"), pod=pod, worker=pod.worker)
+    assert pod.agent.of["wrong"][0].reason == "DatasetInvalid"
+    pod.write_job("waits", maxSteps=2)
+    pod.agent.of["waits"].clear()
+    pod.take("waits")
+    until(lambda: "SUCCEEDED" in pod.agent.kinds("waits"), pod=pod, worker=pod.worker)
     first_goes_on(pod)
 
 

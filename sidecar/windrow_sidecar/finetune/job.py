@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trai
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.dataset.places import local_path
+from windrow_sidecar.finetune.dataset.readers import RowsWanted
 from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
 from windrow_sidecar.finetune.layers.around import InTurn
@@ -100,6 +101,19 @@ class Session:
         return min(most, self.longest_row * (training.micro_batch_size or training.batch_size))
 
 
+def rows_wanted(job: Job, base: BaseModel) -> RowsWanted:
+    """Return what another process must know to do what `read_examples` does."""
+    training = job.spec.training
+    return RowsWanted(
+        dataset=job.spec.dataset,
+        tokenizer=base.tokenizer.name_or_path,
+        limits=ModelLimits.of(base.config, prefix=prefix_tokens(job.spec)),
+        max_length=training.max_sequence_length,
+        learn_all=training.loss == "all",
+        seed=training.seed,
+    )
+
+
 def read_examples(job: Job, base: BaseModel, alive: Callable[[], None] = lambda: None) -> Split:
     """Read, tokenize and split the rows of a job; `alive` is called at each.
 
@@ -129,6 +143,7 @@ def open_session(
     units: Callable[[], int] = lambda: 0,
     alive: Callable[[], None] = lambda: None,
     windows: bool = False,
+    rows: Split | None = None,
 ) -> Session:
     """Put adapter, data and optimizer of a job together.
 
@@ -144,12 +159,13 @@ def open_session(
         units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
         alive: called at each row that is read.
         windows: whether `grain` may cut rows: memory is counted for it.
+        rows: of the job, where they have been read already.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
     spec, training, device = job.spec, job.spec.training, device or HostDevice()
-    rows = read_examples(job, base, alive)
+    rows = rows or read_examples(job, base, alive)
     tuned = add_adapter(base.model, spec, base.frozen)
     stack = DecoderStack(base.model, base.frozen, units)
     parts = Parts(stack, Head(stack), Adapter(tuned))  # before layers are looked at: it drops units

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from windrow_sidecar.finetune.beside.report import Progress, Reporter, WorkerEvent
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, sync_folder
+from windrow_sidecar.finetune.checkpoints.checkpoint import Checkpoint, JobFolder, sync_folder
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter, Saved
 from windrow_sidecar.finetune.job import Session
 from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
@@ -53,6 +54,7 @@ class Ledger:
         reporter: who is told.
         events: tasklets and losses go here.
         standing: progress goes here.
+        newest: returns the checkpoint to go on from (default: reads the folder).
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Ledger:
         reporter: Reporter,
         events: EventLog,
         standing: Standing,
+        newest: Callable[[], Checkpoint | None] | None = None,
     ) -> None:
+        self._newest = newest or folder.newest
         self._session, self._stream, self._folder = session, session.stream, folder
         self._reporter, self._events, self._standing = reporter, events, standing
         self._tuned_loss = 0.0
@@ -82,7 +86,8 @@ class Ledger:
         Raises:
             UserError: it is of another base, adapter or order of rows.
         """
-        found = self._folder.newest()
+        found = self._newest()
+        self._newest = self._folder.newest  # what was handed over takes memory
         if found is None:
             self._progress()
             detail = f"from the beginning{self._left_out()}"

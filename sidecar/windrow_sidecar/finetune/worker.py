@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windrow.errors import UserError
+from windrow.errors import Transient, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured = options.seconds is not None or options.steps is not None
         try:
             return (measure_alone if measured else run_together)(options)
-        except UserError as error:
+        except (UserError, Transient) as error:
             # Whoever started this reads one stream; the other is also where libraries say things
             # as they end.
             print(json.dumps({"error": str(error)}))
             print(error, file=sys.stderr)
-            return 2
+            return 2 if isinstance(error, UserError) else 1
     return _run_beside_decode(options)
 
 
@@ -114,6 +114,9 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         return 0
 
     from windrow_sidecar.finetune.beside.jobs import WorkerJobs
+    from windrow_sidecar.finetune.dataset.readers import Readers
+
+    readers = Readers()  # forked: before anything starts a thread
     from windrow_sidecar.finetune.beside.slot import open_slot
     from windrow_sidecar.finetune.beside.standby import Order
 
@@ -123,6 +126,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         Order(options.job_uid, options.epoch),
         lambda: open_slot(options.epoch, run_dir, options.slot, partition, _copy_rate()),
         lambda order: _event_log(run_dir, order),
+        readers,
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
     return int(jobs.run())

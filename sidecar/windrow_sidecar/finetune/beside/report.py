@@ -111,6 +111,7 @@ class AgentLink:
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self.end_asked: Action | None = None  # STOP or ABORT, also once it was picked up
         self._wake = threading.Event()
         self._closing = False
         self._generation = 0
@@ -172,8 +173,11 @@ class AgentLink:
     def _hear(self, command: agent_pb2.WorkerCommand) -> None:
         if command.action == "TAKE":
             self._take(Order(command.job_uid, command.epoch))
-        else:
-            self._commands.put(cast(Action, command.action))
+            return
+        action = cast(Action, command.action)
+        if action in ("STOP", "ABORT"):
+            self.end_asked = action
+        self._commands.put(action)
 
     def _reports(self, generation: int) -> Iterator[agent_pb2.WorkerReport]:
         """Hello, then events as they come and progress once a second, until closing."""

@@ -18,7 +18,8 @@ from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.plan.grain import Paced
 from windrow_sidecar.finetune.residency.hiding import micro_batches_a_visit, most_that_fit
 from windrow_sidecar.finetune.stream import MicroLimits
-from windrow_sidecar.finetune.training.health import READING
+from windrow_sidecar.finetune.training.data import Split
+from windrow_sidecar.finetune.training.health import ATTACHING, READING
 from windrow_sidecar.qos.view import Phase
 
 
@@ -49,20 +50,28 @@ class Seat:
         base: the frozen model; gets the adapter.
         shared: what it shares with other jobs.
         standing: says whether the job's end is asked for.
+        rows: its rows, where they have been read already.
 
     Raises:
         UserError: model, rows or adapter cannot be honoured.
         Transient: the place of the rows does not answer.
     """
 
-    def __init__(self, job: Job, base: BaseModel, shared: Shared, standing: Standing) -> None:
+    def __init__(
+        self,
+        job: Job,
+        base: BaseModel,
+        shared: Shared,
+        standing: Standing,
+        rows: Split | None = None,
+    ) -> None:
         self._shared, self.standing = shared, standing
         self.wanted_chunks, self._frozen = 0, base.frozen
         ground = shared.ground
         suspension = Suspension(shared.gate, standing.stall, self._give_up)
         self._boundaries = TenantBoundaries(shared.lent)
         self._room: LentBoundaries | AllocatedMemory = ground.memory or shared.lent
-        with standing.stall.during(READING):
+        with standing.stall.during(READING if rows is None else ATTACHING):
             self.session: Session = open_session(
                 job,
                 base,
@@ -74,6 +83,7 @@ class Seat:
                 units=ground.units_of(shared.gate),
                 alive=standing.stall.renew,
                 windows=True,
+                rows=rows,
             )
         self.memory = self._memory()
 

@@ -30,10 +30,12 @@ from windrow_sidecar.finetune.beside.memory import LentBoundaries
 from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.seat import Seat, Shared
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice, slot_device
-from windrow_sidecar.finetune.job import Job
+from windrow_sidecar.finetune.dataset.readers import RowsWanted
+from windrow_sidecar.finetune.job import Job, rows_wanted
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.sharing.twin import twin_of
+from windrow_sidecar.finetune.training.data import Split
 from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S
 
 log = logging.getLogger(__name__)
@@ -76,29 +78,56 @@ class WorkerSlot:
             device=ground.device,
         )
 
+    @property
+    def has_base(self) -> bool:
+        """Whether the model is loaded, so that further jobs can join."""
+        return self._base is not None
+
     def take(self, job: Job, standing: Standing) -> Seat:
-        """Load a job. With another one in the slot, decode has all of the device meanwhile.
+        """Load the model and the first job.
 
         Raises:
             UserError: model, rows or adapter cannot be honoured.
-            Transient: decode went away before it lent any memory, or the job cannot share this
-                worker.
+            Transient: decode went away before it lent any memory.
         """
-        if self._base_of is not None:
-            self._check_shares(job, self._base_of)
-            self._step_aside()
-        elif self._ground.memory is not None:
+        if self._ground.memory is not None:
             self._await_memory(self._ground.memory, standing)
         try:
             with standing.stall.during(LOADING, LOADING_AFTER_S):
-                base = self._base_for(job)
-            assert self._lent is not None
-            shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
-            seat = Seat(job, base, shared, standing)
+                base = self._load_base(job)
+            return self._seat(job, base, standing)
         finally:
-            self._wanted_for_loading, self._offers = 0, True
-        self._seats.append(seat)
-        return seat
+            self._wanted_for_loading = 0
+
+    def rows_for(self, job: Job) -> RowsWanted:
+        """What to read of a further job, before it can join; any thread may ask.
+
+        Raises:
+            Transient: the job cannot share this worker.
+        """
+        assert self._base is not None
+        assert self._base_of is not None
+        self._check_shares(job, self._base_of)
+        return rows_wanted(job, self._base)
+
+    def join(self, job: Job, rows: Split, standing: Standing) -> Seat:
+        """Attach a further job, whose rows are there; decode has all of the device meanwhile.
+
+        Raises:
+            UserError: model or adapter cannot be honoured.
+        """
+        assert self._base is not None
+        self._step_aside()
+        try:
+            return self._seat(job, twin_of(self._base), standing, rows)
+        finally:
+            self._offers = True
+
+    def idle(self) -> bool:
+        """With nobody to train, wait a moment; False: decode is gone."""
+        self.gate.quiet(None)
+        self.gate.wait()
+        return not self.gate.decode_gone()
 
     def leave(self, seat: Seat) -> None:
         """A job has ended; what it has learned from still counts."""
@@ -118,7 +147,7 @@ class WorkerSlot:
     def _step_aside(self) -> None:
         """Hold nothing and offer nothing, on the one core that decode needs least.
 
-        Loading takes seconds in which no chunk that decode asks for would come back.
+        Attaching is no tasklet: it has no bound, and no chunk comes back in it.
         """
         assert self._lent is not None
         self._offers = False
@@ -137,20 +166,28 @@ class WorkerSlot:
         """Whether no other job can share the base of this one, or the memory."""
         return self._ground.memory is not None or job.spec.model.quantization != "none"
 
-    def _base_for(self, job: Job) -> BaseModel:
+    def _load_base(self, job: Job) -> BaseModel:
         """Return the base with modules of the job's own; as it is where nobody can share it."""
-        if self._base is None:
-            self._base, self._base_of = self._load(job), job
-            frozen, config = self._base.frozen, self._base.config
-            if frozen is not None:
-                self._residents = Residents(frozen, lambda: self.gate.grant.resident_layers)
-            self._lent = LentBoundaries(
-                self._arena,
-                self._epoch,
-                boundaries=config.num_hidden_layers,
-                bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
-            )
+        self._base, self._base_of = self._load(job), job
+        frozen, config = self._base.frozen, self._base.config
+        if frozen is not None:
+            self._residents = Residents(frozen, lambda: self.gate.grant.resident_layers)
+        self._lent = LentBoundaries(
+            self._arena,
+            self._epoch,
+            boundaries=config.num_hidden_layers,
+            bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
+        )
         return self._base if self._is_alone(job) else twin_of(self._base)
+
+    def _seat(
+        self, job: Job, base: BaseModel, standing: Standing, rows: Split | None = None
+    ) -> Seat:
+        assert self._lent is not None
+        shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
+        seat = Seat(job, base, shared, standing, rows)
+        self._seats.append(seat)
+        return seat
 
     def _await_memory(self, memory: AllocatedMemory, standing: Standing) -> None:
         """Ask for all that decode lends, so that loading finds room, until no more comes."""

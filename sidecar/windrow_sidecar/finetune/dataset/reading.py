@@ -80,17 +80,18 @@ def read_dataset(
     *,
     seed: int,
     alive: Callable[[], None] = lambda: None,
+    into: TokenFile | None = None,
 ) -> Split:
     """Read, check and tokenize all rows; hold out some by the seed.
 
-    `alive` is called at each row, since a large set may take hours.
+    `alive` is called at each row, since a large set may take hours. `into`: where they are put.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
             row is longer than the model allows, or there are too few rows.
         Transient: the place does not answer.
     """
-    wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile()
+    wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
     for file in find_files(spec.source, spec.split):
         for record in read_records(file):
             alive()

@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Sequence
-from typing import overload
+from typing import IO, overload
 
 from windrow_sidecar.finetune.training.data import Example
 
@@ -22,15 +22,32 @@ class TokenFile:
     """Takes rows one by one; afterwards any of them can be read, in any order.
 
     The file lies in the directory for temporary files and is gone with the process.
+
+    Args:
+        file: empty, open for writing and reading (default: one that nobody else sees). Another
+            process may have written it: pickled, all but the file goes over (see `lies_in`).
     """
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rows
-        weakref.finalize(self, self._file.close)
+    def __init__(self, file: IO[bytes] | None = None) -> None:
         self._begins = array("q", [0])
-        self._mapped: mmap.mmap | None = None
         self.lengths = array("i")  # tokens of each row
         self._sha256 = hashlib.sha256()
+        self._digest = ""
+        self.lies_in(file or tempfile.TemporaryFile())  # noqa: SIM115 - lives as long as the rows
+
+    def lies_in(self, file: IO[bytes]) -> None:
+        """Take the file that the rows are in; it is closed with the rows."""
+        self._file = file
+        self._mapped: mmap.mmap | None = None
+        weakref.finalize(self, file.close)
+
+    def flush(self) -> None:
+        """Have other processes see all rows."""
+        self._file.flush()
+
+    def __getstate__(self) -> dict[str, object]:
+        """All but the file; no row can be added on the other side."""
+        return {"_begins": self._begins, "lengths": self.lengths, "_digest": self.digest}
 
     def add(self, example: Example) -> None:
         """Write a row."""
@@ -46,7 +63,7 @@ class TokenFile:
     @property
     def digest(self) -> str:
         """Of the tokens and labels of all rows in their order, wherever they came from."""
-        return self._sha256.hexdigest()
+        return self._digest or self._sha256.hexdigest()
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -59,7 +59,7 @@ class Carried:
         return Standing(self.head_start + self.stream.tokens_seen, self.weight, may_run)
 
 
-Arrival = Callable[[], Carried | None]  # loads a job; None: it has ended, and that has been told
+Arrival = Callable[[], Carried | None]  # makes a job join; None: it has ended, as has been told
 
 
 def _nobody() -> Arrival | None:
@@ -71,7 +71,8 @@ class Carrier:
 
     Args:
         jobs: their trees of modules share weights, nothing else (see `twin`).
-        arrivals: returns the next job that has come meanwhile, None where there is none.
+        arrivals: returns the next job that can join now, None where there is none. It may wait
+            while there is no job to run.
         clock: monotonic seconds.
     """
 
@@ -103,7 +104,7 @@ class Carrier:
             self._admit()
 
     def _admit(self) -> None:
-        """Take those that have come. Loading takes seconds; nobody is on the device meanwhile."""
+        """Take those that have come; nobody is on the device while they are attached."""
         while (arrival := self._arrivals()) is not None:
             self._leave()
             if (job := arrival()) is not None:

@@ -67,6 +67,7 @@ class GradientWatch:
 # A model of 140 GB from a disk that gives 50 MB/s takes 47 minutes.
 LOADING, LOADING_AFTER_S = "loading the model", 3600.0
 TAKING_FOLDER, READING = "taking the job's folder", "reading the rows"
+VERIFYING, ATTACHING = "reading the last checkpoint", "attaching to the model"
 LAST_CHECKPOINT = "the last checkpoint"
 
 

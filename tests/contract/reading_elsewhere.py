@@ -1,0 +1,172 @@
+"""Has rows read by processes of their own, in good cases and in bad ones.
+
+Prints a line of JSON for each scene. `python reading_elsewhere.py FOLDER`. A program, since what is
+forked must be forked before there are threads.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from transformers import AutoTokenizer
+
+from windrow.crd import DatasetSpec
+from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.beside.loading import Loading
+from windrow_sidecar.finetune.beside.standby import Order
+from windrow_sidecar.finetune.dataset.readers import Readers, RowsWanted
+from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.training.data import Split
+from windrow_sidecar.finetune.training.health import StallWatch
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = str(ROOT / "models" / "windrow-tiny")
+ROWS = str(ROOT / "examples" / "support-tone" / "train.jsonl")
+
+
+def wanted(source: object, **dataset: Any) -> RowsWanted:
+    spec = DatasetSpec.model_validate({"source": str(source), **dataset})
+    return RowsWanted(spec, MODEL, ModelLimits(1 << 20, 4096), 256, learn_all=False, seed=3)
+
+
+def here(order: RowsWanted) -> Split:
+    tokenizer = RowTokenizer(
+        AutoTokenizer.from_pretrained(MODEL),
+        max_length=order.max_length,
+        learn_all=order.learn_all,
+    )
+    return read_dataset(order.dataset, tokenizer, order.limits, seed=order.seed)
+
+
+def rows_of(split: Split) -> list[Any]:
+    parts = (split.train, split.held_out)
+    return [
+        [(row.ids, row.labels, row.where) for part in parts for row in part],
+        [list(part.lengths) for part in parts],
+        split.skipped,
+        split.digest,
+    ]
+
+
+def error_of(read: Callable[[], object]) -> dict[str, str]:
+    try:
+        read()
+    except (WindrowError, RuntimeError) as error:
+        about = {"type": type(error).__name__, "says": str(error)}
+        more = {"field": error.field, "reason": error.reason} if type(error) is UserError else {}
+        return about | more
+    return {}
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
+    fifo, wrong = folder / "never.jsonl", folder / "wrong.jsonl"
+    os.mkfifo(fifo)
+    wrong.write_text('{"text": "a"}\n{"words": "b"}\n')
+
+    def elsewhere(order: RowsWanted) -> Split:
+        return readers.begin(order).wait(lambda: None)
+
+    def reading() -> list[psutil.Process]:
+        return psutil.Process(readers.pid).children()
+
+    def job(name: str) -> Path:
+        spec = {
+            "model": {"name": MODEL},
+            "dataset": {"source": str(fifo)},
+            "adapter": {"lora": {"rank": 4}},
+            "training": {"maxSteps": 1},
+            "output": {"destination": str(folder / name)},
+        }
+        (folder / f"{name}.json").write_text(json.dumps({"uid": name, "spec": spec}))
+        return folder / f"{name}.json"
+
+    def same() -> object:
+        order = wanted(ROWS, evalFraction=0.1)
+        return rows_of(elsewhere(order)) == rows_of(here(order))
+
+    def ended() -> object:
+        rows = readers.begin(wanted(fifo))
+        until(reading)
+        rows.end()
+        return error_of(lambda: rows.wait(lambda: None))
+
+    def stalled() -> object:
+        standing = Standing(stall=StallWatch(after_s=0.2))
+        loading = Loading(
+            job("stalled"), Order("stalled", 1), standing, readers, lambda _: wanted(fifo)
+        )
+        standing.stall.watch(lambda found: loading.give_up(failure(found, "")))
+        until(lambda: loading.verdict)
+        until(lambda: not reading())
+        assert loading.verdict is not None
+        return [loading.verdict[0].reason, loading.verdict[0].detail]
+
+    def folder_hangs() -> object:
+        root = folder / "locked" / ".windrow" / "locked"
+        root.mkdir(parents=True)
+        with (root / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            file, order = job("locked"), Order("locked", 1)
+            loading = Loading(file, order, Standing(), readers, lambda _: wanted(ROWS))
+            verdict = failure(RuntimeError("a test"), "")
+            given_up = loading.give_up(verdict), loading.is_over, loading.give_up(verdict)
+        return [*given_up, loading.verdict == verdict, reading()]
+
+    def too_late() -> object:
+        lock = threading.Event()
+        thread = threading.Thread(target=lock.wait)
+        thread.start()
+        said = error_of(Readers)
+        lock.set()
+        thread.join()
+        return said
+
+    def closed() -> object:
+        readers.begin(wanted(fifo))
+        until(reading)
+        (process,) = reading()
+        readers.close()
+        until(lambda: not process.is_running())
+        return error_of(lambda: readers.begin(wanted(ROWS)))
+
+    return {
+        "same": same,
+        "wrong": lambda: [
+            error_of(lambda read=read: read(wanted(wrong, format="text")))
+            for read in (elsewhere, here)
+        ],
+        "ended": ended,
+        "stalled": stalled,
+        "folder hangs": folder_hangs,
+        "too late": too_late,
+        "closed": closed,
+    }
+
+
+def main() -> None:
+    readers = Readers()
+    for name, scene in scenes(Path(sys.argv[1]), readers).items():
+        print(json.dumps([name, scene()]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

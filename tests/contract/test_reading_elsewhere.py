@@ -1,0 +1,59 @@
+"""Rows that a process of its own reads are those that are read here, and a bad end is told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    """What each scene of `reading_elsewhere.py` has printed."""
+    program = Path(__file__).with_name("reading_elsewhere.py")
+    done = subprocess.run(
+        [sys.executable, program, tmp_path_factory.mktemp("r")],
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=240,
+    )
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+def test_rows_order_lengths_and_digest_are_those_that_are_read_here(scenes):
+    assert scenes["same"] is True
+
+
+def test_a_wrong_row_is_the_same_error_with_its_field(scenes):
+    elsewhere, here = scenes["wrong"]
+    assert elsewhere == here
+    assert here["reason"] == "DatasetInvalid"
+    assert here["field"].endswith("wrong.jsonl:2")
+
+
+def test_reading_that_is_ended_is_told_as_such(scenes):
+    assert scenes["ended"] == {
+        "type": "RuntimeError",
+        "says": "the process that read the rows was killed",
+    }
+
+
+def test_rows_that_never_come_end_the_job_with_its_own_reason(scenes):
+    reason, detail = scenes["stalled"]
+    assert reason == "NoProgress"
+    assert "reading the rows has not ended" in detail
+
+
+def test_a_job_whose_folder_hangs_can_be_given_up_once_and_reads_nothing(scenes):
+    assert scenes["folder hangs"] == [True, True, False, True, []]
+
+
+def test_nothing_is_forked_from_a_process_with_threads(scenes):
+    assert "before other threads" in scenes["too late"]["says"]
+
+
+def test_those_that_read_end_with_their_maker(scenes):
+    assert scenes["closed"]["type"] == "RuntimeError"
