@@ -59,7 +59,9 @@ class Sidecar:
                 link.cancel()
                 with suppress(asyncio.CancelledError):
                     await link
-            await server.stop(grace=0.5)
+            # No grace: workers have been heard to their last word, and an engine's stream would
+            # stay open through any.
+            await server.stop(grace=None)
             exporter.close()
             settings.run_dir.agent_socket.unlink(missing_ok=True)
             await self._sharing.close()
