@@ -54,7 +54,8 @@ $(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
 # Side by side what can be; then what has the machine alone; then what needs a library of its own.
 test: setup $(VENV)/.quantized
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest -m "not alone and not quantized" --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PY) -m pytest -m "not alone and not quantized" --numprocesses auto --maxprocesses 4 \
+	  --dist loadfile --no-loadscope-reorder
 	$(PY) -m pytest -m alone
 	PYTHONPATH=$(abspath $(VENV)/quantized) $(PY) -m pytest -m quantized tests/contract
 else

@@ -16,6 +16,8 @@ from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.progress import LineProgress
 
 TOOLS = pytest.StashKey()
+# Minutes of compiling: begun last, it would leave the other processes without work at the end.
+BEGUN_FIRST = "test_native_cpp.py"
 
 
 @pytest.hookimpl(trylast=True)  # the reporter is there
@@ -28,6 +30,10 @@ def pytest_configure(config):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     elif config.getoption("numprocesses", None):
         find_tools(config)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name != BEGUN_FIRST)
 
 
 def pytest_collection_finish(session):

@@ -13,6 +13,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 BUILD_TIMEOUT_S = 600
+# What is built and run under each. One thread alone sweeps through the failures of making an arena:
+# ThreadSanitizer can find nothing there, and takes 6 s to say so.
+SANITIZERS = {
+    "address,undefined": ("all", "*"),
+    "thread": ("windrow_tests", "-*.CreatingSurvivesTheFailureOfAnyCall/*"),
+}
 
 
 def require_tools() -> None:
@@ -52,16 +58,18 @@ def configure(build: Path, sanitizer: str) -> None:
 
 
 @pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
-@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_the_cpp_tests_pass_under(sanitizer: str):
     require_tools()
     # Kept between runs, so that only what changed is compiled again.
     build = ROOT / "build" / f"cpp-{sanitizer.partition(',')[0]}"
     build.mkdir(parents=True, exist_ok=True)
     configure(build, sanitizer)
-    built = run("cmake", "--build", ".", "--parallel", str(os.cpu_count()), cwd=build)
+    target, tests = SANITIZERS[sanitizer]
+    processes = str(os.cpu_count())
+    built = run("cmake", "--build", ".", "--parallel", processes, "--target", target, cwd=build)
     assert built.returncode == 0, built.stdout[-8000:] + built.stderr
-    tested = run(build / "tests" / "cpp" / "windrow_tests", cwd=build)
+    tested = run(build / "tests" / "cpp" / "windrow_tests", f"--gtest_filter={tests}", cwd=build)
     assert tested.returncode == 0, tested.stdout[-8000:] + tested.stderr[-8000:]
 
 

@@ -130,6 +130,11 @@ class Farm:
     def other(self, pod: str) -> str:
         return next(decode.name for decode in self.pods.decodes if decode.name != pod)
 
+    def lent_chunks(self, pod: str) -> int:
+        """Chunks of a pod's slot that are a worker's, those that are asked back included."""
+        (slot,) = [slot for slot in self.client.slots() if slot.pod == pod]
+        return slot.chunks.lent + slot.chunks.draining
+
     def workers(self) -> list[psutil.Process]:
         """Processes that have a job right now; one that waits for a job is none of them."""
         noted = set()

@@ -20,7 +20,7 @@ WANTED = (
     "serving.steps_over_objective", "serving.requests_completed", "harvest.tokens",
     "harvest.tokens_per_second", "harvest.eta",
 )  # fmt: skip
-SECONDS = 25
+SECONDS = 10
 
 
 @pytest.fixture(scope="module")

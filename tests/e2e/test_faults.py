@@ -122,7 +122,7 @@ def test_a_job_deleted_while_running_leaves_nothing_but_its_checkpoints(farm: Fa
         farm.client.delete(job.name)
         until("the object is gone", lambda: job.name not in {j.name for j in farm.client.jobs()})
         until("its worker is gone", lambda: not farm.workers())
-        until("its chunks came home", lambda: _lent(farm, pod) == 0)
+        until("its chunks came home", lambda: farm.lent_chunks(pod) == 0)
 
     assert requests.failures == []
     assert not list(Path(farm.out / job.name).glob("*.tmp*"))
@@ -138,11 +138,6 @@ def test_two_jobs_with_one_destination_are_told_apart(farm: Farm):
     for job in (first, second):
         farm.client.delete(job.name)
     until("both are gone", lambda: not farm.workers())
-
-
-def _lent(farm: Farm, pod: str) -> int:
-    (slot,) = [slot for slot in farm.client.slots() if slot.pod == pod]
-    return slot.chunks.lent + slot.chunks.draining
 
 
 def _renamed(farm: Farm, name: str, new_name: str) -> dict[str, object]:

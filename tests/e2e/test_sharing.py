@@ -34,7 +34,7 @@ def test_two_jobs_share_the_slot_and_both_succeed(farm: Farm):
     for job in jobs:
         assert farm.finished_steps(job.uid) == list(range(STEPS))
     until("the worker ends", lambda: not worker.is_running())
-    until("its chunks came home", lambda: _lent(farm) == 0)
+    until("its chunks came home", lambda: farm.lent_chunks("decode-0") == 0)
 
 
 def test_a_job_that_is_deleted_in_the_middle_leaves_the_other_going(farm: Farm):
@@ -57,14 +57,9 @@ def test_a_job_that_is_deleted_in_the_middle_leaves_the_other_going(farm: Farm):
 
     farm.client.delete(stays.name)
     until("no worker is left", lambda: not farm.workers())
-    until("its chunks came home", lambda: _lent(farm) == 0)
+    until("its chunks came home", lambda: farm.lent_chunks("decode-0") == 0)
 
 
 def _ends_of_steps(farm: Farm, uid: str) -> list[int]:
     """When each optimizer step ended, ns."""
     return [event.end_ns for _, event in farm.tasklets(uid) if event.phase == "opt"]
-
-
-def _lent(farm: Farm) -> int:
-    (slot,) = farm.client.slots()
-    return slot.chunks.lent + slot.chunks.draining

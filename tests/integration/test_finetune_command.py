@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-pytestmark = pytest.mark.alone
-
 ROWS = Path(__file__).resolve().parents[2] / "examples" / "support-tone" / "train.jsonl"
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
 COMMAND = (sys.executable, "-c", "from windrow.cli import main; main()", "finetune")

@@ -180,7 +180,11 @@ def test_a_worker_of_a_higher_epoch_resumes_and_the_one_before_writes_nothing_mo
     lend_what_is_wanted(pod, first)
     until(lambda: "CHECKPOINTED" in pod.agent.kinds(), pod=pod, worker=first)
 
+    # Meanwhile the first leaves the core to it, on which both load and train.
+    pod.decode.pause()
     second = pod.start(epoch=2, maxSteps=1000)
+    until(lambda: len(pod.agent.hellos) == 2, pod=pod, worker=second)
+    pod.decode.go()
     assert first.wait(60) == Ending.FENCED
     assert pod.decode.arena.counts()[2] == 0
     until(lambda: pod.agent.kinds().count("STARTED") == 2, pod=pod, worker=second)
