@@ -11,11 +11,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
 TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -173,3 +177,13 @@ def arenas(request, tmp_path_factory):
     worker.close()
     decode.check()
     decode.close()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[str, Tensor]:
+    """The adapter that a tiny job learns which nothing interrupts."""
+    from windrow_sidecar.testing.tinyjob import adapter_of, finish, tiny_job
+
+    job = tiny_job()
+    finish(job)
+    return adapter_of(job)

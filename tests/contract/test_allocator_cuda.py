@@ -44,9 +44,16 @@ def owner(request, violations) -> Iterator[Arena]:
     arena.close()
 
 
-def test_a_tensor_of_the_worker_lies_in_the_lent_chunks(owner, run_dir):
+@pytest.fixture
+def peer(owner, run_dir) -> Iterator[Arena]:
+    """The worker's view of it."""
     owner.serve(path := str(run_dir / "a.sock"))
-    peer = Arena.attach(path)
+    attached = Arena.attach(path)
+    yield attached
+    attached.close()
+
+
+def test_a_tensor_of_the_worker_lies_in_the_lent_chunks(owner, peer):
     allocator = DeviceAllocator.over(peer)
     for chunk in owner.lend(2, owner=WORKER):
         allocator.lend(chunk)
@@ -57,13 +64,9 @@ def test_a_tensor_of_the_worker_lies_in_the_lent_chunks(owner, run_dir):
     )
     assert written == 5 * MIB
     allocator.free(address)
-    del allocator
-    peer.close()
 
 
-def test_a_tensor_larger_than_a_chunk_is_one_range(owner, run_dir):
-    owner.serve(path := str(run_dir / "a.sock"))
-    peer = Arena.attach(path)
+def test_a_tensor_larger_than_a_chunk_is_one_range(owner, peer):
     allocator = DeviceAllocator.over(peer)
     for chunk in owner.lend(3, owner=WORKER):
         allocator.lend(chunk)
@@ -73,13 +76,9 @@ def test_a_tensor_larger_than_a_chunk_is_one_range(owner, run_dir):
     calls = allocator.stats()["num_device_alloc"]
     assert calls == (3 if owner.geometry.layout == "token-major" else 11)
     allocator.free(address)
-    del allocator
-    peer.close()
 
 
-def test_the_budget_follows_the_table_and_gives_back_what_is_quiet(owner, run_dir):
-    owner.serve(path := str(run_dir / "a.sock"))
-    peer = Arena.attach(path)
+def test_the_budget_follows_the_table_and_gives_back_what_is_quiet(owner, peer):
     allocator = DeviceAllocator.over(peer)
     budget = LentBudget(peer, WORKER, allocator)
     lent = owner.lend(3, owner=WORKER)
@@ -93,8 +92,6 @@ def test_the_budget_follows_the_table_and_gives_back_what_is_quiet(owner, run_di
     budget.settle()
     assert owner.draining(WORKER) == []
     assert owner.held(WORKER) == sorted(lent)[2:]
-    del allocator, budget
-    peer.close()
 
 
 def test_chunks_that_hold_no_whole_piece_are_refused_with_what_to_choose(violations):

@@ -53,13 +53,6 @@ CUTS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted():
-    job = tiny_job()
-    finish(job)
-    return adapter_of(job)
-
-
 @settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

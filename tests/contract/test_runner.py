@@ -22,18 +22,10 @@ from windrow_sidecar.testing.tinyjob import (
     Elsewhere,
     adapter_of,
     bit_equal,
-    finish,
     tiny_job,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def uninterrupted():
-    job = tiny_job()
-    finish(job)
-    return adapter_of(job)
 
 
 class Told:

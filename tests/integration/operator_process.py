@@ -16,22 +16,13 @@ from pathlib import Path
 import grpc
 import yaml
 from kubernetes import client
+from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN_NAMESPACE = "windrow-system"
-DEADLINE_SECONDS = 20
-
-
-def wait_until(condition, what, *, seconds=DEADLINE_SECONDS):
-    """Return the first true value of `condition`; fail after the deadline, saying `what` lacked."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 def install_crds(kube):

@@ -5,24 +5,15 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 
 import pytest
 from kubernetes import client
+from waiting import wait_until
 
 from windrow.errors import UserError
 from windrow.local.controlplane import ControlPlane, ControlPlaneError, ControlPlaneSettings
 from windrow.local.keeper import descendants
 from windrow.local.tools import Tools
-
-DEADLINE_SECONDS = 30
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS} s: {what}"
-        time.sleep(0.02)
 
 
 def test_pods_can_be_created_as_soon_as_it_has_started(kube, namespace):

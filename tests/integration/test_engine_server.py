@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.dlpack import from_dlpack
+from waiting import wait_until
 
 from windrow.crd import LatencyProfileSpec
 from windrow.eventlog import RequestEvent, StepEvent, read_events
@@ -28,13 +28,6 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.testing.models import save_random_llama
 
 START_S, END_S = 90.0, 5.0
-
-
-def until(condition: Callable[[], bool], *, within_s: float, what: str) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.02)
 
 
 def free_port() -> int:
@@ -64,7 +57,7 @@ class Server:
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=30)
 
     def wait(self) -> Server:
-        until(self.is_ready, within_s=START_S, what="engine is ready")
+        wait_until(self.is_ready, "engine is ready", seconds=START_S)
         (self.front,) = psutil.Process(self.process.pid).children()
         return self
 
@@ -89,8 +82,7 @@ class Server:
         def found() -> list[RequestEvent]:
             return [event for event in self.events(RequestEvent) if event.id == request_id]
 
-        until(lambda: bool(found()), within_s=15, what=f"{request_id} is in the log")
-        return found()[0]
+        return wait_until(found, f"{request_id} is in the log", seconds=15)[0]
 
     def kill(self) -> None:
         self.http.close()

@@ -4,25 +4,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
+from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.errors import Transient
 from windrow.local.keeper import descendants
 from windrow.local.processes import Command, Keeper
 from windrow.local.state import start_ticks
-
-DEADLINE_SECONDS = 20
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS} s: {what}"
-        time.sleep(0.02)
-    return value
 
 
 @pytest.fixture

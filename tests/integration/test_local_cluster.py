@@ -2,23 +2,13 @@
 
 import os
 import signal
-import time
 
 import pytest
 from kubernetes import client, config
+from waiting import wait_until
 
 from windrow.local.cluster import ClusterError, ClusterSettings, LocalCluster
 from windrow.local.keeper import descendants
-
-DEADLINE_SECONDS = 60
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {DEADLINE_SECONDS} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,8 @@ import json
 
 import pytest
 from kubernetes import client
-from operator_process import install_crds, wait_until
+from operator_process import install_crds
+from waiting import wait_until
 
 JOB = {
     "model": {"name": "/m"},

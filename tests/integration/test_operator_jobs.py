@@ -5,7 +5,8 @@ import signal
 import grpc
 import pytest
 from kubernetes import client
-from operator_process import running, wait_until
+from operator_process import running
+from waiting import wait_until
 
 from windrow.proto import attach_pb2 as pb
 

@@ -3,7 +3,7 @@
 import signal
 
 from kubernetes import client
-from operator_process import wait_until
+from waiting import wait_until
 
 
 def test_a_decode_pod_is_injected_and_the_rule_is_told(cluster):

@@ -5,23 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from kubernetes import client
+from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.local.keeper import descendants
-
-DEADLINE_SECONDS = 30
-
-
-def wait_until(condition, what, *, seconds=DEADLINE_SECONDS):
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.05)
-    return value
 
 
 class Node:

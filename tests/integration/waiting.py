@@ -1,0 +1,20 @@
+"""Waiting for what other processes do: for a condition, with a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+# Only a test that fails waits for so long; the slowest start, a cluster's, takes 20 s.
+DEADLINE_SECONDS = 60.0
+
+
+def wait_until(condition: Callable[[], T], what: str, *, seconds: float = DEADLINE_SECONDS) -> T:
+    """Return the first true value of `condition`; fail after the deadline, saying `what` lacked."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.05)
+    return value
