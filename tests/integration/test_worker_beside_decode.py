@@ -87,7 +87,8 @@ def at_work(running):
     held = decode.arena.counts()[2]
     wanted = until(lambda: decode.offer.wanted_chunks, pod=running, worker=running.worker)
     decode.arena.lend(max(0, wanted - held), owner=1)
-    return running
+    yield running
+    decode.pause()  # the workers of other tests load on the core on which it trains
 
 
 def test_decodes_weights_are_not_loaded_a_second_time(running):
