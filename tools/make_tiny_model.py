@@ -68,7 +68,12 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def make_tokenizer(context: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose ids 0..255 are the bytes, followed by the special tokens."""
+    """Return a tokenizer whose ids 0..255 are the bytes, followed by the special tokens.
+
+    It puts no BOS before a text, and chats alone begin with one: the model reads windows from
+    anywhere in its prose, of which few begin where a topic does. Held-out bytes cost it 1.1336 nats
+    without BOS and 1.1353 with it, from a topic's start 1.2750 and 1.2714.
+    """
     tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -10,6 +10,7 @@ import threading
 import pytest
 from huggingface_hub import constants
 
+from windrow.crd import DatasetSpec
 from windrow.errors import Transient, UserError
 from windrow_sidecar.finetune.base.model import find_model
 from windrow_sidecar.finetune.dataset.places import DatasetSilent, find_files
@@ -157,7 +158,8 @@ def web(tmp_path):
 def test_rows_of_a_web_server_are_read_with_their_places(web):
     folder, address = web
     write(folder / "rows.jsonl", '{"text": "a"}\n\n{"text": "b"}\n')
-    assert lines_of(f"{address}/rows.jsonl") == [f"{address}/rows.jsonl:{n}" for n in (1, 3)]
+    source = DatasetSpec(source=f"{address}/rows.jsonl").source
+    assert lines_of(source) == [f"{address}/rows.jsonl:{n}" for n in (1, 3)]
 
 
 def test_a_file_that_a_web_server_has_not_is_the_jobs_mistake(web):

@@ -12,7 +12,7 @@ from windrow.crd.values import NAME_MAX, TEXT_MAX, invalid
 # Where adapters are written to: a path in the decode pod, as mounted there.
 WRITABLE_SCHEMES = ("", "file")
 # Where rows are read from besides: fsspec has a file system for each.
-READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "https", "s3")
+READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "http", "https", "s3")
 
 
 def _not_blank(text: str) -> str:
@@ -37,7 +37,7 @@ def _place(text: str) -> str:
 
 def _source(text: str) -> str:
     remedy = (
-        "Write a path on a volume that the decode pods mount, s3://bucket/key, https://..., or "
+        "Write a path on a volume that the decode pods mount, s3://bucket/key, http(s)://..., or "
         "the name of a dataset on the Hub."
     )
     return _reachable(text, READABLE_SCHEMES, "read {}", remedy)

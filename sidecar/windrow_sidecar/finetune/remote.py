@@ -19,11 +19,16 @@ def is_of_client(error: BaseException) -> bool:
     return type(error).__module__.partition(".")[0] in CLIENTS
 
 
+def lacks_credentials(error: BaseException) -> bool:
+    """Whether nobody has been asked, since the worker has nothing to show (botocore's)."""
+    return type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError")
+
+
 def answers_later(error: BaseException) -> bool | None:
     """Tell from an error and its causes; None: they say nothing of a network."""
     for cause in _causes(error):
-        if type(cause).__name__ == "OfflineModeIsEnabled":
-            return False  # a setting of whoever runs the worker, and a ConnectionError
+        if type(cause).__name__ == "OfflineModeIsEnabled" or lacks_credentials(cause):
+            return False  # settings of whoever runs the worker; the former is a ConnectionError
         if (status := _status_of(cause)) is not None:
             return status >= 500 or status in _PASSES
         if is_of_client(cause) or isinstance(cause, ConnectionError | TimeoutError):

@@ -12,12 +12,14 @@ from urllib.parse import unquote, urlsplit
 
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
-from windrow_sidecar.finetune.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.remote import answers_later, is_of_client, lacks_credentials
 
 FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+# What `datasets` writes beside rows.
+_NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -64,7 +66,8 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
     `split`.
 
     Raises:
-        UserError: it is not there, may not be read, or holds no file of a known kind.
+        UserError: it is not there, may not be read, holds no file of a known kind, or holds the
+            split in several folders, which are sets of their own.
         DatasetSilent: the place does not answer.
     """
     url = _url(source)
@@ -75,7 +78,7 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
         if about["type"] != "directory" and not system.isdir(path):
             _refuse_unknown(path, source)
             return [DataFile(system, path, source)]
-        found = sorted(p for p in system.find(path) if _suffix(p) and not _hidden(p, path))
+        found = sorted(p for p in system.find(path) if _holds_rows(p, path))
     if not found:
         raise UserError(
             f"{source} holds no file that ends in {', '.join(SUFFIXES)}",
@@ -83,7 +86,11 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
             remedy="Name the directory that holds the files.",
             reason=Reason.DATASET_EMPTY,
         )
-    return [DataFile(system, p, system.unstrip_protocol(p)) for p in _of_split(found, path, split)]
+    place = system.unstrip_protocol(path)
+    return [
+        DataFile(system, p, system.unstrip_protocol(p))
+        for p in _of_split(found, path, place, split)
+    ]
 
 
 @contextmanager
@@ -116,11 +123,17 @@ def failed(source: str, error: Exception) -> UserError | DatasetSilent:
 def unreadable(source: str, error: Exception) -> UserError:
     """Return the error for a source that is not there or may not be read."""
     said = getattr(error, "strerror", None) or " ".join(str(error).split())
+    remedy = (
+        "Give the sidecar AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or a role) in its "
+        "environment."
+        if lacks_credentials(error)
+        else "Name a file or directory on a volume that the decode pods mount, s3://bucket/key, or "
+        "a dataset of the Hub (owner/name)."
+    )
     return UserError(
         f"{source} cannot be read: {said}",
         field=FIELD,
-        remedy="Name a file or directory on a volume that the decode pods mount, s3://bucket/key, "
-        "or a dataset of the Hub (owner/name).",
+        remedy=remedy,
         reason=Reason.DATASET_UNREADABLE,
     )
 
@@ -161,20 +174,43 @@ def _refuse_unknown(path: str, source: str) -> None:
         )
 
 
-def _of_split(paths: list[str], root: str, split: str) -> list[str]:
-    """Return the paths of `split`; all of them where none is named after a split."""
+def _of_split(paths: list[str], root: str, place: str, split: str) -> list[str]:
+    """Return the paths of `split`; all of them where none is named after a split.
+
+    `root`: their directory; `place`: what people read of it.
+    """
     splits = {path: _split_of(path[len(root) :]) for path in paths}
     if not any(splits.values()):
         return paths
     wanted = [path for path in paths if splits[path] == split]
     if not wanted:
         raise UserError(
-            f"{split!r} is no split of {root}",
+            f"{split!r} is no split of {place}",
             field="spec.dataset.split",
             remedy=f"Write one of {', '.join(sorted({s for s in splits.values() if s}))}.",
             reason=Reason.DATASET_EMPTY,
         )
+    _refuse_several_sets(sorted({_folder_of(path[len(root) :]) for path in wanted}), place, split)
     return wanted
+
+
+def _refuse_several_sets(folders: list[str], place: str, split: str) -> None:
+    """Refuse files of one split in several folders: subsets, of which a user wants one."""
+    if len(folders) > 1:
+        raise UserError(
+            f"{place} holds several sets of rows with the split {split!r}, in "
+            + ", ".join(folder or "itself" for folder in folders),
+            field=FIELD,
+            remedy=f"Name the folder of one of them: {place}/{folders[-1]}.",
+            reason=Reason.DATASET_UNREADABLE,
+        )
+
+
+def _folder_of(path: str) -> str:
+    """Return what stands before the part of a path that names its split."""
+    parts = PurePosixPath(path.lstrip("/")).parts
+    at = next(n for n, part in enumerate(parts) if _split_of(part))
+    return "/".join(parts[:at])
 
 
 def _split_of(path: str) -> str:
@@ -193,5 +229,7 @@ def _suffix(path: str) -> str:
     return name.suffix if name.suffix in SUFFIXES else ""
 
 
-def _hidden(path: str, root: str) -> bool:
-    return any(part.startswith((".", "_")) for part in PurePosixPath(path[len(root) :]).parts)
+def _holds_rows(path: str, root: str) -> bool:
+    parts = PurePosixPath(path[len(root) :]).parts
+    hidden = any(part.startswith((".", "_")) for part in parts)
+    return bool(_suffix(path)) and not hidden and parts[-1] not in _NO_ROWS

@@ -103,6 +103,7 @@ def read_dataset(
             _check_fits(example, limits)
             stored.add(example)
     wrong.settle()
+    tokenizer.tell()
     if not len(stored):
         raise _empty(spec.source, wrong.count)
     held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import lzma
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedReader
+from typing import Any, BinaryIO, cast
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
@@ -13,6 +18,8 @@ from windrow_sidecar.finetune.dataset.places import DataFile, reaching
 
 # Rows of a Parquet file that are in memory at once.
 _BATCH_ROWS = 1024
+# How plain OSErrors of bz2 and pyarrow begin that tell of a damaged file.
+_DAMAGE = ("Invalid data stream", "Truncated compressed stream", "ZSTD decompress", "Corrupt")
 
 Fields = dict[str, Any]
 
@@ -22,7 +29,7 @@ class Record:
     """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines."""
 
     where: str
-    content: Any  # bytes of a line, or what a library made of it
+    content: Any  # bytes of a line, what a library made of it, or why it could not
 
     def fields(self) -> Fields:
         """Return the object.
@@ -30,6 +37,8 @@ class Record:
         Raises:
             UserError: it is none.
         """
+        if isinstance(self.content, UnicodeDecodeError):
+            raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
         found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
         if not isinstance(found, dict):
             raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
@@ -40,14 +49,44 @@ def read_records(file: DataFile) -> Iterator[Record]:
     """Yield the records of a file as they are read; the whole is in memory for .json only.
 
     Raises:
-        UserError: the file is not what its suffix says, or cannot be read.
+        UserError: the file is not what its suffix says, is damaged, or cannot be read.
         DatasetSilent: the place does not answer.
     """
-    with (
-        reaching(file.name),
-        file.system.open(file.path, "rb", compression="infer") as source,
-    ):
+    with reaching(file.name), _unpacking(file.name), _opened(file) as source:
         yield from _READERS[file.suffix](source, file.name)
+
+
+@contextmanager
+def _opened(file: DataFile) -> Iterator[BinaryIO]:
+    """Yield what stands in a file, unpacked; fsspec knows no zstd, pyarrow does."""
+    if not file.path.endswith(".zst"):
+        with file.system.open(file.path, "rb", compression="infer") as source:
+            yield source
+        return
+    import pyarrow
+
+    with (
+        file.system.open(file.path, "rb") as packed,
+        pyarrow.CompressedInputStream(packed, "zstd") as unpacked,
+    ):
+        yield cast("BinaryIO", BufferedReader(unpacked))
+
+
+@contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    """Hold while a file is read; what unpackers raise of a damaged one is the file's fault."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        damaged = not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile)
+        if not damaged and not str(error).startswith(_DAMAGE):
+            raise  # of a disk or a network
+        raise UserError(
+            f"{name} is damaged or cut off ({error})",
+            field="spec.dataset.source",
+            remedy="Write it again; its suffix has to say how it is packed.",
+            reason=Reason.DATASET_UNREADABLE,
+        ) from error
 
 
 def bad_row(where: str, problem: str, remedy: str) -> UserError:
@@ -68,6 +107,8 @@ def _array(source: BinaryIO, name: str) -> Iterator[Record]:
         raise _bad_file(name, "is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
+    except (ValueError, RecursionError) as error:
+        raise _bad_file(name, f"is beyond what is read of JSON ({error})") from error
     if isinstance(found, dict) and isinstance(found.get("data"), list):
         found = found["data"]
     if not isinstance(found, list):
@@ -83,11 +124,21 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[Record]:
     number = 0
     try:
         for batch in parquet.ParquetFile(source).iter_batches(_BATCH_ROWS):
-            for element in batch.to_pylist():
+            for element in _python_of(batch):
                 yield Record(f"{name}[{number}]", element)
                 number += 1
     except pyarrow.ArrowException as error:
         raise _bad_file(name, f"is not a Parquet file ({error})") from error
+
+
+def _python_of(batch: Any) -> list[Any]:  # noqa: ANN401 - pyarrow's
+    """Return the rows of a batch; one that is not UTF-8 is its error, and the others are rows."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+    return [row for n in range(batch.num_rows) for row in _python_of(batch.slice(n, 1))]
 
 
 def _is_line(content: Any) -> bool:  # noqa: ANN401
@@ -102,6 +153,10 @@ def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg}, column {error.colno})"
         raise bad_row(where, problem, "Mend the line.") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise bad_row(
+            where, f"is beyond what is read of JSON ({error})", "Mend the line."
+        ) from error
 
 
 def _bad_file(name: str, problem: str) -> UserError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from windrow_sidecar.finetune.dataset.records import Fields, Record, bad_row
@@ -14,28 +15,19 @@ MARKS = {"chat": "messages", "instruction": "instruction", "completion": "prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A piece of a row; `learn` says whether the loss counts its tokens."""
-
-    text: str
-    learn: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
-    """One row: either turns of a conversation or plain segments. `where` is its place."""
+    """One row: either the turns of a conversation, or a prompt and its answer.
+
+    `where` is its place. Turns are as the row has them, without fields that are null; so are
+    `tools` and `template_settings`, which the chat template gets besides.
+    """
 
     where: str
-    messages: tuple[Message, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    turns: tuple[Fields, ...] = ()
+    tools: list[Fields] | None = None
+    template_settings: Fields = field(default_factory=dict)
+    prompt: str = ""
+    answer: str = ""
 
 
 def row_of(record: Record, form: str) -> Row:
@@ -62,21 +54,41 @@ def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
 
 
 def _chat(fields: Fields, where: str) -> Row:
-    turns = fields.get("messages")
-    if not isinstance(turns, list) or not turns:
+    found = fields.get("messages")
+    if not isinstance(found, list) or not found:
         raise bad_row(
             where,
             "has no `messages` (a list of turns)",
             "Write {'messages': [{'role': 'user', 'content': ...}, ...]}, or set "
             "spec.dataset.format.",
         )
-    messages = tuple(_message(turn, f"messages[{i}]", where) for i, turn in enumerate(turns))
-    if not any(m.role == "assistant" for m in messages):
+    turns = tuple(_turn(turn, f"messages[{i}]", where) for i, turn in enumerate(found))
+    if not any(turn["role"] == "assistant" for turn in turns):
         raise bad_row(where, "has no turn of the assistant to learn from", "Add one.")
-    return Row(where, messages=messages)
+    if fields.get("functions"):
+        raise bad_row(where, "has `functions`, which no template gets", "Write them in `tools`.")
+    settings = fields.get("chat_template_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise bad_row(where, "`chat_template_kwargs` is no object", "Write an object.")
+    return Row(where, turns=turns, tools=_tools(fields, where), template_settings=settings)
 
 
-def _message(turn: Any, name: str, where: str) -> Message:  # noqa: ANN401 - it came from JSON
+def _tools(fields: Fields, where: str) -> list[Fields] | None:
+    """Return a row's tools: a list, or the JSON of one, as Parquet files have it."""
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise bad_row(where, "`tools` is no list of objects", "Write a list of JSON schemas.")
+    return tools
+
+
+def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
     for call in ("tool_calls", "function_call"):
@@ -94,7 +106,7 @@ def _message(turn: Any, name: str, where: str) -> Message:  # noqa: ANN401 - it 
             f"{name}: the assistant says nothing, so only the end of its turn would be learnt",
             "Give the turn a text, or drop the row.",
         )
-    return Message(turn["role"], turn["content"])
+    return {key: value for key, value in turn.items() if value is not None}
 
 
 def _instruction(fields: Fields, where: str) -> Row:
@@ -104,16 +116,16 @@ def _instruction(fields: Fields, where: str) -> Row:
         raise bad_row(where, "`input` is not text", "Write text or leave it out.")
     material = f"### Input:\n{given}\n\n" if given else ""
     prompt = f"### Instruction:\n{task}\n\n{material}### Response:\n"
-    return Row(where, segments=(Segment(prompt, learn=False), Segment(answer, learn=True)))
+    return Row(where, prompt=prompt, answer=answer)
 
 
 def _completion(fields: Fields, where: str) -> Row:
     prompt, answer = _text(fields, "prompt", where), _text(fields, "completion", where)
-    return Row(where, segments=(Segment(prompt, learn=False), Segment(answer, learn=True)))
+    return Row(where, prompt=prompt, answer=answer)
 
 
 def _plain(fields: Fields, where: str) -> Row:
-    return Row(where, segments=(Segment(_text(fields, "text", where), learn=True),))
+    return Row(where, answer=_text(fields, "text", where))
 
 
 def _text(fields: Fields, name: str, where: str) -> str:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.finetune.dataset.conversation import Conversations
+from windrow_sidecar.finetune.dataset.encoding import Rendered, encode
 from windrow_sidecar.finetune.dataset.records import bad_row
-from windrow_sidecar.finetune.dataset.rows import Row, Segment
-from windrow_sidecar.finetune.training.data import IGNORED, Example
+from windrow_sidecar.finetune.dataset.rows import Row
+from windrow_sidecar.finetune.training.data import Example
+
+log = logging.getLogger(__name__)
 
 
 class RowTokenizer:
-    """Turns rows into tokens.
+    """Turns rows into the tokens that `tokenizer(text)` or `apply_chat_template` makes of them.
 
     The loss counts what the assistant says (chat), the completion (instruction, completion) or
-    everything (text).
+    everything (text); and the end of the text (EOS), which is put after all but chats.
 
     Args:
         tokenizer: the model's. It needs no padding token: padding has no label, and behind a causal
@@ -26,26 +30,20 @@ class RowTokenizer:
 
     def __init__(self, tokenizer: Any, *, max_length: int, learn_all: bool = False) -> None:  # noqa: ANN401
         self._tokenizer, self._max_length, self._learn_all = tokenizer, max_length, learn_all
+        self._conversations = Conversations(tokenizer, learn_all=learn_all)
 
     def example(self, row: Row) -> Example:
         """Return the row's tokens.
 
         Raises:
-            UserError: the tokenizer has no chat template (`field` is then one of the spec), or
-                nothing to learn from is left (`field` is the row's place).
+            UserError: the tokenizer has no chat template (`field` is then one of the spec); the
+                row is no text, or nothing to learn from is left (`field` is the row's place).
         """
-        ids: list[int] = []
-        labels: list[int] = []
-        end = None if row.messages else self._tokenizer.eos_token_id
-        if not row.messages and self._tokenizer.bos_token_id is not None:
-            ids.append(self._tokenizer.bos_token_id)
-            labels.append(IGNORED)
-        for segment in self._chat(row) if row.messages else row.segments:
-            tokens = self._tokenizer.encode(segment.text, add_special_tokens=False)
-            ids += tokens
-            learn = segment.learn or self._learn_all
-            labels += tokens if learn else [IGNORED] * len(tokens)
-        if end is not None:
+        rendered = self._conversations.rendered(row) if row.turns else self._plain(row)
+        _check_is_text(rendered.text, row.where)
+        ids, labels = encode(self._tokenizer, rendered)
+        end = self._tokenizer.eos_token_id
+        if not row.turns and end is not None and ids[-1:] != [end]:
             ids.append(end)
             labels.append(end)
         made = Example(tuple(ids[: self._max_length]), tuple(labels[: self._max_length]), row.where)
@@ -53,50 +51,32 @@ class RowTokenizer:
             raise _nothing_left(row.where, len(ids), self._max_length)
         return made
 
-    def _chat(self, row: Row) -> tuple[Segment, ...]:
-        """Cut the rendered conversation where the assistant begins and ends to speak."""
-        if not self._tokenizer.chat_template:
-            raise UserError(
-                "the model's tokenizer has no chat template, so chat rows cannot be rendered",
-                field="spec.dataset.format",
-                remedy="Use a model with a template, or rows of another format.",
-                reason=Reason.DATASET_INVALID,
+    def tell(self) -> None:
+        """Log what was left out of the loss of the rows so far."""
+        if self._conversations.rewritten:
+            log.warning(
+                "%d answers are not learnt: the model's chat template writes them otherwise once "
+                "later turns follow (first in %s). Give each its own row to learn them.",
+                self._conversations.rewritten,
+                self._conversations.first_rewritten,
             )
-        turns = [{"role": m.role, "content": m.content} for m in row.messages]
-        segments: list[Segment] = []
-        done = ""
-        for i, turn in enumerate(turns):
-            if turn["role"] != "assistant":
-                continue
-            prompt = self._render(turns[:i], row, prompt=True)
-            answered = self._render(turns[: i + 1], row, prompt=False)
-            if not (prompt.startswith(done) and answered.startswith(prompt)):
-                raise bad_row(
-                    row.where,
-                    "the model's chat template renders earlier turns anew with each answer, so "
-                    "the answers cannot be told apart",
-                    "Give each row one turn of the assistant, the last.",
-                )
-            segments.append(Segment(prompt[len(done) :], learn=False))
-            segments.append(Segment(answered[len(prompt) :], learn=True))
-            done = answered
-        return tuple(segments)
 
-    def _render(self, turns: list[dict[str, str]], row: Row, *, prompt: bool) -> str:
-        from jinja2.exceptions import TemplateError
+    def _plain(self, row: Row) -> Rendered:
+        text = row.prompt + row.answer
+        begin = 0 if self._learn_all else len(row.prompt)
+        return Rendered(text, ((begin, len(text)),), special=True)
 
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=prompt
-                )
-            )
-        except TemplateError as error:
-            raise bad_row(
-                row.where,
-                f"the model's chat template refuses the turns: {error}",
-                "Order the turns as the template wants them.",
-            ) from error
+
+def _check_is_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise bad_row(
+            where,
+            f"holds {half}, half of a character that JSON writes as two",
+            "Write both halves, or take it out.",
+        ) from error
 
 
 def _nothing_left(where: str, tokens: int, max_length: int) -> UserError:

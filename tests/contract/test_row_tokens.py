@@ -1,0 +1,284 @@
+"""Rows are the tokens that the tokenizer makes of their whole text, and the right ones are learnt.
+
+On real tokenizers of the forms that models have.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, ByT5Tokenizer
+
+from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.web.front import load_tokenizer
+from windrow_sidecar.finetune.dataset.conversation import Conversations
+from windrow_sidecar.finetune.dataset.records import Record
+from windrow_sidecar.finetune.dataset.rows import row_of
+from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.testing.vocabularies import byte_pairs, letters, sentence_pieces
+
+FORMS = {
+    "letters": letters,
+    "GPT-2": lambda: byte_pairs(bos=False),
+    "Llama-3": lambda: byte_pairs(bos=True),
+    "Llama-2": lambda: sentence_pieces(eos=False),
+    "Llama-2 with EOS": lambda: sentence_pieces(eos=True),
+    "ByT5, without offsets": ByT5Tokenizer,
+}
+TEXTS = (
+    "Q: what is the capital of France?\nA: Paris is  the capital\n\n",
+    " Hello Paris,  (hi)\n\n\n:: yes",
+    "caf\u00e9 \U0001f600\U0001f600 \u4f60\u597d Paris",
+)
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{{ eos_token if m.role == 'assistant' else '' }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+# As Qwen3's: only answers after the user's last turn show that the model has thought.
+RETHINKING = (
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last %}(think)\n{% endif %}"
+    "{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+# What templates for tools look at beside roles and contents.
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ greeting }}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.name }}{{ m.tool_call_id }}:{{ m.content }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>:{% endif %}"
+)
+TALK = (("user", "Greet Paris"), ("assistant", "Hello Paris"))
+LONGER = (*TALK, ("user", " Paris?"), ("assistant", "\nyes  (hi)"))
+
+
+@pytest.fixture(params=FORMS)
+def tokenizer(request):
+    return FORMS[request.param]()
+
+
+def example(tokenizer, form, fields, *, learn_all=False):
+    made = RowTokenizer(tokenizer, max_length=500, learn_all=learn_all)
+    return made.example(row_of(Record("rows.jsonl:1", fields), form))
+
+
+def turns(talk):
+    return {"messages": [{"role": role, "content": content} for role, content in talk]}
+
+
+def ended(tokenizer, ids) -> list[int]:
+    end = [tokenizer.eos_token_id]
+    return ids if ids[-1:] == end else ids + end
+
+
+def learnt(example) -> list[int]:
+    assert all(label in (-100, i) for i, label in zip(example.ids, example.labels, strict=True))
+    return [at for at, label in enumerate(example.labels) if label != -100]
+
+
+def begins_of(tokenizer, text) -> list[int]:
+    """Return where each token of an ASCII text begins, from the lengths of the tokens' names."""
+    names = tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+    begins, at = [], -1 if "▁" in names[1] else 0
+    for name in names:
+        special = name in tokenizer.all_special_tokens
+        begins.append(max(at, 0) if not special else -1 if at <= 0 else len(text))
+        at += 0 if special else len(name)
+    return begins
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_what_the_tokenizer_makes_of_it_and_its_end(tokenizer, text):
+    made = example(tokenizer, "text", {"text": text})
+    assert list(made.ids) == ended(tokenizer, tokenizer(text)["input_ids"])
+    assert learnt(made) == list(range(1, made.length))
+
+
+def test_wherever_a_row_is_cut_into_prompt_and_completion_it_is_the_same_tokens(tokenizer):
+    for text in TEXTS:
+        for cut in range(1, len(text)):
+            row = {"prompt": text[:cut], "completion": text[cut:]}
+            made = example(tokenizer, "completion", row)
+            assert list(made.ids) == ended(tokenizer, tokenizer(text)["input_ids"])
+            assert learnt(made) == list(range(learnt(made)[0], made.length))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "offsets" not in form])
+def test_a_token_is_learnt_where_it_begins_in_the_completion(form):
+    tokenizer, merged = FORMS[form](), 0
+    for text in TEXTS[:2]:
+        begins = begins_of(tokenizer, text)
+        for cut in range(1, len(text)):
+            made = example(
+                tokenizer, "completion", {"prompt": text[:cut], "completion": text[cut:]}
+            )
+            begun = [at for at, begin in enumerate(begins) if begin >= cut]
+            assert learnt(made) == begun + list(range(len(begins), made.length))
+            merged += cut not in begins
+    assert (merged > 0) == (form != "letters")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [("Q: France?\nA:", " Paris"), ("A: Paris", " is the capital"), ("A: ", "Paris")],
+)
+def test_where_the_prompt_loses_at_most_its_last_token_the_mask_is_as_long_as_it(
+    tokenizer, prompt, completion
+):
+    """TRL masks as many tokens as the prompt has alone."""
+    made = example(tokenizer, "completion", {"prompt": prompt, "completion": completion})
+    alone = tokenizer(prompt)["input_ids"]
+    alone = alone[:-1] if alone[-1] == tokenizer.eos_token_id else alone
+    assert list(made.ids[: len(alone) - 1]) == alone[:-1]
+    assert learnt(made)[0] == len(alone)
+
+
+def test_an_instruction_is_the_prompt_that_the_documentation_shows(tokenizer):
+    row = {"instruction": "Greet Paris", "input": "yes", "output": "Hello"}
+    text = "### Instruction:\nGreet Paris\n\n### Input:\nyes\n\n### Response:\nHello"
+    made = example(tokenizer, "instruction", row)
+    assert list(made.ids) == ended(tokenizer, tokenizer(text)["input_ids"])
+
+
+@pytest.mark.parametrize("form", ["letters", "GPT-2", "Llama-2 with EOS"])
+def test_an_end_that_stands_there_already_is_not_written_again(form):
+    tokenizer = FORMS[form]()
+    made = example(tokenizer, "text", {"text": f"yes{tokenizer.eos_token}"})
+    assert list(made.ids) == tokenizer(f"yes{tokenizer.eos_token}")["input_ids"]
+
+
+def test_the_prompt_of_a_row_is_the_tokens_that_decode_is_sent():
+    folder = Path(__file__).parents[2] / "models/windrow-tiny"
+    sent = load_tokenizer(folder).encode("Q: yes?").ids
+    row = {"prompt": "Q: yes?", "completion": " no"}
+    made = example(AutoTokenizer.from_pretrained(folder), "completion", row)
+    assert list(made.ids[: len(sent)]) == sent
+    assert learnt(made)[0] == len(sent)
+
+
+@pytest.mark.parametrize("learn_all", [False, True])
+@pytest.mark.parametrize("template", [PLAIN, MARKED, RETHINKING])
+def test_a_conversation_is_what_its_template_makes_of_it(tokenizer, template, learn_all):
+    tokenizer.chat_template = template
+    row = turns(LONGER)
+    made = example(tokenizer, "chat", row, learn_all=learn_all)
+    theirs = tokenizer.apply_chat_template(row["messages"], tokenize=True, return_dict=True)
+    assert list(made.ids) == theirs["input_ids"]
+    if learn_all:
+        assert learnt(made) == list(range(1, made.length))
+
+
+@pytest.mark.parametrize("form", ["letters", "GPT-2", "Llama-3", "Llama-2"])
+def test_what_a_template_marks_is_learnt_as_the_tokenizers_own_mask_says(form):
+    tokenizer = FORMS[form]()
+    tokenizer.chat_template = MARKED
+    row = turns(LONGER)
+    theirs = tokenizer.apply_chat_template(
+        row["messages"], return_dict=True, return_assistant_tokens_mask=True
+    )
+    mask = [at for at, is_answer in enumerate(theirs["assistant_masks"]) if is_answer]
+    assert learnt(example(tokenizer, "chat", row)) == mask
+
+
+def test_an_answer_that_begins_with_a_blank_is_learnt_though_its_offsets_leave_it_out():
+    tokenizer = byte_pairs(bos=True)
+    tokenizer.chat_template = MARKED
+    made = example(tokenizer, "chat", turns((*TALK[:1], ("assistant", " Paris"), *TALK)))
+    said = tokenizer.decode([made.ids[at] for at in learnt(made)])
+    assert said == " Paris</s>Hello Paris</s>"
+
+
+def test_each_answer_is_learnt_from_its_first_token_to_the_end_of_its_turn(tokenizer):
+    tokenizer.chat_template = PLAIN
+    made = example(tokenizer, "chat", turns(LONGER))
+    said = tokenizer.decode([made.ids[at] for at in learnt(made)])
+    end = tokenizer.eos_token
+    assert "".join(said.split()) == f"HelloParis{end}yes(hi){end}"
+
+
+def test_answers_that_later_turns_rewrite_are_left_out_and_told(caplog):
+    tokenizer = letters()
+    tokenizer.chat_template = RETHINKING
+    rows = RowTokenizer(tokenizer, max_length=500)
+    made = rows.example(row_of(Record("rows.jsonl:7", turns(LONGER)), "chat"))
+    assert tokenizer.decode([made.ids[at] for at in learnt(made)]) == "(think)\n\nyes  (hi)</s>"
+    rows.tell()
+    assert "1 answers are not learnt" in caplog.text
+    assert "rows.jsonl:7" in caplog.text
+
+
+def test_a_turn_after_the_last_answer_counts_with_all_and_changes_nothing_without():
+    tokenizer = letters()
+    tokenizer.chat_template = RETHINKING
+    row = turns((*TALK, ("user", "thanks")))
+    whole = tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert tokenizer.decode(example(tokenizer, "chat", row, learn_all=True).ids) == whole
+    assert example(tokenizer, "chat", row) == example(tokenizer, "chat", turns(TALK))
+
+
+@pytest.mark.parametrize("tools", [[{"name": "weather"}], json.dumps([{"name": "weather"}]), None])
+def test_a_template_gets_tools_settings_and_all_that_a_turn_has(tools):
+    tokenizer = letters()
+    tokenizer.chat_template = WITH_TOOLS
+    asked = {"role": "tool", "name": "weather", "tool_call_id": "x1", "content": "42", "time": None}
+    row = {"messages": [asked, {"role": "assistant", "content": "hot"}], "tools": tools}
+    made = example(tokenizer, "chat", row | {"chat_template_kwargs": {"greeting": "hi"}})
+    expected = tokenizer.apply_chat_template(
+        row["messages"], tools=tools and [{"name": "weather"}], greeting="hi"
+    )
+    assert list(made.ids) == expected["input_ids"]
+    assert tokenizer.decode(made.ids).endswith("hi<|tool|>weatherx1:42\n<|assistant|>:hot\n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"tools": "weather"}, "`tools` is no list"),
+        ({"tools": [3]}, "`tools` is no list"),
+        ({"functions": [{"name": "f"}]}, "has `functions`"),
+        ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` is no object"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "refuses the turns"),
+        (
+            {"messages": [{"role": "user", "content": "a\ud83d"}, turns(TALK)["messages"][1]]},
+            "half",
+        ),
+    ],
+)
+def test_what_a_template_cannot_get_is_the_rows_mistake(fields, problem):
+    tokenizer = letters()
+    tokenizer.chat_template = PLAIN
+    with pytest.raises(UserError, match=problem) as caught:
+        example(tokenizer, "chat", turns(TALK) | fields)
+    assert caught.value.field == "rows.jsonl:1"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{% if messages | length < 2 %}{{ raise_exception('no') }}{% endif %}xyz",
+    ],
+)
+def test_a_conversation_whose_answers_cannot_be_told_apart_is_refused(template):
+    tokenizer = letters()
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the model's chat template"):
+        example(tokenizer, "chat", turns(TALK))
+    assert example(tokenizer, "chat", turns(TALK), learn_all=True).targets > 0
+
+
+def test_an_answer_without_a_prompt_is_context():
+    tokenizer = letters()
+    tokenizer.chat_template = PLAIN
+    row = row_of(Record("rows.jsonl:1", turns((("assistant", "hi"), *TALK))), "chat")
+    rendered = Conversations(tokenizer, learn_all=False).rendered(row)
+    assert [rendered.text[a:b] for a, b in rendered.learnt] == ["Hello Paris</s>\n"]

@@ -1,0 +1,184 @@
+"""Which files a source names, how they are unpacked, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import importlib.util
+import json
+import lzma
+import os
+
+import fsspec
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.dataset.places import find_files, local_path
+from windrow_sidecar.finetune.dataset.records import read_records
+from windrow_sidecar.finetune.dataset.rows import row_of
+
+
+def texts(source, split="train") -> list[str]:
+    files = find_files(str(source), split)
+    return [row_of(record, "text").answer for file in files for record in read_records(file)]
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000 + "]" * 100_000, "[" + "9" * 5000 + "]"])
+def test_a_list_beyond_what_can_be_read_is_a_bad_file(tmp_path, content):
+    (tmp_path / "rows.json").write_text(content)
+    with pytest.raises(UserError, match=r"rows\.json is beyond what is read") as caught:
+        texts(tmp_path / "rows.json")
+    assert caught.value.reason == "DatasetUnreadable"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(UserError) as caught:
+        texts(tmp_path / "none.jsonl")
+    assert caught.value.reason == "DatasetUnreadable"
+    assert caught.value.field == "spec.dataset.source"
+
+
+def test_paths_and_file_urls_name_files_and_other_schemes_are_refused():
+    assert str(local_path("file:///a%20b/c", field="f")) == "/a b/c"
+    assert str(local_path("a/b", field="f")) == "a/b"
+    with pytest.raises(UserError, match="cannot be reached"):
+        local_path("s3://bucket/key", field="f")
+
+
+def put(path, form: str, rows) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if form == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif form == "json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("form", ["jsonl", "ndjson", "json", "parquet"])
+def test_each_kind_of_file_gives_the_same_rows(tmp_path, form):
+    put(tmp_path / f"rows.{form}", form, [{"text": "ab"}, {"text": "cd"}])
+    assert texts(tmp_path / f"rows.{form}") == ["ab", "cd"]
+
+
+def test_a_directory_is_read_in_order_and_only_the_split_that_is_wanted(tmp_path):
+    for name, text in (("train-00001.jsonl", "b"), ("train-00000.jsonl", "a"), ("test.jsonl", "z")):
+        put(tmp_path / "data" / name, "jsonl", [{"text": text}])
+    (tmp_path / "README.md").write_text("not rows")
+    assert texts(tmp_path) == ["a", "b"]
+    assert texts(tmp_path, split="test") == ["z"]
+    with pytest.raises(UserError, match=r"spec.dataset.split.*one of test, train"):
+        texts(tmp_path, split="validation")
+
+
+def test_a_directory_without_rows_and_a_file_of_no_known_kind_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("a,b")
+    for source in (tmp_path, tmp_path / "rows.csv"):
+        with pytest.raises(UserError) as caught:
+            texts(source)
+        assert caught.value.field == "spec.dataset.source"
+        assert ".parquet" in str(caught.value)
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+PACKED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstd}
+# Lines that hardly repeat, so that half of what they become is half of them.
+MANY = b"".join(b'{"text": "%x"}\n' % (n * 7919**5 % 2**64) for n in range(4000))
+
+
+@pytest.mark.parametrize("how", PACKED)
+def test_a_file_may_be_compressed(tmp_path, how):
+    path = tmp_path / f"rows.jsonl.{how}"
+    path.write_bytes(PACKED[how](b'{"text": "ab"}\n{"text": "cd"}\n'))
+    assert texts(path) == ["ab", "cd"]
+
+
+@pytest.mark.parametrize("damage", ["cut off", "overwritten", "not packed"])
+@pytest.mark.parametrize("how", PACKED)
+def test_a_damaged_file_is_named_wherever_it_lies(how, damage):
+    packed = PACKED[how](MANY)
+    half = len(packed) // 2
+    content = {
+        "cut off": packed[:half],
+        "overwritten": packed[:half] + bytes(99) + packed[half + 99 :],
+        "not packed": MANY,
+    }[damage]
+    fsspec.filesystem("memory").pipe(f"/damaged/rows.jsonl.{how}", content)
+    with pytest.raises(UserError, match=rf"rows\.jsonl\.{how} is damaged or cut off") as caught:
+        list(read_records(*find_files(f"memory://damaged/rows.jsonl.{how}")))
+    assert caught.value.reason == "DatasetUnreadable"
+    assert caught.value.field == "spec.dataset.source"
+
+
+@pytest.mark.parametrize("names", [["main/train-0", "other/train-0"], ["train", "other/train/0"]])
+def test_sets_in_several_folders_are_refused_by_name(tmp_path, names):
+    for name in names:
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"text": "ab"}\n')
+    with pytest.raises(UserError, match=r"several sets of rows with the split 'train'") as caught:
+        texts(tmp_path)
+    assert caught.value.field == "spec.dataset.source"
+    assert caught.value.remedy.endswith(f"{tmp_path}/other.")
+    assert texts(tmp_path / "other") == ["ab"]
+
+
+def test_parts_of_one_split_may_lie_in_folders_below_it(tmp_path):
+    for part in ("0", "1"):
+        (tmp_path / "data" / "train" / part).mkdir(parents=True)
+        (tmp_path / "data" / "train" / part / "rows.jsonl").write_text('{"text": "ab"}\n')
+    assert texts(tmp_path) == ["ab", "ab"]
+
+
+@pytest.mark.parametrize("name", ["dataset_infos.json", "dataset_info.json", "state.json"])
+def test_what_libraries_write_beside_rows_is_passed_over(tmp_path, name):
+    (tmp_path / name).write_text('{"default": {"features": {}}}')
+    (tmp_path / "rows.jsonl").write_text('{"text": "ab"}\n')
+    assert texts(tmp_path) == ["ab"]
+
+
+def test_what_another_file_system_holds_is_read_through_fsspec():
+    system = fsspec.filesystem("memory")
+    system.pipe("/bucket/train/a.jsonl", b'{"text": "ab"}\n{"text": 3}\n')
+    (file,) = find_files("memory://bucket/train")
+    first, second = read_records(file)
+    assert row_of(first, "text").answer == "ab"
+    assert second.where == "memory:///bucket/train/a.jsonl:2"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is None, reason="s3fs is not installed")
+def test_a_bucket_without_credentials_is_the_users_to_mend(monkeypatch, tmp_path):
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(UserError, match="Unable to locate credentials") as caught:
+        find_files("s3://bucket/rows.jsonl")
+    assert caught.value.field == "spec.dataset.source"
+    assert "AWS_ACCESS_KEY_ID" in caught.value.remedy
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_place_without_a_client_says_what_to_install():
+    with pytest.raises(UserError, match=r"Install windrow\[s3\]"):
+        find_files("s3://bucket/rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("rows.json", "{", "is not JSON"),
+        ("rows.json", "3", "is not a list of rows"),
+        ("rows.parquet", "PAR1 no", "is not a Parquet file"),
+    ],
+)
+def test_a_file_that_is_not_what_its_suffix_says_is_refused(tmp_path, name, content, problem):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=problem) as caught:
+        texts(tmp_path / name)
+    assert caught.value.reason == "DatasetUnreadable"
