@@ -43,22 +43,23 @@ def main() -> None:
     env = environment()
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
-        with _engine(folder) as endpoint:
+        with engine(folder) as endpoint:
             pairs = [_pair(endpoint, folder) for _ in range(1 if options.quick else 4)]
     write("disturbance", [_result(pairs)], env, options.json)
 
 
 @contextlib.contextmanager
-def _engine(folder: Path) -> Iterator[str]:
+def engine(folder: Path, **variables: str) -> Iterator[str]:
+    """Run a decode server with its event log in `folder`; yields its address."""
     with ReservedPort() as port:
         number = port.number
     endpoint = f"http://{LOOPBACK}:{number}"
     argv = [sys.executable, "-m", "windrow_sidecar.engines.builtin", f"--port={number}"]
     argv += [f"--model-path={ROOT / 'models' / 'windrow-tiny'}", "--stream-interval=32"]
     argv += ["--disaggregation-mode=decode", "--disaggregation-transfer-backend=fake"]
-    engine = subprocess.Popen(
+    process = subprocess.Popen(
         argv,
-        env={**os.environ, ENV_LOG_DIR: str(folder)},
+        env={**os.environ, ENV_LOG_DIR: str(folder), **variables},
         stderr=subprocess.DEVNULL,
         process_group=0,
     )
@@ -66,8 +67,8 @@ def _engine(folder: Path) -> Iterator[str]:
         _await_ready(endpoint)
         yield endpoint
     finally:
-        engine.terminate()
-        engine.wait()
+        process.terminate()
+        process.wait()
 
 
 def _await_ready(endpoint: str) -> None:
@@ -84,16 +85,17 @@ def _pair(endpoint: str, folder: Path) -> tuple[list[StepEvent], list[StepEvent]
     """Steps of one block alone, and of one beside a cluster that is watched."""
     others = bystanders(devices(usable_cores()))
     with on_cpus(others):
-        alone = _block(endpoint, folder)
+        alone = block(endpoint, folder)
     quiet = Console(file=io.StringIO(), force_terminal=True, width=120)
     asked = ClusterSettings(cpus=others)
     with LocalCluster(asked, console=Console(stderr=True)) as cluster, on_cpus(others):
         client = WindrowClient(cluster.kubeconfig)
         with Watcher(client, quiet, kubernetes=cluster.version, policy="none"):
-            return alone, _block(endpoint, folder)
+            return alone, block(endpoint, folder)
 
 
-def _block(endpoint: str, folder: Path) -> list[StepEvent]:
+def block(endpoint: str, folder: Path) -> list[StepEvent]:
+    """Load the server for a while; return its steps without a prompt in them."""
     begin_ns = time.monotonic_ns()
     argv = [sys.executable, "-m", "windrow.local.load", f"--endpoint={endpoint}"]
     argv += [f"--seconds={BLOCK_S:g}", "--seed=7", f"--json={folder / 'load.json'}"]
@@ -104,8 +106,8 @@ def _block(endpoint: str, folder: Path) -> list[StepEvent]:
 
 
 def _result(pairs: list[tuple[list[StepEvent], list[StepEvent]]]) -> Result:
-    ratios = [ratio for alone, beside in pairs for ratio in _ratios(alone, beside)]
-    value, spread = middle([100 * (ratio - 1) for ratio in ratios])
+    found = [ratio for alone, beside in pairs for ratio in ratios(alone, beside)]
+    value, spread = middle([100 * (ratio - 1) for ratio in found])
     alone_ms = statistics.median(_ms(event) for alone, _ in pairs for event in alone)
     return Result(
         "step beside a watched cluster, against alone, at equal batch",
@@ -118,7 +120,8 @@ def _result(pairs: list[tuple[list[StepEvent], list[StepEvent]]]) -> Result:
     )
 
 
-def _ratios(alone: list[StepEvent], beside: list[StepEvent]) -> list[float]:
+def ratios(alone: list[StepEvent], beside: list[StepEvent]) -> list[float]:
+    """How many times as long steps of each batch take, where there are enough of both."""
     by_batch: list[dict[int, list[float]]] = []
     for steps in (alone, beside):
         found: dict[int, list[float]] = defaultdict(list)

@@ -125,7 +125,13 @@ LIFECYCLE: Final = (
     Row(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
     Row(T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."),
     Row(T.PLACED, "False", R.BACK_OFF, "A worker failed; the next attempt waits until `retryAt`."),
-    Row(T.PLACED, "False", R.SLOT_LOST, "Pod or sidecar is gone; resumes from the checkpoint."),
+    Row(
+        T.PLACED,
+        "False",
+        R.SLOT_LOST,
+        "Pod or sidecar is gone, or a neighbour has ended the worker; resumes from the checkpoint, "
+        "no attempt is counted.",
+    ),
     Row(T.PLACED, "False", R.REJECTED, "The slot refused the assignment; another is looked for."),
     Row(T.PLACED, "False", R.POLICY_CHANGED, "The slot's policy no longer admits the job."),
     Row(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),

@@ -55,6 +55,10 @@ class RunDir:
         """JSON that says where in the exported weights each parameter lies."""
         return self.root / f"weights-{slot}.json"
 
+    def turn_note(self, slot: int = 0) -> Path:
+        """Whose turn it is in the slot's worker, for after its death (`windrow_sidecar.turn`)."""
+        return self.root / f"worker-{slot}.turn"
+
     @property
     def mps_folder(self) -> Path:
         """Pipes and logs of the private MPS daemon, where the sidecar has started one."""

@@ -70,6 +70,22 @@ def error_of(read: Callable[[], object]) -> dict[str, str]:
     return {}
 
 
+class Granting:
+    """A pace that can be changed."""
+
+    def __init__(self) -> None:
+        self.now = True
+
+    def granted(self) -> bool:
+        return self.now
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(min(0.01, timeout_s))
+
+
+ALWAYS = Granting()
+
+
 def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
@@ -80,10 +96,12 @@ def until(condition: Callable[[], object]) -> None:
 def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
     fifo, wrong = folder / "never.jsonl", folder / "wrong.jsonl"
     os.mkfifo(fifo)
+    many = folder / "many.jsonl"
+    many.write_text(Path(ROWS).read_text() * 500)
     wrong.write_text('{"text": "a"}\n{"words": "b"}\n')
 
     def elsewhere(order: RowsWanted) -> Split:
-        return readers.begin(order).wait(lambda: None)
+        return readers.begin(order).wait(lambda: None, ALWAYS)
 
     def reading() -> list[psutil.Process]:
         return psutil.Process(readers.pid).children()
@@ -107,12 +125,12 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         rows = readers.begin(wanted(fifo))
         until(reading)
         rows.end()
-        return error_of(lambda: rows.wait(lambda: None))
+        return error_of(lambda: rows.wait(lambda: None, ALWAYS))
 
     def stalled() -> object:
         standing = Standing(stall=StallWatch(after_s=0.2))
         loading = Loading(
-            job("stalled"), Order("stalled", 1), standing, readers, lambda _: wanted(fifo)
+            job("stalled"), Order("stalled", 1), standing, readers, lambda _: wanted(fifo), ALWAYS
         )
         standing.stall.watch(lambda found: loading.give_up(failure(found, "")))
         until(lambda: loading.verdict)
@@ -126,10 +144,29 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         with (root / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             file, order = job("locked"), Order("locked", 1)
-            loading = Loading(file, order, Standing(), readers, lambda _: wanted(ROWS))
+            loading = Loading(file, order, Standing(), readers, lambda _: wanted(ROWS), ALWAYS)
             verdict = failure(RuntimeError("a test"), "")
             given_up = loading.give_up(verdict), loading.is_over, loading.give_up(verdict)
         return [*given_up, loading.verdict == verdict, reading()]
+
+    def held() -> object:
+        pace, standing = Granting(), Standing(stall=StallWatch(after_s=60.0))
+        file, order = job("held"), Order("held", 1)
+        loading = Loading(file, order, standing, readers, lambda _: wanted(many), pace)
+        until(reading)
+        (process,) = reading()
+        pace.now = False
+        until(lambda: process.status() == psutil.STATUS_STOPPED)
+        spent, renewed = process.cpu_times().user, standing.stall._begun
+        until(lambda: standing.stall._begun != renewed)  # decode's wait is none of its own
+        stood_still = process.cpu_times().user == spent
+        pace.now = True
+        until(lambda: process.status() != psutil.STATUS_STOPPED)
+        pace.now = False
+        until(lambda: process.status() == psutil.STATUS_STOPPED)
+        given_up = loading.give_up(failure(RuntimeError("a test"), ""))
+        until(lambda: not reading())
+        return [stood_still, given_up]
 
     def too_late() -> object:
         lock = threading.Event()
@@ -157,6 +194,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         "ended": ended,
         "stalled": stalled,
         "folder hangs": folder_hangs,
+        "held": held,
         "too late": too_late,
         "closed": closed,
     }

@@ -51,6 +51,10 @@ def test_a_job_whose_folder_hangs_can_be_given_up_once_and_reads_nothing(scenes)
     assert scenes["folder hangs"] == [True, True, False, True, []]
 
 
+def test_it_stands_still_while_nothing_is_granted_and_is_not_given_up_for_it(scenes):
+    assert scenes["held"] == [True, True]
+
+
 def test_nothing_is_forked_from_a_process_with_threads(scenes):
     assert "before other threads" in scenes["too late"]["says"]
 

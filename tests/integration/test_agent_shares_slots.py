@@ -128,7 +128,28 @@ async def test_one_that_must_be_killed_costs_the_other_its_slot_but_is_no_failur
     await until(lambda: not agent.worker_pids())
 
 
-async def test_a_worker_that_dies_is_a_failure_of_all_that_ran_in_it(pod):
+async def test_a_worker_that_dies_is_a_failure_of_the_job_whose_turn_it_was(pod):
+    operator, agent, engine = pod
+    await started(operator, "uid-1", "run")
+    await started(operator, "uid-2", "at-work")
+    os.kill(agent.worker_pids()[0], signal.SIGKILL)
+    failed = await until(lambda: end_of(operator, "uid-2"))
+    assert (failed.kind, failed.reason) == (Event.FAILED, "WorkerDied")
+    lost = await until(lambda: end_of(operator, "uid-1"))
+    assert (lost.kind, lost.reason) == (Event.STOPPED, "SlotLost")
+    assert lost.detail == "its worker has ended with job uid-2"
+    # Decode knows that nobody holds its memory or waits for its cores any more.
+    await until(lambda: engine.engine.hook._live_epoch == 0)
+    # What the dead one noted is not held against the next.
+    await started(operator, "uid-1", "run", epoch=2)
+    await started(operator, "uid-2", "run", epoch=2)
+    os.kill(agent.worker_pids()[0], signal.SIGKILL)
+    for uid in ("uid-1", "uid-2"):
+        ends = lambda uid=uid: [e for e in operator.of(uid) if e.kind == Event.FAILED]  # noqa: E731
+        await until(lambda ends=ends: any(e.epoch == 2 for e in ends()))
+
+
+async def test_a_worker_that_dies_before_any_turn_is_a_failure_of_all_that_ran_in_it(pod):
     operator, agent, _ = pod
     await started(operator, "uid-1", "run")
     await started(operator, "uid-2", "run")

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-import threading
 from pathlib import Path
 
 import pytest
-from worker_pod import ROOT, UID, Pod, until
+from worker_pod import ROOT, UID, Lending, Pod, until
 
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.testing.filehub import served
@@ -17,29 +16,6 @@ from windrow_sidecar.testing.filehub import served
 EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]
-
-
-class Lending(threading.Thread):
-    """Decode's side of lending: what is wished for, again and again."""
-
-    def __init__(self, pod: Pod) -> None:
-        super().__init__(daemon=True)
-        self._pod, self._stop_asked = pod, threading.Event()
-        self.offered_nothing = False  # at some moment since the worker was there
-
-    def run(self) -> None:
-        arena, seen = self._pod.decode.arena, False
-        while not self._stop_asked.wait(0.01):
-            offer, lent = self._pod.decode.offer, arena.counts()[2]
-            seen = seen or offer.job_epoch == 1
-            if offer.job_epoch:
-                arena.lend(max(0, offer.wanted_chunks - lent), owner=1)
-            elif seen and not lent:
-                self.offered_nothing = True
-
-    def stop(self) -> None:
-        self._stop_asked.set()
-        self.join()
 
 
 @pytest.fixture(scope="module")

@@ -179,15 +179,19 @@ class Pod:
         (folder / "job.json").write_text(json.dumps(job))
         return out
 
-    def take(self, uid: str, *, to: str = UID) -> None:
+    def take(self, uid: str, *, to: str = UID, epoch: int = 1) -> None:
         """Tell the worker, over a job's stream, to carry a further one."""
-        self.agent.command("TAKE", to=to, job_uid=uid, epoch=1)
+        self.agent.command("TAKE", to=to, job_uid=uid, epoch=epoch)
 
     def start(self, epoch: int = 1, **training) -> subprocess.Popen:
         """Start a worker for the job UID."""
-        self.write_job(epoch=epoch, **training)
         command = [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
         command += ["--run-dir", str(self.root), "--job-uid", UID, "--epoch", str(epoch)]
+        return self.start_by(command, epoch, **training)
+
+    def start_by(self, command: list[str], epoch: int = 1, **training) -> subprocess.Popen:
+        """Start a worker for the job UID by this command."""
+        self.write_job(epoch=epoch, **training)
         with (self.root / f"worker-{epoch}.log").open("ab") as log:
             worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
         self.workers.append(worker)
@@ -202,6 +206,29 @@ class Pod:
             worker.wait()
         self.agent.close()
         self.decode.close()
+
+
+class Lending(threading.Thread):
+    """Decode's side of lending: what is wished for, again and again."""
+
+    def __init__(self, pod: Pod) -> None:
+        super().__init__(daemon=True)
+        self._pod, self._stop_asked = pod, threading.Event()
+        self.offered_nothing = False  # at some moment since the worker was there
+
+    def run(self) -> None:
+        arena, seen = self._pod.decode.arena, False
+        while not self._stop_asked.wait(0.01):
+            offer, lent = self._pod.decode.offer, arena.counts()[2]
+            seen = seen or offer.job_epoch == 1
+            if offer.job_epoch:
+                arena.lend(max(0, offer.wanted_chunks - lent), owner=1)
+            elif seen and not lent:
+                self.offered_nothing = True
+
+    def stop(self) -> None:
+        self._stop_asked.set()
+        self.join()
 
 
 def job_spec(out: Path) -> dict:

@@ -208,6 +208,16 @@ def test_a_rejection_is_no_failure():
     assert life.step(now=later(seconds=2)).status["epoch"] == 2
 
 
+def test_a_slot_that_a_neighbour_has_cost_is_no_failed_attempt():
+    life = Life(spec(backoffLimit=0)).running()
+    words = "its worker has ended with job other"
+    life.step(run(RunState.STOPPED, reason="SlotLost", detail=words))
+    assert "attempts" not in life.job.status
+    assert life.condition("Placed")["reason"] == "SlotLost"
+    assert words in life.condition("Placed")["message"]
+    assert life.step(now=NOW).status["epoch"] == 2
+
+
 # --- losing a slot --------------------------------------------------------------------------------
 
 

@@ -1,8 +1,8 @@
 """One worker and the jobs that share it: started for the first, told of the others, then reaped.
 
 Each job ends with its own word and leaves the others going. The process is to end by itself once
-the last one has; whoever has to be killed takes the others along, which lose their slot by it and
-go on elsewhere from their checkpoints.
+the last one has; whoever has to be killed, or kills the worker in its turn, takes the others along,
+which lose their slot by it and go on elsewhere from their checkpoints.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.orphans import forget_worker, note_worker
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_process import Standby, WorkerProcess, write_job
+from windrow_sidecar.turn import forget_turn, read_turn
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class Crew:
         self, settings: AgentSettings, slot: int, *, on_exit: Callable[[str], None]
     ) -> None:
         self._settings, self._slot, self._on_exit = settings, slot, on_exit
+        self._turn_note = settings.run_dir.turn_note(slot)
         self.runs: list[JobRun] = []
         self._process: WorkerProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -64,6 +66,7 @@ class Crew:
         """Start the worker for a run; a start that fails is reported as the run's end."""
         self.runs.append(run)
         assign = run.assign
+        forget_turn(self._turn_note)
         try:
             self._process = await WorkerProcess.start(self._settings, assign, standby)
         except (OSError, ValueError) as error:
@@ -117,6 +120,11 @@ class Crew:
         going = (run for run in self.runs if run.ended is None and not run.asked_to_end)
         return next(going, None)
 
+    def _whose_turn(self) -> JobRun | None:
+        """The run that the worker was at when it ended; None: it has not said."""
+        turn = read_turn(self._turn_note)
+        return next((run for run in self.runs if turn and run.is_of(*turn)), None)
+
     def _kill(self) -> None:
         if self._process:
             self._process.kill()
@@ -131,9 +139,9 @@ class Crew:
         forget_worker(self._settings.run_dir.root, self._slot)
         if self._killer:
             self._killer.cancel()
-        await asyncio.gather(
-            *(run.worker_ended(end, killed_for=self._killed_for) for run in self.runs)
-        )
+        costs = self._killed_for or self._whose_turn()
+        forget_turn(self._turn_note)
+        await asyncio.gather(*(run.worker_ended(end, through=costs) for run in self.runs))
         if self._killer:
             self._killer.cancel()
         _log.info("worker %d: %s, %s", process.pid, self._last_end, end.describe())

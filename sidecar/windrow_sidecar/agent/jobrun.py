@@ -170,10 +170,11 @@ class JobRun:
         """No worker could be made to run it."""
         await self._end(Event.FAILED, Reason.WORKER_ERROR, f"cannot start a worker: {error}")
 
-    async def worker_ended(self, end: Exit, *, killed_for: JobRun | None) -> None:
+    async def worker_ended(self, end: Exit, *, through: JobRun | None) -> None:
         """The process is gone; report that as the end where the worker has said none.
 
-        `killed_for`: the run for whose sake we have killed it.
+        `through`: the run for whose sake we have killed it, or in whose turn it has died: a failed
+        attempt of that run alone. None: nobody knows, and it is one of each.
         """
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
@@ -185,8 +186,8 @@ class JobRun:
         if self.asked_to_end:
             reason, detail = self._cause or (Reason.STOPPED, end.describe())
             await self._end(Event.STOPPED, reason, detail)
-        elif killed_for is not None and killed_for is not self:
-            detail = f"its worker was ended with job {killed_for.assign.job_name}"
+        elif through is not None and through is not self:
+            detail = f"its worker has ended with job {through.assign.job_name}"
             await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)
         elif self._joined and not self._called:
             detail = "the worker ended before it took the job"

@@ -115,6 +115,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
 
     from windrow_sidecar.finetune.beside.jobs import WorkerJobs
     from windrow_sidecar.finetune.dataset.readers import Readers
+    from windrow_sidecar.turn import TurnNote
 
     readers = Readers()  # forked: before anything starts a thread
     from windrow_sidecar.finetune.beside.slot import open_slot
@@ -127,6 +128,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
         lambda: open_slot(options.epoch, run_dir, options.slot, partition, _copy_rate()),
         lambda order: _event_log(run_dir, order),
         readers,
+        TurnNote(run_dir.turn_note(options.slot)),
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
     return int(jobs.run())

@@ -2,8 +2,9 @@
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
-ABORT), `deaf` (ignores TAKE), `lingering` (outlives its agent by a second, as one that writes a
-checkpoint does). Jobs that it is told to take run on threads of their own.
+ABORT), `deaf` (ignores TAKE), `at-work` (as `run`, and notes that it is its turn), `lingering`
+(outlives its agent by a second, as one that writes a checkpoint does). Jobs that it is told to take
+run on threads of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import grpc
 
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION, RunDir
+from windrow_sidecar.turn import TurnNote
 
 _STEP_S, _LINGER_S = 0.05, 1.0
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +69,8 @@ class JobWorker:
     def _work(self) -> int:
         if self._behave == "lingering":
             self._linger()
+        if self._behave == "at-work":
+            TurnNote(self._run_dir.turn_note()).of(self._job_uid, self._epoch)()
         self._event("STARTED", "Started", "from the beginning")
         if self._behave == "crash":
             os.abort()

@@ -21,8 +21,8 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import RunDir
-from windrow_sidecar.finetune.beside.loading import Loading, Verdict
-from windrow_sidecar.finetune.beside.report import Action, AgentLink, WorkerEvent, worker_hello
+from windrow_sidecar.finetune.beside.loading import NOT_BEGUN, Loading, Verdict, ended_unloaded
+from windrow_sidecar.finetune.beside.report import AgentLink, WorkerEvent, worker_hello
 from windrow_sidecar.finetune.beside.seat import Seat
 from windrow_sidecar.finetune.beside.slot import WorkerSlot
 from windrow_sidecar.finetune.beside.standby import Order
@@ -34,10 +34,9 @@ from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Arrival, Carried, Carrier, worst
 from windrow_sidecar.finetune.training.health import TAKING_FOLDER
+from windrow_sidecar.turn import TurnNote
 
 log = logging.getLogger(__name__)
-
-NOT_BEGUN = "it had not begun"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +65,7 @@ class WorkerJobs:
         open_slot: attaches to decode, under the first job's epoch.
         event_log: makes the event log of a job.
         readers: have the rows of further jobs read; closed at the end.
+        turn: says whose turn it is, to whoever finds the process dead.
         standing: makes that of a job.
     """
 
@@ -76,9 +76,10 @@ class WorkerJobs:
         open_slot: Callable[[], WorkerSlot],
         event_log: Callable[[Order], EventLog],
         readers: Readers,
+        turn: TurnNote,
         standing: Callable[[], Standing] = Standing,
     ) -> None:
-        self._readers, self._standing = readers, standing
+        self._readers, self._turn, self._standing = readers, turn, standing
         self._run_dir, self._open_slot, self._event_log = run_dir, open_slot, event_log
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._orders.put(first)
@@ -138,7 +139,12 @@ class WorkerJobs:
     def _begin_loading(self, order: Order, slot: WorkerSlot) -> None:
         told = self._meet(order)
         self._loading[told] = Loading(
-            self._file_of(order), order, told.standing, self._readers, slot.rows_for
+            self._file_of(order),
+            order,
+            told.standing,
+            self._readers,
+            slot.rows_for,
+            slot.pace(),
         )
 
     def _one_loaded(self) -> Told | None:
@@ -192,6 +198,7 @@ class WorkerJobs:
         return self._try_to(attach, told)
 
     def _try_to(self, begin: Callable[[], Carried], told: Told) -> Carried | None:
+        self._turn_of(told)()
         try:
             return begin()
         except Exception as error:
@@ -236,7 +243,11 @@ class WorkerJobs:
             Runner(stream, slot.gate, seat.memory, ledger, told.agent, standing),
             failed=lambda error: self._tell_failure(told, error),
             ended=lambda ending: self._left(slot, seat, told, ending),
+            acts=self._turn_of(told),
         )
+
+    def _turn_of(self, told: Told) -> Callable[[], None]:
+        return self._turn.of(told.order.job_uid, told.order.epoch)
 
     def _tell_failure(self, told: Told, error: Exception) -> Ending:
         event, ending = failure(error, told.standing.progress.checkpoint_path)
@@ -277,14 +288,6 @@ class WorkerJobs:
         for other in tuple(self._open):
             other.agent.__exit__()
         os._exit(ending)
-
-
-def ended_unloaded(asked: Action) -> Verdict:
-    """How a job ends that is asked to before it was loaded; its checkpoints are as they were."""
-    if asked == "ABORT":
-        return WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"), Ending.FENCED
-    event = WorkerEvent("STOPPED", Reason.STOPPED, f"asked to stop; {NOT_BEGUN}")
-    return event, Ending.STOPPED
 
 
 def crowded(error: Exception) -> Exception:

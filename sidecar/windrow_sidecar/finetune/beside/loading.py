@@ -13,10 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windrow_sidecar.finetune.beside.report import WorkerEvent
+from windrow.conditions import Reason
+from windrow_sidecar.finetune.beside.report import Action, WorkerEvent
 from windrow_sidecar.finetune.beside.standby import Order
 from windrow_sidecar.finetune.checkpoints.checkpoint import Checkpoint, JobFolder
-from windrow_sidecar.finetune.dataset.readers import Readers, RowsBeingRead, RowsWanted
+from windrow_sidecar.finetune.dataset.readers import Pace, Readers, RowsBeingRead, RowsWanted
 from windrow_sidecar.finetune.job import Job, read_job
 from windrow_sidecar.finetune.ledger import Standing
 from windrow_sidecar.finetune.runner import Ending
@@ -26,6 +27,7 @@ from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER, VER
 log = logging.getLogger(__name__)
 
 Verdict = tuple[WorkerEvent, Ending]
+NOT_BEGUN = "it had not begun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Loading:
         standing: of the job; its stall watch is renewed as rows come.
         readers: have the rows read.
         rows_for: says what to read; called on the thread.
+        pace: when the rows may be read.
     """
 
     def __init__(
@@ -60,9 +63,10 @@ class Loading:
         standing: Standing,
         readers: Readers,
         rows_for: Callable[[Job], RowsWanted],
+        pace: Pace,
     ) -> None:
         self._file, self._order, self._standing = file, order, standing
-        self._readers, self._rows_for = readers, rows_for
+        self._readers, self._rows_for, self._pace = readers, rows_for, pace
         self._lock = threading.Lock()
         self._rows: RowsBeingRead | None = None
         self._found: Ready | Exception | None = None
@@ -118,7 +122,7 @@ class Loading:
         with during(TAKING_FOLDER):
             folder.claim()
         with during(READING):
-            rows = self._begin_rows(wanted).wait(self._standing.stall.renew)
+            rows = self._begin_rows(wanted).wait(self._standing.stall.renew, self._pace)
         with during(VERIFYING):
             checkpoint = folder.newest()
         return Ready(job, folder, rows, checkpoint)
@@ -129,3 +133,11 @@ class Loading:
                 raise GivenUp
             self._rows = self._readers.begin(wanted)
             return self._rows
+
+
+def ended_unloaded(asked: Action) -> Verdict:
+    """How a job ends that is asked to before it was loaded; its checkpoints are as they were."""
+    if asked == "ABORT":
+        return WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"), Ending.FENCED
+    event = WorkerEvent("STOPPED", Reason.STOPPED, f"asked to stop; {NOT_BEGUN}")
+    return event, Ending.STOPPED

@@ -27,6 +27,7 @@ from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory
 from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.beside.memory import LentBoundaries
+from windrow_sidecar.finetune.beside.pace import GrantPace
 from windrow_sidecar.finetune.beside.residents import Residents
 from windrow_sidecar.finetune.beside.seat import Seat, Shared
 from windrow_sidecar.finetune.beside.slotdevice import SlotDevice, slot_device
@@ -109,6 +110,10 @@ class WorkerSlot:
         assert self._base_of is not None
         self._check_shares(job, self._base_of)
         return rows_wanted(job, self._base)
+
+    def pace(self) -> GrantPace:
+        """Return what tells when to read a further job's rows; any thread may ask it."""
+        return GrantPace(self._arena.page)
 
     def join(self, job: Job, rows: Split, standing: Standing) -> Seat:
         """Attach a further job, whose rows are there; decode has all of the device meanwhile.

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
@@ -37,6 +37,19 @@ _PR_SET_PDEATHSIG = 1
 _ORDER_BYTES = 1 << 16
 _ALIVE_EVERY_S = 1.0
 _ALIVE, _DONE = b".", b"!"
+_SIGNALS = {b"end": signal.SIGKILL, b"hold": signal.SIGSTOP, b"go": signal.SIGCONT}
+# A result may wait for so long; what is granted is looked at whenever it changes.
+_LOOK_EVERY_S = 0.05
+
+
+class Pace(Protocol):
+    """When whoever reads may compute."""
+
+    def granted(self) -> bool:
+        """Whether it may now."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until that may have changed, no longer than the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +107,17 @@ class Readers:
         rows = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rows
         ours, theirs = os.pipe()
         try:
-            pid = int(self._ask(b"read" + pickle.dumps(wanted), [rows.fileno(), theirs]))
+            pid = int(self._ask(b"read " + pickle.dumps(wanted), [rows.fileno(), theirs]))
         except BaseException:
             os.close(ours)
             raise
         finally:
             os.close(theirs)
-        return RowsBeingRead(rows, ours, lambda: self._ask(b"end" + str(pid).encode()))
+        return RowsBeingRead(rows, ours, lambda word: self._ask(word + b" %d" % pid))
 
     def close(self) -> None:
         """End the process that makes them, and those that read."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
         self._socket.close()
         os.waitpid(self.pid, 0)
 
@@ -125,14 +139,17 @@ class RowsBeingRead:
     Args:
         rows: the file that they come into.
         said: descriptor of what the process says; closed here.
-        end: ends the process.
+        tell: sends the process a word of `_SIGNALS`.
     """
 
-    def __init__(self, rows: IO[bytes], said: int, end: Callable[[], object]) -> None:
-        self._rows, self._said, self._end = rows, said, end
+    def __init__(self, rows: IO[bytes], said: int, tell: Callable[[bytes], object]) -> None:
+        self._rows, self._said, self._tell = rows, said, tell
+        self._held = False
 
-    def wait(self, alive: Callable[[], None]) -> Split:
+    def wait(self, alive: Callable[[], None], pace: Pace) -> Split:
         """Return the rows once all are there; `alive` is called each second while they come.
+
+        The process stands still while `pace` grants nothing, which is no reason to give it up.
 
         Raises:
             UserError, Transient: see `read_dataset`.
@@ -140,7 +157,7 @@ class RowsBeingRead:
         """
         outcome = b""
         with open(self._said, "rb", buffering=0) as said:
-            while (word := said.read(1)) == _ALIVE:
+            while (word := self._heard(said, alive, pace)) == _ALIVE:
                 alive()
             if word == _DONE:
                 outcome = said.readall()
@@ -154,9 +171,20 @@ class RowsBeingRead:
         file.lies_in(self._rows)
         return split  # type: ignore[no-any-return]
 
+    def _heard(self, said: IO[bytes], alive: Callable[[], None], pace: Pace) -> bytes:
+        """Return the next byte that the process says; b"" once it has ended."""
+        while not select.select([said], [], [], 0)[0]:
+            if self._held is pace.granted():
+                self._held = not self._held
+                self._tell(b"hold" if self._held else b"go")
+            if self._held:
+                alive()
+            pace.wait(_LOOK_EVERY_S)
+        return said.read(1)
+
     def end(self) -> None:
         """End the process, whatever it does; `wait` raises then."""
-        self._end()
+        self._tell(b"end")
 
 
 def _serve(orders: socket.socket) -> None:
@@ -171,14 +199,14 @@ def _serve(orders: socket.socket) -> None:
         order, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 2)
         if not order:
             break
-        if order.startswith(b"read"):
-            pid = _fork_reader(orders, order.removeprefix(b"read"), *descriptors)
-            children.add(pid)
-            orders.send(str(pid).encode())
+        word, _, about = order.partition(b" ")
+        if word == b"read":
+            children.add(pid := _fork_reader(orders, about, *descriptors))
+            orders.send(b"%d" % pid)
         else:
-            if (pid := int(order.removeprefix(b"end"))) in children:
-                os.kill(pid, signal.SIGKILL)
-            orders.send(b"ended")
+            if (pid := int(about)) in children:
+                os.kill(pid, _SIGNALS[word])
+            orders.send(b"told")
     for pid in children:
         os.kill(pid, signal.SIGKILL)
 

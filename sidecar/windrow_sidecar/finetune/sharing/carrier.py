@@ -31,6 +31,10 @@ from windrow_sidecar.heap import settle_heap
 log = logging.getLogger(__name__)
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(eq=False, slots=True)
 class Carried:
     """One job.
@@ -42,6 +46,7 @@ class Carried:
         ended: called once with its ending; lets go of what the job holds.
         weight: of its share.
         head_start: tokens that count as had already.
+        acts: called before it does anything.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Carried:
     ended: Callable[[Ending], None]
     weight: float = 1.0
     head_start: int = 0
+    acts: Callable[[], None] = _nothing
 
     def standing(self) -> Standing:
         """As whoever chooses sees it."""
@@ -153,6 +159,7 @@ class Carrier:
     def _switch(self, to: Carried) -> None:
         began_s = self._clock()
         self._leave()
+        to.acts()
         to.memory.bring_back()
         self._now, self._turn_began_s = to, self._clock()
         self._switch_s = self._turn_began_s - began_s
@@ -166,6 +173,7 @@ class Carrier:
         """Let a job that is still there act; whatever goes wrong is its own end."""
         if job not in self._live:
             return
+        job.acts()
         try:
             ending = act()
         except Exception as error:
