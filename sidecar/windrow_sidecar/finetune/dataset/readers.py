@@ -1,8 +1,8 @@
 """Processes that read rows for a worker that trains meanwhile.
 
-Tokenizing is Python that holds the interpreter's lock: on a thread of the worker it would take the
-lock at each operation of a tasklet, 5 ms at a time, and a tasklet of 10 ms would outlast its bound.
-A fresh process would import for 10 s and take 700 MB for it. So one process is forked while the
+A thread of the worker could not be stopped while decode grants nothing, nor ended when its disk
+hangs, and would hold the interpreter's lock against tasklets (docs/design/0006 has the figures). A
+fresh process would import for 10 s and take 700 MB for it. So one process is forked while the
 worker has a single thread and all libraries; it forks another one for each set of rows, which
 shares their memory and begins at once.
 """
