@@ -151,9 +151,8 @@ def _results(pairs: list[tuple[Block, Block]]) -> list[Result]:
     step, step_spread = middle(slower)
     kept, kept_spread = middle([b.trained_tokens_s / a.trained_tokens_s for a, b in pairs])
 
-    def tpot(which: int, of: Callable[[list[float]], float]) -> tuple[float, float]:
-        value, spread = middle([of(pair[which].tpot_ms) for pair in pairs])
-        return round(value, 2), round(spread, 2)
+    def tpot(which: int, of: Callable[[list[float]], float]) -> float:
+        return round(of([ms for pair in pairs for ms in pair[which].tpot_ms]), 2)
 
     return [
         Result(
@@ -166,13 +165,12 @@ def _results(pairs: list[tuple[Block, Block]]) -> list[Result]:
         ),
         *(
             Result(
-                f"TPOT of a block meanwhile, {name}",
-                tpot(1, of)[0],
+                f"TPOT meanwhile, {name}",
+                tpot(1, of),
                 "ms",
                 "lower",
                 1000 * OBJECTIVE_S if name == "p99" else None,
-                tpot(1, of)[1],
-                Baseline("before, ms", tpot(0, of)[0]),
+                baseline=Baseline("before, ms", tpot(0, of)),
             )
             for name, of in (("p50", statistics.median), ("p99", _p99))
         ),

@@ -124,7 +124,7 @@ async def test_one_that_must_be_killed_costs_the_other_its_slot_but_is_no_failur
     lost = await until(lambda: end_of(operator, "uid-1"))
     assert (lost.kind, lost.reason) == (Event.STOPPED, "SlotLost")
     assert "uid-2" in lost.detail
-    assert end_of(operator, "uid-2").kind == Event.STOPPED
+    assert (await until(lambda: end_of(operator, "uid-2"))).kind == Event.STOPPED
     await until(lambda: not agent.worker_pids())
 
 
