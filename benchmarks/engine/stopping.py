@@ -121,6 +121,7 @@ def _in_tasklets(parts: Parts, rows: list[Example], gate: GrantGate, page: Page)
         page.beat(0)
         gate.launch(tasklet)
         visit.run(tasklet)
+        ahead.ran(tasklet)
         gate.landed(tasklet)
         gate.take_ran()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
 import transformers
@@ -84,6 +86,7 @@ def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, grain):
     while (tasklet := ahead.peek(grain)) is not None:
         assert ahead.peek(grain) is tasklet  # until it has run
         frontier.advance(tasklet)
+        ahead.ran(tasklet)
         found.append(tasklet)
     assert found == expected
 
@@ -93,22 +96,36 @@ def test_another_grain_changes_the_very_next_tasklet():
     frontier = Frontier([micro], 3)
     ahead = Ahead(token_major, frontier)
     assert ahead.peek(Windows(8)).window == Window(0, 8)
-    frontier.advance(ahead.peek(Windows(8)))
-    for _ in range(3):  # two layers and the loss of the window on its way
-        frontier.advance(ahead.peek(Windows(8)))
+    for _ in range(4):  # three layers and the loss of the window on its way
+        frontier.advance(tasklet := ahead.peek(Windows(8)))
+        ahead.ran(tasklet)
     assert ahead.peek(Windows(8)).window == Window(8, 16)
     assert ahead.peek(Windows(20)).window.begin == 8
     assert ahead.peek(Windows(20)).window.tokens > 8
 
 
-def test_what_somebody_else_has_run_is_not_offered_again():
-    micro = MicroBatch(0, (0,), (4,))
-    frontier = Frontier([micro], 12)
+def test_what_has_run_out_of_turn_is_not_offered_again():
+    group = [MicroBatch(0, (0,), (4,)), MicroBatch(0, (1,), (3,))]
+    frontier = Frontier(group, 2)
+    ahead, grain = Ahead(layer_major, frontier), Windows(4)
+    first, second = islice(unfold(layer_major, frontier, grain), 2)
+    assert ahead.peek(grain) == first
+    frontier.advance(second)
+    ahead.ran(second)
+    assert ahead.peek(grain) == first
+    frontier.advance(first)
+    ahead.ran(ahead.peek(grain))
+    assert ahead.peek(grain).layer == 1
+
+
+def test_a_plan_that_was_forgotten_is_made_anew_from_where_the_group_is():
+    frontier = Frontier([MicroBatch(0, (0,), (4,))], 12)
     ahead, grain = Ahead(layer_major, frontier), Windows(4)
     ahead.peek(grain)
-    for tasklet in list(unfold(layer_major, frontier, grain))[:11]:  # beyond what was found
-        frontier.advance(tasklet)
-    assert (ahead.peek(grain).phase, ahead.peek(grain).layer) == (Phase.FORWARD, 11)
+    for tasklet in list(unfold(layer_major, frontier, grain))[:3]:
+        frontier.advance(tasklet)  # as the first layers of a tasklet that was broken off
+    ahead.forget()
+    assert (ahead.peek(grain).phase, ahead.peek(grain).layer) == (Phase.FORWARD, 3)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from torch import Tensor
 from windrow_sidecar.compute.device import Copies, Mark
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it takes longer to make, and each tasklet has two
 class HostMark:
-    """A moment: all work before it is over."""
+    """A moment: all work before it is over. Never changed."""
 
     reached_ns: int
 

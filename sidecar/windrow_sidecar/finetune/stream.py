@@ -219,6 +219,7 @@ class TaskletStream:
                 raise ValueError(f"{tasklet} is not next")
             return self._step(tasklet)
         self._visit.run(tasklet)
+        self._ahead.ran(tasklet)
         if tasklet.phase is Phase.LOSS:
             self._tokens_seen += tasklet.real_tokens
         if tasklet.phase is Phase.LOSS and not math.isfinite(self._visit.loss):
@@ -232,8 +233,12 @@ class TaskletStream:
         It runs again. Of a backward of windows, or behind a prefix, the whole group does.
         """
         visit = self._visit
-        if visit and tasklet.phase is Phase.BACKWARD and not visit.can_repeat(tasklet):
+        if visit is None:
+            return
+        if tasklet.phase is Phase.BACKWARD and not visit.can_repeat(tasklet):
             self.drop()
+        else:
+            self._ahead.forget()  # of several layers some may have run
 
     def drop(self) -> None:
         """Give up the group on its way, its memory included; its rows run again later."""

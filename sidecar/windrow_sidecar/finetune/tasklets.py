@@ -81,6 +81,7 @@ class Tasklet:
 
     Attributes:
         tokens: that each layer computes on, padding included.
+        parts: into how many tasklets it could be cut without cutting a layer.
     """
 
     step: int
@@ -90,11 +91,13 @@ class Tasklet:
     window: Window
     micro: MicroBatch | None
     tokens: int = field(init=False, compare=False, repr=False)
+    parts: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Count once what gate and estimates ask for again and again."""
         tokens = self.micro.lines * self.window.tokens if self.micro else 0
         object.__setattr__(self, "tokens", tokens)
+        object.__setattr__(self, "parts", max(1, self.layer_end - self.layer))
 
     @property
     def real_tokens(self) -> int:
@@ -110,11 +113,6 @@ class Tasklet:
     def is_window(self) -> bool:
         """Whether it runs on a part of its rows only."""
         return self.micro is not None and self.window != self.micro.whole
-
-    @property
-    def parts(self) -> int:
-        """Into how many tasklets it could be cut without cutting a layer."""
-        return max(1, self.layer_end - self.layer)
 
     def each_layer(self) -> tuple[Tasklet, ...]:
         """Those tasklets, in the order in which they run."""

@@ -66,6 +66,10 @@ def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> 
     """
 
     def after(module: nn.Module, args: Any, made: Any) -> None:  # noqa: ANN401
+        del module, args, made
+        point()
+
+    def after_frozen(module: nn.Module, args: Any, made: Any) -> None:  # noqa: ANN401
         del module, args
         point()
         out = made[0] if isinstance(made, tuple) else made
@@ -74,7 +78,13 @@ def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> 
 
     for layer in layers:
         for module in _ends_of_stretches(layer):
-            module.register_forward_hook(after)
+            learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            module.register_forward_hook(after if learning else after_frozen)
+            # The gradient of what comes last in a module is there first on the way back. A hook of
+            # a parameter is registered once, one of an output at each pass, which costs more than
+            # calling it.
+            for parameter in learning[-1:]:
+                parameter.register_post_accumulate_grad_hook(point)  # type: ignore[no-untyped-call]
 
 
 def _ends_of_stretches(layer: nn.Module) -> Iterator[nn.Module]:

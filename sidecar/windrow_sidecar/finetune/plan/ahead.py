@@ -23,7 +23,7 @@ class Ahead:
 
     Args:
         order: of the tasklets.
-        frontier: of the group; others move it.
+        frontier: of the group; others move it, and say so.
     """
 
     def __init__(self, order: Order, frontier: Frontier) -> None:
@@ -36,8 +36,17 @@ class Ahead:
         if grain != self._grain:
             self._grain = grain
             self._found.clear()
-        while self._found and self._frontier.why_not(self._found[0]):
-            self._found.popleft()  # it has run
         if not self._found:
             self._found.extend(islice(listing(self._order, self._frontier, grain), AHEAD))
         return self._found[0] if self._found else None
+
+    def ran(self, tasklet: Tasklet) -> None:
+        """That one has run; the plan goes on if it was the next, else it is made anew."""
+        if self._found and self._found[0] is tasklet:
+            self._found.popleft()
+        else:
+            self._found.clear()
+
+    def forget(self) -> None:
+        """Others have moved the frontier: make the plan anew."""
+        self._found.clear()

@@ -28,6 +28,9 @@ class _Level:
     """Of one phase on so many units: microseconds of a layer as a line over its tokens.
 
     Fitted with forgetting.
+
+    Attributes:
+        fixed, slope: us of a tasklet without tokens, us a token; both 0: never measured.
     """
 
     measured: int = 0
@@ -35,6 +38,8 @@ class _Level:
     y: float = 0.0
     xx: float = 0.0
     xy: float = 0.0
+    fixed: float = 0.0
+    slope: float = 0.0
 
     def learn(self, tokens: float, us: float) -> None:
         weight = FRESH if self.measured else 1.0
@@ -43,14 +48,11 @@ class _Level:
         self.y += weight * (us - self.y)
         self.xx += weight * (tokens * tokens - self.xx)
         self.xy += weight * (tokens * us - self.xy)
+        # Asked for several times before the next measurement.
+        self.fixed, self.slope = self._fit()
 
-    def coefficients(self) -> tuple[float, float]:
-        """Return (us of a tasklet without tokens, us a token); both 0: never measured.
-
-        Without sizes that differ, and where the fit makes no sense, time is in proportion.
-        """
-        if not self.measured:
-            return 0.0, 0.0
+    def _fit(self) -> tuple[float, float]:
+        """Without sizes that differ, and where the fit makes no sense, time is in proportion."""
         variance = self.xx - self.x * self.x
         if variance > (_SPREAD * self.x) ** 2:
             slope = (self.xy - self.x * self.y) / variance
@@ -82,9 +84,9 @@ class Estimates:
         All of them until they have been tried, and again now and then; fewer where more have proved
         slower, or hardly any faster.
         """
-        best = granted
         if granted <= 1 or self._last[tasklet.phase].count(granted) < TRIED:
             return granted
+        best = granted
         tried = {units for phase, units in self._levels if phase is tasklet.phase}
         for units in sorted((units for units in tried if units < granted), reverse=True):
             levels = (self._levels[tasklet.phase, n] for n in (units, best))
@@ -119,12 +121,11 @@ class Estimates:
         """Coefficients of the phase on the levels of the last tasklets, where it was measured."""
         units = {units for last in self._last.values() for units in last}
         levels = [self._levels.get((phase, n)) for n in units]
-        return [level.coefficients() for level in levels if level and level.measured]
+        return [(level.fixed, level.slope) for level in levels if level and level.measured]
 
     def _us(self, tasklet: Tasklet, units: int) -> float:
         level = self._levels.get((tasklet.phase, units))
-        fixed, slope = level.coefficients() if level else (0.0, 0.0)
-        return tasklet.parts * (fixed + slope * _size(tasklet))
+        return tasklet.parts * (level.fixed + level.slope * _size(tasklet)) if level else 0.0
 
 
 def _size(tasklet: Tasklet) -> int:

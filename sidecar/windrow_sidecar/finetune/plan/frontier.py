@@ -70,16 +70,6 @@ class Frontier:
         reached = self._of[micro]
         return sum(reached.up) + sum(micro.width - left for left in reached.back)
 
-    def why_not(self, tasklet: Tasklet) -> str:
-        """Say what a tasklet waits for; "" if it may run. It may span layers."""
-        probe = self if tasklet.parts == 1 else self.copy()
-        for part in tasklet.each_layer():
-            why = probe._blocked(part)
-            if why or tasklet.parts == 1:
-                return why
-            probe.note(part)
-        return ""
-
     def advance(self, tasklet: Tasklet) -> None:
         """Note that a tasklet has run.
 
