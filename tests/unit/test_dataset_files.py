@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import importlib.util
+import io
 import json
 import lzma
 import os
@@ -113,6 +114,18 @@ def test_a_damaged_file_is_named_wherever_it_lies(how, damage):
         list(read_records(*find_files(f"memory://damaged/rows.jsonl.{how}")))
     assert caught.value.reason == "DatasetUnreadable"
     assert caught.value.field == "spec.dataset.source"
+
+
+@pytest.mark.parametrize("place", [slice(8, 40), slice(200, 300)])
+def test_a_damaged_page_of_parquet_is_the_files_fault_wherever_it_lies(place):
+    written = io.BytesIO()
+    table = pa.table({"text": [f"hello world {n}" for n in range(3000)]})
+    parquet.write_table(table, written, compression="snappy")
+    content = bytearray(written.getvalue())
+    content[place] = b"\xff" * (place.stop - place.start)
+    fsspec.filesystem("memory").pipe("/damaged/rows.parquet", bytes(content))
+    with pytest.raises(UserError, match=r"rows\.parquet is damaged or cut off"):
+        list(read_records(*find_files("memory://damaged/rows.parquet")))
 
 
 @pytest.mark.parametrize("names", [["main/train-0", "other/train-0"], ["train", "other/train/0"]])

@@ -19,7 +19,13 @@ from windrow_sidecar.finetune.dataset.places import DataFile, reaching
 # Rows of a Parquet file that are in memory at once.
 _BATCH_ROWS = 1024
 # How plain OSErrors of bz2 and pyarrow begin that tell of a damaged file.
-_DAMAGE = ("Invalid data stream", "Truncated compressed stream", "ZSTD decompress", "Corrupt")
+_DAMAGE = (
+    "Invalid data stream",
+    "Truncated compressed stream",
+    "ZSTD decompress",
+    "Corrupt",
+    "Couldn't deserialize",
+)
 
 Fields = dict[str, Any]
 
