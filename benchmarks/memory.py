@@ -53,7 +53,7 @@ print("ready", flush=True)
 while True:
     seen = page.wait_grant(seen, timeout_s=60)
     now = monotonic_ns()
-    if page.read_grant()[12] < 0:
+    if page.read_grant()[11] < 0:
         break
     for chunk in arena.draining(7):
         arena.give_back(chunk, owner=7)
@@ -102,7 +102,7 @@ def calls_to_measure(
             200,
         ),
         "bindings: publish a grant": (
-            lambda: page.publish_grant(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14),
+            lambda: page.publish_grant(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
             None,
         ),
         "bindings: read a grant": (page.read_grant, 200),
@@ -208,12 +208,12 @@ def measure_return(arena: Arena, socket: Path, revokes: int) -> list[Result]:
         offers = page.offer_seq
         began = monotonic_ns()
         arena.revoke(1)
-        page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         if page.wait_offer(offers, timeout_s=10) == offers:
             raise RuntimeError("the worker does not answer")
         back_us.append((monotonic_ns() - began) / 1e3)
         seen_us.append((page.read_offer()[16] - began) / 1e3)
-    page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0)
+    page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0)
     worker.communicate(timeout=60)
     seen, seen_spread = middle(seen_us)
     back, back_spread = middle(back_us)

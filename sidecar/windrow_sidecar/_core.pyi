@@ -334,7 +334,6 @@ class Page:
         budget_us: int,
         window_tokens: int,
         micro_batch: int,
-        resident_layers: int,
         fuse_tokens: int,
         pause_epoch: int,
         hold_admission_until_ns: int,

@@ -30,6 +30,12 @@ MODEL = ROOT / "models" / "windrow-tiny"
 UID = "3b1c"
 BLOCK = 128 * 1024
 CHUNKS = 24
+# A worker on a machine with so little memory that layers of the model take turns there.
+IN_ROOM = (
+    "import sys; from windrow_sidecar.finetune import worker; "
+    "from windrow_sidecar.finetune.base import model; "
+    "model._room_bytes = lambda device: {}; sys.exit(worker.main())"
+)
 
 
 class Decode:
@@ -183,9 +189,13 @@ class Pod:
         """Tell the worker, over a job's stream, to carry a further one."""
         self.agent.command("TAKE", to=to, job_uid=uid, epoch=epoch)
 
-    def start(self, epoch: int = 1, **training) -> subprocess.Popen:
-        """Start a worker for the job UID."""
+    def start(
+        self, epoch: int = 1, *, room_bytes: int | None = None, **training
+    ) -> subprocess.Popen:
+        """Start a worker for the job UID; `room_bytes`: of its machine, for the frozen weights."""
         command = [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
+        if room_bytes is not None:
+            command[1:] = ["-c", IN_ROOM.format(room_bytes)]
         command += ["--run-dir", str(self.root), "--job-uid", UID, "--epoch", str(epoch)]
         return self.start_by(command, epoch, **training)
 

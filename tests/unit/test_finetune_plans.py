@@ -10,13 +10,13 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from windrow_sidecar.finetune.beside.chunkruns import Run, chunks_needed, runs_of, tokens_that_fit
 from windrow_sidecar.finetune.beside.grants import (
     DECODE_STALE_NS,
     Used,
     may_launch,
     memory_delta_bytes,
 )
-from windrow_sidecar.finetune.beside.memory import Run, chunks_needed, runs_of, tokens_that_fit
 from windrow_sidecar.finetune.plan.ahead import Ahead
 from windrow_sidecar.finetune.plan.estimates import LAST, SETTLED, TRIED, Estimates
 from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of

@@ -12,7 +12,6 @@ from windrow_sidecar.finetune.residency.copying import RateLimit
 from windrow_sidecar.finetune.residency.schedule import (
     Moves,
     coming,
-    layers_granted,
     micro_batches_to_hide,
     moves,
 )
@@ -97,11 +96,6 @@ def test_a_rate_limit_spreads_pieces_evenly_and_saves_nothing_up():
     assert limit.delay_s(50, now_s=99.0) == 0.0
     assert limit.delay_s(50, now_s=99.0) == 0.5
     assert RateLimit(None).delay_s(10**12, now_s=0.0) == 0.0
-
-
-@pytest.mark.parametrize(("granted", "held"), [(0, 6), (9, 6), (4, 4), (1, 2)])
-def test_a_grant_of_layers_is_followed_down_to_two(granted, held):
-    assert layers_granted(granted, 6) == held
 
 
 def test_biases_of_layers_that_take_turns_are_not_trained():

@@ -63,7 +63,6 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(budget_us)                  \
   X(window_tokens)              \
   X(micro_batch)                \
-  X(resident_layers)            \
   X(fuse_tokens)                \
   X(pause_epoch)                \
   X(hold_admission_until_ns)    \
@@ -132,11 +131,11 @@ WINDROW_GRANT_FIELDS(WINDROW_GRANT_AT)
 // A change here is a change of the layout: kLayoutVersion grows with it.
 static_assert(sizeof(View) == 16 * 8 && View::kNames.size() == 16);
 static_assert(sizeof(Offer) == 25 * 8 && Offer::kNames.size() == 18);
-static_assert(sizeof(Grant) == 15 * 8 && Grant::kNames.size() == 15);
+static_assert(sizeof(Grant) == 14 * 8 && Grant::kNames.size() == 14);
 static_assert(offsetof(View, heartbeat_ns) == 15 * 8);
 static_assert(offsetof(Offer, estimates_us) == 8 * 8);
 static_assert(offsetof(Offer, heartbeat_ns) == 24 * 8);
-static_assert(offsetof(Grant, pause_epoch) == 9 * 8);
-static_assert(offsetof(Grant, heartbeat_ns) == 14 * 8);
+static_assert(offsetof(Grant, pause_epoch) == 8 * 8);
+static_assert(offsetof(Grant, heartbeat_ns) == 13 * 8);
 
 }  // namespace windrow

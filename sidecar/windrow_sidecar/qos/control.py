@@ -94,7 +94,6 @@ class Controller:
             wish.budget_us,
             wish.window_tokens,
             wish.micro_batch,
-            wish.resident_layers,
             wish.fuse_tokens,
             handover.pause_epoch,
             wish.hold_admission_until_ns,

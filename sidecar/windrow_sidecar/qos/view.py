@@ -66,7 +66,7 @@ class Offer:
     micro_batch: int = 0
     estimates_us: tuple[int, ...] = (0,) * LEVELS_MAX  # by index of the level; 0: unknown
     memory_delta_bytes: int = 0  # of the next tasklet
-    resident_layers: int = 0
+    resident_layers: int = 0  # whose weights are in memory
     starving: int = 0  # 1: the next tasklet cannot run (data, memory, weights)
     in_flight_us: int = 0  # estimated time of what runs now; 0: quiet
     pause_epoch_seen: int = 0
@@ -87,7 +87,6 @@ class Decision:
     budget_us: int = 0  # at most so long until the next grant; 0: no such bound
     window_tokens: int = 0  # 0: no windows
     micro_batch: int = 0  # 0: the worker's choice
-    resident_layers: int = 0  # 0: all
     fuse_tokens: int = 0
     pause_epoch: int = 0  # grows whenever a grant is revoked; set by the hook
     hold_admission_until_ns: int = 0  # for the engine

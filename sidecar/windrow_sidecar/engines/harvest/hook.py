@@ -307,7 +307,6 @@ class HarvestHook:
             d.budget_us,
             d.window_tokens,
             d.micro_batch,
-            d.resident_layers,
             d.fuse_tokens,
             d.pause_epoch,
             d.hold_admission_until_ns,

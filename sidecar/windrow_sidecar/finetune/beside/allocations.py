@@ -85,10 +85,15 @@ class AllocatedMemory:
         return 1 << 40
 
     def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
-        """How many chunks a group needs, with all that is there. `tokens`: of each micro-batch."""
+        """How many chunks a group needs, with all that is there and every layer that is not.
+
+        `tokens`: of each micro-batch.
+        """
         assert self._job is not None
         group = self._job.keeping.peak_bytes(tokens * micro_batches)
         used = self._budget.used_bytes() + self._away_bytes
+        if self._job.residents is not None:
+            used += self._job.residents.wanted_bytes
         return chunks_for(used, group, self._chunk_bytes)
 
     def settle(self) -> None:

@@ -10,8 +10,7 @@ is, and what the others do (end, forget, look) leaves its activations alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -19,61 +18,18 @@ from windrow.errors import InvariantBroken
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.activations.keeping import Keeping
-from windrow_sidecar.finetune.beside.residents import Residents
+from windrow_sidecar.finetune.beside.chunkruns import (
+    aligned,
+    chunks_needed,
+    runs_of,
+    tokens_that_fit,
+)
+from windrow_sidecar.finetune.beside.lentlayers import LentLayers
 from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.tensors import arena_tensor
-
-ALIGN_BYTES = 64  # a cache line, and the widest vector register
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Chunks that lie side by side: ids [first, end)."""
-
-    first: int
-    end: int
-
-    @property
-    def chunks(self) -> int:
-        """How many."""
-        return self.end - self.first
-
-
-def runs_of(chunks: Sequence[int]) -> tuple[Run, ...]:
-    """Group ascending chunk ids into runs, highest first: decode asks for the lowest ids first."""
-    runs: list[Run] = []
-    for chunk in chunks:
-        if runs and runs[-1].end == chunk:
-            runs[-1] = Run(runs[-1].first, chunk + 1)
-        else:
-            runs.append(Run(chunk, chunk + 1))
-    return tuple(reversed(runs))
-
-
-def tokens_that_fit(
-    runs: Sequence[Run], *, chunk_bytes: int, boundaries: int, bytes_per_token: int
-) -> int:
-    """Return the largest micro-batch, in padded tokens, whose boundaries all fit into the runs.
-
-    A boundary lies in one run; each of `boundaries` has tokens * bytes_per_token bytes.
-    """
-    low, high = 0, sum(r.chunks for r in runs) * chunk_bytes // (boundaries * bytes_per_token)
-    while low < high:
-        middle = (low + high + 1) // 2
-        size = _aligned(middle * bytes_per_token)
-        if sum(r.chunks * chunk_bytes // size for r in runs) >= boundaries:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_token: int) -> int:
-    """Return how many chunks side by side hold the boundaries of so many padded tokens."""
-    return -(-boundaries * _aligned(tokens * bytes_per_token) // chunk_bytes)
 
 
 class LentBoundaries:
@@ -87,26 +43,47 @@ class LentBoundaries:
         owner: this worker's epoch.
         boundaries: of a micro-batch: one for each layer.
         bytes_per_token: of one boundary.
+        layers: frozen ones, which may have what groups leave of the chunks.
+
+    Attributes:
+        tenant: whose the boundaries are: the job that came last.
+        wanted_by_groups: chunks that groups of any job have asked for; layers get none of them.
     """
 
-    def __init__(self, arena: Arena, owner: int, *, boundaries: int, bytes_per_token: int) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        owner: int,
+        *,
+        boundaries: int,
+        bytes_per_token: int,
+        layers: LentLayers | None = None,
+    ) -> None:
         self._arena, self._owner = arena, owner
         self._boundaries, self._bytes_per_token = boundaries, bytes_per_token
         self._chunk_bytes = arena.geometry.chunk_bytes
+        self._layers = layers
         self._held: tuple[int, ...] = ()
+        self._room: tuple[int, ...] = ()  # of those held, where no layer lies
         self._slots: list[int] = []  # offsets, for the boundaries that are still to come
         self._used: set[int] = set()  # chunks in which the group on its way lies
-        self.tenant: object = None  # whose it is: the job that came last
+        self.tenant: object = None
+        self.wanted_by_groups = 0
 
     @property
     def held_chunks(self) -> int:
         """How many chunks this worker has, as of the last `settle`."""
         return len(self._held)
 
+    @property
+    def wanted_by_layers(self) -> int:
+        """How many more would hold every frozen layer."""
+        return self._layers.wanted_chunks if self._layers else 0
+
     def capacity_tokens(self, micro_batches: int = 1) -> int:
         """Padded tokens of each of so many micro-batches, the most that fit together."""
         return tokens_that_fit(
-            runs_of(self._held),
+            runs_of(self._room),
             chunk_bytes=self._chunk_bytes,
             boundaries=micro_batches * self._boundaries,
             bytes_per_token=self._bytes_per_token,
@@ -132,14 +109,28 @@ class LentBoundaries:
             whether the next micro-batch has other memory than was known.
         """
         draining = self._arena.draining(self._owner)
+        if self._layers is not None:
+            self._layers.leave(draining)
         if not self._used.isdisjoint(draining):
             leave()
         for chunk in draining:
             self._arena.give_back(chunk, owner=self._owner)
-        held = tuple(self._arena.held(self._owner))
-        changed = held != self._held
-        self._held = held
+        self._held = tuple(self._arena.held(self._owner))
+        room = self._without_layers(self._layers) if self._layers else self._held
+        changed = room != self._room
+        self._room = room
         return changed
+
+    def _without_layers(self, layers: LentLayers) -> tuple[int, ...]:
+        """Let layers have what groups do not want; return what is left of the held chunks.
+
+        Groups have the highest ids, as they are laid out from there (see `expect`).
+        """
+        for_layers = max(0, len(self._held) - self.wanted_by_groups)
+        layers.leave(self._held[for_layers:])
+        spare = set(self._held[:for_layers]) - layers.chunks - self._used
+        layers.grow(sorted(spare))
+        return tuple(chunk for chunk in self._held if chunk not in layers.chunks)
 
     def asked_back(self) -> bool:
         """Whether a chunk drains."""
@@ -148,9 +139,11 @@ class LentBoundaries:
     def give_all_back(self) -> None:
         """Return every chunk. No activation may be left in them."""
         self.clear()
+        if self._layers is not None:
+            self._layers.leave(self._layers.chunks)
         for chunk in (*self._arena.draining(self._owner), *self._arena.held(self._owner)):
             self._arena.give_back(chunk, owner=self._owner)
-        self._held = ()
+        self._held = self._room = ()
 
     @property
     def is_clear(self) -> bool:
@@ -175,8 +168,8 @@ class LentBoundaries:
             MemoryError: it does not fit; groups are formed within `capacity_tokens`.
         """
         self.clear()
-        size, missing = _aligned(tokens * self._bytes_per_token), micro_batches * self._boundaries
-        for run in runs_of(self._held):
+        size, missing = aligned(tokens * self._bytes_per_token), micro_batches * self._boundaries
+        for run in runs_of(self._room):
             # From the end of a run: its lowest chunks stay empty for as long as possible.
             end = self._arena.chunk_offset(run.first) + run.chunks * self._chunk_bytes
             fitting = min(missing, run.chunks * self._chunk_bytes // size)
@@ -252,7 +245,6 @@ class LentMemory:
         boundaries: this job's in it.
         stream: of the job.
         keeping: what its groups take of the worker's own memory, which the machine may lack.
-        residents: frozen layers that take turns, in memory of the worker's own.
         free_bytes: of the host's memory, for boundaries that leave their chunks.
     """
 
@@ -262,23 +254,19 @@ class LentMemory:
         boundaries: TenantBoundaries,
         stream: TaskletStream,
         keeping: Keeping,
-        residents: Residents | None = None,
         *,
         free_bytes: Callable[[], int] = available_bytes,
     ) -> None:
-        self._residents = residents
         self._lent, self._boundaries = lent, boundaries
         self._stream, self._keeping, self._free_bytes = stream, keeping, free_bytes
         self._swap = Swap(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
     def settle(self) -> None:
-        """Follow the table of owners and the grant; what comes next is formed for what is there.
+        """Follow the table of owners; what comes next is formed for what is there.
 
         To be called on the job whose turn it is.
         """
-        if self._residents is not None:
-            self._residents.follow()
         if self._lent.settle(self._spill):
             self._stream.replan()
         replan_if_short(self._stream, self._keeping)
@@ -312,7 +300,3 @@ class LentMemory:
 
     def _spill(self) -> None:
         self._stream.spill(int(SPILL_SHARE * self._free_bytes()))
-
-
-def _aligned(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,24 +1,20 @@
-"""How many frozen layers a job beside decode holds: what is granted, and what there is room for."""
+"""How many frozen layers a job beside decode holds; on a GPU, what lent memory has room for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
-from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS, layers_granted
+from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
 
 
 class Residents:
-    """Layers that take turns in a slot.
+    """Layers that take turns in memory that decode lends.
 
     Args:
-        frozen: them; as many as may be held now are never exceeded.
-        granted: how many decode grants; 0: as many as fit.
+        frozen: them.
     """
 
-    def __init__(self, frozen: FrozenLayers, granted: Callable[[], int]) -> None:
-        self._frozen, self._granted = frozen, granted
-        self._most = frozen.capacity
+    def __init__(self, frozen: FrozenLayers) -> None:
+        self._frozen = frozen
 
     @property
     def layers(self) -> int:
@@ -30,15 +26,18 @@ class Residents:
         """What the fewest layers that can take turns lack of memory."""
         return max(0, LEAST_LAYERS - self._frozen.slots) * self._frozen.slot_bytes
 
-    def follow(self, room_bytes: int | None = None) -> None:
-        """Hold as many as are granted; to be called between tasklets.
+    @property
+    def wanted_bytes(self) -> int:
+        """What all layers would take besides."""
+        return (self._frozen.depth - self._frozen.slots) * self._frozen.slot_bytes
 
-        `room_bytes`: what further layers may take, where they lie in lent memory.
+    def follow(self, room_bytes: int) -> None:
+        """Hold as many as there is room for, two at least; to be called between tasklets.
+
+        `room_bytes`: what further layers may take.
         """
-        most = self._most
-        if room_bytes is not None:
-            most = min(most, self._frozen.slots + room_bytes // self._frozen.slot_bytes)
-        wanted = layers_granted(self._granted(), most)
+        room = self._frozen.slots + room_bytes // self._frozen.slot_bytes
+        wanted = max(LEAST_LAYERS, min(room, self._frozen.depth))
         if wanted != self._frozen.capacity:
             self._frozen.resize(wanted)
 

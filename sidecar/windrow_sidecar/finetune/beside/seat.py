@@ -107,7 +107,6 @@ class Seat:
             self._boundaries,
             stream,
             self.session.keeping,
-            self._shared.residents,
         )
 
     def _limits(self) -> MicroLimits:
@@ -116,11 +115,13 @@ class Seat:
         of_each = self.session.micro_batch_tokens(tokens)
         most = self.session.job.spec.training.batch_size
         together = micro_batches_a_visit(self._frozen, self._shared.estimates, of_each, most)
-        wanted = self._room.chunks_for(max(tokens, self.session.longest_row), together)
+        wanted = self._room.chunks_for(max(of_each, self.session.longest_row), together)
         # Never less than before: a wish that trembles would move chunks to and fro.
         self.wanted_chunks = max(wanted, self.wanted_chunks)
+        lent = self._shared.lent
+        lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
         rows = self._shared.gate.grant.micro_batch
-        together = most_that_fit(together, tokens, self._room.capacity_tokens)
+        together = most_that_fit(together, of_each, self._room.capacity_tokens)
         return MicroLimits(min(tokens, self._room.capacity_tokens(together)), rows, together)
 
     def _grain(self) -> Paced:

@@ -26,6 +26,7 @@ from windrow_sidecar.finetune.base.model import (
 from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory
 from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.beside.lentlayers import LentLayers
 from windrow_sidecar.finetune.beside.memory import LentBoundaries
 from windrow_sidecar.finetune.beside.pace import GrantPace
 from windrow_sidecar.finetune.beside.residents import Residents
@@ -135,8 +136,10 @@ class WorkerSlot:
         return not self.gate.decode_gone()
 
     def leave(self, seat: Seat) -> None:
-        """A job has ended; what it has learned from still counts."""
+        """A job has ended; what it has learned from still counts. The last one leaves no chunk."""
         self._seats.remove(seat)
+        if not self._seats and self._lent is not None and self._ground.memory is None:
+            self._lent.give_all_back()
         seat.standing.held_chunks = 0
         self._tokens_of_left += seat.tokens_done
 
@@ -175,13 +178,17 @@ class WorkerSlot:
         """Return the base with modules of the job's own; as it is where nobody can share it."""
         self._base, self._base_of = self._load(job), job
         frozen, config = self._base.frozen, self._base.config
+        layers = None
         if frozen is not None:
-            self._residents = Residents(frozen, lambda: self.gate.grant.resident_layers)
+            self._residents = Residents(frozen)
+            if self._ground.memory is None:
+                layers = LentLayers(self._arena, frozen)
         self._lent = LentBoundaries(
             self._arena,
             self._epoch,
             boundaries=config.num_hidden_layers,
             bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
+            layers=layers,
         )
         return self._base if self._is_alone(job) else twin_of(self._base)
 
@@ -216,10 +223,11 @@ class WorkerSlot:
             seat.standing.held_chunks = held if seat.has_turn else 0
         done = (seat.tokens_done for seat in self._seats)
         wishes = (seat.wanted_chunks for seat in self._seats)
+        of_layers = self._lent.wanted_by_layers if self._lent and self._seats else 0
         facts = OfferFacts(
             self._epoch,
             # The largest wish of all: chunks must not move to and fro with every turn.
-            wanted_chunks=max(wishes, default=self._wanted_for_loading),
+            wanted_chunks=max(wishes, default=self._wanted_for_loading) + of_layers,
             held_chunks=held,
             tokens_done=self._tokens_of_left + sum(done),
         )

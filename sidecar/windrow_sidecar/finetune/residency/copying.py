@@ -25,6 +25,8 @@ from windrow_sidecar.finetune.residency.staging import Piece, Staging
 PIECE_BYTES = 4 << 20
 # On a GPU 1.2 ms at 55 GB/s, so that queueing a piece (some 30 us) costs little.
 PIECE_BYTES_ON_GPU = 64 << 20
+# Who waits for its rate looks so often whether it is still wanted: decode may want the memory.
+LOOK_AGAIN_S = 0.01
 # Of the host's free memory: what pinned copies may take.
 PINNED_SHARE = 0.5
 
@@ -176,11 +178,10 @@ class Copier:
         same = stored.dtype == flat.dtype
         step = PIECE_BYTES // stored.dtype.itemsize
         for begin in range(0, flat.numel(), step):
-            if transfer.unwanted:
-                return
             target = flat[begin : begin + step]
             n_bytes = target.numel() * stored.dtype.itemsize
-            self._keep_to_rate(n_bytes)
+            if not self._keep_to_rate(n_bytes, transfer):
+                return
             begun = self._clock()
             piece = target.view(torch.uint8) if same else torch.empty(n_bytes, dtype=torch.uint8)
             self._files.read_into(piece, stored, begin * stored.dtype.itemsize)
@@ -195,12 +196,11 @@ class Copier:
         step = PIECE_BYTES_ON_GPU // flat.dtype.itemsize
         before: _Queued | None = None
         for begin in range(0, flat.numel(), step):
-            if transfer.unwanted:
-                break
             target = flat[begin : begin + step]
             piece = Piece(part.stored, begin, target.numel(), flat.dtype)
+            if not self._keep_to_rate(piece.n_bytes, transfer):
+                break
             host = self._staging.bytes_of(piece, PIECE_BYTES_ON_GPU)
-            self._keep_to_rate(piece.n_bytes)
             begun = self._copies.mark()
             self._copies.start(target.view(torch.uint8), host)
             ended = self._copies.mark()
@@ -215,6 +215,10 @@ class Copier:
             self.seconds += (piece.ended.at_ns() - piece.begun.at_ns()) / 1e9
             self._copied_bytes += piece.n_bytes
 
-    def _keep_to_rate(self, n_bytes: int) -> None:
-        if (delay := self._limit.delay_s(n_bytes, self._clock())) > 0:
-            self._pause(delay)
+    def _keep_to_rate(self, n_bytes: int, transfer: Transfer) -> bool:
+        """Wait until so much may move, while it is wanted; returns whether it still is."""
+        delay_s = self._limit.delay_s(n_bytes, self._clock())
+        while delay_s > 0 and not transfer.unwanted:
+            self._pause(min(delay_s, LOOK_AGAIN_S))
+            delay_s -= LOOK_AGAIN_S
+        return not transfer.unwanted

@@ -102,6 +102,11 @@ class FrozenLayers:
         return self._capacity
 
     @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    @property
     def slots(self) -> int:
         """For how many layers memory is held."""
         return len(self._slots) + len(self._free)
@@ -143,6 +148,22 @@ class FrozenLayers:
         for layer in moves(self._order, self._slots.keys(), capacity).evict:
             self._evict(layer)
         del self._free[max(0, capacity - len(self._slots)) :]
+
+    def add(self, slot: Tensor) -> None:
+        """Hold one layer more from now on, in memory of the caller's: `slot_bytes` of uint8."""
+        self._free.append(slot)
+        self._capacity += 1
+
+    def remove(self, slot: Tensor) -> None:
+        """Use what `add` was given no more; to be called between tasklets.
+
+        The layer in it is dropped, wherever it stands in the schedule, and nothing moves there any
+        more once this is back.
+        """
+        for layer in [layer for layer, held in self._slots.items() if held is slot]:
+            self._evict(layer)
+        self._free = [free for free in self._free if free is not slot]
+        self._capacity -= 1
 
     def close(self) -> None:
         """Let all go and end the copying."""

@@ -52,11 +52,6 @@ def moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
     return Moves(tuple(spare[:too_many]), load)
 
 
-def layers_granted(granted: int, most: int) -> int:
-    """Return how many layers to hold under a grant of so many (0: `most`, as many as fit)."""
-    return max(LEAST_LAYERS, min(granted or most, most))
-
-
 def micro_batches_to_hide(layer_bytes: int, bytes_per_s: float, compute_s: float) -> int:
     """How many micro-batches a visit must carry so that the next layer's transfer hides behind it.
 
