@@ -46,25 +46,35 @@ def encode(tokenizer: Any, rendered: Rendered) -> tuple[list[int], list[int]]:  
     if rendered.learnt == ((0, len(text)),):
         spans = iter([(0, len(ids))])
     elif made.encodings:
-        spans = _by_offsets(made.encodings[0], rendered)
+        spans = _by_offsets(tokenizer, ids, made.encodings[0], rendered)
     else:
         spans = _by_counting(tokenizer, ids, rendered)
     for first, end in spans:
         labels[first:end] = ids[first:end]
-    labels[:1] = [IGNORED] * len(labels[:1])
+    if labels:
+        labels[0] = IGNORED
     return ids, labels
 
 
-def _by_offsets(encoding: Any, rendered: Rendered) -> Iterator[tuple[int, int]]:  # noqa: ANN401
+def _by_offsets(
+    tokenizer: Any,  # noqa: ANN401
+    ids: list[int],
+    encoding: Any,  # noqa: ANN401
+    rendered: Rendered,
+) -> Iterator[tuple[int, int]]:
     """Yield the tokens of each learnt part; what the tokenizer puts after a text belongs to it."""
     offsets: list[tuple[int, int]] = encoding.offsets
-    of_text = [part is not None for part in encoding.sequence_ids]
-    low = of_text.index(True) if any(of_text) else 0
-    high = len(of_text) - of_text[::-1].index(True) if any(of_text) else 0
+    low, high = _of_text(encoding) if rendered.special else (0, len(offsets))
+
+    def begin_of(at: int) -> int:
+        # Some tokenizers leave the blanks of a token out of its offsets, not out of its name.
+        name: str = tokenizer.convert_ids_to_tokens(ids[at])
+        begin, before = offsets[at][0], offsets[at - 1][1] if at else 0
+        return max(min(before, begin), begin - (len(name) - len(name.lstrip(_BLANK))))
 
     def first_from(character: int) -> int:
         at = bisect_left(offsets, character, low, high, key=lambda span: span[0])
-        while at < high and _begin(encoding, offsets, at) < character:
+        while at < high and begin_of(at) < character:
             at += 1
         return at
 
@@ -76,12 +86,12 @@ def _by_offsets(encoding: Any, rendered: Rendered) -> Iterator[tuple[int, int]]:
         yield first, len(offsets) if end == len(rendered.text) else first_from(end)
 
 
-def _begin(encoding: Any, offsets: list[tuple[int, int]], at: int) -> int:  # noqa: ANN401
-    """Return the character where a token begins; some tokenizers leave its blanks out of a span."""
-    token: str = encoding.tokens[at]
-    blanks = len(token) - len(token.lstrip(_BLANK))
-    before = offsets[at - 1][1] if at else 0
-    return max(min(before, offsets[at][0]), offsets[at][0] - blanks)
+def _of_text(encoding: Any) -> tuple[int, int]:  # noqa: ANN401
+    """Return where the text's own tokens begin and end, between those put around it."""
+    parts: list[int | None] = encoding.sequence_ids
+    low = next((at for at, part in enumerate(parts) if part is not None), 0)
+    high = next((at for at in range(len(parts), low, -1) if parts[at - 1] is not None), low)
+    return low, high
 
 
 def _by_counting(
