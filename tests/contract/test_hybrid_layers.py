@@ -44,7 +44,9 @@ def test_a_hybrid_is_cut_neither_into_windows_nor_packed_and_is_exact_in_whole_r
     lora = {"lora": {"rank": 4, "targetModules": "q_proj"}}
     tuned = tuned_model(random_model(architecture, **HYBRIDS[architecture]), small_spec(lora))
     stack = DecoderStack(tuned.get_base_model())
-    assert stack.windows_refused == "layer 1 looks at tokens other than by attention"
+    assert stack.windows_refused == (
+        "layer 1 looks at tokens other than by transformers' attention functions"
+    )
     assert packing_refused(stack) == "in layer 1 a row sees the one before it"
 
     theirs = pefts_gradients(tuned, small_rows())

@@ -23,23 +23,53 @@ from windrow_sidecar.testing.models import save_byte_tokenizer
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 REFUSED = {
-    # Takes the first of what a layer returns, also of one that returns a tensor.
-    "Bloom": ({}, "fails when its layers are called one by one (Given normalized_shape"),
-    "GPT2": ({"n_embd": 32, "n_layer": 3, "n_head": 2}, "no single norm stands between"),
-    "Cohere": ({}, "more than a norm and a head make its logits"),
-    "Llama4Text": ({"num_hidden_layers": 0}, "no single list of 0 layers"),
+    "Llama4Text": ({"num_hidden_layers": 0}, "no single list of 0 layers", "one stack of layers"),
+    "Mixtral": ({"output_router_logits": True}, "its loss adds", "output_router_logits to false"),
+    "OPT": ({"layerdrop": 0.1}, "it leaves out layers at random", "layerdrop to 0"),
 }
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
 def test_an_architecture_that_is_no_plain_stack_is_refused_by_name(architecture):
-    options, why = REFUSED[architecture]
+    options, why, remedy = REFUSED[architecture]
     model = random_model(architecture, **options)
     with pytest.raises(UserError) as refused:
         Head(DecoderStack(model))
     assert refused.value.field == "spec.model.name"
     assert refused.value.reason == "ModelUnsupported"
     assert why in refused.value.problem
+    assert remedy in refused.value.remedy
+
+
+def test_logits_that_are_not_made_of_the_last_hidden_states_are_refused():
+    model = random_model("Llama")
+    makes = model.forward
+
+    def with_a_memory(input_ids, **options):
+        out = makes(input_ids=input_ids, **options)
+        out.logits += model.lm_head(model.get_decoder().embed_tokens(input_ids))
+        return out
+
+    stack = DecoderStack(model)
+    model.forward = with_a_memory
+    with pytest.raises(UserError, match="not made of its last hidden states alone"):
+        Head(stack)
+
+
+class Noisy(nn.Embedding):
+    """Adds noise while it trains, by no dropout."""
+
+    def forward(self, ids):
+        return super().forward(ids) + torch.randn(self.embedding_dim) * self.training
+
+
+def test_embeddings_that_change_at_random_but_not_by_a_dropout_are_refused():
+    model = random_model("Llama")
+    noisy = Noisy(96, 32)
+    noisy.weight = model.get_input_embeddings().weight
+    model.set_input_embeddings(noisy)
+    with pytest.raises(UserError, match="changes what its first layer reads at random"):
+        DecoderStack(model)
 
 
 def test_layers_in_two_lists_are_refused():

@@ -29,6 +29,7 @@ from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundari
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.finetune.layers.packing import packing_refused
+from windrow_sidecar.finetune.layers.reach import check_reach
 from windrow_sidecar.finetune.layers.suspension import between_modules
 from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
@@ -168,6 +169,7 @@ def open_session(
     rows = rows or read_examples(job, base, alive)
     tuned = add_adapter(base.model, spec, base.frozen)
     stack = DecoderStack(base.model, base.frozen, units)
+    check_reach(tuned, stack)
     parts = Parts(stack, Head(stack), Adapter(tuned))  # before layers are looked at: it drops units
     lengths = lengths_of(rows.train)
     planned = PlannedLayers(stack.layers)

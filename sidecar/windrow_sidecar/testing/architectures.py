@@ -37,6 +37,32 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {**_EXPERTS, "num_experts": 4, "moe_intermediate_size": 24},
 }
 
+# Others that are lists of layers, each odd in some way: scaled logits, layers that return tuples,
+# attention of their own, linear layers the other way round. Options beside the common ones.
+_NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+_GPT: dict[str, Any] = {
+    **{"n_embd": 32, "n_layer": 3, "n_head": 4, "num_key_value_heads": 4},
+    **_NO_DROPOUT,
+}
+FURTHER: dict[str, dict[str, Any]] = {
+    "Granite": {"logits_scaling": 8.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "Cohere": {"logit_scale": 0.0625},
+    "GPT2": _GPT,
+    "GPTBigCode": _GPT,
+    "GPTJ": {**_GPT, "rotary_dim": 4},
+    "CodeGen": {**_GPT, "rotary_dim": 4},
+    "GPTNeo": {
+        "num_layers": 3,
+        "attention_types": [[["global", "local", "global"], 1]],
+        "window_size": 12,
+    },
+    "GPTNeoX": {"num_key_value_heads": 4},
+    "Bloom": {"n_layer": 3, "n_head": 4},
+    "Mpt": {"d_model": 32, "n_layers": 3, "n_heads": 4},
+    "Starcoder2": {"embedding_dropout": 0.2},
+    "Phi": {"embd_pdrop": 0.2},
+}
+
 
 def random_model(architecture: str, **overrides: Any) -> nn.Module:  # noqa: ANN401
     """Return a causal language model in fp32, the same one each time.
@@ -46,7 +72,8 @@ def random_model(architecture: str, **overrides: Any) -> nn.Module:  # noqa: ANN
     import transformers
 
     config_class = getattr(transformers, f"{architecture}Config")
-    config = config_class(**(_COMMON | ARCHITECTURES.get(architecture, {}) | overrides))
+    options = ARCHITECTURES.get(architecture) or FURTHER.get(architecture, {})
+    config = config_class(**(_COMMON | options | overrides))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(

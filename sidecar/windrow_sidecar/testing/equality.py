@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.layers.around import AroundLayer
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import AroundLayer, DecoderStack
+from windrow_sidecar.finetune.layers.embedding import by_token
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
@@ -169,12 +171,14 @@ class PeftLoop:
         pads = [width - row.length for row in batch]
         pairs = list(zip(batch, pads, strict=True))
         at = self.parameters[0].device
-        loss: Tensor = self._tuned(
-            input_ids=torch.tensor([r.ids + (0,) * n for r, n in pairs], device=at),
-            attention_mask=torch.tensor([[1] * r.length + [0] * n for r, n in pairs], device=at),
-            labels=torch.tensor([r.labels + (IGNORED,) * n for r, n in pairs], device=at),
-            use_cache=False,
-        ).loss
+        ones_and_zeros = [[1] * r.length + [0] * n for r, n in pairs]
+        with by_token(self._keys):
+            loss: Tensor = self._tuned(
+                input_ids=torch.tensor([r.ids + (0,) * n for r, n in pairs], device=at),
+                attention_mask=torch.tensor(ones_and_zeros, device=at),
+                labels=torch.tensor([r.labels + (IGNORED,) * n for r, n in pairs], device=at),
+                use_cache=False,
+            ).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 

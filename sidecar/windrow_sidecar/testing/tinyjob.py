@@ -13,8 +13,9 @@ from windrow.crd import parse_job_spec
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
 from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.layers.around import AroundLayer
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import AroundLayer, DecoderStack
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
 from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows

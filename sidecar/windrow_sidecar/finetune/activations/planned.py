@@ -1,4 +1,4 @@
-"""How a stack's layers keep to a budget of activations (see `layerwise.AroundLayer`)."""
+"""How a stack's layers keep to a budget of activations (see `around.AroundLayer`)."""
 
 from __future__ import annotations
 

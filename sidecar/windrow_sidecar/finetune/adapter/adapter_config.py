@@ -47,7 +47,7 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
     """
     for name, parameter in tuned.named_parameters():
         if parameter.requires_grad and "embed" in name and not spec.adapter.type == "prefix":
-            raise refused("targetModules", f"{name} is an embedding, and those are frozen here", "")
+            raise refused(option_of(name), f"{name} is an embedding, and those are frozen here", "")
     for name, module in tuned.named_modules():
         rank = getattr(module, "r", None)
         widths = (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
@@ -58,6 +58,13 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
                 f"Write {min(widths)} or less.",
                 kind="lora",
             )
+
+
+def option_of(parameter: str) -> str:
+    """Return the option by which a parameter learns."""
+    if ".modules_to_save." in parameter:
+        return "modulesToSave"
+    return "bias" if parameter.endswith(".bias") else "targetModules"
 
 
 def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:

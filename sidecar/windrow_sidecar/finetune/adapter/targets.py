@@ -13,7 +13,7 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 
 def target_names(model: nn.Module) -> list[str]:
     """Return what `targetModules` may name: linear layers, and the projections of experts."""
-    linear = {_last(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = {_last(n) for n, m in model.named_modules() if isinstance(m, _linear())}
     return sorted(linear | expert_names(model))
 
 
@@ -45,7 +45,7 @@ def linear_names(model: nn.Module, *, attention_only: bool) -> list[str]:
         for parent in model.modules()
         if _is_attention(parent) or not attention_only
         for name, child in parent.named_modules()
-        if isinstance(child, nn.Linear) and child is not model.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(child, _linear()) and child is not model.get_output_embeddings()  # type: ignore[operator]
     }
     return sorted(found)
 
@@ -75,6 +75,13 @@ def ia3_targets(model: nn.Module) -> tuple[list[str], list[str]] | None:
     }
     last = sorted(others - set(attention))
     return keys_and_values + last, last
+
+
+def _linear() -> tuple[type[nn.Module], ...]:
+    """Types of linear layers: GPT-2 has one of its own."""
+    from transformers.pytorch_utils import Conv1D
+
+    return nn.Linear, Conv1D
 
 
 def _is_attention(module: nn.Module) -> bool:

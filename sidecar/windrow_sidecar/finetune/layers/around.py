@@ -1,11 +1,37 @@
-"""Several things that hold around a layer at once (see `layerwise.AroundLayer`)."""
+"""What holds around a layer while it runs: nothing, or several things at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Protocol
 
-from windrow_sidecar.finetune.layers.layerwise import AroundLayer
+
+class AroundLayer(Protocol):
+    """What holds while a layer's own code runs: its weights are there, saved tensors are packed."""
+
+    def forward(self, layer: int) -> AbstractContextManager[None]:
+        """Enter around the forward of one layer."""
+
+    def backward(self, layer: int) -> AbstractContextManager[None]:
+        """Enter around the backward of one layer."""
+
+
+class NothingAround:
+    """Every layer is resident, and autograd keeps what it saves."""
+
+    def forward(self, layer: int) -> AbstractContextManager[None]:
+        """Do nothing."""
+        del layer
+        return NOTHING
+
+    def backward(self, layer: int) -> AbstractContextManager[None]:
+        """Do nothing."""
+        del layer
+        return NOTHING
+
+
+NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class InTurn:

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from windrow_sidecar.finetune.base.structure import (
     asking,
     find_layers,
     find_norm,
+    in_mode,
     record,
+    unsupported,
+    what_layers_return,
 )
+from windrow_sidecar.finetune.layers.around import NOTHING, AroundLayer, NothingAround
 from windrow_sidecar.finetune.layers.boundaries import Boundaries
+from windrow_sidecar.finetune.layers.embedding import by_token, drops_embeddings
 from windrow_sidecar.finetune.layers.probing import try_windows
+from windrow_sidecar.finetune.layers.underway import Activations, Forgotten, Graph
 from windrow_sidecar.finetune.tasklets import Window
 from windrow_sidecar.finetune.windows.attention import looking_back
 from windrow_sidecar.finetune.windows.calls import (
@@ -35,6 +40,7 @@ from windrow_sidecar.finetune.windows.calls import (
     part_of,
     token_dims,
 )
+from windrow_sidecar.finetune.windows.dropout import DropoutKeys
 from windrow_sidecar.finetune.windows.keyvalues import KeyValues
 from windrow_sidecar.finetune.windows.prefix import Prefix
 
@@ -44,92 +50,19 @@ CALLS_KEPT = 64
 _PROBE = 6
 
 
-class AroundLayer(Protocol):
-    """What holds while a layer's own code runs: its weights are there, saved tensors are packed."""
-
-    def forward(self, layer: int) -> AbstractContextManager[None]:
-        """Enter around the forward of one layer."""
-
-    def backward(self, layer: int) -> AbstractContextManager[None]:
-        """Enter around the backward of one layer."""
-
-
-class NothingAround:
-    """Every layer is resident, and autograd keeps what it saves."""
-
-    def forward(self, layer: int) -> AbstractContextManager[None]:
-        """Do nothing."""
-        del layer
-        return _NOTHING
-
-    def backward(self, layer: int) -> AbstractContextManager[None]:
-        """Do nothing."""
-        del layer
-        return _NOTHING
-
-
-_NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """What one layer left behind for one window: where backward begins and ends."""
-
-    window: Window
-    leaf: Tensor
-    edge: GradientEdge | None  # None: nothing in it learns
-    units: int = 0  # of the device that its forward ran on
-
-
-@dataclass(frozen=True, slots=True)
-class Forgotten:
-    """A window of which only the layer's input is kept: it runs forward again before backward."""
-
-    window: Window
-
-
-@dataclass(slots=True)
-class Activations:
-    """A micro-batch on its way.
-
-    Attributes:
-        ids: [rows, width], int64.
-        calls: of each layer.
-        inputs: [rows, width, hidden] that layer l reads; the last is the output of the last layer.
-        prefix: what stands before the first token, where the adapter is a prefix.
-        graphs: of each layer, the windows that have run and not been run back, left to right.
-        key_values: of each layer that runs in windows.
-        gradient: [rows, width, hidden]: at each token, with respect to the output of the layer that
-            has not run back yet.
-    """
-
-    ids: Tensor
-    calls: tuple[LayerCall, ...]
-    inputs: list[Tensor | None]
-    prefix: Prefix | None = None
-    graphs: list[list[Graph | Forgotten]] = field(default_factory=list)
-    key_values: list[KeyValues | None] = field(default_factory=list)
-    gradient: Tensor | None = None
-
-    @property
-    def whole(self) -> Window:
-        """All tokens of a row."""
-        return Window(0, self.ids.shape[1])
-
-    def forget_graphs(self) -> None:
-        """Keep layers' inputs only, on the host, in memory of their own."""
-        self.graphs = [[Forgotten(graph.window) for graph in layer] for layer in self.graphs]
-        self.inputs = [None if x is None else x.detach().to("cpu", copy=True) for x in self.inputs]
-
-
 class DecoderStack:
     """The parts of a causal language model that the tasklets run.
 
     Attributes:
         probe: ids with which the model was asked for its structure: [1, tokens].
         device: where it computes.
+        returned: by a layer (see `what_layers_return`).
+        norm: what stands between the last layer and the head.
+        answer: the type of what the decoder returns.
+        drops_embeddings: whether units of what the first layer reads are dropped in training.
         own_dropout: whether its layers drop units by themselves, besides the adapter.
         windows_refused: why its layers cannot run on windows of tokens; "" if they can.
+        prefix_refused: why nothing can stand before a row's first token; "" if it can.
     """
 
     def __init__(
@@ -155,19 +88,25 @@ class DecoderStack:
         self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
         self.config: Any = self.decoder.config
         self.layers = find_layers(self.decoder, self.config)
-        self.head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
         embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self._calls: OrderedDict[tuple[int, ...], tuple[LayerCall, ...]] = OrderedDict()
         self.device = _device(embedding)
         self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        _check_loss(model, self.config)
+        with torch.no_grad(), asking(model), in_mode(model, training=False):
+            self.returned = what_layers_return(self.decoder, self.layers, probe, self.around_layer)
+            self.norm, self.answer = find_norm(self.decoder, self.layers, probe, self.returned)
+            hidden, wide = self.record(probe)
+            _, narrow = self.record(probe[:, :-1])
         with torch.no_grad(), asking(model):
-            self.norm = find_norm(self.decoder, self.layers, probe)
-            hidden, wide = record(self.decoder, self.layers, probe)
-            _, narrow = record(self.decoder, self.layers, probe[:, :-1])
-            self._embedding = embedding if torch.equal(embedding(probe), hidden) else None
+            self.drops_embeddings = drops_embeddings(model, lambda: self.record(probe)[0])
+        plain = not self.drops_embeddings and torch.equal(embedding(probe), hidden)
+        self._embedding = embedding if plain else None
         self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
-        with asking(model):
-            self.own_dropout, self.windows_refused = try_windows(self, probe)
+        with asking(model), in_mode(model, training=False):
+            self.own_dropout, self.prefix_refused = try_windows(self, probe)
+        drops = "its layers drop units by themselves" if self.own_dropout else ""
+        self.windows_refused = drops or self.prefix_refused
 
     @property
     def depth(self) -> int:
@@ -183,12 +122,27 @@ class DecoderStack:
                 module._buffers[name] = buffer.to(to)
         self.probe = self.probe.to(to)
 
+    def record(
+        self,
+        ids: Tensor,
+        past: Any = None,  # noqa: ANN401 - a Cache of transformers
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[LayerCall, ...]]:
+        """Ask the model what its first layer would get, and how it calls each (see `structure`)."""
+        return record(self.decoder, self.layers, ids, past, positions, self.returned)
+
     def begin(
-        self, ids: Tensor, prefix: Prefix | None = None, positions: Tensor | None = None
+        self,
+        ids: Tensor,
+        prefix: Prefix | None = None,
+        positions: Tensor | None = None,
+        dropout: DropoutKeys | None = None,
     ) -> Activations:
         """Embed `ids` ([rows, width], padded on the right) and look up how layers are called.
 
         `positions`, of the same shape, tells rows apart that stand one after the other in one line.
+        `dropout`: by which units are dropped where the model does so ahead of its layers; None: as
+        torch draws.
 
         No attention mask is made of the padding: behind a causal mask a real token never sees what
         stands to its right, and padded positions have no label.
@@ -201,7 +155,8 @@ class DecoderStack:
                 self._calls.move_to_end(key)
             else:
                 past = prefix.past if prefix else None
-                hidden, calls = record(self.decoder, self.layers, ids, past, positions)
+                with by_token(dropout if self.drops_embeddings else None):
+                    hidden, calls = self.record(ids, past, positions)
                 if positions is None:
                     self._remember(key, calls)
         inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
@@ -268,7 +223,7 @@ class DecoderStack:
     def _run(self, at: Activations, layer: int, window: Window, leaf: Tensor) -> Tensor:
         """Call a layer as the model would."""
         call = at.calls[layer]
-        looking: AbstractContextManager[None] = _NOTHING
+        looking: AbstractContextManager[None] = NOTHING
         if window != at.whole or at.prefix is not None:
             before = at.prefix.tokens if at.prefix else 0
             call = part_of(call, window, self._dims[layer], before=before)
@@ -315,3 +270,17 @@ def _key_values(at: Activations, layer: int) -> KeyValues:
 
 def _device(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
+
+
+def _check_loss(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - transformers' own
+    """The loss that is learnt is that of the tokens.
+
+    Raises:
+        UserError: the model's own adds one of its routers.
+    """
+    if getattr(config, "output_router_logits", False):
+        raise unsupported(
+            model,
+            "its loss adds one of its routers (output_router_logits)",
+            "Set output_router_logits to false in its config.json: tokens are learnt alone.",
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from windrow_sidecar.finetune.base.structure import record
+from windrow_sidecar.finetune.base.structure import in_mode
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.probing import sees_before
 
@@ -24,9 +24,9 @@ def packing_refused(stack: DecoderStack) -> str:
     """
     ids = torch.arange(FIRST + SECOND, device=stack.device)[None]
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None].to(stack.device)
-    with torch.no_grad():
-        hidden, calls = record(stack.decoder, stack.layers, ids, positions=positions)
-        alone, _ = record(stack.decoder, stack.layers, ids[:, FIRST:])
+    with torch.no_grad(), in_mode(stack.model, training=False):
+        hidden, calls = stack.record(ids, positions=positions)
+        alone, _ = stack.record(ids[:, FIRST:])
     if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
         return "its positions do not begin anew with a row"
     for index, call in enumerate(calls):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from windrow_sidecar.finetune.base.structure import has_own_dropout
+from windrow_sidecar.finetune.base.structure import has_own_dropout, in_mode
 from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.tasklets import Window
 from windrow_sidecar.finetune.windows.attention import SUPPORTED, looking_at_itself
@@ -17,6 +17,7 @@ from windrow_sidecar.finetune.windows.calls import LayerCall, UnknownMask
 if TYPE_CHECKING:
     from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 
+_ATTENTION = "transformers' attention functions"
 # Windows of the probe's tokens.
 _WINDOWS = (Window(0, 4), Window(4, 5), Window(5, 6))
 
@@ -24,15 +25,16 @@ _WINDOWS = (Window(0, 4), Window(4, 5), Window(5, 6))
 def try_windows(stack: DecoderStack, probe: Tensor) -> tuple[bool, str]:
     """Return (whether layers drop units by themselves, why they cannot run on windows or "").
 
-    In training mode. Hybrids mix layers of attention with others that carry a state from token to
-    token, so what is true of one layer says nothing about one of another kind.
+    The second leaves the first out of account. Hybrids mix layers of attention with others that
+    carry a state from token to token, so what is true of one layer says nothing about one of
+    another kind.
     """
     kinds = one_of_each_kind(stack.layers)
-    if any(_drops_units(stack, probe, index) for index in kinds):
-        return True, "its layers drop units by themselves"
+    own_dropout = any(_drops_units(stack, probe, index) for index in kinds)
     if stack.config._attn_implementation not in SUPPORTED:
-        return False, f"its attention is {stack.config._attn_implementation}"
-    return False, next(filter(None, (_refused(stack, probe, index) for index in kinds)), "")
+        return own_dropout, f"its attention is {stack.config._attn_implementation}"
+    why = next(filter(None, (_refused(stack, probe, index) for index in kinds)), "")
+    return own_dropout, why
 
 
 def one_of_each_kind(layers: Sequence[nn.Module]) -> list[int]:
@@ -45,13 +47,15 @@ def one_of_each_kind(layers: Sequence[nn.Module]) -> list[int]:
 
 def _drops_units(stack: DecoderStack, probe: Tensor, index: int) -> bool:
     layer = stack.layers[index]
-    was_training, at = layer.training, stack.begin(probe)
+    at = stack.begin(probe)
     call, hidden = at.calls[index], at.inputs[0]
-    with stack.around_layer.forward(index), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        layer.train()
-        random = has_own_dropout(lambda: layer(hidden, *call.args, **call.kwargs))
-        layer.train(was_training)
-    return random
+    with (
+        stack.around_layer.forward(index),
+        in_mode(layer, training=True),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        return has_own_dropout(lambda: layer(hidden, *call.args, **call.kwargs))
 
 
 def sees_before(
@@ -87,7 +91,7 @@ def _refused(stack: DecoderStack, probe: Tensor, index: int) -> str:
     assert hidden is not None
     with looking_at_itself(stack.config):
         if sees_before(stack, index, hidden, whole.calls[index], _WINDOWS[0].end):
-            return f"layer {index} looks at tokens other than by attention"
+            return f"layer {index} looks at tokens other than by {_ATTENTION}"
     for at in (whole, parts):
         at.inputs[index] = hidden
     stack.forward(whole, index, whole.whole, store, learn=False)

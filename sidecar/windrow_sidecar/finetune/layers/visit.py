@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from windrow_sidecar.finetune.adapter.adapters import Adapter
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import Activations, DecoderStack
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.layers.underway import Activations
 from windrow_sidecar.finetune.plan.frontier import Frontier
 from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
 from windrow_sidecar.finetune.training.data import IGNORED, Example
@@ -115,13 +116,13 @@ class Visit:
         self._boundaries = TorchBoundaries()
 
     def _forward(self, part: Tasklet, micro: MicroBatch) -> None:
-        at = self._at.get(micro) or self._begin(micro)
+        at = self._at.get(micro) or self._begin(part, micro)
         self._seed_dropout(part, micro)
         self._parts.stack.forward(
             at, part.layer, part.window, self._boundaries, learn=not micro.evaluation
         )
 
-    def _begin(self, micro: MicroBatch) -> Activations:
+    def _begin(self, part: Tasklet, micro: MicroBatch) -> Activations:
         examples = [self._examples[row] for row in micro.rows]
         positions = None
         if micro.packed:
@@ -135,7 +136,10 @@ class Visit:
         if not self._at and not micro.evaluation:
             tokens = max(other.padded_tokens for other in self.group)
             self._boundaries.expect(len(self.group), tokens)
-        at = self._at[micro] = self._parts.stack.begin(ids, prefix, positions)
+        stack, dropout = self._parts.stack, self._parts.adapter.dropout
+        if stack.drops_embeddings and not micro.evaluation:
+            dropout.at(self._seed, part.step, micro.rows, micro.whole, packed=_lengths(micro))
+        at = self._at[micro] = stack.begin(ids, prefix, positions, dropout)
         return at
 
     def _loss(self, part: Tasklet, micro: MicroBatch) -> None:
@@ -148,8 +152,13 @@ class Visit:
         if micro.evaluation:
             self.loss += float(self._parts.head.loss(hidden, targets))
             return
+        adapter = self._parts.adapter
+        self._seed_dropout(part, micro)  # for an adapter of the head
         total, gradient = self._parts.head.loss_and_gradient(
-            hidden, targets, labels_in_batch=self._labels_in_batch
+            hidden,
+            targets,
+            labels_in_batch=self._labels_in_batch,
+            dropout=adapter.dropout if adapter.drops else None,
         )
         self.loss += float(total)
         if window == micro.whole:
@@ -179,7 +188,7 @@ class Visit:
                 part.step,
                 micro.rows,
                 part.window,
-                packed=micro.lengths if micro.packed else (),
+                packed=_lengths(micro),
             )
         if self._parts.stack.own_dropout:
             key = (self._seed, part.step, micro.rows[0], part.layer)
@@ -213,6 +222,11 @@ def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient
         elif gradient is not None:
             parameter.grad.add_(gradient)
+
+
+def _lengths(micro: MicroBatch) -> tuple[int, ...]:
+    """Of rows in one line; empty: each has its own."""
+    return micro.lengths if micro.packed else ()
 
 
 def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:

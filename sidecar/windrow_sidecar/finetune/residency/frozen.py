@@ -1,6 +1,6 @@
 """The window of frozen layers that is in memory while the others wait in their files.
 
-Around each layer's forward and backward (see `layerwise.AroundLayer`): its weights are there, the
+Around each layer's forward and backward (see `around.AroundLayer`): its weights are there, the
 next ones are on their way. A layer that leaves is dropped, since its file has it; so giving memory
 back takes no copy. Graphs must not hold weights: see `activations.planned`, which looks them up.
 """

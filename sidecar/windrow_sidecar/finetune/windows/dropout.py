@@ -6,7 +6,8 @@ the mask is made again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class DropoutKeys:
     def __init__(self) -> None:
         self._at: tuple[int, int, tuple[int, ...], Window, tuple[int, ...]] | None = None
         self._tokens: Tensor | None = None
+        self._chosen: Tensor | None = None
 
     def at(
         self,
@@ -44,8 +46,17 @@ class DropoutKeys:
         if at != self._at:
             self._at, self._tokens = at, None
 
+    @contextmanager
+    def only(self, chosen: Tensor) -> Iterator[None]:
+        """Let some of those tokens run alone: `chosen`, int64, count in lines x tokens."""
+        self._chosen = chosen
+        try:
+            yield
+        finally:
+            self._chosen = None
+
     def tokens(self, device: torch.device) -> Tensor:
-        """Return a key for each token: [lines, tokens], int64."""
+        """Return a key for each token that runs: [lines, tokens], int64; or [tokens chosen]."""
         if self._at is None:
             raise ValueError("dropout runs outside of a tasklet")
         if self._tokens is None:
@@ -59,7 +70,7 @@ class DropoutKeys:
                 position = torch.cat([torch.arange(length) for length in packed])[None, line]
             row, position = _mixed(row * _STEP + base[0]), _mixed(position * _STEP + base[1])
             self._tokens = _mixed(row ^ position).to(device)
-        return self._tokens
+        return self._tokens if self._chosen is None else self._tokens.flatten()[self._chosen]
 
 
 class TokenDropout(nn.Module):
@@ -103,6 +114,18 @@ class TokenDropout(nn.Module):
         return dropped
 
 
+def masked(x: Tensor, keys: Tensor, index: int, p: float) -> Tensor:
+    """Return x * mask / (1 - p) for what nothing flows back to: [rows, tokens, units].
+
+    Args:
+        x: what is masked.
+        keys: of its tokens, [rows, tokens].
+        index: of what drops; below 0 it is no adapter's.
+        p: share of the units that is dropped.
+    """
+    return x * _mask(keys[..., None], x.shape[-1], index, p, x.dtype)
+
+
 class _Dropped(torch.autograd.Function):
     """x * mask / (1 - p)."""
 
@@ -119,7 +142,7 @@ class _Dropped(torch.autograd.Function):
         return gradient * mask, None, None, None
 
 
-def _mask(keys: Tensor, units: int, index: Tensor, p: float, dtype: torch.dtype) -> Tensor:
+def _mask(keys: Tensor, units: int, index: Tensor | int, p: float, dtype: torch.dtype) -> Tensor:
     """Return 0 or 1 / (1 - p) for each token and unit: [..., units]."""
     unit = torch.arange(units, dtype=torch.int64, device=keys.device) * _STEP + index
     # One round over the product: both factors are mixed already.

@@ -1,0 +1,186 @@
+"""Architectures with odd parts: the same gradients as peft's own training, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.adapters import trainable
+from windrow_sidecar.finetune.job import check_packing
+from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.layers.reach import check_reach
+from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.plan.orders import token_major
+from windrow_sidecar.finetune.tasklets import Window
+from windrow_sidecar.finetune.windows.dropout import DropoutKeys
+from windrow_sidecar.testing.architectures import FURTHER, random_model
+from windrow_sidecar.testing.equality import (
+    Cut,
+    apart,
+    our_gradients,
+    pefts_gradients,
+    small_rows,
+    small_spec,
+    tuned_model,
+)
+
+OF_NORM, OF_TENSOR = 1e-5, 5e-5
+# Their attention is code of their own, which cannot be made to look at a part of a row.
+WHOLE_ROWS_ONLY = {"Bloom", "CodeGen", "GPTJ", "GPTNeo", "Mpt"}
+# Their biases go by the place in the line.
+NEVER_PACKED = {"Bloom", "Mpt"}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def assert_equal_to_peft(tuned, cut, theirs=None):
+    theirs = theirs or pefts_gradients(tuned, small_rows())
+    off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
+    assert off.of_norm <= OF_NORM
+    assert off.of_tensor <= OF_TENSOR
+
+
+@pytest.mark.parametrize("architecture", FURTHER)
+def test_gradients_equal_those_of_peft_however_the_work_is_cut(architecture):
+    tuned = tuned_model(random_model(architecture), small_spec())
+    stack, theirs = DecoderStack(tuned.get_base_model()), pefts_gradients(tuned, small_rows())
+    cuts = [Cut(), Cut(max_tokens=1)]
+    if architecture in WHOLE_ROWS_ONLY:
+        assert "tokens other than by transformers' attention functions" in stack.windows_refused
+    else:
+        assert stack.windows_refused == ""
+        cuts.append(Cut(Windows(7), token_major, max_tokens=64, micro_batches=2))
+    if architecture in NEVER_PACKED:
+        with pytest.raises(UserError, match="a row sees the one before it"):
+            check_packing(stack, prefix=False)
+    else:
+        check_packing(stack, prefix=False)
+        cuts.append(Cut(packed=True))
+    for cut in cuts:
+        assert_equal_to_peft(tuned, cut, theirs)
+
+
+@pytest.mark.parametrize("architecture", ["GPT2", "Granite", "GPTNeoX"])
+def test_a_prefix_equals_pefts(architecture):
+    tuned = tuned_model(random_model(architecture), small_spec({"type": "prefix"}))
+    check_reach(tuned, DecoderStack(tuned.get_base_model()))
+    for cut in (Cut(), Cut(Windows(7))):
+        assert_equal_to_peft(tuned, cut)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapter"),
+    [
+        ("GPT2", {"lora": {"rank": 4, "targetModules": "c_attn,c_proj", "useDora": True}}),
+        ("GPT2", {"lora": {"rank": 4, "layersToTransform": [1]}}),
+        ("GPT2", {"type": "ia3"}),
+        ("Bloom", {"type": "ia3"}),
+        ("GPTJ", {"lora": {"rank": 4, "modulesToSave": "ln_f"}}),
+    ],
+)
+def test_other_adapters_equal_pefts(architecture, adapter):
+    assert_equal_to_peft(tuned_model(random_model(architecture), small_spec(adapter)), Cut())
+
+
+HEADS = {
+    "Qwen2": {"targetModules": "lm_head,q_proj", "dropout": 0.2},
+    "Granite": {"targetModules": "lm_head,v_proj", "dropout": 0.2},
+    "GPTJ": {"targetModules": "lm_head,q_proj", "dropout": 0.2},
+}
+HEAD_CUTS = {
+    "whole": Cut(),
+    "rows": Cut(max_tokens=1),
+    "packed": Cut(packed=True),
+    "windows of 7": Cut(Windows(7)),
+}
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+@pytest.mark.parametrize("name", HEAD_CUTS)
+def test_an_adapter_of_the_head_drops_the_units_of_the_tokens_that_it_sees(
+    architecture, name, monkeypatch
+):
+    if architecture in WHOLE_ROWS_ONLY and name == "windows of 7":
+        name = "whole"
+    # Several slices a row, so that each has to know its own tokens.
+    monkeypatch.setattr("windrow_sidecar.finetune.layers.loss.SLICE_ELEMENTS", 96 * 5)
+    spec = small_spec({"lora": {"rank": 4, **HEADS[architecture]}})
+    tuned = tuned_model(random_model(architecture), spec)
+    assert any("lm_head" in name for name in trainable(tuned))
+    assert_equal_to_peft(tuned, HEAD_CUTS[name])
+
+
+DROPS_EMBEDDINGS = {"Starcoder2": "embedding_dropout", "Phi": "embd_pdrop"}
+
+
+@pytest.mark.parametrize("architecture", DROPS_EMBEDDINGS)
+def test_units_of_embeddings_are_dropped_by_seed_step_row_and_token(architecture):
+    tuned = tuned_model(random_model(architecture), small_spec())
+    # Where the process stands in torch's own random numbers says nothing.
+    first = our_gradients(copy.deepcopy(tuned), small_rows(), Cut())
+    torch.rand(3)
+    again = our_gradients(copy.deepcopy(tuned), small_rows(), Cut())
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    plain = random_model(architecture, **{DROPS_EMBEDDINGS[architecture]: 0.0})
+    without = tuned_model(plain, small_spec())
+    assert apart(first, our_gradients(without, small_rows(), Cut())).of_norm > 0.05
+
+
+def test_the_share_that_is_dropped_of_embeddings_is_the_models_at_every_shape_and_turn():
+    model = random_model("Starcoder2")
+    tuned = tuned_model(model, small_spec()).train()
+    stack, ids = DecoderStack(tuned.get_base_model()), torch.arange(2, 90)[None].repeat(4, 1)
+    keys = DropoutKeys()
+    seen = []
+    for step in (0, 1, 0):
+        keys.at(17, step, range(4), Window(0, ids.shape[1]))
+        seen.append(stack.begin(ids, dropout=keys).inputs[0])
+    shares = [float((x == 0).float().mean()) for x in seen]
+    assert shares == pytest.approx([0.2] * 3, abs=0.02)
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+    plain = model.get_input_embeddings()(ids)
+    kept = seen[0] != 0
+    assert torch.allclose(seen[0][kept], plain[kept] / 0.8)
+
+
+def test_biases_of_the_embeddings_norm_are_refused_by_their_option():
+    with pytest.raises(UserError, match=r"word_embeddings_layernorm\.bias is an embedding") as no:
+        tuned_model(random_model("Bloom"), small_spec({"lora": {"rank": 4, "bias": "all"}}))
+    assert no.value.field == "spec.adapter.lora.bias"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "adapter", "field", "words"),
+    [
+        ("Bloom", {}, {"type": "prefix"}, "spec.adapter.type", "cannot take a prefix: layer 0"),
+        (
+            "OPT",
+            {"word_embed_proj_dim": 16},
+            {"lora": {"rank": 4}},
+            "spec.adapter.lora.targetModules",
+            "project_in stands ahead of the first layer",
+        ),
+    ],
+)
+def test_an_adapter_that_would_learn_nothing_is_refused(
+    architecture, options, adapter, field, words
+):
+    tuned = tuned_model(random_model(architecture, **options), small_spec(adapter))
+    with pytest.raises(UserError) as refused:
+        check_reach(tuned, DecoderStack(tuned.get_base_model()))
+    assert refused.value.field == field
+    assert words in refused.value.problem
+
+
+def test_projections_behind_the_last_layer_belong_to_the_norm():
+    adapter = {"lora": {"rank": 4, "excludeModules": "project_in"}}
+    tuned = tuned_model(random_model("OPT", word_embed_proj_dim=16), small_spec(adapter))
+    stack = DecoderStack(tuned.get_base_model())
+    check_reach(tuned, stack)
+    assert any("project_out" in name for name in trainable(tuned))
+    for cut in (Cut(), Cut(Windows(7))):
+        assert_equal_to_peft(tuned, cut)
