@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
@@ -128,6 +129,19 @@ def test_the_fingerprint_tells_a_finetuned_copy_from_its_base(tmp_path):
         model.model.norm.weight.add_(1e-3)
     model.save_pretrained(tmp_path, safe_serialization=True)
     assert model_fingerprint(tmp_path) != base
+
+
+def test_the_fingerprint_notices_a_change_in_any_of_the_tensors(tmp_path):
+    model = save_random_llama(tmp_path, hidden_size=64, intermediate_size=256)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert file.stat().st_size > 100_000
+    seen = {model_fingerprint(tmp_path)}
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor * 1.01}, file, metadata={"format": "pt"})
+        seen.add(model_fingerprint(tmp_path))
+    assert len(seen) == 1 + len(tensors)
+    assert len(tensors) > 2 * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize(

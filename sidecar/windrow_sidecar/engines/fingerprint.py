@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
 
-# Bytes of each weights file that are hashed at both ends, besides its table of tensors: tells a
-# finetuned copy from its base without reading gigabytes.
-_SAMPLE_BYTES = 1 << 20
+# Of each tensor its beginning, middle and end are hashed, so many bytes of each: whichever tensors
+# a finetuned copy has changed, it is told from its base without reading gigabytes. The 291 tensors
+# of an 8B shape take 0.05 s from a cold disk and 4 ms from the page cache (EPYC, virtio disk); all
+# of their bytes would take a second for each 1.2 GB.
+_SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(model_dir: Path) -> str:
-    """Return a sha256 (hex) of config.json, the weights' names, types, shapes, and samples of them.
+    """Return a sha256 (hex) of config.json, the weights' names, types, shapes, and samples.
+
+    Tensors of up to 12 KiB count as a whole; of a larger one, single numbers may differ unnoticed.
 
     The same directory gives the same answer in every process. One that holds a config.json alone
     stands for a shape: its weights are made up by whoever serves it (`--random-weights`), and who
@@ -27,12 +33,21 @@ def model_fingerprint(model_dir: Path) -> str:
     for path in sorted(model_dir.glob("*.safetensors")):
         table, data_start = _tensor_table(path)
         digest.update(json.dumps(table, sort_keys=True).encode())
-        with path.open("rb") as weights:
-            size = weights.seek(0, 2)
-            for start in (data_start, max(data_start, size - _SAMPLE_BYTES)):
-                weights.seek(start)
-                digest.update(weights.read(_SAMPLE_BYTES))
+        # Without a buffer, which would read ahead of every sample.
+        with path.open("rb", buffering=0) as weights:
+            for begin, end in sorted(tensor["data_offsets"] for tensor in table.values()):
+                for start, n_bytes in _samples(begin, end):
+                    digest.update(os.pread(weights.fileno(), n_bytes, data_start + start))
     return digest.hexdigest()
+
+
+def _samples(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, bytes) of what is hashed of a tensor that lies at [begin, end)."""
+    if end - begin <= 3 * _SAMPLE_BYTES:
+        yield begin, end - begin
+        return
+    for start in (begin, (begin + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES):
+        yield start, _SAMPLE_BYTES
 
 
 def read_config_bytes(model_dir: Path) -> bytes:
