@@ -265,8 +265,9 @@ def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
 
 def test_a_second_adapter_and_a_prefix_beyond_the_sliding_window_are_refused():
     tuned = add_adapter(random_model("Llama"), small_spec())
-    with pytest.raises(UserError, match="carries an adapter already"):
+    with pytest.raises(UserError, match="carries an adapter already") as refused:
         add_adapter(tuned.get_base_model(), small_spec())
+    assert refused.value.field == "spec.model.name"
     with pytest.raises(UserError, match="sliding window of 12"):
         add_adapter(random_model("Mistral"), small_spec({"type": "prefix"}))
 

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from windrow.crd import OptimizerSpec
+from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.adapters import add_adapter
 from windrow_sidecar.finetune.base.model import load_base
 from windrow_sidecar.finetune.base.precision import WeightForm
 from windrow_sidecar.finetune.stream import EvaluationDone, Stage
 from windrow_sidecar.finetune.training.course import Course, Judged
 from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
 from windrow_sidecar.finetune.training.schedule import Schedule
+from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,6 +93,16 @@ def test_a_job_that_gets_no_better_ends_early_with_its_best_adapter():
     assert isinstance(came[-1], EvaluationDone)
     assert came[-1].stage is Stage.TUNED_EVALUATION
     assert came[-1].loss == job.stream.position.judged.best_loss
+    assert job.stream.told == (
+        "3 of 1000 steps: no better loss for 2 evaluations; the adapter is that of step 1"
+    )
+
+
+def test_a_job_that_is_judged_to_its_end_says_of_which_step_its_adapter_is():
+    job = tiny_job(steps=3, course=Course(eval_every=1, patience=9, min_delta=100.0))
+    run(job)
+    assert job.stream.told == "3 steps; the adapter is that of step 1"
+    assert tiny_job(steps=3).stream.told == "3 steps"
 
 
 @settings(
@@ -186,6 +199,32 @@ def checkpoint(tmp_path_factory):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     return folder
+
+
+@pytest.mark.quantized
+@pytest.mark.parametrize(
+    ("quantization", "lora", "option"),
+    [
+        ("nf4", {"modulesToSave": "norm,gate_proj"}, "modulesToSave"),
+        ("int8", {"modulesToSave": "mlp"}, "modulesToSave"),
+        ("int8", {"useDora": True}, "useDora"),
+    ],
+)
+def test_what_a_quantised_base_cannot_do_is_refused_by_its_option(
+    checkpoint, quantization, lora, option
+):
+    pytest.importorskip("bitsandbytes")
+    model = load_base(checkpoint, form=WeightForm(torch.float32, quantization)).model
+
+    def spec(**options):
+        job = small_spec({"lora": {"rank": 4, "targetModules": "q_proj", **options}})
+        kept = job.model.model_copy(update={"quantization": quantization})
+        return job.model_copy(update={"model": kept})
+
+    with pytest.raises(UserError) as refused:
+        add_adapter(model, spec(**lora))
+    assert refused.value.field == f"spec.adapter.lora.{option}"
+    add_adapter(model, spec(modulesToSave="norm,lm_head"))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,14 @@ def test_each_command_has_help_with_an_example(command, capsys):
     assert f"Example: windrow {command}" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_no_time_at_all_is_nothing_to_measure(seconds, tmp_path, capsys):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(yaml.safe_dump(JOB))
+    assert cli.run(["finetune", str(manifest), f"--seconds={seconds}"]) == cli.EXIT_USAGE
+    assert "--seconds" in capsys.readouterr().err
+
+
 def test_an_unknown_option_and_an_unknown_command_end_with_two(capsys):
     assert cli.run(["get", "--nonsense"]) == cli.EXIT_USAGE
     assert cli.run(["harvest"]) == cli.EXIT_USAGE

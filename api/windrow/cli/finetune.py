@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windrow.cli.output import Json, print_json, print_line
-from windrow.errors import WindrowError
+from windrow.errors import UserError, WindrowError
 
 if TYPE_CHECKING:
     from windrow.local.finetune import LocalJob, Told
@@ -53,6 +53,12 @@ def finetune(
     """
     from windrow.local import finetune as local
 
+    if seconds is not None and not seconds > 0:
+        raise UserError(
+            f"{seconds:g} seconds cannot be measured",
+            field="--seconds",
+            remedy="Write a number above zero.",
+        )
     jobs = [local.read_local_job(manifest) for manifest in manifests]
     local.check_apart(jobs)
     arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]

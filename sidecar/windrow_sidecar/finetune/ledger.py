@@ -198,7 +198,7 @@ class Ledger:
             WorkerEvent(
                 "SUCCEEDED",
                 Reason.COMPLETED,
-                f"{self._stream.total_steps} steps",
+                self._stream.told,
                 adapter_path=str(folder.destination),
                 base_eval_loss=self._stream.position.base_eval_loss or 0.0,
                 tuned_eval_loss=self._tuned_loss,

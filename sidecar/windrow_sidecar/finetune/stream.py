@@ -134,6 +134,12 @@ class TaskletStream:
         return self._total_steps
 
     @property
+    def told(self) -> str:
+        """How far training came, and of which step the adapter is."""
+        at = self._position
+        return self._course.told(at.judged, at.step, of=self._total_steps)
+
+    @property
     def tokens_seen(self) -> int:
         """Real tokens that have come to their loss in this process, evaluations included."""
         return self._tokens_seen

@@ -95,6 +95,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         needed = ["run_dir"] if options.standby else ["run_dir", "job_uid", "epoch"]
     if options.random_weights is not None and options.seconds is None and options.steps is None:
         parser.error("--random-weights is for measuring: --seconds or --steps with it")
+    if any(n is not None and not n > 0 for n in (options.seconds, options.steps)):
+        parser.error("--seconds and --steps are above zero")
     missing = [f"--{name.replace('_', '-')}" for name in needed if getattr(options, name) is None]
     if missing:
         parser.error(f"wanted: {', '.join(missing)}")

@@ -33,6 +33,7 @@ def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401
         "revision": None if Path(spec.model.name).is_dir() else spec.model.revision,
     }
     if isinstance(settings, LoraSpec):
+        _check_quantised(settings, spec, model)
         return _lora(settings, model, common)
     if isinstance(settings, Ia3Spec):
         return _ia3(settings, model, common)
@@ -206,6 +207,27 @@ def _check_embeddings(lora: LoraSpec, model: nn.Module) -> None:
     ):
         if ours in names(text):
             raise refused(option, f"{ours} is the embedding, which is frozen here", "Leave it out.")
+
+
+def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) -> None:
+    """What a base in 4 or 8 bits cannot do."""
+    kept = spec.model.quantization
+    if kept == "int8" and lora.use_dora:
+        raise refused(
+            "useDora",
+            "weights in 8 bits cannot be decomposed",
+            "Set it to false, or use spec.model.quantization: nf4.",
+        )
+    whole = set(names(lora.modules_to_save))
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] not in whole and name not in whole:
+            continue
+        if any(not parameter.is_floating_point() for parameter in module.parameters()):
+            raise refused(
+                "modulesToSave",
+                f"{name} is kept in {kept}, and only floating-point numbers can learn",
+                "Make it a target (targetModules) instead, or write spec.model.quantization: none.",
+            )
 
 
 def _check_names(option: str, text: str | None, model: nn.Module) -> None:

@@ -17,7 +17,6 @@ from windrow_sidecar.finetune.adapter.adapter_config import (
     bad_targets,
     check_targets,
     peft_config,
-    refused,
 )
 from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.adapter.turns import take_over
@@ -48,11 +47,11 @@ def add_adapter(
     from peft import get_peft_model
 
     if getattr(model, "peft_config", None):
-        raise refused(
-            "targetModules",
-            "the model carries an adapter already",
-            "Name the plain base model.",
-            kind=spec.adapter.type,
+        raise UserError(
+            f"{spec.model.name} carries an adapter already",
+            field="spec.model.name",
+            remedy="Name the plain base model: a folder without adapter_config.json.",
+            reason=Reason.MODEL_UNSUPPORTED,
         )
     config, known = peft_config(spec, model), target_names(model)
     # peft writes down the name that the model carries, which for shared weights is none.

@@ -14,6 +14,7 @@ class Judged:
     step: int = 0  # of the last one
     best_loss: float | None = None
     since_best: int = 0  # evaluations
+    best_step: int = 0  # that it was of
 
     @property
     def is_best(self) -> bool:
@@ -66,9 +67,20 @@ class Course:
     def judge(self, before: Judged, step: int, loss: float) -> Judged:
         """Note an evaluation."""
         if before.best_loss is None or loss < before.best_loss - self.min_delta:
-            return Judged(step, loss, 0)
-        return Judged(step, before.best_loss, before.since_best + 1)
+            return Judged(step, loss, 0, step)
+        return Judged(step, before.best_loss, before.since_best + 1, before.best_step)
 
     def ends(self, judged: Judged) -> bool:
         """Whether the job ends before its last step."""
         return 0 < self.patience <= judged.since_best
+
+    def told(self, judged: Judged, step: int, *, of: int) -> str:
+        """Say how a training of `of` steps has ended after `step` of them."""
+        if not self.patience:
+            return f"{of} steps"
+        best = f"the adapter is that of step {judged.best_step}"
+        if step == of:
+            return f"{of} steps; {best}"
+        evaluations = "evaluation" if judged.since_best == 1 else "evaluations"
+        why = f"no better loss for {judged.since_best} {evaluations}"
+        return f"{step} of {of} steps: {why}; {best}"
