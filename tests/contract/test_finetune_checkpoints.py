@@ -218,22 +218,43 @@ def test_a_worker_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_pat
     assert JobFolder(tmp_path, UID, 1).newest().position == Position(1)
 
 
+ORIGIN = Origin(
+    *("a", "b", 0.1, 4, 17, {"type": "lora", "rank": 8, "dropout": 0.0}, "fp32", False, "none"),
+    optimizer="adamw",
+)
+LORA = "spec.adapter.lora"
+
+
 @pytest.mark.parametrize(
-    ("part", "field"),
+    ("change", "field", "words"),
     [
-        ("base", "spec.model.revision"),
-        ("rows", "spec.dataset"),
-        ("adapter", "spec.adapter"),
-        ("precision", "spec.training.precision"),
-        ("optimizer", "spec.training.optimizer.type"),
+        ({"base": "o"}, "spec.model.revision", "other weights"),
+        ({"rows": "o"}, "spec.dataset", "other tokens"),
+        ({"eval_fraction": 0.2}, "spec.dataset.evalFraction", "0.1 was .*, the job says 0.2"),
+        ({"batch_size": 8}, "spec.training.batchSize", "4 was trained with, the job says 8"),
+        ({"seed": 3}, "spec.training.seed", "17 was trained with, the job says 3"),
+        ({"adapter": {"type": "ia3"}}, "spec.adapter.type", "lora was .*, the job says ia3"),
+        ({"adapter": {**ORIGIN.adapter, "rank": 16}}, f"{LORA}.rank", "8 was .* says 16"),
+        ({"precision": "bf16"}, "spec.training.precision", "fp32 was .*, the job says bf16"),
+        ({"quantization": "nf4"}, "spec.model.quantization", "none was .*, the job says nf4"),
+        ({"optimizer": "adamw8bit"}, "spec.training.optimizer.type", "adamw was .* adamw8bit"),
     ],
 )
-def test_a_checkpoint_of_another_origin_is_refused_by_field(folder, part, field):
-    origin = Origin("a", "b", "c", "d", "e")
-    folder.save(Position(1), {}, keep=2, origin=origin)
+def test_a_checkpoint_of_another_origin_is_refused_by_field_with_both_values(
+    folder, change, field, words
+):
+    folder.save(Position(1), {}, keep=2, origin=ORIGIN)
     found = folder.newest()
-    found.check(origin)
-    with pytest.raises(UserError, match=f"another {part}") as caught:
-        found.check(replace(origin, **{part: "other"}))
+    found.check(ORIGIN)
+    with pytest.raises(UserError, match=words) as caught:
+        found.check(replace(ORIGIN, **change))
     assert caught.value.field == field
     assert caught.value.reason == "CheckpointMismatch"
+
+
+def test_a_job_that_leaves_its_precision_open_goes_on_in_another_and_says_so(folder):
+    folder.save(Position(1), {}, keep=2, origin=ORIGIN)
+    found, now = folder.newest(), replace(ORIGIN, precision="bf16", open_precision=True)
+    found.check(now)
+    assert found.origin.moved(now) == "; in bf16, until now in fp32"
+    assert found.origin.moved(ORIGIN) == ""

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
+from windrow.local.finetune import LocalJob, forget
 from windrow_sidecar.finetune.adapter.adapters import trainable
 from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
 from windrow_sidecar.finetune.failures import failure
@@ -215,6 +216,37 @@ def test_a_lower_epoch_may_neither_start_nor_write(tmp_path):
     with pytest.raises(Fenced):
         JobFolder(tmp_path, UID, 1).claim()
     assert new.newest().position == Position(1)
+
+
+_HOLDS = """
+import sys
+from pathlib import Path
+from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+JobFolder(Path(sys.argv[1]), sys.argv[2], 1).claim()
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_job_that_runs_already_is_not_run_a_second_time_until_its_process_is_gone(tmp_path):
+    command = [sys.executable, "-c", _HOLDS, tmp_path, UID]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout.readline() == b"claimed\n"
+        with pytest.raises(Fenced, match=f"process {first.pid} on .* is training this job"):
+            JobFolder(tmp_path, UID, 1).claim()
+        job = LocalJob(tmp_path / "job.yaml", UID, tmp_path / ".windrow" / UID, tmp_path)
+        with pytest.raises(UserError, match=f"process {first.pid} on") as refused:
+            forget(job)
+        assert refused.value.field == "--fresh"
+        # A higher epoch is another matter: whoever hands those out has given the first one up.
+        JobFolder(tmp_path, UID, 2).claim()
+        (tmp_path / ".windrow" / UID / "fence").write_text("1")
+        first.kill()
+        first.wait()
+        JobFolder(tmp_path, UID, 1).claim()
+        JobFolder(tmp_path, UID, 1).claim()  # a process may come back to its own
+        forget(job)
+    assert not job.folder.exists()
 
 
 def test_a_destination_that_cannot_be_written_is_refused(tmp_path):

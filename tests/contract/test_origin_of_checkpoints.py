@@ -33,12 +33,15 @@ def folder(tmp_path):
     return tmp_path
 
 
-def session_of(folder, **training):
+LORA = {"rank": 2, "targetModules": "q_proj"}
+
+
+def session_of(folder, *, lora=LORA, **training):
     """The job as a worker loads it: from its manifest, over the model's own files."""
     spec = {
         "model": {"name": str(folder / "model")},
         "dataset": {"source": str(folder / "rows.jsonl"), "format": "completion"},
-        "adapter": {"lora": {"rank": 2, "targetModules": "q_proj"}},
+        "adapter": {"type": "lora", "lora": lora},
         "training": {"maxSteps": 2, "batchSize": 2, "learningRate": "1e-3", **training},
         "output": {"destination": str(folder / "out")},
     }
@@ -72,6 +75,17 @@ def test_the_same_job_goes_on_wherever_its_rows_lie_and_however_fast(folder, che
     (folder / "rows.jsonl").rename(folder / "moved.jsonl")
     write_rows(folder, ROWS)
     checkpoint.check(session_of(folder, learningRate="1e-4", packing=True).origin)
+
+
+def test_a_job_goes_on_once_it_spells_out_what_held_anyway(folder, checkpoint):
+    spelled_out = {**LORA, "alpha": 32, "dropout": 0.0, "bias": "none"}
+    checkpoint.check(session_of(folder, lora=spelled_out, precision="fp32").origin)
+
+
+def test_another_setting_of_the_adapter_is_refused_by_its_name(folder, checkpoint):
+    with pytest.raises(UserError, match="32 was trained with, the job says 64") as refused:
+        checkpoint.check(session_of(folder, lora={**LORA, "alpha": 64}).origin)
+    assert refused.value.field == "spec.adapter.lora.alpha"
 
 
 def reversed_rows(folder):
@@ -108,9 +122,9 @@ def test_other_files_are_refused(folder, checkpoint, change, field):
 @pytest.mark.parametrize(
     ("training", "field"),
     [
-        ({"seed": 3}, "spec.dataset"),
+        ({"seed": 3}, "spec.training.seed"),
         ({"loss": "all"}, "spec.dataset"),
-        ({"batchSize": 3}, "spec.dataset"),
+        ({"batchSize": 3}, "spec.training.batchSize"),
         ({"maxSequenceLength": 20}, "spec.dataset"),
         ({"precision": "bf16"}, "spec.training.precision"),
     ],

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, parse_job_spec
 from windrow.errors import UserError
+from windrow.holder import HOLDER, Held, check_free
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -72,7 +73,20 @@ def read_local_job(manifest: Path) -> LocalJob:
 
 
 def forget(job: LocalJob) -> None:
-    """Remove what earlier runs of this manifest have left; the adapter stays until the next."""
+    """Remove what earlier runs of this manifest have left; the adapter stays until the next.
+
+    Raises:
+        UserError: one of them is still running.
+    """
+    try:
+        for file in job.folder.glob(f"{HOLDER}*"):
+            check_free(file)
+    except Held as held:
+        raise UserError(
+            f"{held} trains this job just now, in {job.folder}",
+            field="--fresh",
+            remedy="Wait until it ends, or stop it.",
+        ) from held
     shutil.rmtree(job.folder, ignore_errors=True)
 
 

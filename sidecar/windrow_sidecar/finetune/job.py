@@ -213,7 +213,7 @@ def open_session(
     )
     if between is not None:
         between_modules(stack.layers, between)
-    origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest)
+    origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows.skipped)
 
 

@@ -98,7 +98,8 @@ class Ledger:
         self._standing.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
         self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
-        detail = f"from step {found.position.step}, {found.path}{self._left_out()}"
+        moved = found.origin.moved(self._session.origin)
+        detail = f"from step {found.position.step}, {found.path}{moved}{self._left_out()}"
         self._reporter.event(WorkerEvent("STARTED", Reason.RESUMED, detail))
 
     def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:

@@ -1,6 +1,7 @@
 """How a job's state survives: whole or not at all, newest good one first, one writer at a time.
 
-Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started) and
+Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started), `holder-N` (whose
+epoch N is), and
 `checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the next step that are done), each with a manifest of
 the SHA-256 of its files. A folder is written under another name, synced, and renamed.
 """
@@ -23,17 +24,18 @@ from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
+from windrow.holder import HOLDER, Held, hold
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.training.course import Judged
 
 log = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
 class Fenced(WindrowError):
-    """A worker with a higher epoch has started: this one may not write any more."""
+    """Another worker has the job, with a higher epoch as a rule: this one may not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,10 @@ class Checkpoint:
     def check(self, wanted: Origin) -> None:
         """Raise UserError unless it is of that origin."""
         if (differs := self.origin.differs(wanted)) is not None:
-            part, name, remedy = differs
             raise UserError(
-                f"{self.path} is a checkpoint with another {part}",
-                field=name,
-                remedy=f"{remedy}, or delete {self.path.parents[1]} and start anew.",
+                f"{self.path} cannot be gone on from: {differs.problem}",
+                field=differs.field,
+                remedy=f"{differs.remedy}, or delete {self.path.parents[1]} and start anew.",
                 reason=Reason.CHECKPOINT_MISMATCH,
             )
 
@@ -79,17 +80,24 @@ class JobFolder:
         self.checkpoints = self.root / "checkpoints"
 
     def claim(self) -> None:
-        """Make the folder and raise the fence to this epoch.
+        """Make the folder and raise the fence to this epoch; the epoch is this process's then.
 
         Raises:
             UserError: the destination is not writable.
-            Fenced: a higher epoch was here already.
+            Fenced: a higher epoch was here already, or another process has this very one: the same
+                manifest is run twice.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 self._check()
+                hold(self.root / f"{HOLDER}{self.epoch}")
                 _write_file(self.root / "fence", str(self.epoch).encode())
+        except Held as held:
+            raise Fenced(
+                f"{held} is training this job, in {self.root}. Wait until it ends, or stop it; "
+                "another job needs a name and a destination of its own"
+            ) from held
         except OSError as error:
             raise UserError(
                 f"{self.destination} cannot be written: {error.strerror}",

@@ -2,56 +2,112 @@
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from windrow.crd import FinetuneJobSpec
 
-# Where the mistake stands in the job, and what to do.
-_FIELDS = {
-    "base": ("spec.model.revision", "Name the model that the job began with"),
-    "rows": (
-        "spec.dataset",
-        "Restore dataset, evalFraction, batchSize, maxSequenceLength, loss and seed",
-    ),
-    "adapter": ("spec.adapter", "Restore the adapter's settings"),
-    "precision": ("spec.training.precision", "Restore training.precision and model.quantization"),
-    "optimizer": ("spec.training.optimizer.type", "Restore the type of the optimizer"),
+_PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+# Where a setting stands in the job.
+_SETTINGS = {
+    "eval_fraction": "spec.dataset.evalFraction",
+    "batch_size": "spec.training.batchSize",
+    "seed": "spec.training.seed",
+    "quantization": "spec.model.quantization",
+    "optimizer": "spec.training.optimizer.type",
 }
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """What a job has otherwise than its checkpoint: the field that says it, and what to do."""
+
+    problem: str
+    field: str
+    remedy: str
+
+    @classmethod
+    def of_setting(cls, name: str, found: object, wanted: object) -> Difference:
+        """Return that of two values."""
+        return cls(f"{found} was trained with, the job says {wanted}", name, f"Write {found}")
+
+
+@dataclass(frozen=True, slots=True)
 class Origin:
-    """Digests; "" where one is not known. A checkpoint of another origin is refused by name."""
+    """Digests, "" where one is not known, and settings as they act.
+
+    What a job leaves out counts as its default: one that begins to spell it out goes on.
+    """
 
     base: str = ""  # the frozen weights
-    rows: str = ""  # their tokens and labels, and the order in which they come
-    adapter: str = ""  # its kind and shape
-    precision: str = ""  # as the job asks for it; what `auto` means differs from slot to slot
+    rows: str = ""  # their tokens and labels
+    eval_fraction: float = 0.0  # with the next two: in which order rows come
+    batch_size: int = 0
+    seed: int = 0
+    adapter: dict[str, Any] = field(default_factory=dict)  # its type and all of its settings
+    precision: str = ""  # that is computed in
+    open_precision: bool = False  # the job leaves it to the slot (`auto`)
+    quantization: str = ""
     optimizer: str = ""  # whose moments are kept
 
     @classmethod
-    def of(cls, spec: FinetuneJobSpec, *, base: str, rows: str) -> Origin:
+    def of(cls, spec: FinetuneJobSpec, *, base: str, rows: str, computed_in: torch.dtype) -> Origin:
         """Return that of a job; `base`, `rows`: digests of the base's files and of the tokens."""
-        training = spec.training
-        order = (rows, spec.dataset.eval_fraction, training.batch_size, training.seed)
+        training, adapter = spec.training, spec.adapter
+        settings = adapter.settings.model_dump(mode="json", by_alias=True)
         return cls(
             base=base,
-            rows=_digest(order),
-            adapter=_digest(spec.adapter.model_dump_json()),
-            precision=_digest((training.precision, spec.model.quantization)),
-            optimizer=_digest(training.optimizer.type),
+            rows=rows,
+            eval_fraction=spec.dataset.eval_fraction,
+            batch_size=training.batch_size,
+            seed=training.seed,
+            adapter={"type": adapter.type, **settings},
+            precision=_PRECISIONS.get(computed_in, str(computed_in)),
+            open_precision=training.precision == "auto",
+            quantization=spec.model.quantization,
+            optimizer=training.optimizer.type,
         )
 
-    def differs(self, wanted: Origin) -> tuple[str, str, str] | None:
-        """Return what is another one in `wanted`, its field and what to do; None: nothing."""
-        for part, (field, remedy) in _FIELDS.items():
-            found = getattr(self, part)
-            if found and found != getattr(wanted, part):
-                return part, field, remedy
-        return None
+    def differs(self, wanted: Origin) -> Difference | None:
+        """Return what is another one in `wanted`; None: nothing."""
+        return None if self == Origin() else next(self._differences(wanted), None)
 
+    def moved(self, wanted: Origin) -> str:
+        """Say what is another one without harm: the precision that a job leaves to its slot."""
+        if not self.precision or self.precision == wanted.precision:
+            return ""
+        return f"; in {wanted.precision}, until now in {self.precision}"
 
-def _digest(of: Any) -> str:  # noqa: ANN401 - plain data
-    return hashlib.sha256(repr(of).encode()).hexdigest()
+    def _differences(self, wanted: Origin) -> Iterator[Difference]:
+        if self.base and self.base != wanted.base:
+            yield Difference(
+                "the base model has other weights",
+                "spec.model.revision",
+                "Name the model that the job began with",
+            )
+        if self.rows and self.rows != wanted.rows:
+            yield Difference(
+                "the rows have other tokens",
+                "spec.dataset",
+                "Restore dataset, training.maxSequenceLength and training.loss",
+            )
+        for part, name in _SETTINGS.items():
+            found, other = getattr(self, part), getattr(wanted, part)
+            if found != other:
+                yield Difference.of_setting(name, found, other)
+        if self.precision != wanted.precision and not wanted.open_precision:
+            name = "spec.training.precision"
+            yield Difference.of_setting(name, self.precision, wanted.precision)
+        yield from self._of_adapter(wanted)
+
+    def _of_adapter(self, wanted: Origin) -> Iterator[Difference]:
+        kind, other = self.adapter.get("type"), wanted.adapter.get("type")
+        if kind != other:
+            yield Difference.of_setting("spec.adapter.type", kind, other)
+        for setting in self.adapter:
+            found, other = self.adapter[setting], wanted.adapter.get(setting)
+            if found != other:
+                yield Difference.of_setting(f"spec.adapter.{kind}.{setting}", found, other)

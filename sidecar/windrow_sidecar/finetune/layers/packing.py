@@ -24,12 +24,13 @@ def packing_refused(stack: DecoderStack) -> str:
     """
     ids = torch.arange(FIRST + SECOND, device=stack.device)[None]
     positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None].to(stack.device)
-    with torch.no_grad(), in_mode(stack.model, training=False):
-        hidden, calls = stack.record(ids, positions=positions)
-        alone, _ = stack.record(ids[:, FIRST:])
-    if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
-        return "its positions do not begin anew with a row"
-    for index, call in enumerate(calls):
-        if sees_before(stack, index, hidden, call, FIRST):
-            return f"in layer {index} a row sees the one before it"
+    with in_mode(stack.model, training=False):
+        with torch.no_grad():
+            hidden, calls = stack.record(ids, positions=positions)
+            alone, _ = stack.record(ids[:, FIRST:])
+        if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
+            return "its positions do not begin anew with a row"
+        for index, call in enumerate(calls):
+            if sees_before(stack, index, hidden, call, FIRST):
+                return f"in layer {index} a row sees the one before it"
     return ""
