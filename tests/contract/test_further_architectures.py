@@ -85,6 +85,33 @@ def test_other_adapters_equal_pefts(architecture, adapter):
     assert_equal_to_peft(tuned_model(random_model(architecture), small_spec(adapter)), Cut())
 
 
+GROWING_ROPE = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.0, 1.0, 1.0],
+        "long_factor": [1.0, 1.5, 2.0, 4.0],
+    },
+}
+
+
+@pytest.mark.parametrize("rope", GROWING_ROPE.values(), ids=GROWING_ROPE)
+def test_positions_that_follow_the_longest_row_follow_that_of_the_step_however_it_is_cut(rope):
+    of_most = 16 if rope["rope_type"] == "dynamic" else 128
+    options = {"rope_parameters": rope, "max_position_embeddings": of_most}
+    tuned = tuned_model(random_model("Llama", **options), small_spec())
+    theirs = pefts_gradients(tuned, small_rows())
+    for cut in (
+        Cut(max_tokens=1),
+        Cut(packed=True),
+        Cut(Windows(5), packed=True, max_tokens=60, micro_batches=2),
+        Cut(Windows(7), token_major, max_tokens=64),
+    ):
+        assert_equal_to_peft(tuned, cut, theirs)
+
+
 HEADS = {
     "Qwen2": {"targetModules": "lm_head,q_proj", "dropout": 0.2},
     "Granite": {"targetModules": "lm_head,v_proj", "dropout": 0.2},

@@ -339,11 +339,13 @@ class TaskletStream:
         self._lengths = lengths_of(self._examples)
         self._evaluated = (0.0, 0)
         self._rows_left = by_length(range(len(self._examples)), self._lengths)
+        self._longest = max(self._lengths, default=0)
 
     def _begin_step(self) -> None:
         rows = self._plan.rows_of(self._position.step)
         done = set(self._position.committed_rows)
         self._rows_left = tuple(row for row in by_length(rows, self._lengths) if row not in done)
+        self._longest = max(self._lengths[row] for row in rows)
         self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
 
     def _take(self, rows_left: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
@@ -375,6 +377,7 @@ class TaskletStream:
             TorchBoundaries() if evaluation else self._boundaries,
             labels_in_batch=0 if evaluation else self._labels_in_batch,
             seed=self._seed,
+            longest=self._longest,
         )
 
     def _commit(self, visit: Visit) -> Outcome | None:

@@ -61,6 +61,14 @@ class _Heard(Exception):
     """The first layer was called: no need to go on."""
 
 
+def follows_longest(config: Any) -> bool:  # noqa: ANN401
+    """Whether position tables depend on the longest row that passes: dynamic RoPE and LongRoPE."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    by_kind_of_layer = [value for value in rope.values() if isinstance(value, dict)]
+    kinds = {each.get("rope_type") for each in (rope, *by_kind_of_layer)}
+    return not kinds.isdisjoint({"dynamic", "longrope"})
+
+
 def find_norm(
     decoder: nn.Module, layers: Sequence[nn.Module], probe: Tensor, returned: int = 0
 ) -> tuple[nn.Module, type[Any]]:

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
 
 from windrow_sidecar.finetune.base.structure import (
     asking,
     find_layers,
     find_norm,
+    follows_longest,
     in_mode,
     record,
     unsupported,
@@ -93,6 +95,7 @@ class DecoderStack:
         self.device = _device(embedding)
         self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
         _check_loss(model, self.config)
+        self._follows_longest = follows_longest(self.config)
         with torch.no_grad(), asking(model), in_mode(model, training=False):
             self.returned = what_layers_return(self.decoder, self.layers, probe, self.around_layer)
             self.norm, self.answer = find_norm(self.decoder, self.layers, probe, self.returned)
@@ -137,17 +140,20 @@ class DecoderStack:
         prefix: Prefix | None = None,
         positions: Tensor | None = None,
         dropout: DropoutKeys | None = None,
+        longest: int = 0,
     ) -> Activations:
         """Embed `ids` ([rows, width], padded on the right) and look up how layers are called.
 
         `positions`, of the same shape, tells rows apart that stand one after the other in one line.
         `dropout`: by which units are dropped where the model does so ahead of its layers; None: as
-        torch draws.
+        torch draws. `longest`: tokens of the longest of all rows that belong together, of which
+        these may be some.
 
         No attention mask is made of the padding: behind a causal mask a real token never sees what
         stands to its right, and padded positions have no label.
         """
-        key = (*ids.shape, prefix.tokens if prefix else 0)
+        before = prefix.tokens if prefix else 0
+        key = (*ids.shape, before, longest if self._follows_longest else 0)
         with torch.no_grad():
             known = self._calls.get(key) if positions is None else None
             if known is not None and self._embedding is not None:
@@ -157,11 +163,41 @@ class DecoderStack:
                 past = prefix.past if prefix else None
                 with by_token(dropout if self.drops_embeddings else None):
                     hidden, calls = self.record(ids, past, positions)
+                if self._follows_longest:
+                    calls = self._beside(longest, ids, past, positions, before)
                 if positions is None:
                     self._remember(key, calls)
         inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
         graphs: list[list[Graph | Forgotten]] = [[] for _ in self.layers]
         return Activations(ids, calls, inputs, prefix, graphs, [None] * self.depth)
+
+    def _beside(
+        self,
+        longest: int,
+        ids: Tensor,
+        past: Any,  # noqa: ANN401 - a Cache of transformers
+        positions: Tensor | None,
+        before: int,
+    ) -> tuple[LayerCall, ...]:
+        """Return how layers are called for rows that pass beside one of `longest` tokens.
+
+        As in the padded batch of all of them, whichever pass together here.
+        """
+        # A short row makes dynamic RoPE forget the longer ones of earlier steps.
+        self.record(self.probe)
+        width = ids.shape[1]
+        if positions is None:
+            more = max(0, longest - width)
+        else:
+            more = longest
+            row = torch.arange(more, device=positions.device)[None]
+            positions = torch.cat([positions, row.expand(len(positions), -1)], dim=1)
+        _, calls = self.record(functional.pad(ids, (0, more)), past, positions)
+        ours = Window(0, width)
+        return tuple(
+            part_of(call, ours, dims, before=before)
+            for call, dims in zip(calls, self._dims, strict=True)
+        )
 
     def forward(
         self, at: Activations, layer: int, window: Window, store: Boundaries, *, learn: bool

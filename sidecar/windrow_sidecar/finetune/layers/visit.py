@@ -42,6 +42,7 @@ class Visit:
         labels_in_batch: by which the loss is divided.
         seed: of dropout. Each (step, row, token, module) drops on its own account, so that the same
             units are dropped however the work is cut, and again when it runs again.
+        longest: tokens of the longest row of the step or evaluation.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class Visit:
         *,
         labels_in_batch: int,
         seed: int,
+        longest: int = 0,
     ) -> None:
         self._parts, self._examples, self._boundaries = parts, examples, boundaries
-        self._labels_in_batch, self._seed = labels_in_batch, seed
+        self._labels_in_batch, self._seed, self._longest = labels_in_batch, seed, longest
         self._at: dict[MicroBatch, Activations] = {}
         self._targets: dict[MicroBatch, Tensor] = {}
         self.frontier = Frontier(group, parts.stack.depth)
@@ -139,7 +141,7 @@ class Visit:
         stack, dropout = self._parts.stack, self._parts.adapter.dropout
         if stack.drops_embeddings and not micro.evaluation:
             dropout.at(self._seed, part.step, micro.rows, micro.whole, packed=_lengths(micro))
-        at = self._at[micro] = stack.begin(ids, prefix, positions, dropout)
+        at = self._at[micro] = stack.begin(ids, prefix, positions, dropout, self._longest)
         return at
 
     def _loss(self, part: Tasklet, micro: MicroBatch) -> None:
