@@ -3,8 +3,9 @@
 Ours is the whole run as a user has it, `worker --standalone`: runner, ledger, event log, metrics,
 held-out evaluations and checkpoints between the steps. The loop trains on the same rows in the same
 order. Each runs in a process of its own. Memory: the resident set as the run goes on, a line
-through it once everything has been touched, and how far that rises. Loss: means over a hundred
-steps, ours against peft's. A plot of both is left beside FILE (.svg).
+through it once everything has been touched, and how far that rises; and beside it what the C heap
+and Python have handed out and not taken back, which pages that are touched once more do not raise.
+Loss: means over a hundred steps, ours against peft's. A plot of both is left beside FILE (.svg).
 """
 
 from __future__ import annotations
@@ -46,18 +47,23 @@ DRIFT_GOAL = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """One engine's run: the loss of each step, and (step, MiB) of memory as it went on."""
+    """One engine's run.
+
+    Attributes:
+        losses: of each step.
+        memory: (step, MiB of the resident set or the device), as it went on.
+        heap: (seconds, MiB that the C heap has handed out).
+        blocks: (seconds, thousands of blocks that Python has).
+    """
 
     losses: list[float]
     memory: Points
+    heap: Points = ()
+    blocks: Points = ()
 
     def means(self) -> list[float]:
         """Losses, of each hundred."""
         return [statistics.fmean(self.losses[i : i + EVERY]) for i in range(0, self.steps, EVERY)]
-
-    def settled(self) -> list[tuple[float, float]]:
-        """Memory from where everything has been touched."""
-        return [(step, held) for step, held in self.memory if step >= SETTLED * self.steps]
 
     @property
     def steps(self) -> int:
@@ -102,7 +108,8 @@ def write_job(folder: Path, steps: int) -> Path:
 
 def run_ours(job_file: Path, device: str) -> Ran:
     """The worker, to the end of the job; its memory at each word that it says of its progress."""
-    command = [sys.executable, "-m", "windrow_sidecar.finetune.worker", "--standalone"]
+    notes = job_file.parent / "allocators.jsonl"
+    command = [sys.executable, "-m", "benchmarks.engine.accounting", str(notes), "--standalone"]
     command += ["--job", str(job_file), "--device", device]
     command += ["--units", "1"] if device == "cpu" else []
     memory: dict[int, float] = {}
@@ -123,7 +130,14 @@ def run_ours(job_file: Path, device: str) -> Ran:
     steps = [line for line in lines if "loss" in line]
     if device != "cpu":  # what it holds there, which the host's resident set does not show
         memory = {line["step"]: line["memory_bytes"] / 2**20 for line in steps[::EVERY]}
-    return Ran([line["loss"] for line in steps], sorted(memory.items()))
+    noted = [json.loads(line) for line in notes.read_text().splitlines()]
+    begun = noted[0][0]
+    return Ran(
+        [line["loss"] for line in steps],
+        sorted(memory.items()),
+        heap=[(at - begun, n_bytes / 2**20) for at, n_bytes, _ in noted],
+        blocks=[(at - begun, blocks / 1e3) for at, _, blocks in noted],
+    )
 
 
 def loop_here(job_file: Path, steps: int, device: str) -> Ran:
@@ -153,43 +167,66 @@ def run_loop(job_file: Path, steps: int, device: str) -> Ran:
     return Ran(losses, [(step, held) for step, held in memory])
 
 
-def growth_mib(ran: Ran) -> tuple[float, float]:
-    """How far the line through the settled part rises, and the noise around it, both in MiB.
+def settled(held: Points) -> Points:
+    """The part where everything has been touched."""
+    return [(at, value) for at, value in held if at >= SETTLED * held[-1][0]]
+
+
+def growth(held: Points) -> tuple[float, float]:
+    """How far the line through the settled part rises, and the noise around it.
 
     Medians (Theil and Sen's line): what is asked is whether memory grows with the steps. A single
     rise is no growth: CPython's table of interned strings doubles once, by 3.7 MiB, wherever names
     of files have left enough traces in it (at step 9,372 of 10,000 or 30,000, and not again).
     """
-    settled = ran.settled()
-    slope = statistics.median((d - b) / (c - a) for (a, b), (c, d) in combinations(settled, 2))
-    level = statistics.median(held - slope * step for step, held in settled)
-    apart = statistics.median(abs(held - slope * step - level) for step, held in settled)
-    return slope * (settled[-1][0] - settled[0][0]), 2 * 1.4826 * apart
+    points = settled(held)
+    slope = statistics.median((d - b) / (c - a) for (a, b), (c, d) in combinations(points, 2))
+    level = statistics.median(value - slope * at for at, value in points)
+    apart = statistics.median(abs(value - slope * at - level) for at, value in points)
+    return slope * (points[-1][0] - points[0][0]), 2 * 1.4826 * apart
 
 
-def largest_rise_mib(ran: Ran) -> float:
+def largest_rise(held: Points) -> float:
     """Between two readings of the settled part."""
-    return max(after - before for (_, before), (_, after) in pairwise(ran.settled()))
+    return max(after - before for (_, before), (_, after) in pairwise(settled(held)))
 
 
 def compare(ours: Ran, theirs: Ran) -> list[Result]:
     """Growth and drift."""
     our_means, their_means = ours.means(), theirs.means()
     drift = [abs(a - b) / b for a, b in zip(our_means, their_means, strict=True)]
-    grown, noise = growth_mib(ours)
-    beside = growth_mib(theirs)[0]
-    # A page more or less is no growth, where the noise is smaller than that.
-    goal = max(noise, 0.1)
+    grown, noise = growth(ours.memory)
+    beside = growth(theirs.memory)[0]
     of = f"over {ours.steps:,} steps"
     loop = [Baseline("peft", value) for value in (beside, their_means[-1], their_means[0])]
     return [
-        Result(f"growth of memory {of}", grown, "MiB", "lower", goal, noise, loop[0]),
+        Result(f"growth of memory {of}", grown, "MiB", "lower", _goal(noise), noise, loop[0]),
         Result(f"largest drift of the loss {of}", max(drift), "ratio", "lower", DRIFT_GOAL),
         Result("drift of the loss, last hundred", drift[-1], "ratio", "lower", DRIFT_GOAL),
         Result("loss, last hundred", our_means[-1], "nats", "lower", baseline=loop[1]),
         Result("loss, first hundred", our_means[0], "nats", "lower", baseline=loop[2]),
-        Result(f"largest single rise of memory {of}", largest_rise_mib(ours), "MiB", "lower"),
+        Result(f"largest single rise of memory {of}", largest_rise(ours.memory), "MiB", "lower"),
+        *_in_use(ours, of),
     ]
+
+
+def _in_use(ours: Ran, of: str) -> list[Result]:
+    """What somebody keeps, whatever the resident set says."""
+    results = []
+    for what, held, unit in (
+        ("the C heap has handed out", ours.heap, "MiB"),
+        ("Python has handed out", ours.blocks, "thousand blocks"),
+    ):
+        if held:
+            grown, noise = growth(held)
+            name = f"growth of what {what} {of}"
+            results.append(Result(name, grown, unit, "lower", _goal(noise), noise))
+    return results
+
+
+def _goal(noise: float) -> float:
+    """A page more or less is no growth, where the noise is smaller than that."""
+    return max(noise, 0.1)
 
 
 def plot(ours: Ran, theirs: Ran, to: Path) -> None:

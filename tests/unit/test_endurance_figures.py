@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.endurance import Ran, compare, growth_mib, largest_rise_mib, plot
+from benchmarks.endurance import Ran, compare, growth, largest_rise, plot
 
 
 def ran(slope=0.0, drift=0.0, noise=0.0) -> Ran:
@@ -19,17 +19,25 @@ def ran(slope=0.0, drift=0.0, noise=0.0) -> Ran:
 
 
 def test_what_is_touched_at_first_is_no_growth_and_what_rises_after_it_is():
-    assert growth_mib(ran()) == (pytest.approx(0.0), pytest.approx(0.0))
-    assert growth_mib(ran(slope=10.0))[0] == pytest.approx(8.0)
-    grown, noise = growth_mib(ran(noise=1.0))
+    assert growth(ran().memory) == (pytest.approx(0.0), pytest.approx(0.0))
+    assert growth(ran(slope=10.0).memory)[0] == pytest.approx(8.0)
+    grown, noise = growth(ran(noise=1.0).memory)
     assert abs(grown) < noise < 1.5
 
 
 def test_one_rise_is_told_and_is_no_growth():
     once = ran()
     once = Ran(once.losses, [(s, mib + (4.0 if s > 700 else 0.0)) for s, mib in once.memory])
-    assert growth_mib(once)[0] == pytest.approx(0.0)
-    assert largest_rise_mib(once) == pytest.approx(4.0)
+    assert growth(once.memory)[0] == pytest.approx(0.0)
+    assert largest_rise(once.memory) == pytest.approx(4.0)
+
+
+def test_what_allocators_have_handed_out_is_judged_by_itself():
+    kept, idle = [(s, s / 1000) for s in range(100)], [(s, 7.0) for s in range(100)]
+    ours = Ran(ran().losses, ran().memory, heap=kept, blocks=[(s, 40 * mib) for s, mib in kept])
+    assert [result.met for result in compare(ours, ran())[-2:]] == [True, False]
+    ours = Ran(ran().losses, ran().memory, heap=idle, blocks=idle)
+    assert [result.value for result in compare(ours, ran())[-2:]] == [0.0, 0.0]
 
 
 def test_a_run_that_grows_or_drifts_misses_its_goal():
