@@ -11,9 +11,9 @@ from torch import Tensor
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Result, middle
 from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.beside.swapping import DeviceHome, Home, HostHome, Swap
 from windrow_sidecar.finetune.device import OwnMemory
 from windrow_sidecar.finetune.sharing.twin import twin_of
+from windrow_sidecar.finetune.swapping import DeviceHome, Home, HostHome, Swap
 from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
 
 GOAL_MS = 100.0

@@ -9,9 +9,9 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.finetune.activations.keeping import Keeping
 from windrow_sidecar.finetune.beside.inflight import InFlight, Ran
-from windrow_sidecar.finetune.beside.swapping import Home, Swap
 from windrow_sidecar.finetune.plan.estimates import Estimates
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.swapping import Home, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
 
 # A pause by command is for people: they do not notice a twentieth of a second.

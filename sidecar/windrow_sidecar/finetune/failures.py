@@ -7,9 +7,9 @@ import torch
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.finetune.base.model import ModelSilent
-from windrow_sidecar.finetune.beside.report import WorkerEvent
 from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced
 from windrow_sidecar.finetune.dataset.places import DatasetSilent
+from windrow_sidecar.finetune.report import WorkerEvent
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.finetune.training.health import Unhealthy
 from windrow_sidecar.finetune.training.optimizer import NotFinite

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
-from windrow_sidecar.finetune.beside.report import Progress, Reporter, WorkerEvent
 from windrow_sidecar.finetune.checkpoints.checkpoint import Checkpoint, JobFolder, sync_folder
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter, Saved
 from windrow_sidecar.finetune.job import Session
+from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from windrow.conditions import Reason
-from windrow_sidecar.finetune.beside.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.device import Gate, Memory
 from windrow_sidecar.finetune.layers.suspension import BrokenOff
 from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT

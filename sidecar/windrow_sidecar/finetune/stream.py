@@ -14,7 +14,6 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from windrow_sidecar.finetune.beside.swapping import Home
 from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot
 from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
@@ -23,6 +22,7 @@ from windrow_sidecar.finetune.plan.ahead import Ahead
 from windrow_sidecar.finetune.plan.frontier import Frontier
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major, listing
+from windrow_sidecar.finetune.swapping import Home
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     Tasklet,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TextIO
 
-from windrow_sidecar.finetune.beside.report import Action, Progress, WorkerEvent
+from windrow_sidecar.finetune.report import Action, Progress, WorkerEvent
 
 PROGRESS_EVERY_S = 0.5
 

@@ -17,9 +17,9 @@ from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.activations.keeping import GROUP_SHARE, Keeping
 from windrow_sidecar.finetune.beside.residents import Residents
-from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.allocator import LentBudget
 

@@ -21,8 +21,8 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import RunDir
+from windrow_sidecar.finetune.beside.agentlink import AgentLink, worker_hello
 from windrow_sidecar.finetune.beside.loading import NOT_BEGUN, Loading, Verdict, ended_unloaded
-from windrow_sidecar.finetune.beside.report import AgentLink, WorkerEvent, worker_hello
 from windrow_sidecar.finetune.beside.seat import Seat
 from windrow_sidecar.finetune.beside.slot import WorkerSlot
 from windrow_sidecar.finetune.beside.standby import Order
@@ -31,6 +31,7 @@ from windrow_sidecar.finetune.dataset.readers import Readers
 from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import read_job
 from windrow_sidecar.finetune.ledger import Ledger, Standing
+from windrow_sidecar.finetune.report import WorkerEvent
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Arrival, Carried, Carrier, worst
 from windrow_sidecar.finetune.training.health import TAKING_FOLDER

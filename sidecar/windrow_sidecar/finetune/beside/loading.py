@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from windrow.conditions import Reason
-from windrow_sidecar.finetune.beside.report import Action, WorkerEvent
 from windrow_sidecar.finetune.beside.standby import Order
 from windrow_sidecar.finetune.checkpoints.checkpoint import Checkpoint, JobFolder
 from windrow_sidecar.finetune.dataset.readers import Pace, Readers, RowsBeingRead, RowsWanted
 from windrow_sidecar.finetune.job import Job, read_job
 from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.report import Action, WorkerEvent
 from windrow_sidecar.finetune.runner import Ending
 from windrow_sidecar.finetune.training.data import Split
 from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER, VERIFYING

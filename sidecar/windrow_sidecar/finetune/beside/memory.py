@@ -25,9 +25,9 @@ from windrow_sidecar.finetune.beside.chunkruns import (
     tokens_that_fit,
 )
 from windrow_sidecar.finetune.beside.lentlayers import LentLayers
-from windrow_sidecar.finetune.beside.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.device import replan_if_short
 from windrow_sidecar.finetune.stream import TaskletStream
+from windrow_sidecar.finetune.swapping import SPILL_SHARE, Swap
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.tensors import arena_tensor
 

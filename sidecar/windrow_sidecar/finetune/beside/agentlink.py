@@ -12,9 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import cast
 
 import grpc
 
@@ -22,69 +21,15 @@ from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
 from windrow_sidecar.finetune.beside.standby import Order
+from windrow_sidecar.finetune.report import Action, Progress, WorkerEvent
 
 log = logging.getLogger(__name__)
-
-Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "ABORT"]
-EventKind = Literal[
-    "STARTED",
-    "PAUSED",
-    "RESUMED",
-    "CHECKPOINTED",
-    "STOPPED",
-    "SUCCEEDED",
-    "FAILED",
-    "EVALUATED",
-]
 
 PROGRESS_EVERY_S = 1.0
 # The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
 RECONNECT_S = 0.5
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far the job is (`WorkerProgress`)."""
-
-    step: int = 0
-    total_steps: int = 0
-    loss: float = 0.0
-    learning_rate: float = 0.0
-    gradient_norm: float = 0.0
-    tokens: int = 0
-    checkpoint_step: int = 0
-    checkpoint_path: str = ""
-    held_chunks: int = 0
-    busy_seconds: float = 0.0
-    skipped_rows: int = 0
-    memory_bytes: int = 0
-    allocator_held_bytes: int = 0
-    allocator_requested_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerEvent:
-    """Something that happened to the job (`WorkerEvent`)."""
-
-    kind: EventKind
-    reason: str = ""
-    detail: str = ""
-    user_error: bool = False
-    adapter_path: str = ""
-    base_eval_loss: float = 0.0
-    tuned_eval_loss: float = 0.0
-
-
-class Reporter(Protocol):
-    """Whom a worker reports to."""
-
-    def event(self, event: WorkerEvent) -> None:
-        """Tell that something happened; never waits."""
-
-    def take_command(self) -> Action | None:
-        """Return the oldest command that was not picked up yet."""
 
 
 class AgentLink:
