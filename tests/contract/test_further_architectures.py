@@ -32,6 +32,9 @@ OF_NORM, OF_TENSOR = 1e-5, 5e-5
 WHOLE_ROWS_ONLY = {"Bloom", "CodeGen", "GPTJ", "GPTNeo", "Mpt"}
 # Their biases go by the place in the line.
 NEVER_PACKED = {"Bloom", "Mpt"}
+# One head of keys for all queries: peft makes prefixes of as many heads as there are of queries.
+NO_PREFIX = {*WHOLE_ROWS_ONLY, "GPTBigCode"}
+WITH_PREFIX = [name for name in FURTHER if name not in NO_PREFIX]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -63,7 +66,7 @@ def test_gradients_equal_those_of_peft_however_the_work_is_cut(architecture):
         assert_equal_to_peft(tuned, cut, theirs)
 
 
-@pytest.mark.parametrize("architecture", ["GPT2", "Granite", "GPTNeoX"])
+@pytest.mark.parametrize("architecture", WITH_PREFIX)
 def test_a_prefix_equals_pefts(architecture):
     tuned = tuned_model(random_model(architecture), small_spec({"type": "prefix"}))
     check_reach(tuned, DecoderStack(tuned.get_base_model()))
@@ -184,6 +187,7 @@ def test_biases_of_the_embeddings_norm_are_refused_by_their_option():
     ("architecture", "options", "adapter", "field", "words"),
     [
         ("Bloom", {}, {"type": "prefix"}, "spec.adapter.type", "cannot take a prefix: layer 0"),
+        ("GPTBigCode", {}, {"type": "prefix"}, "spec.adapter.type", "that its attention takes"),
         (
             "OPT",
             {"word_embed_proj_dim": 16},

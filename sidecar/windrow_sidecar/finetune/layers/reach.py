@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapter_config import option_of
+from windrow_sidecar.finetune.base.structure import in_mode
+from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.windows.prefix import Prefix
 
 
 def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft is untyped
@@ -18,9 +23,9 @@ def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft
             is a prefix of a model whose attention cannot be given one.
     """
     if tuned.active_peft_config.is_prompt_learning:
-        if stack.prefix_refused:
+        if why := stack.prefix_refused or _prefix_fails(tuned, stack):
             raise UserError(
-                f"{type(stack.model).__name__} cannot take a prefix: {stack.prefix_refused}",
+                f"{type(stack.model).__name__} cannot take a prefix: {why}",
                 field="spec.adapter.type",
                 remedy="Choose lora or ia3 for this model.",
                 reason=Reason.INVALID_SPEC,
@@ -36,3 +41,16 @@ def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft
                 remedy=f"Leave {module} out: by excludeModules, or by bias: lora_only.",
                 reason=Reason.INVALID_SPEC,
             )
+
+
+def _prefix_fails(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
+    """Run the first layer behind the prefix, on the probe; returns what it says, "" if it runs."""
+    try:
+        with torch.no_grad(), in_mode(tuned, training=False):
+            at = stack.begin(stack.probe, Prefix.of(tuned.get_prompt(1)))
+            stack.forward(at, 0, at.whole, TorchBoundaries(), learn=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        return f"peft makes none that its attention takes ({str(error).partition(chr(10))[0]})"
+    return ""
