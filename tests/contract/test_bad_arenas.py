@@ -188,7 +188,7 @@ def test_the_bytes_of_the_page_are_the_records_of_view_py_at_the_written_places(
     page = owner.page
     for n in (100, 200):  # into either copy
         page.publish_view(*range(n, n + 15))
-        page.publish_grant(*range(n, n + 14))
+        page.publish_grant(*range(n, n + 13))
         page.publish_offer(*range(n, n + 8), tuple(range(8)), *range(n + 9, n + 17))
         raw = raw_control(path)
         publications: list[tuple[str, type, Callable[[], tuple]]] = [

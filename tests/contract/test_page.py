@@ -27,9 +27,9 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
     assert offer.estimates_us == (10, 20, 0, 0, 0, 0, 0, 0)
     assert offer.tokens_done == 16
 
-    owner.page.publish_grant(*range(14))
+    owner.page.publish_grant(*range(13))
     grant = view.Decision(*peer.page.read_grant())
-    assert (grant.action, grant.in_flight_bound_us) == (0, 13)
+    assert (grant.action, grant.in_flight_bound_us) == (0, 12)
     peer.close()
 
 
@@ -50,14 +50,14 @@ def test_more_levels_than_the_page_holds_are_refused(arena):
 
 
 def test_the_pause_epoch_is_that_of_the_newest_grant(arena):
-    arena.page.publish_grant(*[0] * 9, 41, *[0] * 4)
+    arena.page.publish_grant(*[0] * 8, 41, *[0] * 4)
     assert arena.page.pause_epoch == 41
     assert arena.page.grant_seq == 1
     assert arena.page.offer_seq == 0
 
 
 def test_a_wait_returns_at_once_when_there_is_news_and_at_its_timeout_when_not(arena):
-    arena.page.publish_grant(*[0] * 14)
+    arena.page.publish_grant(*[0] * 13)
     assert arena.page.wait_grant(0, timeout_s=60) == 1
     began = time.monotonic()
     assert arena.page.wait_grant(1, timeout_s=0.05) == 1
@@ -69,7 +69,7 @@ def test_a_waiting_thread_lets_others_run_and_wakes_on_a_grant(arena):
     page, woken = arena.page, []
     waiter = threading.Thread(target=lambda: woken.append(page.wait_grant(0, timeout_s=60)))
     waiter.start()
-    page.publish_grant(*[0] * 14)
+    page.publish_grant(*[0] * 13)
     waiter.join(timeout=60)
     assert woken == [1]
 
@@ -114,7 +114,7 @@ def test_two_processes_answer_each_other_without_losing_a_wake_up(served, child)
     rounds = 2_000
     worker = child(CHILD_PING, path, rounds)
     for n in range(1, rounds + 1):
-        owner.page.publish_grant(0, n, *[0] * 12)
+        owner.page.publish_grant(0, n, *[0] * 11)
         assert owner.page.wait_offer(n - 1, timeout_s=60) == n
         assert view.Offer(*owner.page.read_offer()).tokens_done == n
     assert worker.wait(timeout=60) == 0, worker.communicate()
@@ -154,11 +154,11 @@ def test_no_reader_sees_a_torn_record_even_when_its_writer_is_killed(served, chi
 
 def test_a_grant_stands_until_there_is_a_newer_one_or_decode_falls_silent(arena):
     page, long_ns = arena.page, 10**12
-    page.publish_grant(*[0] * 14)
+    page.publish_grant(*[0] * 13)
     seen = page.grant_seq
     assert page.grant_stands(seen, long_ns)
     assert not page.grant_stands(seen, -1)  # any silence is too long
-    page.publish_grant(*[0] * 14)
+    page.publish_grant(*[0] * 13)
     assert not page.grant_stands(seen, long_ns)
     assert page.grant_stands(page.grant_seq, long_ns)
 
