@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,8 @@ def test_a_gpu_that_is_not_there_is_refused_by_its_flag(shape, run_dir):
 
 
 def test_triton_is_refused_where_it_cannot_run(shape, run_dir, serve, monkeypatch):
+    # Imported while the variable stands: its own functions are what it says then, for good.
+    importlib.import_module("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     settings = settings_of(shape, run_dir, "--decode-step=static", "--attention-backend=triton")
     with pytest.raises(UserError) as refused:

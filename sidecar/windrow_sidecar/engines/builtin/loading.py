@@ -157,13 +157,14 @@ def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttentio
         return attention, TorchOps(config, cache, model.rotary)
     try:
         import triton
-
-        from windrow_sidecar.engines.builtin.llama.triton_ops import TritonOps
-        from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
     except ImportError as error:
         raise _no_triton(f"it cannot be imported ({error})") from error
+    # Before the kernels are imported: what they are, compiled or interpreted, is settled then.
     if not (on_gpu or triton.knobs.runtime.interpret):
         raise _no_triton("it has no compiler for the host")
+    from windrow_sidecar.engines.builtin.llama.triton_ops import TritonOps
+    from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
+
     return (
         TritonPagedAttention(config, cache, units=units),
         TritonOps(config, cache, model.rotary),
