@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from windrow_operator.reconcile import Patience
+from windrow_operator.reconcile import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Settings:
     sidecar_image: str
     sidecar_metrics_port: int
     namespaces: tuple[str, ...]  # empty: all
-    patience: Patience
+    timeouts: Timeouts
     log_json: bool
     verbose: bool
 
@@ -58,7 +58,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     )
     parser.add_argument("--sidecar-image", default="windrow-sidecar:latest")
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
-    default = Patience()
+    default = Timeouts()
     for name, value, text in (
         ("gone-grace", default.gone_grace, "wait for a sidecar whose pod is gone"),
         ("lost-grace", default.lost_grace, "wait for a sidecar whose pod is there"),
@@ -88,7 +88,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         sidecar_image=options.sidecar_image,
         sidecar_metrics_port=options.sidecar_metrics_port,
         namespaces=scope,
-        patience=Patience(
+        timeouts=Timeouts(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),
             lost_grace=timedelta(seconds=options.lost_grace_seconds),
             start_timeout=timedelta(seconds=options.start_timeout_seconds),

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from windrow.crd import GROUP
 from windrow_operator import policies
+from windrow_operator.cluster_state import ClusterState, pod_of
 from windrow_operator.injection import SidecarTemplate, inject, matching_rule
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
-from windrow_operator.world import World, pod_of
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +75,9 @@ class Webhook:
     """Answers AdmissionReviews."""
 
     def __init__(
-        self, world: World, template: Callable[[], SidecarTemplate], metrics: Metrics
+        self, cluster: ClusterState, template: Callable[[], SidecarTemplate], metrics: Metrics
     ) -> None:
-        self._world, self._template, self._metrics = world, template, metrics
+        self._cluster, self._template, self._metrics = cluster, template, metrics
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -113,6 +113,6 @@ class Webhook:
     def _patch(self, pod: dict[str, Any], namespace: str) -> list[dict[str, Any]]:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
-        policy = policies.select(candidate, self._world.policies.values())
+        policy = policies.select(candidate, self._cluster.policies.values())
         volumes = policy.spec.sidecar.volumes if policy and policy.spec else ()
         return inject(pod, self._template(), volumes)

@@ -16,13 +16,12 @@ from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import worker_environment
-from windrow_sidecar.compute.ground import look
-from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
+from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
@@ -47,7 +46,7 @@ class Pod:
             return found
 
         made = GpuSharing(
-            self.run_dir, daemon, look=found_so, changed=self.changed.set, every_s=0.01
+            self.run_dir, daemon, probe=found_so, changed=self.changed.set, every_s=0.01
         )
         await made.start()
         self.open.append(made)
@@ -137,10 +136,10 @@ async def test_while_decode_is_its_client_the_daemon_outlives_the_agent_and_is_t
 
 async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
     sharing = await pod.share(GPU, None)
-    slot = Slot(
+    slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
-        Outbox(),
+        EventOutbox(),
         on_facts=lambda: None,
         sharing=lambda: sharing.sharing,
     )
@@ -159,13 +158,13 @@ def test_mps_is_switched_by_flag_and_environment(run_dir, said, wanted):
 
 
 def test_a_worker_sees_by_its_environment_whether_it_is_a_client(cuda_standin, run_dir):
-    without = choose_sharing(look("cuda", {}))
+    without = choose_sharing(probe("cuda", {}))
     assert without.mode == "temporal"
     assert "CUDA_MPS_PIPE_DIRECTORY is not set" in without.reason
-    gone = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    gone = choose_sharing(probe("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
     assert f"no daemon answers in {run_dir}" in gone.reason
     (run_dir / "control").touch()
-    there = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    there = choose_sharing(probe("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
     assert there.mode == "spatial"
 
 

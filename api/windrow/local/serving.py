@@ -16,7 +16,7 @@ from windrow.client import WindrowClient
 from windrow.crd import LatencyProfileSpec
 from windrow.errors import Transient, WindrowError
 from windrow.local.devices import Device
-from windrow.local.manifests import NAMESPACE, Decode, decode_pod
+from windrow.local.manifests import NAMESPACE, DecodePod, decode_pod
 from windrow.local.ports import LOOPBACK, ReservedPort
 from windrow.views import SlotView
 
@@ -40,7 +40,7 @@ class NotReady(WindrowError):
 class Pods:
     """Decode pods that serve."""
 
-    decodes: tuple[Decode, ...]
+    decodes: tuple[DecodePod, ...]
 
     @property
     def endpoints(self) -> list[str]:
@@ -66,7 +66,7 @@ def plan_pods(
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
     return Pods(
         tuple(
-            Decode(f"{name}-{i}", port, device, model, inject, tuple(environment))
+            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment))
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
     )

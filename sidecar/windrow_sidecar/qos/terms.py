@@ -12,7 +12,7 @@ SCOPES = ("perStep", "perRequest")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class HarvestTerms:
     """The objective that is kept, who decides, and the limits that nobody passes."""
 
     name: str  # of the HarvestPolicy
@@ -39,7 +39,7 @@ def make_terms(
     scope: str,
     max_compute_percent: int,
     max_memory_percent: int,
-) -> Terms | None:
+) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     Limits of 0 mean that none was given (proto3 knows no absent number), as does a percentile of 0.
@@ -65,7 +65,7 @@ def make_terms(
             field="spec.objective.tpot",
             remedy="Give a positive time per output token, for example 40ms.",
         )
-    terms = Terms(
+    terms = HarvestTerms(
         name=name,
         policy=policy,
         mode=mode,
