@@ -121,7 +121,7 @@ def _hook_with_worker(engine: SteppingEngine, repeats: int) -> tuple[float, floa
     page, hook = engine.arena.page, engine.hook
 
     def offer(i: int) -> None:
-        page.publish_offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i)
+        page.publish_offer(Offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
 
     def step(i: int) -> None:
         offer(i)

@@ -9,7 +9,6 @@ holds the stream.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
@@ -113,7 +112,7 @@ def gate_cost_us(rounds: int) -> Result:
     )
     page = Arena.create(geometry, reserved_chunks=1).page
     go = Grant(action=Action.GO, finetune_units=1)
-    page.publish_grant(*dataclasses.astuple(go)[:-1])
+    page.publish_grant(go)
     facts = OfferFacts(1)
     # One that never changes: moving threads is measured elsewhere.
     still = WholeDevice("finetune", 1)

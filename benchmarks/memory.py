@@ -30,6 +30,7 @@ from windrow_sidecar._core import (
     small_pool_blocks_for,
 )
 from windrow_sidecar.memory.allocation_trace import peak_bytes, read_trace, replay
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 # The demo's arena: 128 chunks of 1.5 MiB.
 GEOMETRY = Geometry(
@@ -47,17 +48,18 @@ FRAGMENTATION_GOAL_MB = 100
 CHILD = """
 import sys
 from windrow_sidecar._core import Arena, monotonic_ns
+from windrow_sidecar.qos.view import Grant, Offer
 arena = Arena.attach(sys.argv[1])
 page, seen = arena.page, 0
 print("ready", flush=True)
 while True:
     seen = page.wait_grant(seen, timeout_s=60)
     now = monotonic_ns()
-    if page.read_grant()[11] < 0:
+    if Grant._make(page.read_grant()).chunks < 0:
         break
     for chunk in arena.draining(7):
         arena.give_back(chunk, owner=7)
-    page.publish_offer(*[0] * 8, (), *[0] * 7, now)
+    page.publish_offer(Offer(tokens_done=now))
 """
 
 
@@ -98,11 +100,11 @@ def calls_to_measure(
         "bindings: lend and give_back of one chunk": (lend_and_give_back, None),
         "bindings: counts": (arena.counts, None),
         "bindings: publish a view": (
-            lambda: page.publish_view(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+            lambda: page.publish_view(View(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
             200,
         ),
         "bindings: publish a grant": (
-            lambda: page.publish_grant(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13),
+            lambda: page.publish_grant(Grant(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)),
             None,
         ),
         "bindings: read a grant": (page.read_grant, 200),
@@ -208,12 +210,12 @@ def measure_return(arena: Arena, socket: Path, revokes: int) -> list[Result]:
         offers = page.offer_seq
         began = monotonic_ns()
         arena.revoke(1)
-        page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        page.publish_grant(Grant())
         if page.wait_offer(offers, timeout_s=10) == offers:
             raise RuntimeError("the worker does not answer")
         back_us.append((monotonic_ns() - began) / 1e3)
-        seen_us.append((page.read_offer()[16] - began) / 1e3)
-    page.publish_grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, -1, 0)
+        seen_us.append((Offer._make(page.read_offer()).tokens_done - began) / 1e3)
+    page.publish_grant(Grant(chunks=-1))
     worker.communicate(timeout=60)
     seen, seen_spread = middle(seen_us)
     back, back_spread = middle(back_us)

@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 
 import torch
 
@@ -198,7 +198,7 @@ def _beat(page: Page, over: threading.Event) -> None:
 
 
 def _is_quiet(page: Page, epoch: int) -> bool:
-    offer = Offer(*page.read_offer())
+    offer = Offer._make(page.read_offer())
     return offer.pause_epoch_seen >= epoch and offer.in_flight_us == 0
 
 
@@ -226,7 +226,7 @@ def _gate(estimates: Estimates, device: ComputeDevice) -> tuple[GrantGate, Page]
 
 def _publish(page: Page, decision: Grant) -> None:
     page.beat(0)
-    page.publish_grant(*astuple(decision)[:-1])
+    page.publish_grant(decision)
 
 
 def _paced_session(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.hook import NullHook, StepInput
@@ -49,7 +48,7 @@ class Granting(NullHook):
 
     def offer(self) -> Offer:
         """The worker's newest."""
-        return Offer(*self._page.read_offer())
+        return Offer._make(self._page.read_offer())
 
     def grant(self, decision: Grant) -> None:
         """Publish it, unless nothing has changed for a while."""
@@ -57,7 +56,7 @@ class Granting(NullHook):
         if decision == self._granted and now_ns - self._published_ns < _REGRANT_NS:
             return
         self._granted, self._published_ns = decision, now_ns
-        self._page.publish_grant(*(getattr(decision, n) for n in Grant.__slots__[:-1]))
+        self._page.publish_grant(decision)
 
     def pause(self) -> None:
         """No tasklet may begin any more."""
@@ -138,8 +137,7 @@ class Gaps(Granting):
         deadline_ns = time.monotonic_ns() + spare_us * 1000
         # Tasklets of a quarter of the gap: what does not fit any more is lost.
         self.grant(
-            replace(
-                self._granted,
+            self._granted._replace(
                 action=Action.GO,
                 finetune_units=self._units,
                 decode_units=self._units,

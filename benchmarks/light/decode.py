@@ -109,7 +109,7 @@ class Engine:
 
     def offer(self) -> dict[str, Any]:
         """What the worker shows."""
-        return asdict(Granting(self.arena, self.device.units).offer())
+        return Granting(self.arena, self.device.units).offer()._asdict()
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Keep up a load under an arm; see `measure.py` for what a command holds."""

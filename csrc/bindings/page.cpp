@@ -14,45 +14,68 @@
 namespace windrow::bindings {
 namespace {
 
-// Whatever publishing costs, decode pays before each step: arguments are bound from the field lists
-// position by position, and no dictionary or record object of Python is ever built.
-template <class Record, std::size_t Field>
-using Argument =
-    std::conditional_t<std::is_same_v<Record, Offer> && Field == 8, nb::tuple, std::int64_t>;
+constexpr std::size_t kEstimatesField = 8;
+static_assert(Offer::kNames[kEstimatesField] == "estimates_us");
 
-std::int64_t to_field(std::int64_t value) {
+// Whatever publishing costs, decode pays before each step: a record is a named tuple of Python, whose
+// items are read in place, and no dictionary is ever built.
+template <class Record>
+std::int64_t integer_of(const nb::tuple& record, std::size_t field) {
+  const std::int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(record.ptr(), field));
+  if (value == -1 && PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw nb::type_error((std::string(Record::kNames[field]) + " is no 64-bit integer").c_str());
+  }
   return value;
 }
 
-Estimates to_field(const nb::tuple& values) {
-  const std::size_t count = nb::len(values);
+Estimates estimates_of(nb::handle values) {
+  if (!nb::isinstance<nb::tuple>(values)) {
+    throw nb::type_error("estimates_us is no tuple");
+  }
+  const auto tuple = nb::borrow<nb::tuple>(values);
+  const std::size_t count = nb::len(tuple);
   if (count > kLevelsMax) {
     throw std::invalid_argument("estimates_us has " + std::to_string(count) +
                                 " levels; the page holds " + std::to_string(kLevelsMax));
   }
   Estimates estimates{};
   for (std::size_t i = 0; i < count; ++i) {
-    estimates[i] = nb::cast<std::int64_t>(values[i]);
+    estimates[i] = nb::cast<std::int64_t>(tuple[i]);
   }
   return estimates;
 }
 
+template <class Record, std::size_t Field>
+auto field_of(const nb::tuple& record) {
+  if constexpr (std::is_same_v<Record, Offer> && Field == kEstimatesField) {
+    return estimates_of(record[Field]);
+  } else {
+    return integer_of<Record>(record, Field);
+  }
+}
+
 // All fields but the last, heartbeat_ns, which publishing sets.
-template <class Record, auto Publish, std::size_t... Fields>
-void def_publish(nb::class_<SharedPage>& page, const char* name, const char* doc,
-                 std::index_sequence<Fields...>) {
-  page.def(
-      name,
-      [](SharedPage& self, Argument<Record, Fields>... fields) {
-        (self.*Publish)(Record{to_field(fields)..., 0});
-      },
-      nb::arg(Record::kNames[Fields].data())..., doc);
+template <class Record, std::size_t... Fields>
+Record record_of(const nb::tuple& fields, std::index_sequence<Fields...>) {
+  if (nb::len(fields) != Record::kNames.size()) {
+    throw std::invalid_argument("the record has " + std::to_string(nb::len(fields)) +
+                                " fields; the page's has " +
+                                std::to_string(Record::kNames.size()));
+  }
+  return Record{field_of<Record, Fields>(fields)..., 0};
 }
 
 template <class Record, auto Publish>
-void def_publish(nb::class_<SharedPage>& page, const char* name, const char* doc) {
-  def_publish<Record, Publish>(page, name, doc,
-                               std::make_index_sequence<Record::kNames.size() - 1>{});
+void def_publish(nb::class_<SharedPage>& page, const char* name, const char* argument,
+                 const char* doc) {
+  page.def(
+      name,
+      [](SharedPage& self, const nb::tuple& fields) {
+        (self.*Publish)(record_of<Record>(
+            fields, std::make_index_sequence<Record::kNames.size() - 1>{}));
+      },
+      nb::arg(argument), doc);
 }
 
 nb::tuple words_tuple(const std::int64_t* words, std::size_t count) {
@@ -131,11 +154,12 @@ void bind_page(nb::module_& module) {
 
   nb::class_<SharedPage> page(module, "Page",
                               "View and grant (decode writes), offer (worker writes).");
-  def_publish<View, &SharedPage::publish_view>(page, "publish_view", "Publish; sets heartbeat_ns.");
+  def_publish<View, &SharedPage::publish_view>(
+      page, "publish_view", "view", "Publish; sets heartbeat_ns.");
   def_publish<Offer, &SharedPage::publish_offer>(
-      page, "publish_offer", "Publish; sets heartbeat_ns; wakes who waits for an offer.");
+      page, "publish_offer", "offer", "Publish; sets heartbeat_ns; wakes who waits for an offer.");
   def_publish<Grant, &SharedPage::publish_grant>(
-      page, "publish_grant", "Publish; sets heartbeat_ns; wakes a waiting worker.");
+      page, "publish_grant", "grant", "Publish; sets heartbeat_ns; wakes a waiting worker.");
   page.def("read_view", [](const SharedPage& self) { return to_tuple(self.read_view()); })
       .def("read_offer", [](const SharedPage& self) { return to_tuple(self.read_offer()); })
       .def("read_grant", [](const SharedPage& self) { return to_tuple(self.read_grant()); })

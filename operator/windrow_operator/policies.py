@@ -111,7 +111,7 @@ def status_of(
 
     Args:
         policy: the policy.
-        census: what is under it.
+        policy_counts: what is under it.
         usage: a day (UTC) and the device seconds of that day.
         held: the conditions so far.
         now: an aware datetime.

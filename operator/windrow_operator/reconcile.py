@@ -77,7 +77,7 @@ def reconcile(
         run: what the sidecar said about the placement of `job.epoch`; None: nothing.
         slots: all slots by key.
         now: an aware datetime.
-        patience: how long to wait for what.
+        timeouts: how long to wait for what.
     """
     if is_finished(job.status.get("conditions")):
         return _after_the_end(job, now)

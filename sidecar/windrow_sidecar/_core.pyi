@@ -7,6 +7,8 @@ one thread at a time; the table and the page are shared with other processes and
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from windrow_sidecar.qos.view import Grant, Offer, View
+
 LAYOUT_VERSION: int
 LEVELS_MAX: int
 VIEW_FIELDS: tuple[str, ...]  # names of the shared page's records, in their order
@@ -278,69 +280,18 @@ class SharedWeights:
 class Page:
     """The shared page: view and grant (decode writes), offer (worker writes); seqlocks and a futex.
 
-    `read_*` return what was published whole. The names and the order of the arguments are the fields
-    of `windrow_sidecar.qos.view`.
+    `publish_*` take a record of `windrow_sidecar.qos.view`, whose heartbeat_ns they set themselves;
+    `read_*` return what was published whole, as a plain tuple of its fields.
     """
 
-    def publish_view(
-        self,
-        step: int,
-        start_ns: int,
-        last_end_ns: int,
-        last_step_us: int,
-        batch: int,
-        context_tokens: int,
-        waiting: int,
-        admitted_tokens: int,
-        kv_chunks: int,
-        free_chunks: int,
-        reserved_chunks: int,
-        lent_chunks: int,
-        objective_us: int,
-        slack_us: int,
-        steps_over_objective: int,
-    ) -> None:
+    def publish_view(self, view: View) -> None:
         """Publish; sets heartbeat_ns."""
     def read_view(self) -> tuple[int, ...]:
-        """All fields in the order of `View`."""
-    def publish_offer(
-        self,
-        job_epoch: int,
-        step: int,
-        tasklet_id: int,
-        phase: int,
-        layer_begin: int,
-        layer_end: int,
-        tokens: int,
-        micro_batch: int,
-        estimates_us: tuple[int, ...],
-        memory_delta_bytes: int,
-        resident_layers: int,
-        starving: int,
-        in_flight_us: int,
-        pause_epoch_seen: int,
-        wanted_chunks: int,
-        held_chunks: int,
-        tokens_done: int,
-    ) -> None:
+        """Return all fields in the order of `View`: `View._make(page.read_view())`."""
+    def publish_offer(self, offer: Offer) -> None:
         """Publish; sets heartbeat_ns; wakes who waits. estimates_us: at most LEVELS_MAX."""
     def read_offer(self) -> tuple[Any, ...]: ...
-    def publish_grant(
-        self,
-        action: int,
-        finetune_units: int,
-        decode_units: int,
-        n_tasklets: int,
-        budget_us: int,
-        window_tokens: int,
-        micro_batch: int,
-        fuse_tokens: int,
-        pause_epoch: int,
-        hold_admission_until_ns: int,
-        predicted_us: int,
-        chunks: int,
-        in_flight_bound_us: int,
-    ) -> None:
+    def publish_grant(self, grant: Grant) -> None:
         """Publish; sets heartbeat_ns; wakes a waiting worker."""
     def read_grant(self) -> tuple[int, ...]: ...
     @property

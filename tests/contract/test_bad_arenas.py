@@ -187,9 +187,9 @@ def test_the_bytes_of_the_page_are_the_records_of_view_py_at_the_written_places(
     owner, path = served
     page = owner.page
     for n in (100, 200):  # into either copy
-        page.publish_view(*range(n, n + 15))
-        page.publish_grant(*range(n, n + 13))
-        page.publish_offer(*range(n, n + 8), tuple(range(8)), *range(n + 9, n + 17))
+        page.publish_view(view.View(*range(n, n + 15)))
+        page.publish_grant(view.Grant(*range(n, n + 13)))
+        page.publish_offer(view.Offer(*range(n, n + 8), tuple(range(8)), *range(n + 9, n + 17)))
         raw = raw_control(path)
         publications: list[tuple[str, type, Callable[[], tuple]]] = [
             ("view", view.View, page.read_view),
@@ -201,7 +201,7 @@ def test_the_bytes_of_the_page_are_the_records_of_view_py_at_the_written_places(
             # All but the heartbeat: what is read has the newest one.
             assert record_at(raw, part, len(words))[:-1] == words[:-1]
             assert words[0] == n
-            assert len(read()) == len(record.__slots__)
+            assert len(read()) == len(record._fields)
         (epoch,) = struct.unpack_from("<q", raw, first_of("pause epoch"))
         assert epoch == page.pause_epoch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -45,7 +44,7 @@ class Slot:
             action, UNITS, in_flight_bound_us=BOUND_US, pause_epoch=self.epoch, **fields
         )
         self.arena.page.beat(0)
-        self.arena.page.publish_grant(*dataclasses.astuple(decision)[:-1])
+        self.arena.page.publish_grant(decision)
 
     def pause(self) -> None:
         self.epoch += 1
@@ -53,7 +52,7 @@ class Slot:
 
     @property
     def offer(self) -> Offer:
-        return Offer(*self.arena.page.read_offer())
+        return Offer._make(self.arena.page.read_offer())
 
 
 @pytest.fixture

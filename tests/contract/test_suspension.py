@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -131,7 +129,7 @@ class Slot:
 
     def give(self, **fields) -> None:
         self.page.beat(0)
-        self.page.publish_grant(*dataclasses.astuple(Grant(**fields))[:-1])
+        self.page.publish_grant(Grant(**fields))
 
     def go(self, units: int) -> None:
         self.give(action=Action.GO, finetune_units=units, pause_epoch=self.epoch)
@@ -142,7 +140,7 @@ class Slot:
 
     @property
     def offer(self) -> Offer:
-        return Offer(*self.page.read_offer())
+        return Offer._make(self.page.read_offer())
 
 
 def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched):

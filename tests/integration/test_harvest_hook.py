@@ -198,7 +198,7 @@ def test_closing_revokes_and_pauses(decode):
     with worker_of(decode):
         granted = until(lambda: (d := decode.step()).chunks == 8 and d)
         decode.hook.close()
-        grant = Grant(*decode.arena.page.read_grant())
+        grant = Grant._make(decode.arena.page.read_grant())
         assert (grant.action, grant.chunks) == (Action.PAUSE, 0)
         assert grant.pause_epoch > granted.pause_epoch
         until(lambda: decode.arena.counts()[2] + decode.arena.counts()[4] == 0)

@@ -58,7 +58,7 @@ class Decode:
 
     def give(self, **fields) -> None:
         self.grant = Grant(**fields)
-        self.page.publish_grant(*(getattr(self.grant, n) for n in Grant.__slots__[:-1]))
+        self.page.publish_grant(self.grant)
 
     def go(self, units: int = 1, **fields) -> None:
         epoch = self.grant.pause_epoch
@@ -76,7 +76,7 @@ class Decode:
 
     @property
     def offer(self) -> Offer:
-        return Offer(*self.page.read_offer())
+        return Offer._make(self.page.read_offer())
 
     def fall_silent(self) -> None:
         self._stop.set()

@@ -22,7 +22,7 @@ class Survey:
     """What was found; `gpu` is empty where there is none, and `why` says so.
 
     Attributes:
-        green_missing, mps_missing: as in `mode.GpuCapabilities`; MPS counts as there where its program is.
+        green_missing, mps_missing: as in `GpuCapabilities`; MPS is there where its program is.
         mode, reason: what `choose_sharing` makes of it.
     """
 

@@ -25,9 +25,7 @@ class StepInput:
     start_ns: int  # as StepEvent counts it: the end of the step before, when one was running
     batch: int  # requests that will get a token; 0: only prefill, or requests that find no room
     context_tokens: int  # sum over those, before the step
-    waiting: (
-        int  # requests that have arrived and are not running; above 0 with batch 0: KV is short
-    )
+    waiting: int  # requests that have arrived and do not run; above 0 with batch 0: KV is short
     admitted_tokens: int  # context tokens that joined for this step
     slack_us: int  # least slack of a running request against its own objective; 0: not known
     prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
@@ -115,7 +113,7 @@ class FailClosed:
     def before_step(self, facts: StepInput) -> Grant:
         """Ask the inner hook."""
         try:
-            return _decision(self._inner.before_step(facts))
+            return _grant_of(self._inner.before_step(facts))
         except Exception as error:  # noqa: BLE001
             return self._switch_off("before_step", error)
 
@@ -129,7 +127,7 @@ class FailClosed:
     def idle(self, now_ns: int) -> Grant:
         """Ask the inner hook."""
         try:
-            return _decision(self._inner.idle(now_ns))
+            return _grant_of(self._inner.idle(now_ns))
         except Exception as error:  # noqa: BLE001
             return self._switch_off("idle", error)
 
@@ -158,7 +156,7 @@ class FailClosed:
         return _ALL_TO_DECODE
 
 
-def _decision(answer: object) -> Grant:
+def _grant_of(answer: object) -> Grant:
     if not isinstance(answer, Grant):
-        raise TypeError(f"a step hook answers with a Decision, not {answer!r}")
+        raise TypeError(f"a step hook answers with a Grant, not {answer!r}")
     return answer

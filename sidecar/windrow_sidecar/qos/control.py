@@ -86,20 +86,8 @@ class Controller:
             wish.finetune_units > 0 or handover.decode_units < self._levels.units,
             view.slack_us,
         )
-        return Grant(
-            wish.action,
-            wish.finetune_units,
-            handover.decode_units,
-            wish.n_tasklets,
-            wish.budget_us,
-            wish.window_tokens,
-            wish.micro_batch,
-            wish.fuse_tokens,
-            handover.pause_epoch,
-            wish.hold_admission_until_ns,
-            wish.predicted_us,
-            chunks,
-            wish.in_flight_bound_us,
+        return wish._replace(
+            decode_units=handover.decode_units, pause_epoch=handover.pause_epoch, chunks=chunks
         )
 
     @property

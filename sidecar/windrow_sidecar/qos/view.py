@@ -1,13 +1,16 @@
 """What decode shows, what the worker offers, what is granted: the words of the shared page.
 
-`csrc/include/windrow/page.h` holds the same fields in the same order; a test keeps them equal.
+`csrc/include/windrow/records.h` holds the same fields in the same order; a test keeps them equal.
+A record passes whole: `page.publish_grant(grant)`, `Grant._make(page.read_grant())`. They are named
+tuples, since decode makes one before every step: a frozen dataclass of 16 fields took 4.3 us where a
+named tuple takes 0.8.
 Times are nanoseconds of CLOCK_MONOTONIC. Compute units are cores on the host, SMs on a GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 LEVELS_MAX = 8
 
@@ -30,8 +33,7 @@ class Phase(IntEnum):
     OPTIMIZER = 4
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """Decode's state at the start of a step. Written by the decode process only."""
 
     step: int = 0
@@ -52,8 +54,7 @@ class View:
     heartbeat_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(NamedTuple):
     """What the worker would do next. Written by the worker only."""
 
     job_epoch: int = 0  # 0: no job
@@ -76,9 +77,8 @@ class Offer:
     heartbeat_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """What a policy answers. The guard may narrow it; the hook writes it to the page: the grant."""
+class Grant(NamedTuple):
+    """What both sides may do from now on. A policy answers with it, the guard may narrow it."""
 
     action: int = Action.PAUSE
     finetune_units: int = 0

@@ -29,7 +29,7 @@ class LendingDecode(threading.Thread):
         page, last = self.arena.page, None
         while not self.over.wait(0.01):
             page.beat(0)
-            offer = Offer(*page.read_offer())
+            offer = Offer._make(page.read_offer())
             self.most_wanted = max(self.most_wanted, offer.wanted_chunks)
             self.most_resident = max(self.most_resident, offer.resident_layers)
             target = min(offer.wanted_chunks, self.limit)
@@ -40,7 +40,7 @@ class LendingDecode(threading.Thread):
                 self.arena.revoke(lent - target)
             if last != offer.job_epoch:
                 last = offer.job_epoch
-                page.publish_grant(*(getattr(_GO, name) for name in Grant.__slots__[:-1]))
+                page.publish_grant(_GO)
 
     def __enter__(self) -> LendingDecode:
         """Begin."""

@@ -10,7 +10,7 @@ import sys
 import time
 
 from windrow_sidecar._core import Arena
-from windrow_sidecar.qos.view import Action, Grant, Phase
+from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 
 TASKLET_US = 2000
 TOKENS = 128
@@ -25,12 +25,12 @@ def main(socket: str, epoch: int, wanted_chunks: int) -> None:
     print("attached", flush=True)
     while True:
         seen = page.grant_seq
-        grant = Grant(*page.read_grant())
+        grant = Grant._make(page.read_grant())
         for chunk in arena.draining(epoch):
             arena.give_back(chunk, owner=epoch)
         held = arena.held(epoch)
         running = grant.action == Action.GO and bool(held)
-        page.publish_offer(
+        offer = Offer(
             job_epoch=epoch,
             step=tasklet // TASKLETS_PER_STEP,
             tasklet_id=tasklet,
@@ -49,6 +49,7 @@ def main(socket: str, epoch: int, wanted_chunks: int) -> None:
             held_chunks=len(held),
             tokens_done=tasklet * TOKENS,
         )
+        page.publish_offer(offer)
         if running:
             time.sleep(TASKLET_US / 1e6)
             tasklet += 1

@@ -106,19 +106,7 @@ class HarvestHook:
             and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
             and not self._new_terms
         ):
-            self._page.publish_view(
-                facts.step,
-                facts.start_ns,
-                *self._last_step,
-                facts.batch,
-                facts.context_tokens,
-                0,
-                0,
-                *self._counts,
-                self._objective_us,
-                facts.slack_us,
-                self._stats.over,
-            )
+            self._page.publish_view(self._view_of(facts))
             decision = self._granted
         else:
             decision = self._decide_anew(facts, begin_ns)
@@ -130,17 +118,7 @@ class HarvestHook:
         self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
         if facts.admitted_tokens:
             self._lending.admit(now_ns, facts.admitted_tokens)
-        decision = self._decide(
-            now_ns,
-            facts.step,
-            facts.start_ns,
-            # A step that computes a prompt is work even when nobody gets a token: not idle.
-            facts.batch or 1,
-            facts.context_tokens,
-            facts.waiting,
-            facts.admitted_tokens,
-            facts.slack_us,
-        )
+        decision = self._decide(now_ns, facts)
         if not self._prefilled and self.controller.is_settled:
             self._steady_until_ns = now_ns + self._settings.steady_ns
         return decision
@@ -170,7 +148,7 @@ class HarvestHook:
     def idle(self, now_ns: int) -> Grant:
         """Decode runs dry: the worker may have the device."""
         self._judge(now_ns)
-        return self._decide(now_ns, self._view.step, 0, 0, 0, 0, 0, 0)
+        return self._decide(now_ns, None)
 
     def close(self) -> None:
         """Revoke everything: the worker reads a pause and gives its chunks back."""
@@ -203,17 +181,37 @@ class HarvestHook:
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
 
-    def _decide(
-        self,
-        now_ns: int,
-        step: int,
-        start_ns: int,
-        batch: int,
-        context_tokens: int,
-        waiting: int,
-        admitted_tokens: int,
-        slack_us: int,
-    ) -> Grant:
+    def _view_of(self, facts: StepInput | None) -> View:
+        """Return what the page shows of a step; None: the engine runs nothing."""
+        last_end_ns, last_step_us = self._last_step
+        kv, free, reserved, lent = self._counts
+        if facts is None:
+            step, start_ns, batch = self._view.step, 0, 0
+            context_tokens = waiting = admitted_tokens = slack_us = 0
+        else:
+            # A step that computes a prompt is work even when nobody gets a token: not idle.
+            step, start_ns, batch = facts.step, facts.start_ns, facts.batch or 1
+            context_tokens, waiting = facts.context_tokens, facts.waiting
+            admitted_tokens, slack_us = facts.admitted_tokens, facts.slack_us
+        return View(
+            step=step,
+            start_ns=start_ns,
+            last_end_ns=last_end_ns,
+            last_step_us=last_step_us,
+            batch=batch,
+            context_tokens=context_tokens,
+            waiting=waiting,
+            admitted_tokens=admitted_tokens,
+            kv_chunks=kv,
+            free_chunks=free,
+            reserved_chunks=reserved,
+            lent_chunks=lent,
+            objective_us=self._objective_us,
+            slack_us=slack_us,
+            steps_over_objective=self._stats.over,
+        )
+
+    def _decide(self, now_ns: int, facts: StepInput | None) -> Grant:
         while self._new_terms:
             self._take_terms(now_ns, self._new_terms.pop(0))
         terms = self.controller.terms
@@ -221,25 +219,12 @@ class HarvestHook:
         self._objective_us = terms.objective_us if terms else 0
         free, kv, lent, reserved, draining = self._arena.counts()
         self._counts = (kv, free, reserved, lent)
-        fields = (
-            step,
-            start_ns,
-            *self._last_step,
-            batch,
-            context_tokens,
-            waiting,
-            admitted_tokens,
-            *self._counts,
-            self._objective_us,
-            slack_us,
-            self._stats.over,
-        )
-        self._page.publish_view(*fields)
-        self._view = view = View(*fields, now_ns)
+        self._view = view = self._view_of(facts)
+        self._page.publish_view(view)
         offer = self._read_offer(now_ns)
         chunks = ChunkCounts(free, kv, lent, reserved, draining)
         # Whoever waits although the batch has room waits for KV.
-        kv_short = waiting > 0 and batch < self._settings.max_batch
+        kv_short = view.waiting > 0 and view.batch < self._settings.max_batch
         may_hold = self._lending.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
         decision = self.controller.decide(
             view, offer, now_ns, present=self._present, chunks=may_hold
@@ -254,7 +239,7 @@ class HarvestHook:
         live = self._live_epoch
         if live is not None:
             self._lending.reclaim_unless(now_ns, live)
-        offer = Offer(*self._page.read_offer())
+        offer = Offer._make(self._page.read_offer())
         present = (
             offer.job_epoch > 0
             and live in (None, offer.job_epoch)
@@ -297,23 +282,9 @@ class HarvestHook:
             self._mark(now_ns, "resume", f"after {(now_ns - self._paused_ns) / 1e6:.0f} ms")
             self._paused_ns = 0
 
-    def _publish(self, d: Grant, now_ns: int) -> None:
+    def _publish(self, grant: Grant, now_ns: int) -> None:
         self._published_ns = now_ns
-        self._page.publish_grant(
-            d.action,
-            d.finetune_units,
-            d.decode_units,
-            d.n_tasklets,
-            d.budget_us,
-            d.window_tokens,
-            d.micro_batch,
-            d.fuse_tokens,
-            d.pause_epoch,
-            d.hold_admission_until_ns,
-            d.predicted_us,
-            d.chunks,
-            d.in_flight_bound_us,
-        )
+        self._page.publish_grant(grant)
 
     def _take_terms(self, now_ns: int, terms: HarvestTerms | None) -> None:
         self.controller.set_terms(terms)

@@ -18,7 +18,7 @@ from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.in_flight import InFlight, Ran
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import LEVELS_MAX, Action, Grant, Phase
+from windrow_sidecar.qos.view import LEVELS_MAX, Action, Grant, Offer, Phase
 
 # Decode beats every step, and every 50 ms at most when it is idle.
 DECODE_STALE_NS = 1_000_000_000
@@ -175,7 +175,7 @@ class GrantGate:
         if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
             return self._glanced_units < self._active
         self._glanced = self._page.grant_seq
-        self._glanced_units = _units_of(Grant(*self._page.read_grant()))
+        self._glanced_units = _units_of(Grant._make(self._page.read_grant()))
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
 
@@ -280,7 +280,7 @@ class GrantGate:
         if seq == self._seq:
             return False
         self._seq = seq
-        self._grant = Grant(*self._page.read_grant())
+        self._grant = Grant._make(self._page.read_grant())
         self._used = Used()
         return True
 
@@ -290,31 +290,31 @@ class GrantGate:
 
     def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:
         now = self._facts()
-        micro = tasklet.micro if tasklet else None
-        self._page.publish_offer(
-            now.job_epoch,
-            tasklet.step if tasklet else 0,
-            self._launched,
-            int(tasklet.phase) if tasklet else 0,
-            tasklet.layer if tasklet else 0,
-            tasklet.layer_end if tasklet else 0,
-            tasklet.tokens if tasklet else 0,
-            len(micro.rows) if micro else 0,
-            self._estimates.by_level(tasklet, self._levels) if tasklet else (),
-            memory_delta_bytes(tasklet, now.bytes_per_token, now.window_bytes_per_token)
-            if tasklet
-            else 0,
-            now.resident_layers,
-            int(now.starving),
-            in_flight_us,
-            self._grant.pause_epoch,
-            now.wanted_chunks,
-            now.held_chunks,
-            now.tokens_done,
+        offer = Offer(
+            job_epoch=now.job_epoch,
+            tasklet_id=self._launched,
+            resident_layers=now.resident_layers,
+            starving=int(now.starving),
+            in_flight_us=in_flight_us,
+            pause_epoch_seen=self._grant.pause_epoch,
+            wanted_chunks=now.wanted_chunks,
+            held_chunks=now.held_chunks,
+            tokens_done=now.tokens_done,
         )
-
-
-_DECODE = 0
+        if tasklet is not None:
+            offer = offer._replace(
+                step=tasklet.step,
+                phase=int(tasklet.phase),
+                layer_begin=tasklet.layer,
+                layer_end=tasklet.layer_end,
+                tokens=tasklet.tokens,
+                micro_batch=len(tasklet.micro.rows) if tasklet.micro else 0,
+                estimates_us=self._estimates.by_level(tasklet, self._levels),
+                memory_delta_bytes=memory_delta_bytes(
+                    tasklet, now.bytes_per_token, now.window_bytes_per_token
+                ),
+            )
+        self._page.publish_offer(offer)
 
 
 class GrantPace:
@@ -330,7 +330,7 @@ class GrantPace:
     def granted(self) -> bool:
         """Whether the newest grant is of any compute, and decode is there."""
         self._seq = self._page.grant_seq
-        grant = Grant(*self._page.read_grant())
+        grant = Grant._make(self._page.read_grant())
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
 

@@ -161,7 +161,7 @@ def open_session(
         base: the frozen model; gets the adapter.
         boundaries: where activations between layers live.
         limits: of micro-batches, asked before each group.
-        grain: of tasklets, asked before each.
+        sizing: of tasklets, asked before each.
         order: of the tasklets of a group.
         between: called between the modules of a layer that runs (see `suspension`).
         device: where `base` is (default: the host).

@@ -133,9 +133,10 @@ class ActivationBudget:
             MemoryError: says how many bytes it takes and how many are free.
         """
         if not self.fits(tokens):
+            least = self._memory_model.least_bytes(tokens)
             raise MemoryError(
-                f"a group of {tokens} tokens takes {self._memory_model.least_bytes(tokens)} bytes at "
-                f"least, {self._free_bytes()} are free now"
+                f"a group of {tokens} tokens takes {least} bytes at least, "
+                f"{self._free_bytes()} are free now"
             )
 
     def before(self, limits: MicroLimits) -> MicroLimits:
@@ -157,8 +158,8 @@ def _check(memory_model: MemoryModel, longest: int, free_bytes: int) -> None:
         caches = " with keys and values" if memory_model.key_values else ""
         raise UserError(
             f"a step with a row of {longest} tokens takes {needed} bytes at least (one layer's "
-            f"graph, {memory_model.layers} boundaries{caches}, gradients and moments), {free_bytes} "
-            "are free",
+            f"graph, {memory_model.layers} boundaries{caches}, gradients and moments), "
+            f"{free_bytes} are free",
             field="spec.training.maxSequenceLength",
             remedy="Shorten rows, lower the adapter's rank, or give the worker more memory.",
             reason=Reason.OUT_OF_MEMORY,

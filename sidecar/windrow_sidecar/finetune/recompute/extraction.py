@@ -127,9 +127,9 @@ def extractors_of(
 
     Args:
         graph: of the layer.
-        looks: of its values.
+        layouts: of its values.
         sign_of: values that are signs, with the position of the tensor whose signs they are.
-        saved: looks of the saved tensors, by position.
+        saved: layouts of the saved tensors, by position.
     """
     known = {layout: value for value, layout in enumerate(layouts) if value not in sign_of}
     producers = graph.producers()
