@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import re
@@ -73,3 +74,75 @@ def test_dependencies_by_role_are_declared():
 def test_figures_in_the_readme_are_those_of_the_committed_results():
     checked = [sys.executable, str(ROOT / "tools" / "quote_figures.py"), "--check"]
     assert subprocess.run(checked).returncode == 0, "run `python tools/quote_figures.py`"
+
+
+PACKAGES = {
+    "windrow": ROOT / "api" / "windrow",
+    "windrow_operator": ROOT / "operator" / "windrow_operator",
+    "windrow_sidecar": ROOT / "sidecar" / "windrow_sidecar",
+}
+
+
+def product_modules():
+    for name, folder in PACKAGES.items():
+        for path in sorted(folder.rglob("*.py")):
+            if "_pb2" not in path.name:
+                yield name, path, ast.parse(path.read_text())
+
+
+def find(reference):
+    """Return the node that `package.module:Class.method` names, None where there is none."""
+    module, _, qualified = reference.partition(":")
+    package, _, rest = module.partition(".")
+    base = PACKAGES[package] / Path(*rest.split("."))
+    path = base.with_suffix(".py") if base.with_suffix(".py").exists() else base / "__init__.py"
+    if not path.exists():
+        return None
+    node = ast.parse(path.read_text())
+    for part in filter(None, qualified.split(".")):
+        inside = (n for n in ast.walk(node) if getattr(n, "name", None) == part)
+        node = next(inside, None)
+        if node is None:
+            return None
+    return node
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md"])
+def test_what_a_page_names_in_the_code_exists(page):
+    text = (ROOT / "docs" / page).read_text()
+    named = re.findall(r"`(windrow(?:_\w+)?\.[\w.]+(?::[\w.]+)?)`", text)
+    native = [name for name in named if name.startswith("windrow_sidecar._core.")]
+    stub = (PACKAGES["windrow_sidecar"] / "_core.pyi").read_text()
+    lost = [name for name in named if name not in native and find(name) is None]
+    lost += [name for name in native if f"class {name.rpartition('.')[2]}" not in stub]
+    assert len(named) > 20
+    assert lost == []
+
+
+def test_the_glossary_has_at_most_sixty_words_each_once():
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = [row for row in rows if row not in ("word", "---")]
+    assert len(words) == len(set(words))
+    assert len(words) <= 60
+
+
+def test_no_public_class_name_stands_for_two_things():
+    # A class of the stubs' words (crd and wire) and one of the code count as two as well.
+    places = {}
+    for _, path, tree in product_modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_what_decides_a_step_knows_nothing_of_the_native_module():
+    for _, path, tree in product_modules():
+        if path.is_relative_to(PACKAGES["windrow_sidecar"] / "qos"):
+            imported = {
+                f"{node.module}.{name.name}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.ImportFrom)
+                for name in node.names
+            }
+            assert not any("windrow_sidecar._core" in name for name in imported), path
