@@ -2,7 +2,7 @@
 
 `csrc/include/windrow/records.h` holds the same fields in the same order; a test keeps them equal.
 A record passes whole: `page.publish_grant(grant)`, `Grant._make(page.read_grant())`. They are named
-tuples, since decode makes one before every step: a frozen dataclass of 16 fields took 4.3 us where a
+tuples, since decode makes one before every step: a frozen dataclass of 16 fields took 4.3 us, a
 named tuple takes 0.8.
 Times are nanoseconds of CLOCK_MONOTONIC. Compute units are cores on the host, SMs on a GPU.
 """
