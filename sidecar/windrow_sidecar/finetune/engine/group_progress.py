@@ -1,4 +1,4 @@
-"""How far a group of micro-batches has come, and so which tasklet may run now.
+"""Track how far a group of micro-batches has come, and which tasklets may run next.
 
 The one place that knows what depends on what. Orders choose among what is allowed here, and the
 engine asks again before it runs anything.
@@ -15,7 +15,7 @@ from windrow_sidecar.qos.view import Phase
 
 @dataclass(slots=True)
 class _Reached:
-    """Of one micro-batch. Tokens count from the left, but for `back`."""
+    """How far one micro-batch has come. Tokens count from the left, but for `back`."""
 
     up: list[int]  # [layer]: tokens that have passed it forward
     windows: list[list[TokenWindow]]  # [layer]: those that have run up and not yet back
@@ -24,7 +24,7 @@ class _Reached:
 
 
 class GroupProgress:
-    """State of one group.
+    """How far each micro-batch of one group has come through the layers.
 
     Args:
         group: micro-batches that are on their way together; their gradients count as one.

@@ -1,4 +1,4 @@
-"""A group of micro-batches on its way through the layers: the tensors behind its tasklets."""
+"""Run the tasklets of one group of micro-batches: the tensors that pass through the layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEED_BITS = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """What runs tasklets: the model's parts and its adapter."""
+    """The parts of a model that tasklets call: decoder layers, head and adapter."""
 
     stack: DecoderStack
     head: Head
@@ -31,7 +31,7 @@ class ModelParts:
 
 
 class MicroBatchGroup:
-    """One group.
+    """The tensors of one group of micro-batches between its first and its last tasklet.
 
     Args:
         parts: of the model.
@@ -205,7 +205,7 @@ class MicroBatchGroup:
 
 @contextmanager
 def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let these have the block's gradient added when it ends, not if it fails.
+    """Add the gradients of the block to these parameters when it ends, none of them if it fails.
 
     Costs no addition more: without a `.grad` autograd hands over the gradient itself.
     """
@@ -226,7 +226,7 @@ def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def _lengths(micro: MicroBatch) -> tuple[int, ...]:
-    """Of rows in one line; empty: each has its own."""
+    """Return the lengths of rows that are packed into one line; empty: they are not packed."""
     return micro.lengths if micro.packed else ()
 
 

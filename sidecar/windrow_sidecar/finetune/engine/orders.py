@@ -1,4 +1,4 @@
-"""In which order the tasklets of a group run, and what an order will run next.
+"""Orders in which the tasklets of a group may run, and the lookahead over one of them.
 
 An order looks at the frontier and names the next tasklet; nothing else is remembered, so windows
 may change from one to the next, and a plan may be made anew at any moment.
@@ -25,12 +25,12 @@ Order = Callable[[GroupProgress, TaskletSizing], Tasklet | None]
 
 
 def layer_major(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
-    """Every micro-batch passes a layer before any passes the next: a layer is visited twice."""
+    """Run every micro-batch through a layer before the next layer: each layer is visited twice."""
     return _layers_up(at, sizing) or _losses(at, sizing) or _layers_down(at)
 
 
 def token_major(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
-    """Each window goes up through all layers and to its loss before the next one does."""
+    """Run each token window through all layers and its loss before the next window."""
     for micro in at.group:
         if at.loss(micro) < min(micro.width, at.up(micro, at.depth - 1)):
             return _loss(at, micro, sizing)
@@ -40,7 +40,7 @@ def token_major(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
 
 
 def interleaved(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
-    """Micro-batches take turns at each layer, whatever the phase of the one that is behind."""
+    """Alternate between micro-batches at each layer, whatever phase each of them is in."""
     behind = sorted(at.group, key=at.passed)
     for micro in behind:
         alone = _layers_up(at, sizing, (micro,)) or _losses(at, sizing, (micro,))
@@ -57,7 +57,7 @@ ORDERS: dict[str, Order] = {
 
 
 def unfold(order: Order, at: GroupProgress, sizing: TaskletSizing = _WHOLE) -> Iterator[Tasklet]:
-    """Yield what an order will run from here on, if nothing changes meanwhile."""
+    """Yield the tasklets that an order runs from here on, one layer each."""
     at = at.copy()
     while (tasklet := order(at, sizing)) is not None:
         at.advance(tasklet)
@@ -65,7 +65,7 @@ def unfold(order: Order, at: GroupProgress, sizing: TaskletSizing = _WHOLE) -> I
 
 
 def next_of(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
-    """Return the next tasklet; over several layers where the order goes on so and they fit."""
+    """Return the next tasklet; it spans several layers where order and sizing allow that."""
     made = order(at, sizing)
     if made is None or not sizing.fits(made.with_another_layer()):
         return made  # most often, so without a look ahead, which takes as long as ten of these
@@ -78,7 +78,7 @@ def next_of(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Tasklet |
 
 
 def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[Tasklet]:
-    """Yield what `next_of` will return from here on, if nothing changes meanwhile."""
+    """Yield the tasklets that `next_of` returns from here on, if nothing changes meanwhile."""
     at = at.copy()
     while (tasklet := next_of(order, at, sizing)) is not None:
         at.advance(tasklet)
@@ -137,7 +137,7 @@ AHEAD = 8
 
 
 class Lookahead:
-    """What an order will run next, as far as the frontier allows it.
+    """Find the next tasklets of an order ahead of time, and keep those that are still valid.
 
     Args:
         order: of the tasklets.

@@ -1,4 +1,4 @@
-"""How large a tasklet is: measured times of layers, and the tokens that stay within a bound."""
+"""Choose how large a tasklet is, from measured times of layers and a bound on its own time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRIED, LAST = 5, 50
 
 @dataclass(slots=True)
 class _Level:
-    """Of one phase on so many units: microseconds of a layer as a line over its tokens.
+    """Time of one layer in one phase on a number of units: a line over its tokens, microseconds.
 
     Fitted with forgetting.
 
@@ -66,7 +66,7 @@ class _Level:
 
 
 class Estimates:
-    """What tasklets have taken in this slot."""
+    """Measured times of tasklets in this slot, by phase and compute units."""
 
     def __init__(self) -> None:
         self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
@@ -149,7 +149,7 @@ LEAST_TOKENS = 896
 
 
 class TaskletSizing(Protocol):
-    """How an order is cut into tasklets."""
+    """How many layers and tokens one tasklet covers."""
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return of how many tokens of each row a tasklet takes, at least one (see `orders`)."""
@@ -159,7 +159,7 @@ class TaskletSizing(Protocol):
 
 
 class WholeRows:
-    """One layer, all tokens: nobody waits for the device, or windows cannot be."""
+    """Tasklets of one layer and all tokens, for a device that nobody waits for."""
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return the whole width."""
@@ -174,7 +174,7 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """A fixed number of tokens of each row."""
+    """Tasklets of one layer and a fixed number of tokens of each row."""
 
     tokens: int
 
@@ -191,7 +191,7 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Paced:
-    """As large as stays within a bound: a window of a layer, or several layers.
+    """Tasklets as large as a time bound allows: a token window of a layer, or several layers.
 
     Attributes:
         estimates: of this slot.
@@ -233,7 +233,7 @@ class Paced:
 def micro_batches_a_visit(
     frozen: FrozenLayers | None, estimates: Estimates, tokens: int, most: int
 ) -> int:
-    """Return how many hide a layer's transfer behind what they compute, as both were measured.
+    """Return how many micro-batches compute for as long as the next layer's transfer takes.
 
     One until a transfer and a forward have been, and where every layer stays in memory.
 
@@ -252,7 +252,7 @@ def micro_batches_a_visit(
 
 
 def most_that_fit(wanted: int, tokens: int, capacity_tokens: Callable[[int], int]) -> int:
-    """Return as many of the wanted micro-batches as fit without any becoming smaller.
+    """Return how many of the wanted micro-batches fit at their full size.
 
     Args:
         wanted: one at least.

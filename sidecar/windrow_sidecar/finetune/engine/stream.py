@@ -1,4 +1,4 @@
-"""What a job runs next, and the running of it: base evaluation, steps, final evaluation.
+"""Produce and run the tasklets of a job: base evaluation, optimizer steps, final evaluation.
 
 One tasklet at a time, in the only legal order; between any two of them it can wait, be dropped back
 to the last committed micro-batch, or be checkpointed.
@@ -37,7 +37,7 @@ from windrow_sidecar.qos.view import Phase
 
 
 class JobStage(Enum):
-    """Parts of a job's life."""
+    """The stage that a job is in."""
 
     BASE_EVALUATION = "base"
     TRAINING = "training"

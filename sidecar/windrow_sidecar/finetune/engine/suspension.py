@@ -1,4 +1,4 @@
-"""How a layer that runs is held up between two of its modules (LLMStation's suspension).
+"""Suspend a layer between two of its modules while decode needs the device (LLMStation).
 
 What is in flight is then not a layer but a stretch of one or a few modules, forward or backward, so
 rows stay whole where windows would cost more than they save. A wait changes no value.
@@ -19,11 +19,11 @@ HARDLY_LARGER = 1.25
 
 
 class BrokenOff(Exception):
-    """The tasklet that runs was given up in the middle: it may not go on for a while."""
+    """The running tasklet was aborted between two modules; it runs again from its beginning."""
 
 
 class Holding(Protocol):
-    """Who knows whether what runs may go on (see `grants.GrantGate`)."""
+    """What says whether the running tasklet may go on (see `grants.GrantGate`)."""
 
     def revoked(self) -> bool:
         """Whether what was launched last may not go on as it does."""
@@ -33,7 +33,7 @@ class Holding(Protocol):
 
 
 class Suspension:
-    """Asks between the modules of layers.
+    """Ask between the modules of a layer whether it may go on, and wait or abort.
 
     Args:
         gate: is asked.
@@ -60,7 +60,7 @@ class Suspension:
 
 
 def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> None:
-    """Let `point` be called after each stretch of a layer, and before it on the way back.
+    """Call `point` after each stretch of modules in forward, and before each in backward.
 
     It is given whatever torch gives to hooks, and returns nothing.
     """
@@ -88,7 +88,7 @@ def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> 
 
 
 def _ends_of_stretches(layer: nn.Module) -> Iterator[nn.Module]:
-    """Modules behind which a layer may be held up; there is no need to behind the last one.
+    """Return the modules after which a layer may be suspended; never the last one.
 
     Modules that follow each other are one stretch as long as together they are hardly larger than
     the largest of the layer (queries, keys and values beside an MLP's matrix, for instance).
@@ -104,7 +104,7 @@ def _ends_of_stretches(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """What takes time: each product of attention and MLP. Norms, of vectors only, ride along."""
+    """Return the modules that take time: the linear layers of attention and MLP, not the norms."""
     for part in layer.children():
         for module in tuple(part.children()) or (part,):
             if _weights(module):

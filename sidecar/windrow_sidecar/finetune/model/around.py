@@ -1,4 +1,4 @@
-"""What holds around a layer while it runs: nothing, or several things at once."""
+"""Contexts that are entered around each layer's forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class AroundLayer(Protocol):
-    """What holds while a layer's own code runs: its weights are there, saved tensors are packed."""
+    """A context around a layer: it makes weights resident, or packs what autograd saves."""
 
     def forward(self, layer: int) -> AbstractContextManager[None]:
         """Enter around the forward of one layer."""
@@ -18,7 +18,7 @@ class AroundLayer(Protocol):
 
 
 class NothingAround:
-    """Every layer is resident, and autograd keeps what it saves."""
+    """No context: every layer is resident, and autograd keeps what it saves."""
 
     def forward(self, layer: int) -> AbstractContextManager[None]:
         """Do nothing."""
@@ -35,7 +35,7 @@ NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class InTurn:
-    """Enters the first one first, and leaves it last."""
+    """Several contexts, entered in order and left in reverse."""
 
     def __init__(self, *parts: AroundLayer) -> None:
         self._parts = parts

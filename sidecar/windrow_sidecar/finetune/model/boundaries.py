@@ -1,4 +1,4 @@
-"""What a micro-batch leaves behind between two layers: boundary activations and graphs."""
+"""Boundary activations between two layers, and the autograd graphs that wait for backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windrow_sidecar.finetune.tasklets import TokenWindow
 
 
 class Boundaries(Protocol):
-    """Memory for boundary activations."""
+    """Memory that holds the boundary activations of one group."""
 
     def expect(self, micro_batches: int, tokens: int) -> None:
         """The next group begins: so many micro-batches, of at most so many padded tokens each."""
@@ -31,7 +31,7 @@ class Boundaries(Protocol):
 
 
 class TorchBoundaries:
-    """Boundaries in torch's own memory; what is whole is not copied."""
+    """Boundary activations in torch's own memory; whole ones are kept without a copy."""
 
     def expect(self, micro_batches: int, tokens: int) -> None:
         """Nothing is laid out ahead."""
@@ -51,7 +51,7 @@ class TorchBoundaries:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What one layer left behind for one window: where backward begins and ends."""
+    """The autograd graph of one layer for one window: its leaf and its output."""
 
     window: TokenWindow
     leaf: Tensor
@@ -61,14 +61,14 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """A window of which only the layer's input is kept: it runs forward again before backward."""
+    """A window of which only the layer's input is kept; its forward runs again before backward."""
 
     window: TokenWindow
 
 
 @dataclass(slots=True)
 class Activations:
-    """A micro-batch on its way.
+    """The activations of one micro-batch between its forward and its backward.
 
     Attributes:
         ids: [rows, width], int64.

@@ -1,4 +1,4 @@
-"""What may be asked of a model's layers, tried out: windows of tokens, on one of each kind."""
+"""Try whether a model's layers can run on token windows, on one layer of each kind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _drops_units(stack: DecoderStack, probe: Tensor, index: int) -> bool:
 def sees_before(
     stack: DecoderStack, index: int, hidden: Tensor, call: LayerCall, begin: int
 ) -> bool:
-    """Whether what a layer makes of the tokens from `begin` on depends on those before it.
+    """Return whether a layer's output from token `begin` on depends on earlier tokens.
 
     Its gradient tells: it is exactly zero behind a mask, in any type, so nothing has to be judged
     by a tolerance, in which a layer that changes little would hide.
@@ -84,7 +84,7 @@ def sees_before(
 
 
 def _refused(stack: DecoderStack, probe: Tensor, index: int) -> str:
-    """Tokens may see others by attention only, and windows must make what the whole row makes."""
+    """Return why a layer cannot run on windows: tokens mix outside attention, or results differ."""
     store = TorchBoundaries()
     whole, parts = stack.begin(probe), stack.begin(probe)
     hidden = whole.inputs[0]

@@ -1,4 +1,4 @@
-"""How a transformers model runs one decoder layer at a time, forward and backward.
+"""Run a transformers model one decoder layer at a time, forward and backward.
 
 How the model calls its layers is recorded; replaying those calls gives bit-equal results for every
 architecture that keeps its layers in one list. Each layer's output is detached and becomes the next
@@ -51,7 +51,7 @@ _PROBE = 6
 
 
 class DecoderStack:
-    """The parts of a causal language model that the tasklets run.
+    """The decoder layers of a causal language model, each callable by itself.
 
     Attributes:
         probe: ids with which the model was asked for its structure: [1, tokens].
@@ -307,7 +307,7 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _check_loss(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - transformers' own
-    """The loss that is learnt is that of the tokens.
+    """Refuse models whose own loss adds a term of their routers.
 
     Raises:
         UserError: the model's own adds one of its routers.

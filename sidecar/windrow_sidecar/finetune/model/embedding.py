@@ -1,4 +1,4 @@
-"""Dropout ahead of the first layer: the same units are dropped however the work is cut.
+"""Dropout of embeddings that drops the same units however a step is cut into tasklets.
 
 A model that drops units of its embeddings does so by itself, with torch's random numbers, where a
 resumed or repeated step would draw others. Here a unit's fate is the token's (see
@@ -24,12 +24,12 @@ from windrow_sidecar.finetune.tasklets import TokenWindow
 
 
 def by_token(keys: DropoutKeys | None) -> AbstractContextManager[Any]:
-    """Let dropouts inside go by the tokens that run; None: as torch draws."""
+    """Draw the masks of embedding dropouts by token inside; None: as torch draws them."""
     return NOTHING if keys is None else _ByToken(keys)
 
 
 def drops_embeddings(model: nn.Module, embed: Callable[[], Tensor]) -> bool:
-    """Whether units of what the first layer reads are dropped while the model trains.
+    """Return whether the model applies dropout ahead of its first layer.
 
     Args:
         model: asked in training mode; afterwards as it was.
@@ -62,7 +62,7 @@ def drops_embeddings(model: nn.Module, embed: Callable[[], Tensor]) -> bool:
 
 
 class _ByToken(TorchFunctionMode):
-    """Stands in for torch's dropout; the n-th one that is called counts as module -n."""
+    """Replacement of torch's dropout functions; the n-th call draws as module -n."""
 
     def __init__(self, keys: DropoutKeys) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _ByToken(TorchFunctionMode):
 
 
 class _Trial(_ByToken):
-    """The same on a probe, with what cannot be honoured brought to light.
+    """The same on a probe; it raises where masks cannot be drawn by token.
 
     Layers that are left out at random are left out for certain.
     """

@@ -1,4 +1,4 @@
-"""Keys and values of one layer, prefixes included, and the gradients that later tokens give them.
+"""Keys and values of one layer for token windows and prefixes, with their gradient sums.
 
 Sums are in fp32, from the last window to the first. A window's own slice is complete when its
 backward begins, because only tokens to its right look at it (FlexLLM, section 5).
@@ -18,7 +18,7 @@ SUMS = torch.float32
 
 
 class KeyValues:
-    """One layer of one micro-batch.
+    """Keys and values of one layer of one micro-batch, and the sums of their gradients.
 
     Args:
         width: tokens of a row.
@@ -89,7 +89,7 @@ def _zeros(like: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a prefix adapter made for one micro-batch.
+    """The keys and values that a prefix adapter made for one micro-batch.
 
     Attributes:
         past: the cache of transformers in which it made them.

@@ -1,4 +1,4 @@
-"""What a model hands to a layer besides the hidden states, and the part of it for some tokens.
+"""The arguments that a model passes to its layers, and their slices for token windows.
 
 Position tables, position ids and masks have a length in tokens, which part of them depends on the
 architecture. Nobody lists it: two recorded calls of different width differ in just those
@@ -22,18 +22,18 @@ TokenDims = dict[Path, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What the model hands to one layer besides the hidden states."""
+    """The arguments of one layer besides the hidden states."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class UnknownMask(Exception):
-    """A tensor of which nobody knows how it counts tokens."""
+    """An argument whose token dimension cannot be told, so that it cannot be sliced."""
 
 
 def token_dims(narrow: LayerCall, wide: LayerCall) -> TokenDims:
-    """Compare two calls of one layer on rows of different width."""
+    """Find the token dimensions of a layer's arguments from two calls of different width."""
     wider = dict(_tensors((), (wide.args, wide.kwargs)))
     dims: TokenDims = {}
     for path, tensor in _tensors((), (narrow.args, narrow.kwargs)):
@@ -44,7 +44,7 @@ def token_dims(narrow: LayerCall, wide: LayerCall) -> TokenDims:
 
 
 def part_of(call: LayerCall, window: TokenWindow, dims: TokenDims, *, before: int) -> LayerCall:
-    """Return the call for the tokens of a window; `before`: keys ahead of the first token.
+    """Return the arguments for the tokens of a window; `before`: keys ahead of the first token.
 
     Raises:
         UnknownMask: a tensor that the probes had not, and that does not look like a mask.

@@ -1,4 +1,4 @@
-"""What a micro-batch's loss is, and its gradient at the output of the last layer.
+"""Compute a micro-batch's loss and its gradient at the output of the last layer.
 
 Only positions with a label pass through norm and head, a slice at a time, so that the logits (the
 largest tensor of a step: positions x vocabulary) never exist as a whole.
@@ -27,7 +27,7 @@ SLICE_ELEMENTS = 1 << 22
 
 
 class Head:
-    """Final norm, the model's own way from there to logits, and cross-entropy."""
+    """The final norm, the model's own logits, and cross-entropy."""
 
     def __init__(self, stack: DecoderStack) -> None:
         """Take the head of a model.

@@ -1,4 +1,4 @@
-"""How a model is built over tensors that exist already: they become its parameters, uncopied."""
+"""Build a model whose parameters are tensors that exist already, without a copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which form the frozen weights are kept, and what that asks of the machine."""
+"""Precisions of frozen weights (fp32, bf16, 8 and 4 bit), and what each needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QUANTISED_BYTES = {"nf4": 0.57, "int8": 1.01}
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """Type of what is computed, and how weights of linear layers are kept."""
+    """The dtype of computation, and the form of the weights of linear layers."""
 
     dtype: torch.dtype = torch.float32
     quantization: Literal["none", "nf4", "int8"] = "none"

@@ -1,4 +1,4 @@
-"""A model of its own for each job, over the same frozen weights.
+"""Clone a model's modules without its weights, so that each job adapts a model of its own.
 
 Only the tree of modules is copied, a few thousand Python objects. So each job puts its adapter in,
 whatever its kind, and no switch ever touches a module: what one job does to its tree no other sees.

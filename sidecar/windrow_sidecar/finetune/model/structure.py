@@ -1,4 +1,4 @@
-"""Which parts a causal language model has, found by how it behaves and not by its name.
+"""Find the parts of a causal language model (layers, norm, head) by running it.
 
 The layers are the one list of modules as long as the configuration says. How the model calls each
 of them is recorded while it runs its own forward with layers that only listen; so rotary tables,
@@ -36,7 +36,7 @@ def find_layers(decoder: nn.Module, config: Any) -> Sequence[nn.Module]:  # noqa
 def what_layers_return(
     decoder: nn.Module, layers: Sequence[nn.Module], probe: Tensor, around: AroundLayer
 ) -> int:
-    """Return how long a tuple the first layer returns; 0: the hidden states alone.
+    """Return the length of the tuple that the first layer returns; 0: a tensor.
 
     It runs once, on `probe` ([rows, width]). All layers are called by the same loop of the model's,
     so all of them return the same.
@@ -58,11 +58,11 @@ def what_layers_return(
 
 
 class _Heard(Exception):
-    """The first layer was called: no need to go on."""
+    """Raised once the first layer was called, to end the forward."""
 
 
 def follows_longest(config: Any) -> bool:  # noqa: ANN401
-    """Whether position tables depend on the longest row that passes: dynamic RoPE and LongRoPE."""
+    """Return whether position tables depend on the longest row (dynamic RoPE, LongRoPE)."""
     rope = getattr(config, "rope_parameters", None) or {}
     by_kind_of_layer = [value for value in rope.values() if isinstance(value, dict)]
     kinds = {each.get("rope_type") for each in (rope, *by_kind_of_layer)}
@@ -72,7 +72,7 @@ def follows_longest(config: Any) -> bool:  # noqa: ANN401
 def find_norm(
     decoder: nn.Module, layers: Sequence[nn.Module], probe: Tensor, returned: int = 0
 ) -> tuple[nn.Module, type[Any]]:
-    """Return what stands between the last layer and the head, and what the decoder returns.
+    """Return the module between the last layer and the head, and the decoder's output type.
 
     A norm, as a rule; an identity where nothing stands there, and several modules as a chain of
     them. The decoder may give what comes out another shape.
@@ -111,7 +111,7 @@ def find_norm(
 
 
 def _same_memory(one: Any, other: Any) -> bool:  # noqa: ANN401 - what modules take and return
-    """Whether two tensors are the same numbers in the same place, perhaps in another shape."""
+    """Return whether two tensors share their memory, perhaps in another shape."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return False
     return one.data_ptr() == other.data_ptr() and one.numel() == other.numel()
@@ -125,7 +125,7 @@ def record(
     positions: Tensor | None = None,
     returned: int = 0,
 ) -> tuple[Tensor, tuple[LayerCall, ...]]:
-    """Return what the first layer would get for `ids` ([rows, width]), and how each is called.
+    """Return the first layer's input for `ids` ([rows, width]), and each layer's arguments.
 
     Args:
         decoder: what the layers stand in.
@@ -160,7 +160,7 @@ def record(
 
 
 def has_own_dropout(layer: Callable[[], Any]) -> bool:
-    """Whether a layer computes something else with other random numbers. Uses up torch's seed."""
+    """Return whether a layer's output depends on torch's random state. Advances that state."""
     torch.manual_seed(1)
     once = layer()
     torch.manual_seed(2)
@@ -173,7 +173,7 @@ def has_own_dropout(layer: Callable[[], Any]) -> bool:
 def logits_of(
     model: nn.Module, layers: Sequence[nn.Module], ids: Tensor, returned: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return the logits that the model makes of its embeddings, past all layers, and those.
+    """Return the model's logits for its embeddings with all layers skipped, and the embeddings.
 
     Norm, head, scaling and caps of the model, without the price of a layer.
     """
@@ -189,7 +189,7 @@ def logits_of(
 
 @contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Let all modules train or not inside; each is afterwards as it was."""
+    """Set train or eval mode of all modules inside, and restore each afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -201,7 +201,7 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 @contextmanager
 def standing_in(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let `forward` answer for a module inside."""
+    """Replace a module's forward by `forward` inside."""
     before = module.__dict__.get("forward")  # of a library that wraps modules
     module.forward = forward
     try:
@@ -226,7 +226,7 @@ def unsupported(model: nn.Module, why: str, remedy: str = "") -> UserError:
 
 @contextmanager
 def asking(model: nn.Module) -> Iterator[None]:
-    """Hold while a model is asked for its structure: one that fails then cannot be trained here.
+    """Turn errors of a model that is being inspected into one UserError.
 
     Raises:
         UserError: instead of what its own code raises.
@@ -248,7 +248,7 @@ def _listening(
     listen: Callable[[int, Tensor, tuple[Any, ...], Any], None],
     returned: int = 0,
 ) -> Iterator[None]:
-    """Let every layer hand its input through and tell `listen` how it was called."""
+    """Make every layer return its input inside, and pass its arguments to `listen`."""
 
     def listener(index: int) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Dropout whose mask belongs to the token: the same units are dropped however the work is cut.
+"""Dropout whose mask depends on the token only, however a step is cut into tasklets.
 
 A unit's fate is a hash of (seed, step, row, token, module, unit), so nothing is kept for backward:
 the mask is made again.
@@ -23,7 +23,7 @@ _RESOLUTION = 31
 
 
 class DropoutKeys:
-    """Where the tasklet that runs stands; shared by the dropout modules of a model."""
+    """The position of the running tasklet, from which a model's dropouts draw their masks."""
 
     def __init__(self) -> None:
         self._at: tuple[int, int, tuple[int, ...], TokenWindow, tuple[int, ...]] | None = None
@@ -74,7 +74,7 @@ class DropoutKeys:
 
 
 class TokenDropout(nn.Module):
-    """Takes the place of `nn.Dropout` in an adapter.
+    """Replaces `nn.Dropout` in an adapter; its mask depends on seed, step, module and token.
 
     Args:
         p: share of the units that is dropped.
@@ -115,7 +115,7 @@ class TokenDropout(nn.Module):
 
 
 def masked(x: Tensor, keys: Tensor, index: int, p: float) -> Tensor:
-    """Return x * mask / (1 - p) for what nothing flows back to: [rows, tokens, units].
+    """Return x * mask / (1 - p) without a gradient; x: [rows, tokens, units].
 
     Args:
         x: what is masked.
@@ -154,7 +154,7 @@ def _mask(keys: Tensor, units: int, index: Tensor | int, p: float, dtype: torch.
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser: neighbours become strangers."""
+    """Mix the bits of 64-bit counters (SplitMix64's finaliser)."""
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2
     return x ^ (x >> 31)

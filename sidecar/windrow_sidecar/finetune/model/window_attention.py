@@ -1,4 +1,4 @@
-"""Attention of a window over everything up to its end, through the model's own attention function.
+"""Attention of a token window over all earlier tokens, by the model's own attention function.
 
 While `looking_back` holds, transformers' dispatch finds our function in place of the model's. It
 remembers the window's keys and values, and calls the model's function on all that came before.
@@ -34,7 +34,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Looking:
-    """Which window runs, and what transformers would have called."""
+    """The window that runs, and the attention function that transformers would have called."""
 
     config: Any
     window: TokenWindow
@@ -47,7 +47,7 @@ _looking: ContextVar[_Looking] = ContextVar("looking")
 
 @contextmanager
 def looking_back(config: Any, window: TokenWindow, key_values: KeyValues) -> Iterator[None]:  # noqa: ANN401
-    """Let the layer that runs inside attend to `key_values` and its own window."""
+    """Let a layer attend inside to `key_values` and its own window."""
     _register()
     implementation = config._attn_implementation
     token = _looking.set(_Looking(config, window, key_values, implementation))
@@ -61,7 +61,7 @@ def looking_back(config: Any, window: TokenWindow, key_values: KeyValues) -> Ite
 
 @contextmanager
 def looking_at_itself(config: Any) -> Iterator[None]:  # noqa: ANN401
-    """Let each token of a layer that runs inside attend to none but itself."""
+    """Let each token of a layer attend inside to itself only."""
     _register()
     implementation = config._attn_implementation
     config._attn_implementation = ALONE
@@ -72,12 +72,12 @@ def looking_at_itself(config: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def is_looking_back() -> bool:
-    """Whether a layer that runs now runs on a window."""
+    """Return whether the layer that runs now runs on a window."""
     return _looking.get(None) is not None
 
 
 def looking_as_now() -> Callable[[], AbstractContextManager[None]]:
-    """Return what lets a layer look back later as it does now: for running it a second time."""
+    """Return a context that restores today's window later, to run a layer a second time."""
     at = _looking.get(None)
     if at is None:
         return nullcontext
@@ -86,7 +86,7 @@ def looking_as_now() -> Callable[[], AbstractContextManager[None]]:
 
 @contextmanager
 def looking_on_paper() -> Iterator[None]:
-    """Let a layer run on stand-ins for tensors: nothing of them gets into the real cache."""
+    """Let a layer run on fake tensors inside, without writing into the real key-value cache."""
     at = _looking.get(None)
     if at is None:
         yield
@@ -183,7 +183,7 @@ class _OverWindow(torch.autograd.Function):
 
 
 def _pieces(query: Tensor, key: Tensor, by_heads: bool) -> Iterator[tuple[slice, slice]]:
-    """Cut attention into heads of queries and those of keys that they share.
+    """Yield slices of query heads with the key heads that they share.
 
     Attention functions copy keys and values for each head of queries, and so do their gradients:
     at 64 heads over 8 and 1,024 tokens that is most of what a window's backward takes.
@@ -198,14 +198,14 @@ def _pieces(query: Tensor, key: Tensor, by_heads: bool) -> Iterator[tuple[slice,
 
 
 def _causal(at: _Looking, query: Tensor) -> Tensor:
-    """The mask that transformers leaves out where it is plainly causal: True where one may look."""
+    """Return the causal mask that transformers leaves out; True: may attend."""
     seen = at.key_values.before + at.window.end
     full = torch.ones(at.window.tokens, seen, dtype=torch.bool, device=query.device)
     return full.tril(seen - at.window.tokens)[None, None]
 
 
 def _function_of(module: nn.Module, implementation: str) -> Callable[..., Any]:
-    """Find what transformers would have called: every model file brings its own eager one."""
+    """Return the attention function that transformers would have called for this model."""
     from transformers import AttentionInterface
 
     own = sys.modules[type(module).__module__]

@@ -1,4 +1,4 @@
-"""How a model that memory does not hold is built: its layers have shapes only, the rest is read."""
+"""Build a model larger than memory: its layers have shapes only, the rest is loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from windrow_sidecar.finetune.offload.tensor_files import absent, read, stored_t
 
 
 class CannotWindow(ValueError):
-    """The model's files do not show its layers one by one, or memory holds no two of them."""
+    """The model's files do not list its layers one by one, or memory holds fewer than two."""
 
 
 def load_windowed(
@@ -31,7 +31,7 @@ def load_windowed(
     copier: Copier | None = None,
     device: ComputeDevice | None = None,
 ) -> tuple[nn.Module, FrozenLayers]:
-    """Build a model with as many layers in memory as `room_bytes` hold beside all the rest.
+    """Build a model with as many layers in memory as fit into `room_bytes`.
 
     `device`: where it computes (default: the host).
 
@@ -74,7 +74,7 @@ def load_windowed(
 
 
 def _move(model: nn.Module, to: torch.device, layers: list[LayerWeights]) -> None:
-    """Bring a model to a device, its layers as shapes: `nn.Module.to` would make them whole."""
+    """Move a model to a device but for its layers, which `nn.Module.to` would materialise."""
     if to.type == "cpu":
         return
     waiting = {id(parameter) for layer in layers for parameter, _ in layer.parameters}
@@ -97,7 +97,7 @@ def _skeleton(config: Any) -> nn.Module:  # noqa: ANN401
 
 
 def _prefixes(model: nn.Module) -> list[str]:
-    """Return what the names of each layer's parameters begin with, from the bottom."""
+    """Return the prefix of each layer's parameter names, from the bottom layer up."""
     decoder = model.get_decoder()  # type: ignore[operator]
     names = {id(module): f"{name}." for name, module in model.named_modules()}
     return [names[id(layer)] for layer in find_layers(decoder, model.config)]

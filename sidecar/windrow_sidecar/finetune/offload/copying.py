@@ -1,4 +1,4 @@
-"""How weights travel from files into memory: on a thread, in pieces, at a limited rate.
+"""Copy weights from files into memory on a thread, in pieces, at a limited rate.
 
 On the host the thread reads them into their places, without the interpreter's lock, so that layers
 compute meanwhile. On a GPU it queues copies from pinned host memory on a stream of their own: they
@@ -40,7 +40,7 @@ class Part:
 
 
 class RateLimit:
-    """A bucket of bytes: what may move now, and how long to wait for the rest.
+    """A token bucket over bytes: how many may move now, and how long to wait for the rest.
 
     Args:
         bytes_per_s: None: no limit.
@@ -65,7 +65,7 @@ class RateLimit:
 
 @dataclass(slots=True)
 class Transfer:
-    """A layer on its way."""
+    """The copy of one layer, which may be waited for or cancelled."""
 
     parts: Sequence[Part]
     done: threading.Event = field(default_factory=threading.Event)
@@ -94,7 +94,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """A piece under way on a GPU."""
+    """A piece whose copy to a GPU has been queued."""
 
     begun: Mark
     ended: Mark
@@ -102,7 +102,7 @@ class _Queued:
 
 
 class Copier:
-    """Moves transfers one after the other, first come, first served.
+    """Run transfers one after the other on a thread, in the order in which they were started.
 
     Args:
         limit: of the rate.

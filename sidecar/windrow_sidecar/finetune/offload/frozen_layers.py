@@ -1,4 +1,4 @@
-"""The window of frozen layers that is in memory while the others wait in their files.
+"""Keep a window of frozen layers in memory, and load the others from files when needed.
 
 Around each layer's forward and backward (see `around.AroundLayer`): its weights are there, the
 next ones are on their way. A layer that leaves is dropped, since its file has it; so giving memory
@@ -54,7 +54,7 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class Moved:
-    """What the window has cost so far."""
+    """Bytes and times of the transfers so far."""
 
     transfers: int = 0
     n_bytes: int = 0
@@ -68,7 +68,7 @@ class Moved:
 
 
 class FrozenLayers:
-    """Keeps at most `capacity` layers in memory.
+    """At most `capacity` frozen layers in memory, prefetched in the order of their visits.
 
     Args:
         layers: all of the model, from the bottom.

@@ -1,4 +1,4 @@
-"""How what a job owns leaves device memory for the host, and comes back.
+"""Offload a job's own tensors (adapter, optimizer) to the host, and bring them back.
 
 Between jobs that share a base model, and in pauses that are long. Only what changes with training
 moves: adapter, moments, sums of gradients; the boundaries of a group that is on its way are moved
@@ -18,7 +18,7 @@ SPILL_SHARE = 0.5
 
 
 class Home(Protocol):
-    """Where tensors are while their job trains; elsewhere is the host."""
+    """The memory that a job's tensors live in while it trains; offloaded ones are on the host."""
 
     def out(self, tensor: Tensor) -> Tensor:
         """Return `tensor` as it lies on the host, valid after `settle`."""
@@ -31,7 +31,7 @@ class Home(Protocol):
 
 
 class HostHome:
-    """The worker's own host memory. Nobody lends it, so nothing has to leave it."""
+    """The worker's own host memory: nothing of it is lent, so nothing is offloaded."""
 
     def out(self, tensor: Tensor) -> Tensor:
         """Return `tensor` itself."""
@@ -46,7 +46,7 @@ class HostHome:
 
 
 class DeviceHome:
-    """A GPU's memory; on the host tensors are pinned, so that copies run at the link's rate.
+    """A GPU's memory; offloaded tensors are pinned, so that copies run at the link's rate.
 
     torch keeps pinned memory for the next swap, which makes only the first one slow.
     """
@@ -69,7 +69,7 @@ class DeviceHome:
 
 
 class Swappable(Protocol):
-    """What has a state that moves (see `stream.TaskletStream`)."""
+    """What owns tensors that can be offloaded (see `stream.TaskletStream`)."""
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class Swappable(Protocol):
 
 
 class Swap:
-    """Whether a job is at home or on the host; each way is gone once.
+    """Offload a job's state at most once, and bring it back at most once.
 
     Args:
         job: what moves.

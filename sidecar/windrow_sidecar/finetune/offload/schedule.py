@@ -1,4 +1,4 @@
-"""Which frozen layers should be in memory, which go and which come: decisions over plain data.
+"""Decide which frozen layers are loaded and which are evicted next: plain data.
 
 A group of micro-batches climbs the layers and comes down again, so the layer that is needed last is
 known (Belady's rule is exact here): what goes is what is farthest in the schedule.
@@ -30,14 +30,14 @@ def coming(depth: int, layer: int, *, up: bool, returns: bool = True) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """What to do, in this order."""
+    """Layers to evict, then layers to load, in this order."""
 
     evict: tuple[int, ...]
     load: tuple[int, ...]
 
 
 def moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
-    """Bring the nearest `capacity` layers in; what goes is the farthest, and only where it must.
+    """Return which layers to load and evict so that the next `capacity` layers are in memory.
 
     Args:
         order: see `coming`; the first is never evicted while `capacity` is 1 at least.
@@ -53,7 +53,7 @@ def moves(order: Sequence[int], held: Set[int], capacity: int) -> Moves:
 
 
 def micro_batches_to_hide(layer_bytes: int, bytes_per_s: float, compute_s: float) -> int:
-    """How many micro-batches a visit must carry so that the next layer's transfer hides behind it.
+    """Return how many micro-batches of one visit compute for as long as a transfer takes.
 
     Args:
         layer_bytes: to transfer for each visit.

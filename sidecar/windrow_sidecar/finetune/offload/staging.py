@@ -1,4 +1,4 @@
-"""Host copies of frozen layers from which a GPU is fed: pinned, and kept while there is memory.
+"""Pinned host copies of frozen layers, from which layers are copied to a GPU.
 
 A layer is read from its file once; where host memory does not hold all of them, what finds no room
 passes through two buffers each time it is wanted.
@@ -31,7 +31,7 @@ class StagedPiece:
 
 
 class Staging:
-    """Hands out pieces in host memory. One thread.
+    """Provide pieces of layers in pinned host memory. One thread.
 
     Args:
         device: that they are copied to.

@@ -1,4 +1,4 @@
-"""Where the weights of a model lie in its files (safetensors), without reading them.
+"""Locate the tensors of a checkpoint in its safetensors files, and read them one by one.
 
 Layers are read straight into their place: the page cache keeps what the machine has memory for, and
 nothing of a file counts as this process's memory, as its mapped pages would.
@@ -28,7 +28,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor in a file."""
+    """The place of one tensor in a file."""
 
     path: Path
     begin: int  # byte of the file
@@ -60,7 +60,7 @@ def read(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class OpenFiles:
-    """Files that stay open while layers come and go."""
+    """Files that stay open while layers are loaded from them."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -110,5 +110,5 @@ def _of(path: Path) -> Iterator[tuple[str, Stored]]:
 def absent(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """Return NaN in that shape; takes the memory of one element."""
+    """Return a tensor of NaN in that shape which takes the memory of one element."""
     return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)

@@ -1,4 +1,4 @@
-"""What a job's layers keep, decided before each group of micro-batches from the memory there is."""
+"""Set how many bytes a job's layers may keep, before each group, from the free memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GRADIENTS, _MOMENTS = 2, 2
 
 @dataclass(frozen=True, slots=True)
 class JobMemory:
-    """What a job keeps besides graphs.
+    """Memory that a job takes besides its layers' graphs.
 
     Attributes:
         longest: tokens of the longest row.
@@ -48,7 +48,7 @@ class JobMemory:
 
 
 class ActivationBudget:
-    """Sets the budget of a stack's layers, and forms no group that would not fit.
+    """Bytes that a job's layers may keep; refuses groups that would not fit.
 
     Args:
         stack: its layers train.
@@ -167,7 +167,7 @@ def _check(memory_model: MemoryModel, longest: int, free_bytes: int) -> None:
 
 
 def _graph_bytes(stack: DecoderStack, planned: PlannedLayers, longest: int) -> float:
-    """Return what one layer keeps of a token, of the kind of layer that keeps most.
+    """Return the bytes a token that autograd saves in one layer: the kind that saves most.
 
     Measured on paper on the longest row; a layer that cannot be told on paper (a mixture of
     experts) runs on the few tokens of the probe.
@@ -188,7 +188,7 @@ def _graph_bytes(stack: DecoderStack, planned: PlannedLayers, longest: int) -> f
 
 @contextmanager
 def _dropping(layer: nn.Module, tokens: int) -> Iterator[None]:
-    """Let the adapter's dropouts drop units of one row: what each makes is kept by what reads it.
+    """Let the adapter's dropouts be active on one row, so that their saved tensors count.
 
     As in training, whatever stage the job is in.
     """
@@ -204,7 +204,7 @@ def _dropping(layer: nn.Module, tokens: int) -> Iterator[None]:
 
 
 def _held_bytes(stack: DecoderStack, index: int) -> float:
-    """Run one layer on the probe; returns what autograd keeps of a token."""
+    """Run one layer on the probe; return the bytes a token that autograd saves."""
     at = stack.begin(stack.probe)
     at.inputs[index] = at.inputs[0]
     held, layer, tokens = SavedBytes(stack.layers[index]), stack.layers[index], at.whole.tokens
@@ -214,7 +214,7 @@ def _held_bytes(stack: DecoderStack, index: int) -> float:
 
 
 def _key_value_bytes(stack: DecoderStack) -> tuple[int, int]:
-    """Return what keys and values of one layer take of a token, and the sums of their gradients.
+    """Return the bytes a token of one layer's keys, values and the sums of their gradients.
 
     Tried out on a window of the probe: only the layer knows how many heads of which size it has.
     """
@@ -232,7 +232,7 @@ def _key_value_bytes(stack: DecoderStack) -> tuple[int, int]:
 
 
 class SavedBytes:
-    """Counts the memory of saved tensors, that of a module's parameters left out.
+    """Count the bytes that autograd saves, without a module's parameters.
 
     Args:
         module: what runs.

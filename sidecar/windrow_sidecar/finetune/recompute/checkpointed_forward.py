@@ -1,4 +1,4 @@
-"""One forward of one layer under a recipe: what is kept of it, and how backward gets the rest."""
+"""Run one layer under a recompute plan: keep some tensors, compute the others in backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tens
 
 
 class CheckpointedForward:
-    """Between a layer's forward and the end of its backward.
+    """The saved tensors of one layer between its forward and the end of its backward.
 
     A forward that does not show the tensors that the recipe expects (a mixture of experts that
     routes otherwise, a kernel chosen anew) is run a second time as a whole in its backward: slower,

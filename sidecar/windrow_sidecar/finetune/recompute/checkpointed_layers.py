@@ -1,4 +1,4 @@
-"""How a stack's layers keep to a budget of activations (see `around.AroundLayer`)."""
+"""Keep each layer within its activation budget (see `around.AroundLayer`)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDINGS_KEPT, RECIPES_KEPT = 64, 256
 
 
 class PlannedLayers:
-    """Keeps of each layer's forward what fits its budget; the rest is computed again in backward.
+    """Keep what fits a layer's budget, and compute the rest again in backward.
 
     `bytes_per_token` is that budget for one layer; it may change between two layers. None keeps
     everything as autograd does, at no cost; 0 keeps nothing but the layer's input, at the price of
@@ -147,7 +147,7 @@ def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
 
 
 def _touch(held: OrderedDict[Hashable, Any], key: Hashable, most: int) -> None:
-    """Remember `key` longest, and no more than `most`."""
+    """Move `key` to the end of an ordered cache, and evict beyond `most` entries."""
     held.move_to_end(key)
     while len(held) > most:
         held.popitem(last=False)

@@ -1,4 +1,4 @@
-"""When a dropout begins and ends, whether a module or a function of the model's own draws it."""
+"""Observe each dropout of a forward, whether it is a module or a function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class AtDropouts(TorchFunctionMode):
-    """Calls `around(n)` as a context around the n-th active dropout, counted from 0."""
+    """Enter `around(n)` around the n-th active dropout, counted from 0."""
 
     def __init__(self, around: Callable[[int], AbstractContextManager[None]]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _active(p: float = 0.5, training: bool = True, inplace: bool = False, **_: A
 
 @contextmanager
 def random_state(state: Tensor | None) -> Iterator[None]:
-    """Draw from `state` inside, and go on outside as if nothing had been drawn."""
+    """Set torch's random state inside, and restore the old one afterwards."""
     if state is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""How a value that shall be kept is had from a tensor that autograd hands over.
+"""Extract the values that a plan keeps from the tensors that autograd saves.
 
 Autograd saves more than it names: a fp32 copy of a bf16 tensor holds just that tensor, a chunk's
 storage holds the whole. So each saved tensor stands for every value from which it was made by
@@ -27,7 +27,7 @@ _BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """What a tensor is without its content: equal looks in one run are one tensor."""
+    """Storage, offset, shape and strides of a tensor; equal layouts in one run are one tensor."""
 
     storage: int
     offset: int  # elements
@@ -62,7 +62,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class As:
-    """The tensor seen in another shape of the same storage, `shift` elements further."""
+    """Step: view the tensor in another shape of its storage, `shift` elements further."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -75,7 +75,7 @@ class As:
 
 @dataclass(frozen=True, slots=True)
 class Narrow:
-    """The tensor in a smaller type that holds its values exactly."""
+    """Step: cast the tensor to a smaller dtype that holds its values exactly."""
 
     dtype: torch.dtype
 
@@ -86,7 +86,7 @@ class Narrow:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """One bit an element: whether it is above zero."""
+    """Step: keep one bit an element, whether it is above zero."""
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Return uint8 [elements / 8, rounded up]."""
@@ -105,7 +105,7 @@ def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """Take a value from the tensor at `position` among those that autograd saves."""
+    """How to get a value from the tensor at `position` among those that autograd saves."""
 
     position: int
     steps: tuple[As | Narrow | Signs, ...]
@@ -123,7 +123,7 @@ def extractors_of(
     sign_of: Mapping[int, int],
     saved: Sequence[TensorLayout],
 ) -> dict[int, Extractor]:
-    """Find every value that can be kept, and how, from the earliest tensor that gives it.
+    """Return how to extract each value, from the earliest saved tensor that gives it.
 
     Args:
         graph: of the layer.
@@ -155,7 +155,7 @@ def _behind(
     producer: int | None,
     steps: tuple[As | Narrow | Signs, ...],
 ) -> tuple[int, tuple[As | Narrow | Signs, ...]] | None:
-    """Return what `value` was made of, if that can be had from it, and the steps to it."""
+    """Return the value that `value` was made of, and the steps that extract it, if possible."""
     if producer is None or len(graph.ops[producer].inputs) != 1:
         return None
     op, made = graph.ops[producer], layouts[value]

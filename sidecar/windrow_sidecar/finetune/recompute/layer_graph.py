@@ -1,4 +1,4 @@
-"""What one layer's forward computes and what its backward will ask for: plain data, no tensors."""
+"""The operations of one layer's forward and the tensors its backward needs: plain data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 
 class OpKind(Enum):
-    """What it takes to run an operation a second time."""
+    """Whether and how an operation can run a second time."""
 
     VIEW = "view"  # nothing: the same bytes under another shape
     CHEAP = "cheap"  # elementwise work, reductions, copies: bound by memory bandwidth
@@ -79,12 +79,12 @@ class LayerGraph:
 
 
 def is_mutable(func: Any) -> bool:  # noqa: ANN401 - an OpOverload
-    """Whether it writes into an argument."""
+    """Return whether an operation writes into one of its arguments."""
     return bool(func._schema.is_mutable)
 
 
 def kind_of(func: Any, used: Sequence[Tensor], made: Sequence[Tensor]) -> OpKind:  # noqa: ANN401
-    """What it takes to run it again; views are also what shares its storage with an argument."""
+    """Return the kind of an operation; what shares its storage with an argument is a view."""
     if func.overloadpacket in flop_registry or "attention" in str(func):
         return OpKind.GEMM
     if is_mutable(func):
@@ -103,7 +103,7 @@ def flops_of(
     kwargs: dict[str, Any],
     result: Any,  # noqa: ANN401
 ) -> int:
-    """Floating-point operations: torch's own count for products, one an element for the rest."""
+    """Return floating-point operations: torch's count for products, else one an element."""
     if kind is OpKind.VIEW:
         return 0
     if func.overloadpacket in flop_registry:
@@ -115,18 +115,18 @@ def flops_of(
 
 
 def moved_bytes_of(kind: OpKind, used: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Bytes that are read and written."""
+    """Return the bytes that an operation reads and writes."""
     if kind is OpKind.VIEW:
         return 0
     return sum(own_bytes(tensor) for tensor in (*used, *made))
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements; an expanded tensor has no more than its storage."""
+    """Return the bytes of a tensor's elements, at most those of its storage."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Two products; query: [..., tokens, dim]. A causal mask is not taken off, as in torch."""
+    """Return the operations of two products; query: [..., tokens, dim]. Masks do not count."""
     rows = query.numel() // query.shape[-1]
     return 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1])

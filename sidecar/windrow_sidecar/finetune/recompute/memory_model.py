@@ -1,4 +1,4 @@
-"""What a step of training takes at its peak, so that a group fits before it is formed."""
+"""Predict the peak memory of a training step, before its group is formed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What training would keep without a budget. Bytes of a token, unless they are named otherwise.
+    """Bytes that a training step takes, by part. Bytes a token unless the name says otherwise.
 
     Attributes:
         layers: of the model.

@@ -1,4 +1,4 @@
-"""What to keep of a layer's forward under a budget of bytes: a minimum cut over plain data.
+"""Choose which tensors of a layer to keep within a budget of bytes, by minimum cuts.
 
 Each value that backward needs is kept, or computed again from what is. With bytes priced at 1 and
 work at `price` the cheapest choice is a minimum cut (a value that is needed but not computed again
@@ -23,7 +23,7 @@ _CHEAPEST, _DEAREST, _HALVINGS = 1e-12, 1e3, 24
 
 
 class BudgetTooSmall(ValueError):
-    """No choice keeps so little; `least_bytes` could be kept."""
+    """No plan keeps so few bytes; `least_bytes` are the fewest."""
 
     def __init__(self, budget_bytes: int, least_bytes: int) -> None:
         super().__init__(f"{least_bytes} bytes must be kept at least, {budget_bytes} are allowed")
@@ -32,7 +32,7 @@ class BudgetTooSmall(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class KeepPlan:
-    """A decision: values to keep, operations to run again (both as indexes), and what it costs."""
+    """Values to keep and operations to run again (as indexes), with bytes and work."""
 
     kept: frozenset[int]
     replayed: frozenset[int]
@@ -41,12 +41,12 @@ class KeepPlan:
 
 
 def work_of(op: Op) -> float:
-    """How long an operation takes, in floating-point operations: bound by either resource."""
+    """Return an operation's time in floating-point operations: by compute or by memory traffic."""
     return float(max(op.flops, RIDGE * op.moved_bytes))
 
 
 def plan_within(graph: LayerGraph, budget_bytes: int, *, gemm_again: bool = False) -> KeepPlan:
-    """Return the choice with the least work that keeps at most `budget_bytes`.
+    """Return the plan with the least work that keeps at most `budget_bytes`.
 
     Args:
         graph: of the layer.
@@ -75,17 +75,17 @@ def plan_within(graph: LayerGraph, budget_bytes: int, *, gemm_again: bool = Fals
 
 
 def smallest(graph: LayerGraph, *, gemm_again: bool = False) -> KeepPlan:
-    """Return the choice that keeps the fewest bytes."""
+    """Return the plan that keeps the fewest bytes."""
     return plan_at(graph, _CHEAPEST, gemm_again=gemm_again)
 
 
 def largest(graph: LayerGraph) -> KeepPlan:
-    """Return the choice that computes nothing again: what autograd does by itself."""
+    """Return the plan that computes nothing again, as autograd does by itself."""
     return plan_at(graph, _DEAREST, gemm_again=False)
 
 
 def plan_at(graph: LayerGraph, price: float, *, gemm_again: bool) -> KeepPlan:
-    """Return the choice with the least sum of bytes kept and `price` times work done again."""
+    """Return the plan with the least sum of bytes kept and `price` times work done again."""
     network = Network()
     needed = [network.node() for _ in graph.values]
     again = [network.node() for _ in graph.ops]
@@ -126,7 +126,7 @@ def _plan(graph: LayerGraph, kept: frozenset[int]) -> KeepPlan:
 
 
 def _filled(graph: LayerGraph, plan: KeepPlan, budget_bytes: int) -> KeepPlan:
-    """Keep more while the budget lasts: each time what saves the most work for a byte."""
+    """Keep more values while the budget lasts, those first that save the most work for a byte."""
     while True:
         room = budget_bytes - plan.kept_bytes
         best, best_rate = None, 0.0
@@ -157,7 +157,7 @@ SOURCE, SINK = 0, 1
 
 
 class Network:
-    """Nodes are numbers, made by `node`; 0 is the source, 1 the sink."""
+    """A flow network whose nodes are numbers; 0 is the source, 1 the sink."""
 
     def __init__(self) -> None:
         self._edges: list[list[int]] = [[], []]  # of a node; edge e and its reverse are e, e ^ 1

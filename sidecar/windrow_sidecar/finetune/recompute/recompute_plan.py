@@ -1,4 +1,4 @@
-"""A decision about one layer, ready to be followed: what each saved tensor turns into."""
+"""A plan for one layer in executable form: what each saved tensor is replaced by."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windrow_sidecar.finetune.recompute.recording import Recording
 
 @dataclass(frozen=True, slots=True)
 class RecomputePlan:
-    """What to do in each forward and backward of layers that are alike.
+    """What each forward and backward of layers of one kind keeps and computes again.
 
     Attributes:
         recording: how to run operations again.
@@ -34,7 +34,7 @@ class RecomputePlan:
 
 
 def recompute_plan_of(recording: Recording, plan: KeepPlan) -> RecomputePlan:
-    """Turn a plan for `recording.graph` into a recipe."""
+    """Make a plan for `recording.graph` executable."""
     graph = recording.graph
     taken: dict[int, list[tuple[int, Extractor]]] = {}
     for value in sorted(plan.kept):

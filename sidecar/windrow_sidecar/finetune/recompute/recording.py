@@ -1,4 +1,4 @@
-"""What a layer computes: its forward, run on tensors without memory and written down.
+"""Record the operations of a layer's forward on fake tensors.
 
 Operations are seen below autograd (a dispatch mode), what autograd saves by its pack hooks. Nothing
 is computed and no memory is taken: real weights and arguments enter as stand-ins of their shape.
@@ -38,19 +38,19 @@ _NOT_ON_PAPER = (RuntimeError, TypeError, ValueError, LookupError, AttributeErro
 
 
 class CannotRecord(ValueError):
-    """What the layer computes depends on its data, or on something that has no stand-in."""
+    """The layer's operations depend on its data, or on something that has no fake tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """In the arguments of a call: the value with that index."""
+    """An argument of a recorded call: the value with that index."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpCall:
-    """How an operation is run again: `function` with flat arguments, some of which are `Ref`s.
+    """A recorded call that can run again: `function` with flat arguments, some of them `Ref`s.
 
     `mutates`: it writes into its first argument, which must be a copy then. `random_point`: it
     draws numbers, and this dropout's generator state comes first.
@@ -66,7 +66,7 @@ class OpCall:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A layer's graph, and what it takes to run parts of it again.
+    """A layer's graph, with the calls that run parts of it again.
 
     Attributes:
         graph: for the decision.
@@ -99,7 +99,7 @@ class Recording:
 
 
 def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
-    """Write down what `layer(*args, **kwargs)` computes with gradients on.
+    """Record what `layer(*args, **kwargs)` computes with gradients enabled.
 
     Args:
         layer: in the mode (training) in which it will run.
@@ -132,7 +132,7 @@ def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
 
 
 class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Numbers every tensor that passes."""
+    """A dispatch mode that numbers every tensor and records every operation."""
 
     def __init__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -295,11 +295,11 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _as_strided(tensor: Tensor, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of `empty_strided` that give what `empty_like(tensor, **kwargs)` does."""
+    """Return the arguments of `empty_strided` that match `empty_like(tensor, **kwargs)`."""
     like = torch.ops.aten.empty_like.default(tensor, **kwargs)
     return (tuple(like.shape), like.stride()), {"dtype": like.dtype, "device": like.device}
 
 
 def layer_tensors(layer: nn.Module) -> list[Tensor]:
-    """Parameters, then buffers, in the module's order."""
+    """Return parameters, then buffers, in the module's order."""
     return [*layer.parameters(), *layer.buffers()]
