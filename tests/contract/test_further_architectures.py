@@ -25,7 +25,7 @@ from windrow_sidecar.testing.equality import (
     small_spec,
     tuned_model,
 )
-from windrow_sidecar.testing.rounding import apart, in_type_of
+from windrow_sidecar.testing.rounding import apart
 
 # Their attention is code of their own, which cannot be made to look at a part of a row.
 WHOLE_ROWS_ONLY = {"Bloom", "CodeGen", "GPTJ", "GPTNeo", "Mpt"}

@@ -147,7 +147,7 @@ def our_training(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> Training:  
         stream, steps = stream_of(tuned, rows, cut), []
         while (tasklet := stream.peek()) is not None:
             if isinstance(done := stream.run(tasklet), StepDone):
-                steps.append((done.position.loss, done.facts.gradient_norm))
+                steps.append((float(done.position.loss or 0.0), done.facts.gradient_norm))
     held: Training = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
     for entry, tensor in stream.tensors().items():
         kind, _, name = entry.removeprefix("state/").partition("/")

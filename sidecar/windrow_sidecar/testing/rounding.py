@@ -8,8 +8,9 @@ same run in float64 is measured, against the distance of the ordinary way.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,11 @@ def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
     floor = 1e-5 * norm
     worst = max(off[name] / max(floor, float(theirs[name].double().norm())) for name in off)
     return Apart(math.sqrt(sum(value**2 for value in off.values())) / norm, worst)
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    """Return how far a tensor is from the truth, in L2, against the truth's own norm."""
+    return float((found.double() - truth).norm() / truth.norm())
 
 
 def no_farther(ours: Iterable[float], theirs: Iterable[float], dtype: torch.dtype) -> bool:
@@ -109,6 +115,35 @@ def in_type_of(model: Any) -> AbstractContextManager[None]:  # noqa: ANN401 - pe
     """Let code inside compute in float64 throughout if the model is in float64."""
     wide = all(p.dtype == torch.float64 for p in model.parameters())
     return in_float64() if wide else nullcontext()
+
+
+class LogitDistances:
+    """Of logits in fp32 from those in float64: an engine's, and transformers' own of the same.
+
+    Attributes:
+        ours, theirs: one of each token.
+    """
+
+    def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers is untyped
+        """Compare with a causal model of transformers in fp32."""
+        self._model, self._wide = model, copy.deepcopy(model).double()
+        self.ours: list[float] = []
+        self.theirs: list[float] = []
+
+    def add(self, tokens: Sequence[int], logits: Sequence[Tensor]) -> None:
+        """Take an engine's logits, [vocabulary] each, of the last tokens of a line."""
+        ids, last = torch.tensor([tokens]), slice(-len(logits), None)
+        with torch.inference_mode():
+            narrow = self._model(ids).logits[0, last]
+            with in_float64():
+                truth = self._wide(ids).logits[0, last]
+        self.ours += map(relative, logits, truth)
+        self.theirs += map(relative, narrow, truth)
+
+    @property
+    def equal(self) -> bool:
+        """Whether the engine's are as near to float64 as transformers' own."""
+        return no_farther(self.ours, self.theirs, torch.float32)
 
 
 def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: object) -> Tensor:
