@@ -177,6 +177,7 @@ class Job:
     spec: FinetuneJobSpec | None  # None: invalid, see `error`
     error: str = ""
     status: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)  # the object that all this was read from
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0

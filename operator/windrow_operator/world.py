@@ -213,6 +213,7 @@ class World:
             spec=spec,
             error=error,
             status=status,
+            body=body,
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
             priority=self.priorities.get((spec and spec.priority_class_name) or "", 0),
