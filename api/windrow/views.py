@@ -36,6 +36,12 @@ class JobView:
     base_eval_loss: float | None
     tuned_eval_loss: float | None
 
+    @property
+    def steps_done(self) -> str:
+        """`118/400`, for people; a dash where no step ran or nothing is heard of the worker."""
+        step = str(self.step) if self.step and self.state != "Silent" else "-"
+        return f"{step}/{self.total_steps}" if self.total_steps else step
+
     @classmethod
     def of(cls, found: JsonObject) -> JobView:
         """Read a FinetuneJob as the API server returns it."""
@@ -69,7 +75,12 @@ class JobView:
 
 
 # The condition that explains a state, where the two have different names.
-_EXPLAINED_BY = {"Invalid": "Accepted", "Pending": "Placed", "Stopping": "Running"}
+_EXPLAINED_BY = {
+    "Invalid": "Accepted",
+    "Pending": "Placed",
+    "Stopping": "Running",
+    "Silent": "Running",
+}
 
 
 def _message(conditions: list[dict[str, Any]], state: str) -> str:
@@ -107,6 +118,7 @@ class SlotView:
     compute_units: int
     ready: bool
     why: str  # reason and message of the Ready condition
+    reported: bool  # False: nothing has been heard lately, and every figure below is none
     policy: str
     mode: str
     objective_s: float | None
@@ -141,6 +153,7 @@ class SlotView:
             compute_units=spec.get("computeUnits", 0),
             ready=ready is not None and ready["status"] == "True",
             why=f"{ready['reason']}: {ready['message']}" if ready else "no report yet",
+            reported="steps" in status,
             policy=status.get("policy") or "",
             mode=status.get("mode") or "",
             objective_s=status.get("objectiveSeconds"),

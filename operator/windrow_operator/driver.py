@@ -109,7 +109,7 @@ class Driver:
         await self._write_policies(now)
         for gone in self._world.forget_unused_slots():
             self._metrics.forget_slot(gone)
-        self._show_slots(slots)
+        self._show_slots(slots, now)
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -253,9 +253,12 @@ class Driver:
             pod = self._world.pods.get(session.pod.uid, session.pod)
             session.configure(policies.config_of(self._world.terms(pod, now)))
 
-    def _show_slots(self, slots: dict[str, Slot]) -> None:
+    def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
         for key, live in self._world.slots.items():
             view = slots.get(key)
+            if live.current_beat(now) is None:
+                self._metrics.forget_slot(live)
+                continue
             spec = view.terms.policy.spec if view and view.terms else None
             objective = spec.objective.tpot.total_seconds() if spec else 0.0
             self._metrics.slot(live, objective)
