@@ -20,7 +20,8 @@ class JobView:
     uid: str
     model: str
     state: str  # one of windrow.conditions.STATES
-    message: str  # of the condition that the state comes from
+    reason: str  # of the condition that the state comes from, in CamelCase
+    message: str  # of the same
     finished: bool
     suspended: bool
     step: int
@@ -50,13 +51,15 @@ class JobView:
         progress = status.get("progress") or {}
         evaluation = status.get("evaluation") or {}
         state = state_of(conditions)
+        explained = get_condition(conditions, _EXPLAINED_BY.get(state, state)) or {}
         return cls(
             namespace=meta["namespace"],
             name=meta["name"],
             uid=meta["uid"],
             model=spec["model"]["name"],
             state=state,
-            message=_message(conditions, state),
+            reason=explained.get("reason", ""),
+            message=explained.get("message", ""),
             finished=is_finished(conditions),
             suspended=bool(spec.get("suspend")),
             step=progress.get("step", 0),
@@ -81,11 +84,6 @@ _EXPLAINED_BY = {
     "Stopping": "Running",
     "Silent": "Running",
 }
-
-
-def _message(conditions: list[dict[str, Any]], state: str) -> str:
-    condition = get_condition(conditions, _EXPLAINED_BY.get(state, state))
-    return str(condition["message"]) if condition else ""
 
 
 @dataclass(frozen=True, slots=True)
