@@ -11,6 +11,7 @@ print(done.state, done.adapter_path)
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
-import yaml
 from kubernetes import client as k8s
 from kubernetes import config as k8s_config
 
@@ -38,6 +38,7 @@ from windrow.crd import (
     parse_policy_spec,
     parse_profile_spec,
 )
+from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.views import EventView, JobView, SlotView
 
@@ -49,17 +50,7 @@ _TIMEOUT_S = 15
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read one YAML document; raise UserError when it is none."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise UserError(
-            f"cannot be read: {e}", field=str(path), remedy="Give a readable YAML file."
-        ) from e
-    if not isinstance(found, dict):
-        raise UserError(
-            "is not one YAML object", field=str(path), remedy="See examples/finetunejob.yaml."
-        )
-    return found
+    return read_document(path, "Give one readable manifest; see examples/finetunejob.yaml.")
 
 
 class WindrowClient:
@@ -93,7 +84,7 @@ class WindrowClient:
 
     def submit(self, manifest: Mapping[str, Any] | Path, *, namespace: str = "") -> JobView:
         """Create a FinetuneJob from a manifest or a file; `namespace` overrules the manifest's."""
-        body = dict(read_manifest(manifest) if isinstance(manifest, Path) else manifest)
+        body = read_manifest(manifest) if isinstance(manifest, Path) else whole_numbers(manifest)
         check_head(body, FINETUNE_JOB)
         parse_job_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
@@ -192,7 +183,7 @@ class WindrowClient:
 
     def apply_policy(self, manifest: Mapping[str, Any] | Path, *, namespace: str = "") -> None:
         """Create or replace a HarvestPolicy."""
-        body = dict(read_manifest(manifest) if isinstance(manifest, Path) else manifest)
+        body = read_manifest(manifest) if isinstance(manifest, Path) else whole_numbers(manifest)
         check_head(body, HARVEST_POLICY)
         parse_policy_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
@@ -307,8 +298,8 @@ def _answers(what: str) -> Iterator[None]:
 
 def _translated(what: str, e: k8s.ApiException) -> Exception:
     try:
-        message = yaml.safe_load(e.body)["message"]
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
+        message = json.loads(e.body)["message"]
+    except (ValueError, TypeError, KeyError):
         message = e.reason
     match e.status:
         case 404:
