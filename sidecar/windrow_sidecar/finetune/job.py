@@ -88,7 +88,7 @@ class Session:
     shared_weights: bool
     origin: Origin
     keeping: Keeping
-    skipped_rows: int = 0
+    rows: Split
 
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
@@ -208,7 +208,7 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows.skipped)
+    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows)
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
