@@ -94,6 +94,7 @@ class Session:
     shared_weights: bool
     origin: Origin
     keeping: Keeping
+    device: ComputeDevice
     skipped_rows: int = 0
 
     def micro_batch_tokens(self, most: int) -> int:
@@ -214,7 +215,9 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows.skipped)
+    return Session(
+        job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows.skipped
+    )
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
