@@ -88,6 +88,7 @@ class Session:
     shared_weights: bool
     origin: Origin
     keeping: Keeping
+    device: ComputeDevice
     rows: Split
 
     def micro_batch_tokens(self, most: int) -> int:
@@ -208,7 +209,7 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows)
+    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows)
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
