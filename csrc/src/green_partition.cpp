@@ -5,6 +5,26 @@
 #include "smid_kernel.h"
 
 namespace windrow {
+namespace {
+
+// Drivers of 12.x do not say it; their documentation does, for each architecture.
+unsigned smallest_of(const CudaContext& context, const cuda::DeviceResource& all) {
+  if (all.sm.min_partition != 0) {
+    return all.sm.min_partition;
+  }
+  const int major = context.attribute(cuda::DeviceAttribute::kComputeCapabilityMajor);
+  return major >= 9 ? 8 : major == 8 ? 4 : 2;
+}
+
+}  // namespace
+
+std::optional<unsigned> smallest_share(const CudaContext& context) {
+  cuda::DeviceResource all{};
+  const bool has_shares = context.library().has_green() &&
+                          context.library().green().cuDeviceGetDevResource(
+                              context.device(), &all, cuda::kResourceSm) == cuda::kSuccess;
+  return has_shares ? std::optional(smallest_of(context, all)) : std::nullopt;
+}
 
 class GreenPartition::Share {
  public:
@@ -72,12 +92,12 @@ void GreenPartition::split() {
   cuda::DeviceResource all{};
   context_->check(green_.cuDeviceGetDevResource(context_->device(), &all, cuda::kResourceSm),
                   "reading the GPU's SMs");
+  const unsigned smallest = smallest_of(*context_, all);
   total_units_ = static_cast<int>(all.sm.count);
   unsigned count = 0;
   const auto split_into = [&](cuda::DeviceResource* groups, cuda::DeviceResource* rest) {
-    context_->check(
-        green_.cuDevSmResourceSplitByCount(groups, &count, &all, rest, 0, all.sm.min_partition),
-        "splitting the GPU's SMs");
+    context_->check(green_.cuDevSmResourceSplitByCount(groups, &count, &all, rest, 0, smallest),
+                    "splitting the GPU's SMs");
   };
   split_into(nullptr, nullptr);
   groups_.resize(count);
@@ -85,7 +105,7 @@ void GreenPartition::split() {
   split_into(groups_.data(), &rest);
   groups_.resize(count);
   group_units_ = groups_.empty() ? total_units_ : static_cast<int>(groups_[0].sm.count);
-  // Only resources of one alignment may be described together.
+  // Only resources of one alignment may be described together (12.x: all of one split).
   if (rest.type == cuda::kResourceSm && !groups_.empty() &&
       rest.sm.coscheduled_alignment == groups_[0].sm.coscheduled_alignment) {
     rest_ = rest;

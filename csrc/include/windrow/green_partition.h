@@ -12,6 +12,9 @@
 
 namespace windrow {
 
+// Of how many SMs the smallest share consists; nothing where the GPU has no shares.
+[[nodiscard]] std::optional<unsigned> smallest_share(const CudaContext& context);
+
 // The SMs of one GPU, shared between decode and a finetune worker by green contexts.
 //
 // Both processes make the same split into groups of the device's smallest size; that the driver
