@@ -113,7 +113,11 @@ std::unique_ptr<Partition> CudaDriver::partition(std::span<const int> units) {
   if (!units.empty() && units.size() != facts().compute_units.size()) {
     throw std::invalid_argument("the SMs of a GPU are shared whole: name none of them");
   }
-  return std::make_unique<GreenPartition>(*this);
+  const std::scoped_lock lock(mutex_);
+  if (!shares_) {
+    shares_ = std::make_shared<GreenShares>(context_);
+  }
+  return std::make_unique<GreenPartition>(*this, shares_);
 }
 
 }  // namespace windrow

@@ -26,7 +26,7 @@ std::optional<unsigned> smallest_share(const CudaContext& context) {
   return has_shares ? std::optional(smallest_of(context, all)) : std::nullopt;
 }
 
-class GreenPartition::Share {
+class GreenShares::Share {
  public:
   Share(const CudaContext& context, const cuda::GreenCalls& green,
         std::vector<cuda::DeviceResource> resources)
@@ -77,8 +77,8 @@ class GreenPartition::Share {
   int units_ = 0;
 };
 
-GreenPartition::GreenPartition(CudaDriver& driver)
-    : driver_(driver), context_(driver.context()), green_(context_->library().green()) {
+GreenShares::GreenShares(std::shared_ptr<const CudaContext> context)
+    : context_(std::move(context)), green_(context_->library().green()) {
   split();
   if (groups_.size() < 2) {
     throw DriverUnavailable("the GPU's " + std::to_string(total_units_) + " SMs make " +
@@ -86,9 +86,9 @@ GreenPartition::GreenPartition(CudaDriver& driver)
   }
 }
 
-GreenPartition::~GreenPartition() = default;
+GreenShares::~GreenShares() = default;
 
-void GreenPartition::split() {
+void GreenShares::split() {
   cuda::DeviceResource all{};
   context_->check(green_.cuDeviceGetDevResource(context_->device(), &all, cuda::kResourceSm),
                   "reading the GPU's SMs");
@@ -112,8 +112,8 @@ void GreenPartition::split() {
   }
 }
 
-std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int groups) const {
-  if (side == Side::kFinetune) {
+std::vector<cuda::DeviceResource> GreenShares::resources(Partition::Side side, int groups) const {
+  if (side == Partition::Side::kFinetune) {
     return {groups_.end() - groups, groups_.end()};
   }
   std::vector<cuda::DeviceResource> taken(groups_.begin(), groups_.begin() + groups);
@@ -123,8 +123,8 @@ std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int group
   return taken;
 }
 
-GreenPartition::Share& GreenPartition::share(Side side, int groups) {
-  require_share(*this, groups);
+const GreenShares::Share& GreenShares::share(Partition::Side side, int groups) {
+  const std::scoped_lock lock(mutex_);
   auto& share = shares_[{side, groups}];
   if (!share && groups == this->groups()) {
     share = std::make_unique<Share>(*context_, green_, total_units_);
@@ -134,17 +134,27 @@ GreenPartition::Share& GreenPartition::share(Side side, int groups) {
   return *share;
 }
 
-std::uintptr_t GreenPartition::enter(Side side, int groups) {
-  return reinterpret_cast<std::uintptr_t>(share(side, groups).stream());
+cuda::Stream GreenShares::stream(Partition::Side side, int groups) {
+  return share(side, groups).stream();
 }
 
-int GreenPartition::units(Side side, int groups) {
+int GreenShares::units(Partition::Side side, int groups) {
   return share(side, groups).units();
 }
 
+std::uintptr_t GreenPartition::enter(Side side, int groups) {
+  require_share(*this, groups);
+  return reinterpret_cast<std::uintptr_t>(shares_->stream(side, groups));
+}
+
+int GreenPartition::units(Side side, int groups) {
+  require_share(*this, groups);
+  return shares_->units(side, groups);
+}
+
 std::vector<unsigned> GreenPartition::measure(Side side, int groups) {
-  const Share& measured = share(side, groups);
-  return smids_of(driver_, measured.stream(), measured.units());
+  require_share(*this, groups);
+  return smids_of(driver_, shares_->stream(side, groups), shares_->units(side, groups));
 }
 
 }  // namespace windrow

@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "drivers.h"
+#include "windrow/cuda_streams.h"
 
 namespace windrow {
 namespace {
@@ -25,16 +26,26 @@ class GreenPartitionTest : public ::testing::TestWithParam<std::string> {
   Driver* driver_ = nullptr;
 };
 
-TEST_P(GreenPartitionTest, AShareIsMadeOnceAndGoesWithThePartition) {
+TEST_P(GreenPartitionTest, AShareIsMadeOnce) {
+  const auto partition = driver_->partition({});
+  const auto stream = partition->enter(Side::kFinetune, 2);
+  EXPECT_EQ(partition->enter(Side::kFinetune, 2), stream);
+  EXPECT_NE(partition->enter(Side::kFinetune, 3), stream);
+  EXPECT_NE(partition->enter(Side::kDecode, 2), stream);
+  partition->leave();
+  EXPECT_EQ(partition->enter(Side::kFinetune, 2), stream);
+}
+
+// An allocator asks the streams on which its memory was used, until the process ends.
+TEST_P(GreenPartitionTest, AStreamOutlivesItsPartitionAndGoesWithTheDriver) {
   const auto before = Standin::counts();
   {
-    const auto partition = driver_->partition({});
-    const auto stream = partition->enter(Side::kFinetune, 2);
-    EXPECT_EQ(partition->enter(Side::kFinetune, 2), stream);
-    EXPECT_NE(partition->enter(Side::kFinetune, 3), stream);
-    EXPECT_NE(partition->enter(Side::kDecode, 2), stream);
-    partition->leave();
-    EXPECT_EQ(partition->enter(Side::kFinetune, 2), stream);
+    CudaDriver driver(GetParam() == "gpu" ? kLibcuda : WINDROW_STANDIN, 0);
+    const auto stream = driver.partition({})->enter(Side::kFinetune, 2);
+    CudaStreams streams(driver.context());
+    EXPECT_NO_THROW(streams.record(stream)->wait());
+    EXPECT_EQ(driver.partition({})->enter(Side::kFinetune, 2), stream);
+    EXPECT_FALSE(driver.partition({})->measure(Side::kFinetune, 2).empty());
   }
   const auto after = Standin::counts();
   EXPECT_EQ(after.green_contexts, before.green_contexts);
