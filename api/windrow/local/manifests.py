@@ -91,7 +91,7 @@ def decode_pod(decode: Decode) -> Json:
     }
 
 
-def harvest_policy(name: str, objective_ms: float, policy: str) -> Json:
+def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "harvest") -> Json:
     """Return a policy over the demo's decode pods."""
     tpot = format_duration(timedelta(milliseconds=objective_ms))
     return {
@@ -101,7 +101,7 @@ def harvest_policy(name: str, objective_ms: float, policy: str) -> Json:
         "spec": {
             "selector": {"matchLabels": {"app": APP}},
             "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
-            "mode": "harvest",
+            "mode": mode,
             "policy": policy,
         },
     }
