@@ -63,6 +63,10 @@ class AgentLink:
         """Count one request; called by the engine's thread."""
         self._requests_completed += 1
 
+    def set_profile(self, profile: Profile) -> None:
+        """Report this profile with the next figures, and whenever the agent is dialled again."""
+        self._profile = profile
+
     def close(self) -> None:
         """Hang up; waits for the thread for at most two seconds."""
         self._closed.set()
@@ -99,12 +103,15 @@ class AgentLink:
 
     def _reports(self, over: threading.Event) -> Iterator[agent_pb2.EngineReport]:
         yield agent_pb2.EngineReport(hello=self._hello)
-        if self._profile is not None:
-            profile = agent_pb2.EngineProfile(
-                key=self._profile.key, profile_json=self._profile.json
-            )
-            yield agent_pb2.EngineReport(profile=profile)
-        while not over.wait(self._interval_s) and not self._closed.is_set():
+        reported: Profile | None = None
+        while True:
+            if (profile := self._profile) is not None and profile is not reported:
+                reported = profile
+                yield agent_pb2.EngineReport(
+                    profile=agent_pb2.EngineProfile(key=profile.key, profile_json=profile.json)
+                )
+            if over.wait(self._interval_s) or self._closed.is_set():
+                return
             yield agent_pb2.EngineReport(stats=self._stats())
 
     def _stats(self) -> agent_pb2.EngineStats:
