@@ -100,6 +100,9 @@ class Script:
         self.scheduler, self.script = scheduler, script
         self.outputs = Outputs()
         self.waiting = sorted(script["requests"], key=lambda r: r["at"])
+        self.disaggregated = scheduler.server_args.disaggregation_mode == "decode"
+        if self.disaggregated:
+            transfer_known_kv(scheduler)
         self.aborts = dict(script.get("aborts", {}))
         self.n_requests = len(self.waiting)
         self.iteration = self.quiet = 0
@@ -107,7 +110,11 @@ class Script:
         self.most_lent = self.lendings = 0
         self.last_ns = time.monotonic_ns()
         self.longest_us = 0
-        self.chaos = Chaos(scheduler, script["chaos"]) if script.get("chaos") else None
+        self.chaos = None
+        if script.get("chaos"):
+            self.chaos = Chaos(scheduler, script["chaos"])
+        if script.get("worker"):
+            self.chaos = Worker(scheduler, script["worker"], self.outputs)
         self.began_s = time.monotonic()
         for name in ("send_to_tokenizer", "send_to_detokenizer"):
             getattr(scheduler.ipc_channels, name).send_output = self.outputs.send_output
@@ -120,7 +127,8 @@ class Script:
         scheduler = self.scheduler
         arrived = []
         while self.waiting and self.waiting[0]["at"] <= self.iteration:
-            arrived.append(request(self.waiting.pop(0)))
+            spec = self.waiting.pop(0)
+            arrived.append(request({**spec, "disaggregated": self.disaggregated}))
         arrived += [AbortReq(rid=r) for r, at in self.aborts.items() if at == self.iteration]
         scheduler.process_input_requests(arrived)
         if self.chaos is not None:
@@ -137,15 +145,31 @@ class Script:
         return arrived
 
     def _maybe_end(self) -> None:
-        done = len(self.outputs.ends) >= self.n_requests
-        linger = self.script.get("linger_s", 0)
+        done = len(self.outputs.ends) >= self.n_requests or getattr(self.chaos, "is_over", False)
+        until = self.script.get("until_file")
+        if until:
+            done = Path(until).exists()
         late = time.monotonic() - self.began_s > self.script.get("at_most_s", 120)
-        if done and time.monotonic() - self.began_s > linger or late:
+        if self.script.get("endless") and not done and not self.waiting:
+            self._again()
+        if done or late:
+            self.waiting.clear()
             if self.chaos is not None:
                 self.chaos.calm()
             self.quiet += 1
-            if self.quiet > 5 or late:
+            if self.quiet > 400 or late:
                 self.scheduler.gracefully_exit = True
+
+
+    def _again(self) -> None:
+        """Keep three requests in the batch for as long as it takes."""
+        self.turn = getattr(self, "turn", 0) + 1
+        if self.turn - len(self.outputs.ends) <= 3:
+            prompt = list(b"The for statement is used to iterate over")
+            again = {"n": self.turn, "at": 0, "tokens": 24 + self.turn % 9, "prompt": prompt}
+            self.waiting.append(again)
+        else:
+            self.turn -= 1
 
 
 class Chaos:
@@ -188,6 +212,84 @@ class Chaos:
         self.allocator.chunks.refresh()
 
 
+class Worker:
+    """A worker process beside the scheduler that is stopped, and later killed, while it is lent to.
+
+    Every fault comes at an iteration at which chunks are lent, and ends at one at which requests
+    have been answered meanwhile.
+    """
+
+    OWNER, ANSWERS = 5, 4
+
+    def __init__(self, scheduler, wanted: int, outputs: Outputs) -> None:
+        from windrow_sidecar.qos.terms import make_terms
+
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.outputs, self.seen = outputs, []
+        self.phase, self.answered = "lending", 0
+        socket = str(plugin().run_dir.arena_socket())
+        words = ["windrow_sidecar.testing.page_worker", socket, str(self.OWNER), str(wanted)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "attached\n"
+        terms = make_terms(
+            name="chat",
+            policy="windrow",
+            mode="harvest",
+            objective_seconds=2.0,
+            percentile=99,
+            scope="perStep",
+            max_compute_percent=100,
+            max_memory_percent=80,
+        )
+        plugin().harvest._parts.inner.set_terms(terms)
+
+    def stir(self, _iteration: int) -> None:
+        lent, answers = self.allocator.lent_tokens, len(self.outputs.ends)
+        if self.phase == "lending" and lent:
+            self._turn("stopped", signal.SIGSTOP)
+        elif self.phase == "stopped" and answers >= self.answered + self.ANSWERS:
+            self._turn("going on", signal.SIGCONT)
+        elif self.phase == "going on" and lent and answers >= self.answered + self.ANSWERS:
+            self._turn("killed", signal.SIGKILL)
+            self.process.wait()
+        elif self.phase == "killed" and not lent and answers >= self.answered + self.ANSWERS:
+            self.phase = "over"
+
+    def calm(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase == "over"
+
+    def _turn(self, phase: str, number: int) -> None:
+        self.process.send_signal(number)
+        self.seen.append([phase, self.allocator.lent_tokens])
+        self.phase, self.answered = phase, len(self.outputs.ends)
+
+
+def transfer_known_kv(scheduler) -> None:
+    """Let SGLang's fake transfer write KV that depends on the place in the prompt alone."""
+    import torch
+    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    stock, size = FakeKVReceiver.send_metadata, pool.page_size
+    noise = torch.randn(64, size, *pool.k_buffer[0].shape[1:], generator=torch.manual_seed(3))
+
+    def send_metadata(receiver, kv_indices, *args, **kwargs):
+        for i, page in enumerate(kv_indices):
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer[int(page) * size : (int(page) + 1) * size] = noise[i]
+        return stock(receiver, kv_indices, *args, **kwargs)
+
+    FakeKVReceiver.send_metadata = send_metadata
+
+
 def plugin():
     """The plugin of this process."""
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -195,12 +297,6 @@ def plugin():
     from windrow_sidecar.engines.sglang.compat import SCHEDULER
 
     return HookRegistry._hooks[f"{SCHEDULER}.__init__"][0][1].__self__
-
-
-def worker_of(script: dict) -> subprocess.Popen | None:
-    if not script.get("worker"):
-        return None
-    return subprocess.Popen(script["worker"])
 
 
 def main() -> None:
@@ -222,6 +318,9 @@ def main() -> None:
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
         "total": scheduler.max_total_num_tokens,
         "started_s": started_s,
+        "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),
+        "faults": getattr(played.chaos, "seen", []),
+        "off": plugin().off if os.environ.get("WINDROW_RUN_DIR") else None,
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
     sys.stdout.flush()

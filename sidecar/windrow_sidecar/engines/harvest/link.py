@@ -76,13 +76,16 @@ class AgentLink:
 
     def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        said = False
         while not self._closed.is_set():
-            if self._talk():
-                backoff_s = _FIRST_BACKOFF_S
+            if self._talk(quiet=said):
+                backoff_s, said = _FIRST_BACKOFF_S, False
+            else:  # where no agent ever comes, once is enough
+                said = True
             self._closed.wait(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _talk(self) -> bool:
+    def _talk(self, *, quiet: bool) -> bool:
         """One connection, from dialling to its end; whether the agent ever answered."""
         answered = False
         over = threading.Event()
@@ -94,7 +97,7 @@ class AgentLink:
                     answered = True
                     self._obey(command)
             except grpc.RpcError as error:
-                if not self._closed.is_set():
+                if not self._closed.is_set() and (answered or not quiet):
                     _log.info("no agent at %s: %s", self._target, error.code().name)
             finally:
                 over.set()
