@@ -145,9 +145,10 @@ class Script:
         return arrived
 
     def _maybe_end(self) -> None:
-        done = len(self.outputs.ends) >= self.n_requests or getattr(self.chaos, "is_over", False)
-        until = self.script.get("until_file")
-        if until:
+        done = len(self.outputs.ends) >= self.n_requests
+        if isinstance(self.chaos, Worker):
+            done = self.chaos.is_over
+        elif until := self.script.get("until_file"):
             done = Path(until).exists()
         late = time.monotonic() - self.began_s > self.script.get("at_most_s", 120)
         if self.script.get("endless") and not done and not self.waiting:
