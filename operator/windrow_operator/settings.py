@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from windrow_operator.injection import DECODE_IMAGE
-from windrow_operator.reconcile import Patience
+from windrow_operator.reconcile import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Settings:
     sidecar_memory: str
     prepulled: str
     namespaces: tuple[str, ...]  # empty: all
-    patience: Patience
+    timeouts: Timeouts
     log_json: bool
     verbose: bool
 
@@ -81,7 +81,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
         help="DaemonSet that has pulled the sidecar's image; native sidecars wait for it",
     )
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
-    default = Patience()
+    default = Timeouts()
     for name, value, text in (
         ("gone-grace", default.gone_grace, "wait for a sidecar whose pod is gone"),
         ("lost-grace", default.lost_grace, "wait for a sidecar whose pod is there"),
@@ -115,7 +115,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         sidecar_memory=options.sidecar_memory,
         prepulled=options.prepulled,
         namespaces=scope,
-        patience=Patience(
+        timeouts=Timeouts(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),
             lost_grace=timedelta(seconds=options.lost_grace_seconds),
             start_timeout=timedelta(seconds=options.start_timeout_seconds),

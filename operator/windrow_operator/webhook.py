@@ -21,6 +21,7 @@ from aiohttp import web
 from windrow.crd import GROUP, LABEL_DECODE
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
+from windrow_operator.cluster_state import ClusterState, pod_of
 from windrow_operator.injection import (
     DECODE_IMAGE,
     DECODES,
@@ -34,8 +35,7 @@ from windrow_operator.injection import (
 )
 from windrow_operator.kube import ApiError, Kube, NotFound
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Policy
-from windrow_operator.world import World, pod_of
+from windrow_operator.model import CheckedPolicy
 
 log = logging.getLogger(__name__)
 
@@ -153,13 +153,13 @@ class Webhook:
 
     def __init__(
         self,
-        world: World,
+        cluster: ClusterState,
         kube: Kube,
         template: Callable[[], SidecarTemplate],
         metrics: Metrics,
         prepulled: str = "",
     ) -> None:
-        self._world, self._kube, self._template = world, kube, template
+        self._cluster, self._kube, self._template = cluster, kube, template
         self._metrics, self._prepulled = metrics, prepulled
 
     def application(self) -> web.Application:
@@ -208,10 +208,10 @@ class Webhook:
     async def _decide(self, pod: Body, namespace: str) -> Injection | None:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
-        policy = policies.select(candidate, self._world.policies.values())
+        policy = policies.select(candidate, self._cluster.policies.values())
         sidecar = policy.spec.sidecar if policy and policy.spec else None
         around = Surroundings(
-            self._world.namespaces.get(namespace) or {},
+            self._cluster.namespaces.get(namespace) or {},
             await self._shared_claims(namespace, sidecar),
         )
         done = inject(pod, self._template(), sidecar, around)
@@ -241,7 +241,7 @@ class Webhook:
                 found.add(name)
         return frozenset(found)
 
-    async def _require_image(self, policy: Policy | None) -> None:
+    async def _require_image(self, policy: CheckedPolicy | None) -> None:
         """Refuse a native sidecar whose image would have to be pulled before decode starts."""
         image = self._template().image
         if image == DECODE_IMAGE:

@@ -16,7 +16,7 @@ from windrow.cli.output import Json, print_json, print_line
 from windrow.errors import UserError, WindrowError
 
 if TYPE_CHECKING:
-    from windrow.local.finetune import LocalJob, Told
+    from windrow.local.finetune import LocalJob, RunSummary
 
 _LINE_EVERY_S = 10.0
 
@@ -112,7 +112,7 @@ def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 @contextmanager
-def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None]]:
+def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary], None]]:
     """Show what is told: a bar on a terminal, else a line every ten seconds and for each event.
 
     What is yielded is told of a job by its number; of several each line begins with its name.
@@ -136,7 +136,7 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None
         tasks = [bar.add_task(f"{title}loading", total=None, state="") for title in titles]
         shown = [0] * len(names)
 
-        def show(n: int, told: Told) -> None:
+        def show(n: int, told: RunSummary) -> None:
             for event in told.events[shown[n] :]:
                 bar.console.print(titles[n] + event, highlight=False)
             shown[n] = len(told.events)
@@ -158,7 +158,7 @@ class _Lines:
     shown: int = 0
     due: float = 0.0
 
-    def show(self, told: Told) -> None:
+    def show(self, told: RunSummary) -> None:
         for event in told.events[self.shown :]:
             print_line(self.title + event)
         self.shown = len(told.events)
@@ -168,7 +168,7 @@ class _Lines:
             self.due = time.monotonic() + _LINE_EVERY_S
 
 
-def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
+def _state(told: RunSummary, pace: Any) -> str:  # noqa: ANN401
     rate, left = pace.see(told)
     parts = [f"step {told.step}/{told.total_steps}"]
     if told.loss is not None:
@@ -180,7 +180,7 @@ def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
     return ", ".join(parts)
 
 
-def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, Any]:
+def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[str, Any]:
     from windrow.local.curves import read_metrics, write_curves
 
     state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
@@ -209,7 +209,7 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
     return result
 
 
-def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
+def _say(result: dict[str, Any], told: RunSummary, *, alone: bool) -> None:
     from windrow.local.finetune import last_error
 
     if not alone:
