@@ -144,16 +144,16 @@ def loop_here(job_file: Path, steps: int, device: str) -> EnduranceRun:
     """The plain loop, in this process."""
     from windrow.eventlog import EventLog
     from windrow_sidecar.finetune.job.assembly import read_job
-    from windrow_sidecar.finetune.job.scalars import memory_bytes
     from windrow_sidecar.finetune.standalone.baseline import PlainLoop
 
     log = EventLog(job_file.parent / "events.jsonl", source="peft")
-    loop = PlainLoop(read_job(job_file), log, 1, find_device(device))
+    on = find_device(device)
+    loop = PlainLoop(read_job(job_file), log, 1, on)
     losses, memory = [0.0] * steps, []
     for number in range(steps):
         losses[number] = loop.step().loss
         if (number + 1) % EVERY == 0:
-            held = resident_mib() if device == "cpu" else memory_bytes() / 2**20
+            held = resident_mib() if device == "cpu" else on.peak_bytes() / 2**20
             memory.append((number + 1, held))
     return EnduranceRun(losses, memory)
 

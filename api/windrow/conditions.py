@@ -54,6 +54,7 @@ class Reason(StrEnum):
     STARTING = "Starting"
     STOPPING = "Stopping"
     STOPPED = "Stopped"
+    SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
     # Suspended
     SUSPENDED = "Suspended"
@@ -153,6 +154,12 @@ LIFECYCLE: Final = (
     ConditionRow(
         T.RUNNING, "True", R.STOPPING, "The worker was asked to write a checkpoint and to stop."
     ),
+    ConditionRow(
+        T.RUNNING,
+        "Unknown",
+        R.SILENT,
+        "Nothing was heard of the worker for a while; step, rate and ETA are dropped until it is.",
+    ),
     ConditionRow(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
     ConditionRow(T.RUNNING, "False", R.FINISHED, "The job has ended."),
     ConditionRow(
@@ -191,6 +198,9 @@ SLOT: Final = (
     ),
     ConditionRow(T.READY, "True", R.SERVING, "The slot can take a job."),
     ConditionRow(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),
+    ConditionRow(
+        T.READY, "False", R.SILENT, "Connected, but no heartbeat comes; its figures are dropped."
+    ),
     ConditionRow(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
     ConditionRow(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
     ConditionRow(
@@ -232,6 +242,7 @@ STATES: Final = (
     "Placed",
     "Running",
     "Stopping",
+    "Silent",
     "Suspended",
     "Succeeded",
     "Failed",
@@ -308,6 +319,8 @@ def state_of(conditions: Iterable[Mapping[str, Any]] | None) -> str:
     running = get_condition(held, T.RUNNING)
     if running is not None and running["status"] == "True":
         return "Stopping" if running["reason"] == R.STOPPING else "Running"
+    if running is not None and running["status"] == "Unknown":
+        return "Silent"
     if is_true(held, T.SUSPENDED):
         return "Suspended"
     return "Placed" if is_true(held, T.PLACED) else "Pending"

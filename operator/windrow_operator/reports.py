@@ -9,16 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final
 
 from windrow.conditions import Reason
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
-from windrow_operator.model import ALIVE, JobPlacement, Pod, RunState, WorkerProgress, key_of
-
-# A worker that was reported and no longer is, without a last word, is gone: ten heartbeats.
-SILENT_WORKER: Final = timedelta(seconds=10)
+from windrow_operator.model import (
+    ALIVE,
+    STALE_AFTER,
+    JobPlacement,
+    Pod,
+    RunState,
+    WorkerProgress,
+    key_of,
+)
 
 _STATE: Final = {
     pb.JobEvent.STARTED: RunState.RUNNING,
@@ -75,7 +80,8 @@ def take_heartbeat(
         stale += _take_running(cluster, live.key, running, now)
     for run in list(cluster.runs.values()):
         reported = run.seen_at is not None and run.state in ALIVE
-        if run.slot == live.key and reported and now - (run.seen_at or now) > SILENT_WORKER:
+        # The sidecar reports and no longer names it, and it has said no last word.
+        if run.slot == live.key and reported and now - (run.seen_at or now) > STALE_AFTER:
             _lose(cluster, run, "the worker is gone without a word", now)
     return stale
 

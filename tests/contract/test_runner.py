@@ -10,6 +10,7 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
+from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession
 from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
@@ -72,7 +73,7 @@ class Started:
         stream, job_state = self.tiny.stream, JobState(stall=StallWatch(after_s=0))
         self.job_state = job_state
         session = TrainingSession(
-            job, self.tiny.model, stream, 16, False, Origin(), activation_budget=None
+            job, self.tiny.model, stream, 16, False, Origin(), None, DataSplit((), ())
         )
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, job_state)

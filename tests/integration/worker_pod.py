@@ -187,7 +187,7 @@ class Pod:
 
     def take(self, uid: str, *, to: str = UID, epoch: int = 1) -> None:
         """Tell the worker, over a job's stream, to carry a further one."""
-        self.agent.command("TAKE", to=to, job_uid=uid, epoch=epoch)
+        self.agent.command("ADD_JOB", to=to, job_uid=uid, epoch=epoch)
 
     def start(
         self, epoch: int = 1, *, room_bytes: int | None = None, **training

@@ -61,6 +61,16 @@ def test_an_epoch_that_is_over_is_ended(cluster):
     assert "u" not in cluster.runs
 
 
+def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    live = cluster.slots[KEY]
+    assert not cluster.slot_views(NOW + timedelta(minutes=1))[KEY].silent  # none has come yet
+    reports.take_heartbeat(cluster, live, pb.SlotHeartbeat(batch=3), NOW)
+    assert live.current_beat(NOW + timedelta(seconds=10)).batch == 3
+    assert live.current_beat(NOW + timedelta(seconds=11)) is None
+    assert cluster.slot_views(NOW + timedelta(seconds=11))[KEY].silent
+
+
 def test_a_placement_that_the_first_hello_does_not_name_is_lost(cluster):
     reports.take_hello(cluster, POD, hello(), NOW, first=True)
     cluster.assign("u", 1, KEY, NOW)

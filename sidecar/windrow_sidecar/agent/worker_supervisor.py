@@ -90,7 +90,7 @@ class WorkerSupervisor:
             return
         _log.info("job %s epoch %d: joins worker %d", assign.job_uid, assign.epoch, self.pid)
         herald.send(
-            agent_pb2.WorkerCommand(action="TAKE", job_uid=assign.job_uid, epoch=assign.epoch)
+            agent_pb2.WorkerCommand(action="ADD_JOB", job_uid=assign.job_uid, epoch=assign.epoch)
         )
 
     async def wait(self) -> None:

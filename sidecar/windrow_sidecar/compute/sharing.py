@@ -1,4 +1,8 @@
-"""Whether decode and the worker may run at once on a GPU, and what of it the GPU offers."""
+"""Whether decode and the worker may run at once on a GPU, and what of it the GPU offers.
+
+A process that cannot connect to the MPS daemon of its environment runs on without it, and without a
+word; so the driver is asked, which knows once the context exists.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +74,9 @@ _CONTROL = "control"
 
 def probe(driver: str, environ: Mapping[str, str]) -> GpuCapabilities:
     """Look at the GPU of that driver, as a process with this environment would share it."""
-    return GpuCapabilities(green_missing=green_missing(driver), mps_missing=mps_missing(environ))
+    return GpuCapabilities(
+        green_missing=green_missing(driver), mps_missing=mps_missing(driver, environ)
+    )
 
 
 def green_missing(driver: str) -> str:
@@ -82,11 +88,21 @@ def green_missing(driver: str) -> str:
     return ""
 
 
-def mps_missing(environ: Mapping[str, str]) -> str:
-    """Say why a process with this environment is no client of an MPS daemon; "" where it is one."""
+def mps_missing(driver: str, environ: Mapping[str, str]) -> str:
+    """Say why this process is no client of the daemon that its environment names; "" where it is.
+
+    Args:
+        driver: of the GPU; this process has a context on it from now on.
+        environ: with which this process first used CUDA.
+    """
     folder = environ.get(PIPE_DIRECTORY)
     if not folder:
         return f"{PIPE_DIRECTORY} is not set: no daemon was started for this slot"
     if not (Path(folder) / _CONTROL).exists():
         return f"no daemon answers in {folder}"
+    if not _core.driver(driver).facts["is_mps_client"]:
+        return (
+            f"the driver did not connect this process to the daemon in {folder} "
+            "(another user, another GPU, or too many clients; its log says which)"
+        )
     return ""

@@ -116,7 +116,7 @@ class JobAgentLink:
                     time.sleep(RECONNECT_S)
 
     def _hear(self, command: agent_pb2.WorkerCommand) -> None:
-        if command.action == "TAKE":
+        if command.action == "ADD_JOB":
             self._take(JobOrder(command.job_uid, command.epoch))
             return
         action = cast(Action, command.action)
