@@ -83,7 +83,7 @@ def test_training_is_bit_equal_with_and_without_a_window(
     how = {
         "steps": 2,
         "micro_batches": micro_batches,
-        "grain": Windows(tokens) if tokens else WholeRows(),
+        "sizing": Windows(tokens) if tokens else WholeRows(),
     }
     expected = trained(tiny_job(base=whole(checkpoint), **how))
     model, frozen, around, _ = windowed()

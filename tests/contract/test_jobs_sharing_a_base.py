@@ -56,7 +56,7 @@ def jobs_of(sizing, base=None) -> list[TinyJob]:
         {"adapter": IA3, "seed": 7, "steps": 3},
     ]
     return [
-        tiny_job(base=shallow_clone(base).model if base else None, **{"grain": sizing, **options})
+        tiny_job(base=shallow_clone(base).model if base else None, **{"sizing": sizing, **options})
         for options in make
     ]
 

@@ -63,7 +63,7 @@ def test_packed_rows_hold_no_padding():
 
 
 def test_small_micro_batches_accumulate_to_the_same_step(padded):
-    one_row = {"max_tokens": 1000, "course": EvaluationPolicy(max_rows=1)}
+    one_row = {"max_tokens": 1000, "evaluation_policy": EvaluationPolicy(max_rows=1)}
     assert len(tiny_job(**one_row).stream.peek().micro.rows) == 1
     assert apart(learnt(**one_row), padded).by_rounding
 

@@ -7,15 +7,16 @@ to the last committed micro-batch, or be checkpointed.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, Example, lengths_of
+from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
+from windrow_sidecar.finetune.engine.grouping import RowGrouping
 from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
 from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
@@ -25,8 +26,6 @@ from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     MicroLimits,
     Tasklet,
-    by_length,
-    next_micro_batch,
     optimizer_tasklet,
 )
 from windrow_sidecar.finetune.training.checkpoint import Position
@@ -98,14 +97,13 @@ class TaskletStream:
     ) -> None:
         self._parts, self._optimizer = parts, optimizer
         self._split, self._plan, self._total_steps = rows, plan, total_steps
-        self._boundaries, self._limits, self._seed = boundaries, limits, seed
+        self._boundaries, self._seed = boundaries, seed
         self._sizing, self._order = sizing, order
-        self._evaluation_policy = evaluation_policy or EvaluationPolicy()
-        self._train_lengths = lengths_of(rows.train)
+        self._evaluation_policy = policy = evaluation_policy or EvaluationPolicy()
+        self._rows = RowGrouping(limits, most_rows=policy.max_rows, packed=policy.packed)
         self._position = Position(step=0)
         self._tokens_seen = 0
         self._batch_group: MicroBatchGroup | None = None
-        self._rows_left: tuple[int, ...] = ()
         self._evaluated = (0.0, 0)  # loss sum, labels
         self._enter(self._first_stage())
 
@@ -179,14 +177,14 @@ class TaskletStream:
     def before_optimizer(self) -> bool:
         """Whether the optimizer's step is next, which changes everything that it owns."""
         training = self._stage is JobStage.TRAINING
-        return training and self._batch_group is None and not self._rows_left
+        return training and self._batch_group is None and self._rows.is_empty
 
     def peek(self) -> Tasklet | None:
         """Return the tasklet to run next, as large as `sizing` wants it; None: the job is done."""
         if self._stage is JobStage.FINISHED:
             return None
         if self._batch_group is None:
-            if not self._rows_left:
+            if self._rows.is_empty:
                 return optimizer_tasklet(self._position.step)
             self._batch_group = self._form()
             self._lookahead = Lookahead(self._order, self._batch_group.progress)
@@ -196,11 +194,10 @@ class TaskletStream:
         """Yield what is left of the step or evaluation, as it would run if nothing changed."""
         if self._stage is JobStage.FINISHED:
             return
-        sizing, rows_left = self._sizing(), self._rows_left
+        sizing = self._sizing()
         if self._batch_group is not None:
             yield from listing(self._order, self._batch_group.progress, sizing)
-        while rows_left:
-            group, rows_left = self._take(rows_left)
+        for group in self._rows.coming():
             yield from listing(self._order, GroupProgress(group, self.depth), sizing)
         if self._stage is JobStage.TRAINING:
             yield optimizer_tasklet(self._position.step)
@@ -216,7 +213,7 @@ class TaskletStream:
             ValueError: it may not run now.
         """
         if self._batch_group is None:
-            if self._rows_left or tasklet.phase is not Phase.OPTIMIZER:
+            if not self._rows.is_empty or tasklet.phase is not Phase.OPTIMIZER:
                 raise ValueError(f"{tasklet} is not next")
             return self._step(tasklet)
         self._batch_group.run(tasklet)
@@ -224,7 +221,7 @@ class TaskletStream:
         if tasklet.phase is Phase.LOSS:
             self._tokens_seen += tasklet.real_tokens
         if tasklet.phase is Phase.LOSS and not math.isfinite(self._batch_group.loss):
-            where = ", ".join(self._examples[row].where for row in self._batch_group.rows[:3])
+            where = ", ".join(self._rows.examples[row].where for row in self._batch_group.rows[:3])
             raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
         return self._commit(self._batch_group) if self._batch_group.progress.done else None
 
@@ -286,7 +283,7 @@ class TaskletStream:
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
         if self._batch_group is not None and (force or self._batch_group.progress.untouched):
-            self._rows_left = self._batch_group.rows + self._rows_left
+            self._rows.put_back(self._batch_group.rows)
             self._batch_group = None
 
     def tensors(self) -> dict[str, Tensor]:
@@ -326,53 +323,29 @@ class TaskletStream:
             on=stage is not JobStage.BASE_EVALUATION, training=stage is JobStage.TRAINING
         )
         if stage is JobStage.TRAINING:
-            self._examples: Sequence[Example] = self._split.train
-            self._lengths = self._train_lengths
             self._begin_step()
             return
-        self._examples = self._split.held_out
-        self._lengths = lengths_of(self._examples)
+        held_out = self._split.held_out
         self._evaluated = (0.0, 0)
-        self._rows_left = by_length(range(len(self._examples)), self._lengths)
-        self._longest = max(self._lengths, default=0)
+        self._rows.begin(self._position.step, held_out, range(len(held_out)), evaluation=True)
 
     def _begin_step(self) -> None:
-        rows = self._plan.rows_of(self._position.step)
-        done = set(self._position.committed_rows)
-        self._rows_left = tuple(row for row in by_length(rows, self._lengths) if row not in done)
-        self._longest = max(self._lengths[row] for row in rows)
+        at = self._position
+        rows = self._plan.rows_of(at.step)
+        self._rows.begin(at.step, self._split.train, rows, done=set(at.committed_rows))
         self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
 
-    def _take(self, rows_left: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
-        """Return the next group of micro-batches, and the rows that are left then."""
-        limits = self._limits()
-        group: list[MicroBatch] = []
-        while rows_left and len(group) < max(1, limits.micro_batches):
-            micro = next_micro_batch(
-                self._position.step,
-                rows_left,
-                self._lengths,
-                max_tokens=limits.max_tokens,
-                max_rows=_smaller(limits.max_rows, self._evaluation_policy.max_rows),
-                evaluation=self._stage is not JobStage.TRAINING,
-                packed=self._evaluation_policy.packed,
-            )
-            rows_left = rows_left[len(micro.rows) :]
-            group.append(micro)
-        return group, rows_left
-
     def _form(self) -> MicroBatchGroup:
-        group, self._rows_left = self._take(self._rows_left)
         evaluation = self._stage is not JobStage.TRAINING
         return MicroBatchGroup(
             self._parts,
-            group,
-            self._examples,
+            self._rows.take(),
+            self._rows.examples,
             # An evaluation keeps nothing for backward: no reason to borrow memory for it.
             TorchBoundaries() if evaluation else self._boundaries,
             labels_in_batch=0 if evaluation else self._labels_in_batch,
             seed=self._seed,
-            longest=self._longest,
+            longest=self._rows.longest,
         )
 
     def _commit(self, batch_group: MicroBatchGroup) -> Outcome | None:
@@ -389,9 +362,9 @@ class TaskletStream:
         return None
 
     def _add_evaluation(self, batch_group: MicroBatchGroup) -> Outcome | None:
-        labels = sum(self._examples[row].targets for row in batch_group.rows)
+        labels = sum(self._rows.examples[row].targets for row in batch_group.rows)
         self._evaluated = (self._evaluated[0] + batch_group.loss, self._evaluated[1] + labels)
-        if self._rows_left:
+        if not self._rows.is_empty:
             return None
         done = EvaluationDone(self._stage, self._evaluated[0] / self._evaluated[1])
         if self._stage is JobStage.TUNED_EVALUATION:
@@ -416,7 +389,7 @@ class TaskletStream:
         at = self._position
         self._position = Position(
             step=at.step + 1,
-            tokens_done=at.tokens_done + sum(self._lengths[row] for row in at.committed_rows),
+            tokens_done=at.tokens_done + sum(self._rows.lengths[row] for row in at.committed_rows),
             loss=at.loss_sum / self._labels_in_batch,
             base_eval_loss=at.base_eval_loss,
             judged=at.judged,
@@ -426,8 +399,3 @@ class TaskletStream:
         else:
             self._enter(stage)
         return StepDone(self._position, facts)
-
-
-def _smaller(one: int, other: int) -> int:
-    """Return the smaller of two bounds, of which 0 is none."""
-    return min(one, other) if one and other else one or other

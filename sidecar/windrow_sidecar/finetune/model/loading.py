@@ -23,18 +23,18 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
-from windrow_sidecar.finetune.model.files import (
+from windrow_sidecar.finetune.model.overlay import build_over
+from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
+from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.offload.weight_files import (
     MODEL_FIELD,
     check_files,
     check_tensors,
     unusable,
     weight_files,
 )
-from windrow_sidecar.finetune.model.overlay import build_over
-from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
-from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
-from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
-from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,95 @@
+"""Form groups of micro-batches from the rows of a step or evaluation that have not run yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from windrow_sidecar.finetune.data.split import Example, lengths_of
+from windrow_sidecar.finetune.tasklets import MicroBatch, MicroLimits, by_length, next_micro_batch
+
+
+class RowGrouping:
+    """Rows of one step or evaluation, from which groups are taken, longest rows first.
+
+    Args:
+        limits: of the next group, asked whenever one is formed.
+        most_rows: of a micro-batch, by the job's spec; 0: no such bound.
+        packed: the rows of a micro-batch stand in one line.
+
+    Attributes:
+        examples: that the row numbers count.
+        lengths: tokens of each example.
+        longest: tokens of the longest row of the step or evaluation, done ones included.
+    """
+
+    def __init__(
+        self, limits: Callable[[], MicroLimits], *, most_rows: int = 0, packed: bool = False
+    ) -> None:
+        self._limits, self._most_rows, self._packed = limits, most_rows, packed
+        self.examples: Sequence[Example] = ()
+        self.lengths: Sequence[int] = ()
+        self.longest = 0
+        self._step, self._evaluation = 0, False
+        self._left: tuple[int, ...] = ()
+        self._lengths: dict[int, Sequence[int]] = {}  # by the identity of the examples
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every row belongs to a group that has been taken."""
+        return not self._left
+
+    def begin(
+        self,
+        step: int,
+        examples: Sequence[Example],
+        rows: Iterable[int],
+        *,
+        done: Collection[int] = (),
+        evaluation: bool = False,
+    ) -> None:
+        """Begin a step or an evaluation over `rows`, of which those in `done` have run already."""
+        if id(examples) not in self._lengths:  # they live as long as the job
+            self._lengths[id(examples)] = lengths_of(examples)
+        self.examples, self.lengths = examples, self._lengths[id(examples)]
+        rows = tuple(rows)
+        self._step, self._evaluation = step, evaluation
+        self.longest = max((self.lengths[row] for row in rows), default=0)
+        self._left = tuple(row for row in by_length(rows, self.lengths) if row not in done)
+
+    def take(self) -> list[MicroBatch]:
+        """Take the next group off the rows."""
+        group, self._left = self._next(self._left)
+        return group
+
+    def put_back(self, rows: tuple[int, ...]) -> None:
+        """Put the rows of the group that was taken last in front again."""
+        self._left = rows + self._left
+
+    def coming(self) -> Iterator[list[MicroBatch]]:
+        """Yield the groups that `take` would return, if limits stayed as they are."""
+        left = self._left
+        while left:
+            group, left = self._next(left)
+            yield group
+
+    def _next(self, left: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        limits = self._limits()
+        group: list[MicroBatch] = []
+        while left and len(group) < max(1, limits.micro_batches):
+            micro = next_micro_batch(
+                self._step,
+                left,
+                self.lengths,
+                max_tokens=limits.max_tokens,
+                max_rows=_smaller(limits.max_rows, self._most_rows),
+                evaluation=self._evaluation,
+                packed=self._packed,
+            )
+            left = left[len(micro.rows) :]
+            group.append(micro)
+        return group, left
+
+
+def _smaller(one: int, other: int) -> int:
+    """Return the smaller of two bounds, of which 0 is none."""
+    return min(one, other) if one and other else one or other
