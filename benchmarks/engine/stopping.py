@@ -23,7 +23,7 @@ from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, M
 from windrow_sidecar.finetune.engine.orders import Lookahead, layer_major
 from windrow_sidecar.finetune.engine.sizing import Estimates, Paced, WholeRows
 from windrow_sidecar.finetune.engine.suspension import Suspension, between_modules
-from windrow_sidecar.finetune.job.assembly import TrainingSession, open_session
+from windrow_sidecar.finetune.job.assembly import TaskletRuntime, TrainingSession, open_session
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loading import BaseModel
@@ -238,9 +238,11 @@ def _paced_session(
     return open_session(
         setting.job(),
         setting.base(device),
-        boundaries=TorchBoundaries(),
-        limits=lambda: MicroLimits(min(most, sizing.tokens(Phase.BACKWARD))),
-        sizing=lambda: sizing,
-        between=_suspension(gate).point,
-        device=device,
+        TaskletRuntime(
+            TorchBoundaries(),
+            lambda: MicroLimits(min(most, sizing.tokens(Phase.BACKWARD))),
+            sizing=lambda: sizing,
+            between=_suspension(gate).point,
+            device=device,
+        ),
     )

@@ -15,7 +15,7 @@ from benchmarks.activations import LiveBytes
 from windrow.crd.adapter import AdapterSpec
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_sidecar.finetune.engine.sizing import WholeRows, Windows
-from windrow_sidecar.finetune.job.assembly import TrainingSession, open_session
+from windrow_sidecar.finetune.job.assembly import TaskletRuntime, TrainingSession, open_session
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel, load_base
 from windrow_sidecar.finetune.tasklets import MicroLimits
@@ -71,11 +71,13 @@ def session(tmp_path: Path, tokenizer):
         return open_session(
             replace(job, spec=spec),
             base,
-            boundaries=TorchBoundaries(),
-            limits=lambda: MicroLimits(512, max_rows=2, micro_batches=micro_batches),
-            sizing=lambda: sizing,
-            order=ORDERS[order],
-            windows=window > 0,
+            TaskletRuntime(
+                TorchBoundaries(),
+                lambda: MicroLimits(512, max_rows=2, micro_batches=micro_batches),
+                sizing=lambda: sizing,
+                windows=window > 0,
+                order=ORDERS[order],
+            ),
         )
 
     return opened

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.job.assembly import open_session, read_job
+from windrow_sidecar.finetune.job.assembly import TaskletRuntime, open_session, read_job
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
@@ -50,8 +50,7 @@ def session_of(folder, *, lora=LORA, **training):
     return open_session(
         job,
         load_base(folder / "model", form=WeightForm.of(job.spec)),
-        boundaries=TorchBoundaries(),
-        limits=lambda: MicroLimits(1024),
+        TaskletRuntime(TorchBoundaries(), lambda: MicroLimits(1024)),
     )
 
 

@@ -17,7 +17,12 @@ from windrow_sidecar.finetune.engine.sizing import (
     most_that_fit,
 )
 from windrow_sidecar.finetune.engine.suspension import Suspension
-from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, open_session
+from windrow_sidecar.finetune.job.assembly import (
+    JobSpec,
+    TaskletRuntime,
+    TrainingSession,
+    open_session,
+)
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
@@ -78,15 +83,17 @@ class JobContext:
             self.session: TrainingSession = open_session(
                 job,
                 base,
-                boundaries=TorchBoundaries() if ground.memory else self._boundaries,
-                limits=self._limits,
-                sizing=self._sizing,
-                between=suspension.point,
-                device=ground.device,
-                units=ground.units_of(shared.gate),
-                alive=job_state.stall.renew,
-                windows=True,
+                TaskletRuntime(
+                    TorchBoundaries() if ground.memory else self._boundaries,
+                    self._limits,
+                    sizing=self._sizing,
+                    windows=True,
+                    between=suspension.point,
+                    device=ground.device,
+                    units=ground.units_of(shared.gate),
+                ),
                 rows=rows,
+                alive=job_state.stall.renew,
             )
         self.memory = self._memory()
 

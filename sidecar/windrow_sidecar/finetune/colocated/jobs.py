@@ -1,8 +1,8 @@
 """The jobs of a worker beside decode: it takes them one by one, and each ends with its own word.
 
 Each job has a stream to the agent, so that commands, progress and events are those of one job as
-they always were. Any of these streams may say that a further job is to be taken (ADD_JOB); it is made
-ready while the others train (`loading`), and joins between two turns. A job that cannot be loaded,
+they always were. Any of these streams may bring a further job (ADD_JOB); it is made ready while the
+others train (`loading`), and joins between two turns. A job that cannot be loaded,
 fails, or is stopped ends alone; only a tasklet that never ends takes all of them along, since
 nobody can take the thread away from it.
 """

@@ -7,12 +7,13 @@ whose layers carry a state from token to token, lets a row see the one before it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
@@ -135,72 +136,64 @@ def read_examples(
     return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed, alive=alive)
 
 
+@dataclass(frozen=True, slots=True)
+class TaskletRuntime:
+    """Where the tasklets of a job run, how large they may be, and what may hold them up.
+
+    Attributes:
+        boundaries: where activations between layers live.
+        limits: of micro-batches, asked before each group.
+        sizing: of tasklets, asked before each.
+        windows: whether `sizing` may cut rows: memory is counted for it.
+        order: of the tasklets of a group.
+        between: called between the modules of a layer that runs (see `suspension`).
+        device: that the base model is on.
+        units: of the device that the next tasklet computes on (see `DecoderStack`).
+    """
+
+    boundaries: Boundaries
+    limits: Callable[[], MicroLimits]
+    sizing: Callable[[], TaskletSizing] = WholeRows
+    windows: bool = False
+    order: Order = layer_major
+    between: Callable[..., None] | None = None
+    device: ComputeDevice = field(default_factory=HostDevice)
+    units: Callable[[], int] = lambda: 0
+
+
 def open_session(
     job: JobSpec,
     base: BaseModel,
+    runtime: TaskletRuntime,
     *,
-    boundaries: Boundaries,
-    limits: Callable[[], MicroLimits],
-    sizing: Callable[[], TaskletSizing] = WholeRows,
-    order: Order = layer_major,
-    between: Callable[..., None] | None = None,
-    device: ComputeDevice | None = None,
-    units: Callable[[], int] = lambda: 0,
-    alive: Callable[[], None] = lambda: None,
-    windows: bool = False,
     rows: DataSplit | None = None,
+    alive: Callable[[], None] = lambda: None,
 ) -> TrainingSession:
     """Put adapter, data and optimizer of a job together.
 
     Args:
         job: what to do.
         base: the frozen model; gets the adapter.
-        boundaries: where activations between layers live.
-        limits: of micro-batches, asked before each group.
-        sizing: of tasklets, asked before each.
-        order: of the tasklets of a group.
-        between: called between the modules of a layer that runs (see `suspension`).
-        device: where `base` is (default: the host).
-        units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
-        alive: called at each row that is read.
-        windows: whether `sizing` may cut rows: memory is counted for it.
+        runtime: where its tasklets run.
         rows: of the job, where they have been read already.
+        alive: called at each row that is read.
 
     Raises:
         UserError: rows, model or adapter cannot be honoured.
     """
-    spec, training, device = job.spec, job.spec.training, device or HostDevice()
+    spec, training = job.spec, job.spec.training
     rows = rows or read_examples(job, base, alive)
     tuned = add_adapter(base.model, spec, base.frozen)
-    stack = DecoderStack(base.model, base.frozen, units)
+    stack = DecoderStack(base.model, base.frozen, runtime.units)
     check_reach(tuned, stack)
-    parts = ModelParts(
-        stack, Head(stack), Adapter(tuned)
-    )  # before layers are looked at: it drops units
-    lengths = lengths_of(rows.train)
-    planned = PlannedLayers(stack.layers)
-    stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    # Before layers are recorded: the adapter replaces their dropouts.
+    parts = ModelParts(stack, Head(stack), Adapter(tuned))
     learns = trainable(tuned)
     if base.frozen is not None:
         check_turns(learns)
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
-    needs = JobMemory(
-        max(lengths),
-        sum(parameter.nbytes for parameter in learns.values()),
-        own_boundaries=isinstance(boundaries, TorchBoundaries),
-        windows=windows,
-        prefix=prefix_tokens(spec),
-        shortest=min(lengths),
-    )
-    activation_budget = ActivationBudget(
-        stack,
-        planned,
-        needs,
-        least=base.frozen is not None,
-        free_bytes=device.free_bytes,
-        release_caches=device.release_caches,
-    )
+    budget = _activation_budget(job, base, stack, learns, rows, runtime)
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
@@ -210,18 +203,49 @@ def open_session(
         rows,
         plan,
         total_steps=total,
-        boundaries=boundaries,
-        limits=lambda: activation_budget.before(limits()),
-        sizing=sizing,
-        order=order,
+        boundaries=runtime.boundaries,
+        limits=lambda: budget.before(runtime.limits()),
+        sizing=runtime.sizing,
+        order=runtime.order,
         seed=training.seed,
         evaluation_policy=EvaluationPolicy.of(training),
     )
-    if between is not None:
-        between_modules(stack.layers, between)
+    if runtime.between is not None:
+        between_modules(stack.layers, runtime.between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
+    longest = max(lengths_of(rows.train))
     return TrainingSession(
-        job, tuned, stream, needs.longest, base.shared, origin, activation_budget, device, rows
+        job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows
+    )
+
+
+def _activation_budget(
+    job: JobSpec,
+    base: BaseModel,
+    stack: DecoderStack,
+    learns: Mapping[str, Tensor],
+    rows: DataSplit,
+    runtime: TaskletRuntime,
+) -> ActivationBudget:
+    """Let the stack's layers keep what the device has room for."""
+    planned = PlannedLayers(stack.layers)
+    stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    lengths = lengths_of(rows.train)
+    needs = JobMemory(
+        max(lengths),
+        sum(parameter.nbytes for parameter in learns.values()),
+        own_boundaries=isinstance(runtime.boundaries, TorchBoundaries),
+        windows=runtime.windows,
+        prefix=prefix_tokens(job.spec),
+        shortest=min(lengths),
+    )
+    return ActivationBudget(
+        stack,
+        planned,
+        needs,
+        least=base.frozen is not None,
+        free_bytes=runtime.device.free_bytes,
+        release_caches=runtime.device.release_caches,
     )
 
 

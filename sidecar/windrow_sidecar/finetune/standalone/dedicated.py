@@ -19,7 +19,13 @@ from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
 from windrow_sidecar.finetune.engine.stream import StepDone
-from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, open_session, read_job
+from windrow_sidecar.finetune.job.assembly import (
+    JobSpec,
+    TaskletRuntime,
+    TrainingSession,
+    open_session,
+    read_job,
+)
 from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
@@ -148,9 +154,8 @@ def open_alone(
         together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
         return MicroLimits(tokens, micro_batches=together)
 
-    session = open_session(
-        job, base, boundaries=TorchBoundaries(), limits=limits, device=device, alive=alive
-    )
+    runtime = TaskletRuntime(TorchBoundaries(), limits, device=device)
+    session = open_session(job, base, runtime, alive=alive)
     return session
 
 

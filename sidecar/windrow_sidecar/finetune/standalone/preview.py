@@ -27,7 +27,13 @@ from windrow_sidecar.finetune.engine.sizing import (
     WholeRows,
     Windows,
 )
-from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, open_session, read_job
+from windrow_sidecar.finetune.job.assembly import (
+    JobSpec,
+    TaskletRuntime,
+    TrainingSession,
+    open_session,
+    read_job,
+)
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.recompute.activation_budget import SavedBytes
 from windrow_sidecar.finetune.standalone.dedicated import MICRO_BATCH_TOKENS, base_of, take_units
@@ -70,12 +76,14 @@ class Preview:
         self.session: TrainingSession = open_session(
             replace(job, spec=endless(job.spec)),
             base,
-            boundaries=TorchBoundaries(),
-            limits=self._limits,
-            sizing=lambda: self._sizing,
-            order=ORDERS[order],
-            device=device,
-            windows=not isinstance(sizing, WholeRows),
+            TaskletRuntime(
+                TorchBoundaries(),
+                self._limits,
+                sizing=lambda: self._sizing,
+                windows=not isinstance(sizing, WholeRows),
+                order=ORDERS[order],
+                device=device,
+            ),
         )
         windows = not self.session.stream.windows_refused
         self._measure(sizing if isinstance(sizing, Windows) and windows else WholeRows())
