@@ -1,4 +1,4 @@
-"""How much of the machine this process may use: the limits of its control groups, v2 or v1."""
+"""Read the CPU and memory limits of this process's control groups, v2 or v1."""
 
 from __future__ import annotations
 

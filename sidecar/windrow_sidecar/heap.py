@@ -1,4 +1,4 @@
-"""Python's collector, kept from walking what has been loaded."""
+"""Freeze Python's heap after loading, so that collections stay short."""
 
 from __future__ import annotations
 

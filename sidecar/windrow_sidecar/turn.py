@@ -1,4 +1,4 @@
-"""Whose turn it is in a worker, left where the agent finds it once the worker is dead.
+"""Note which job runs in a worker, in a file that outlives it.
 
 A worker that dies takes all of its jobs along, and says nothing. Who was at work is the one whose
 failed attempt it was; a stream to the agent is up to a second old, mapped memory is not.

@@ -1,4 +1,4 @@
-"""One end of a bidirectional stream: anyone may send, one task writes, in order."""
+"""Queue messages for a gRPC stream: anyone may send, one task writes, in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ M = TypeVar("M")
 
 
 class OutgoingQueue(Generic[M]):
-    """A queue in front of `write`."""
+    """Messages that wait for a stream's one writer."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[M] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""The agent's Prometheus endpoint: made from the slots' state at each scrape."""
+"""Export the slots' state as Prometheus metrics, read at each scrape."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Rows = Sequence[tuple[tuple[str, ...], float]]
 
 
 class Exporter(Collector):
-    """Serves the metrics of all slots."""
+    """The agent's Prometheus endpoint over all slots."""
 
     def __init__(
         self, slots: Callable[[], Iterable[AgentSlot]], attached: Callable[[], bool]

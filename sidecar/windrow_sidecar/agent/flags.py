@@ -1,4 +1,4 @@
-"""What the agent is told: environment of the pod, overridden by flags."""
+"""Parse the agent's settings from the pod's environment and from flags, which win."""
 
 from __future__ import annotations
 

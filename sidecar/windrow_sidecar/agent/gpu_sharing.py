@@ -1,4 +1,4 @@
-"""How decode and workers of this pod share its GPU: decided at the start, watched to the end.
+"""Choose how decode and workers share the pod's GPU, start MPS, and watch it.
 
 Where the GPU has shares of SMs, a private MPS daemon is started before anybody uses it, and a
 process is tried as its client. What makes a process its client stands in a file of the run

@@ -1,4 +1,4 @@
-"""One placement of a job: what its worker says, what it is told, the one report of its end."""
+"""Follow one placement of a job: its events, its commands, and the one report of its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunningWorker(Protocol):
 
 
 class JobRun:
-    """Reports every event of its job, and exactly one end.
+    """One placement of a job; reports each of its events, and exactly one end.
 
     Args:
         settings: of the agent.

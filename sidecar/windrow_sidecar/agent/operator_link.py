@@ -1,4 +1,4 @@
-"""The agent's line to the operator: dials, says who it is, reports, takes orders, dials again.
+"""Keep the agent's stream to the operator: dial, authenticate, report, take assignments.
 
 The operator may be away for as long as it likes: what runs goes on, and events wait in the outbox.
 """
@@ -37,7 +37,7 @@ Obey = Callable[[attach_pb2.OperatorMessage], Awaitable[None]]
 
 
 class StreamCall(Protocol):
-    """The part of gRPC's stream that is used."""
+    """The methods of a gRPC stream that are used here."""
 
     async def read(self) -> Any:  # noqa: ANN401 - a message, or gRPC's own EOF
         """The next message, or EOF."""
@@ -47,7 +47,7 @@ class StreamCall(Protocol):
 
 
 class OperatorLink:
-    """One stream at a time, for as long as the agent lives."""
+    """The agent's stream to the operator; dials again when it ends."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Workers that a killed agent left behind: they end before the new one says who lives.
+"""End the workers that a killed agent left behind.
 
 Decode takes a dead worker's chunks back on the agent's word, so that word must be true: a worker
 that still writes its last checkpoint would otherwise write into what is KV again.
@@ -20,14 +20,14 @@ _LOOK_EVERY_S = 0.05
 
 
 def note_worker(root: Path, slot: int, pid: int) -> None:
-    """Leave word of a worker for the next agent."""
+    """Write down a worker's process, for the next agent."""
     began = _began(pid)
     if began is not None:
         (root / f"worker-{slot}.pid").write_text(f"{pid} {began}\n", encoding="ascii")
 
 
 def forget_worker(root: Path, slot: int) -> None:
-    """It has been reaped."""
+    """Remove the note of a worker that has been reaped."""
     (root / f"worker-{slot}.pid").unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Job events on their way to the operator: kept until a later run proves that they have arrived."""
+"""Keep job events until the operator must have received them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _KEPT_MAX = 256
 
 
 class EventOutbox:
-    """The newest event of each kind of each run, in the order in which they happened.
+    """The newest event of each kind of each placement, in the order in which they happened.
 
     The wire acknowledges nothing, so every new stream gets all of them again; the operator knows
     them by (job UID, epoch, kind).

@@ -1,4 +1,4 @@
-"""How far a job is, and how fast: from what its worker reports once a second."""
+"""Compute a job's rate and ETA from its worker's reports."""
 
 from __future__ import annotations
 

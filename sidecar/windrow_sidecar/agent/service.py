@@ -1,4 +1,4 @@
-"""What engine and worker call: the Agent service on the pod's Unix socket."""
+"""Serve the Agent service, which engine and worker call on the pod's Unix socket."""
 
 from __future__ import annotations
 

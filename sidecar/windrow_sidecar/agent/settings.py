@@ -1,4 +1,4 @@
-"""What one agent works by, checked as a whole before anything runs."""
+"""The settings of one agent, checked as a whole before anything runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOCKET_PATH_MAX = 107
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """One agent. Times in seconds."""
+    """Settings of one agent. Times in seconds."""
 
     run_dir: RunDir
     operator_address: str = ""  # empty: nobody to attach to; nothing is harvested

@@ -1,4 +1,4 @@
-"""The agent put together: slots, the service in the pod, the line to the operator, metrics."""
+"""Assemble the agent: slots, the pod's service, the operator's stream, metrics."""
 
 from __future__ import annotations
 

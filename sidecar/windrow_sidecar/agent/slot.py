@@ -1,4 +1,4 @@
-"""One harvested device as the agent sees it: its engine, its arena, the jobs that run on it."""
+"""The agent's state of one harvested device: its engine, its arena, its jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Counts = tuple[int, int, int, int, int]
 
 
 class AgentSlot:
-    """State of one slot. All of it belongs to the agent's event loop."""
+    """One slot. Used from the agent's event loop only."""
 
     def __init__(
         self,

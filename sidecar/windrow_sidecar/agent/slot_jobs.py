@@ -1,4 +1,4 @@
-"""The jobs of one slot: which may come, which worker runs them, what each is told."""
+"""Accept, run and command the jobs of one slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Becomes the worker: sets what a child must have from its first moment, then replaces itself.
+"""Set up the worker's process (niceness, death with the agent), then exec its command.
 
 A program of its own, because code between fork and exec in a process with gRPC's threads can
 deadlock. `python -m windrow_sidecar.agent.spawn PARENT_PID -- COMMAND...`. The affinity mask stays

@@ -1,4 +1,4 @@
-"""How much of a device decode and worker use: CPU times of the processes, or NVML's counters."""
+"""Measure how much of a device decode and worker use: CPU times, or NVML's counters."""
 
 from __future__ import annotations
 

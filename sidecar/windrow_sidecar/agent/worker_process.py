@@ -1,4 +1,4 @@
-"""One worker as a child process: how it waits ahead of its job, is started, ended and reaped."""
+"""Start, stop and reap one worker process, or keep one on standby."""
 
 from __future__ import annotations
 

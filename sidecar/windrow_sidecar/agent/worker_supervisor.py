@@ -1,4 +1,4 @@
-"""One worker and the jobs that share it: started for the first, told of the others, then reaped.
+"""Supervise one worker process and the jobs that share it.
 
 Each job ends with its own word and leaves the others going. The process is to end by itself once
 the last one has; whoever has to be killed, or kills the worker in its turn, takes the others along,
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class WorkerSupervisor:
-    """A worker's process and its runs. All of it belongs to the agent's event loop.
+    """One worker process and its job runs. Used from the agent's event loop only.
 
     Args:
         settings: of the agent.

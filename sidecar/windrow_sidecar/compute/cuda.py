@@ -1,4 +1,4 @@
-"""A GPU's partition: SMs by green contexts, and the stream that torch computes on.
+"""Partition a GPU's SMs by green contexts, and choose the stream that torch computes on.
 
 Shares are made of groups of SMs (8 on Hopper). Each is a stream in a green context of its own,
 made when it is first used: a CUDA graph keeps the context that it was captured in, and each stream

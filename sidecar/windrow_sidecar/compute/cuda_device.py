@@ -1,4 +1,4 @@
-"""A GPU as a device: the one place where the worker speaks to `torch.cuda`.
+"""A GPU as a compute device: the one module that calls `torch.cuda`.
 
 Nothing here waits for the whole device; a mark is an event behind what its thread has queued.
 """
@@ -97,7 +97,7 @@ class _Anchor:
 
 
 class _EventClock:
-    """Hands out anchors: events have no times, only distances. Any thread; any anchor is right."""
+    """Give events a time: CUDA measures only the time between two events. Any thread."""
 
     def __init__(self) -> None:
         self._anchor: _Anchor | None = None

@@ -1,4 +1,4 @@
-"""What a worker computes on: a machine's cores or a GPU, behind one type.
+"""The interface of a compute device: a machine's cores or a GPU.
 
 Work on a GPU is only queued when a call returns; on the host it is done then. `mark` tells the two
 apart nowhere else: a mark is a point in the work that was queued before it.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point in the work of a device."""
+    """A point in a device's queue of work (an event)."""
 
     def done(self) -> bool:
         """Whether everything queued before it has ended. Never waits."""
@@ -26,7 +26,7 @@ class Mark(Protocol):
 
 
 class ComputeDevice(Protocol):
-    """One device, for one thread at a time unless a method says more."""
+    """A compute device, for one thread at a time unless a method says more."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Which device a name stands for."""
+"""Find the compute device that a name stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's partition: CPU affinity of every thread, and the number of OpenMP threads.
+"""Partition the host by CPU affinity of every thread and the number of OpenMP threads.
 
 The core moves the threads (`csrc/include/windrow/host_partition.h`). Two OpenMP threads on one core
 wait for each other (96 ms for what takes one thread 8.8), hence the order: to shrink, first fewer

@@ -1,4 +1,4 @@
-"""The host as a device: a call's work is done when it returns, so every mark is reached at once."""
+"""The host as a compute device: work is done when a call returns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The private MPS daemon of one GPU: without it two processes never run on the GPU at once.
+"""Run a private MPS daemon for one GPU, so that two processes run on it at once.
 
 It is started in the foreground, as a child of the agent, so that its end is seen. While decode is
 its client it outlives an agent that ends, and the next one takes it over. Its pipe folder is its

@@ -1,4 +1,4 @@
-"""What splits a device between decode and the finetune worker, whatever the device is."""
+"""The interface of a partition: one side's share of a device's cores or SMs."""
 
 from __future__ import annotations
 

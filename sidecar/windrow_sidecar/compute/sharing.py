@@ -1,4 +1,4 @@
-"""Whether decode and the worker may run at once on a GPU, and what of it the GPU offers.
+"""Choose whether decode and worker share a GPU in space or in time, by what it offers.
 
 A process that cannot connect to the MPS daemon of its environment runs on without it, and without a
 word; so the driver is asked, which knows once the context exists.
@@ -30,7 +30,7 @@ class Sharing:
 
 @dataclass(frozen=True)
 class GpuCapabilities:
-    """What was found on a GPU; a text says why something is missing, "" that it is there.
+    """What a GPU offers for sharing; a text says why something is missing, "" that it is there.
 
     Attributes:
         green_missing: why there are no green contexts.
@@ -73,7 +73,7 @@ _CONTROL = "control"
 
 
 def probe(driver: str, environ: Mapping[str, str]) -> GpuCapabilities:
-    """Look at the GPU of that driver, as a process with this environment would share it."""
+    """Probe the GPU of that driver for sharing by a process with this environment."""
     return GpuCapabilities(
         green_missing=green_missing(driver), mps_missing=mps_missing(driver, environ)
     )

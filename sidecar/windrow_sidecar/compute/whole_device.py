@@ -1,4 +1,4 @@
-"""The partition of a device that has no parts: whoever runs has all of it."""
+"""A partition with one level: the whole device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which model this is: decode and worker share weights only when their fingerprints are equal."""
+"""Fingerprint a model: decode and worker share weights only if theirs are equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decode engine asks before each step: the seam between serving and harvesting.
+"""The step hook: the interface that a decode engine calls before and after each step.
 
 The built-in engine and the SGLang plugin call the same hook, on the thread of the decode loop. A
 hook decides; the engine acts (it sets its own partition, holds admission back). What a hook raises

@@ -1,4 +1,4 @@
-"""The latency profile of decode alone: what to measure at start-up, and the document made from it.
+"""Plan and fit the latency profile of decode alone.
 
 Knows no engine: an engine measures the points and hands the samples in.
 """

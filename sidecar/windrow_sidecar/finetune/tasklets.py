@@ -1,4 +1,4 @@
-"""What a step of finetuning consists of: pieces short enough to stop between two of them.
+"""Tasklets: the pieces of a training step, between which a worker can stop.
 
 Decode's policy sees work only as tasklets.
 """

@@ -1,4 +1,4 @@
-"""What an iteration allocates, as a file, and what a device allocator makes of it."""
+"""Read a recorded trace of allocations, and replay it on a device allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prints who owns which chunk of a live arena, as JSON.
+"""Print the owner of each chunk of a live arena, as JSON.
 
 Example: python -m windrow_sidecar.memory.dump /run/windrow/arena-0.sock
 

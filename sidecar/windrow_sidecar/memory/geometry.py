@@ -1,4 +1,4 @@
-"""Which arena fits a model, a block size and a memory budget."""
+"""Choose the geometry of an arena for a model, a block size and a memory budget."""
 
 from __future__ import annotations
 

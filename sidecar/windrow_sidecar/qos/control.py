@@ -1,4 +1,4 @@
-"""One decision: policy, predictor, guard and handover put together. No effects, no clock."""
+"""Decide a step's grant: policy, predictor, guard and handover together. No effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last word, outside of every policy: what was really measured decides whether to go on.
+"""Pause the worker when measured steps break the objective, whatever a policy says.
 
 Two consecutive steps over the objective while the worker ran pause it for 50 ms and widen the
 margin. A breaker gives up for a while when steps beside the worker break the objective much more

@@ -1,4 +1,4 @@
-"""When units change hands: the worker is told at once, decode widens only when it is quiet.
+"""Move units between the sides: the worker shrinks at once, decode grows once it is quiet.
 
 Two teams of threads on one core are worse than either alone, so decode keeps its narrow share until
 the worker has said that nothing of an older grant runs any more, or is known to be gone.

@@ -1,4 +1,4 @@
-"""How many chunks the worker may hold: what KV needs at once stays in reserve, KV always wins."""
+"""Plan how many chunks to lend or revoke; the reserve of KV comes first."""
 
 from __future__ import annotations
 

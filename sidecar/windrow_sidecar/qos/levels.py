@@ -1,4 +1,4 @@
-"""In which ways the compute units of one device can be split between decode and the worker."""
+"""The levels at which a device's units can be split between decode and the worker."""
 
 from __future__ import annotations
 

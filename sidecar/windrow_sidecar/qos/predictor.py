@@ -1,4 +1,4 @@
-"""How long the next decode step takes under each split: Harli's two stages, refined while it runs.
+"""Predict the next decode step on each level: Harli's two stages, refined online.
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 multiplies it by what the worker costs:
 t1 = (b1 * s_inf + k1 * s_ft) * t0(s_inf), with shares of the units s_inf and s_ft and one (b1, k1)

@@ -1,4 +1,4 @@
-"""How much memory stays free at once for KV while the worker takes its time to give some back.
+"""Size the reserve: chunks kept free for KV until lent ones are back.
 
 Two formulas (SPECS 1.3): `harli`, the paper's, counts the tokens that running requests grow by;
 `traffic` counts the prompts as well that arrive meanwhile, for in a disaggregated pod they arrive

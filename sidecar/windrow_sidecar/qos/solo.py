@@ -1,4 +1,4 @@
-"""How long a decode step takes when decode is alone on some units: stage 1 of the predictor.
+"""Predict a decode step without a worker, by units: stage 1 of the predictor.
 
 t0 = c0 + b0 * max(b, 4) + k0 * X, with batch b and context tokens X of the batch (Harli, Eq. 2,
 with X for b * seqlen, so that batches of mixed lengths fit too).

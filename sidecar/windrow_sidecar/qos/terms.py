@@ -1,4 +1,4 @@
-"""What a HarvestPolicy asks of one slot, resolved and checked."""
+"""A HarvestPolicy's terms for one slot: objective, policy, limits; checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decode shows, what the worker offers, what is granted: the words of the shared page.
+"""The records of the shared page: decode's view, the worker's offer, decode's grant.
 
 `csrc/include/windrow/records.h` holds the same fields in the same order; a test keeps them equal.
 A record passes whole: `page.publish_grant(grant)`, `Grant._make(page.read_grant())`. They are named

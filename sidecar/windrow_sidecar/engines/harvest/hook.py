@@ -1,4 +1,4 @@
-"""The step hook that harvests: shows the view, decides, grants, lends. On decode's thread."""
+"""The step hook that harvests: it publishes the view, decides, grants and lends."""
 
 from __future__ import annotations
 

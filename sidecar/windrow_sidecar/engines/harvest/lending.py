@@ -1,4 +1,4 @@
-"""Carries out what `qos.lending` plans: lends, asks back, reclaims what a dead worker held."""
+"""Lend, revoke and reclaim chunks as `qos.lending` plans it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESERVE_EVERY_NS = 1_000_000_000
 
 
 class LendingManager:
-    """The one who moves chunks between decode and the worker. Decode's thread only."""
+    """Moves chunks between decode and the worker. Decode's thread only."""
 
     def __init__(self, arena: Arena, settings: HarvestSettings, log: EventLog | None) -> None:
         self._arena, self._settings, self._log = arena, settings, log

@@ -1,4 +1,4 @@
-"""The engine's line to the agent: reports once a second, takes policies. A thread of its own.
+"""Keep the engine's stream to the agent: report once a second, take policies.
 
 Decode never waits for it. An agent that is away is dialled again; meanwhile the last policy holds,
 and without any policy nothing is harvested.

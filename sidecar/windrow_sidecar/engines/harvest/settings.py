@@ -1,4 +1,4 @@
-"""What an engine tells the harvest hook about itself."""
+"""Settings that an engine gives to the harvest hook."""
 
 from __future__ import annotations
 

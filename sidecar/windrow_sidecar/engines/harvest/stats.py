@@ -1,4 +1,4 @@
-"""What the hook tells the agent once a second: quantiles, counters, what a worker would get."""
+"""Statistics of decode's steps that the agent gets once a second."""
 
 from __future__ import annotations
 

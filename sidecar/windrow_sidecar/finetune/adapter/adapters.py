@@ -1,4 +1,4 @@
-"""How a job's adapter is put into the model, and how it is written for everyone else to load.
+"""Put a job's adapter into the model with peft, and save it in peft's format.
 
 peft makes an adapter of all layers at once, and of those that are in their files it sees NaN (see
 `frozen.LayerWeights.detach`). So what it copied or computed from them is made again, layer by layer
@@ -81,7 +81,7 @@ def add_adapter(
 
 
 def _check_finite(tuned: nn.Module, spec: FinetuneJobSpec) -> None:
-    """Some of what learns begins as the base is: biases, whole modules, magnitudes of DoRA."""
+    """Refuse a base whose weights are not finite where trained parameters start from them."""
     for name, parameter in trainable(tuned).items():
         if not bool(torch.isfinite(parameter).all()):
             raise UserError(
@@ -93,7 +93,7 @@ def _check_finite(tuned: nn.Module, spec: FinetuneJobSpec) -> None:
 
 
 def _own_what_learns(tuned: nn.Module) -> None:
-    """Copy the base's parameters that learn, biases: decode may be serving from that memory."""
+    """Copy base parameters that are trained (biases): decode may be serving from that memory."""
     for name, parameter in tuned.named_parameters():
         if parameter.requires_grad and name.endswith("bias"):
             parameter.data = parameter.data.clone()
@@ -105,7 +105,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class Adapter:
-    """An adapter inside of its model, as tasklets use it.
+    """The adapter of a model, as tasklets use it: on or off, training or not.
 
     Args:
         tuned: what peft made; its dropout is replaced by one that goes by tokens.
@@ -183,7 +183,7 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
 
 
 def take_over(layers: Sequence[nn.Module], frozen: FrozenLayers, adapter: str) -> None:
-    """Give the adapter of that name in each of `layers`, from the bottom, its first values.
+    """Initialise the adapter of that name in each of `layers`, whose weights are offloaded.
 
     Raises:
         OSError: a file could not be read.
@@ -205,7 +205,7 @@ def take_over(layers: Sequence[nn.Module], frozen: FrozenLayers, adapter: str) -
 
 
 def _depends(module: Any, adapter: str) -> bool:  # noqa: ANN401 - peft is untyped
-    """Whether what the adapter starts from depends on the base's weights."""
+    """Return whether the adapter's first values depend on the base's weights."""
     return adapter in getattr(module, "modules_to_save", ()) or adapter in getattr(
         module, "lora_magnitude_vector", ()
     )
@@ -218,7 +218,7 @@ def _copy(wrapper: Any, adapter: str) -> None:  # noqa: ANN401
 
 
 def _measure(module: Any, adapter: str) -> None:  # noqa: ANN401
-    """The norm of each output's weights, as `DoraLinearLayer.update_layer` has it."""
+    """Return the norm of each output's weights, as `DoraLinearLayer.update_layer` computes it."""
     if adapter not in module.lora_magnitude_vector:
         return
     magnitude = module.lora_magnitude_vector[adapter]

@@ -1,4 +1,4 @@
-"""What peft is asked for: the configuration of a job's adapter, checked against its model."""
+"""Make peft's configuration from a job's adapter spec, and check it against the model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
 
 
 def option_of(parameter: str) -> str:
-    """Return the option by which a parameter learns."""
+    """Return the option of the spec that makes a parameter trainable."""
     if ".modules_to_save." in parameter:
         return "modulesToSave"
     return "bias" if parameter.endswith(".bias") else "targetModules"
@@ -88,7 +88,7 @@ def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
 
 
 def _first_sentence(text: str) -> str:
-    """In one line, without what a module prints of its inside and without the full stop."""
+    """Return an error's first sentence in one line, without a module's printed contents."""
     flat = re.sub(r"\s*\(.*?\)(?= is not)", "", " ".join(text.split()))
     return flat.split(". ")[0].rstrip(".")
 
@@ -189,7 +189,7 @@ def _check_layers(lora: LoraSpec, model: nn.Module) -> None:
 
 
 def _check_embeddings(lora: LoraSpec, model: nn.Module) -> None:
-    """Frozen here: the tasklets of a step begin behind them."""
+    """Refuse adapters of embeddings: the tasklets of a step begin after them."""
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     ours = next(name for name, m in model.named_modules() if m is embedding).rpartition(".")[2]
     for option, text in (
@@ -201,7 +201,7 @@ def _check_embeddings(lora: LoraSpec, model: nn.Module) -> None:
 
 
 def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) -> None:
-    """What a base in 4 or 8 bits cannot do."""
+    """Refuse options that a base in 4 or 8 bits cannot honour."""
     kept = spec.model.quantization
     if kept == "int8" and lora.use_dora:
         raise refused(
@@ -222,7 +222,7 @@ def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) ->
 
 
 def _check_names(option: str, text: str | None, model: nn.Module) -> None:
-    """Every name has to be one of the model's; peft passes over the others in silence."""
+    """Refuse names that are no modules of the model; peft ignores them silently."""
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()} | expert_names(model)
     for name in names(text):
         if name.rpartition(".")[2] not in known:

@@ -1,4 +1,4 @@
-"""Whether all of an adapter is where the backward of a step comes."""
+"""Reject adapters with parameters that receive no gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from windrow_sidecar.finetune.model.structure import in_mode
 
 
 def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft is untyped
-    """Refuse an adapter that would get no gradients, or that layers would never look at.
+    """Refuse an adapter with parameters that receive no gradient, or a prefix that is ignored.
 
     Raises:
         UserError: it lies ahead of the first layer, where a step's backward does not come; or it
@@ -44,7 +44,7 @@ def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft
 
 
 def _prefix_fails(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
-    """Run the first layer behind the prefix, on the probe; returns what it says, "" if it runs."""
+    """Run the first layer behind the prefix, on the probe; return its error, "" if it runs."""
     try:
         with torch.no_grad(), in_mode(tuned, training=False):
             at = stack.begin(stack.probe, Prefix.of(tuned.get_prompt(1)))

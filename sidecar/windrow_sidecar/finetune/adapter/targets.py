@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter may name, and which it gets where the job names none."""
+"""Find the modules that an adapter may target, and the defaults where a job names none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def expert_names(model: nn.Module) -> set[str]:
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether its layers are mixtures."""
+    """Return whether the model's layers are mixtures of experts."""
     return any("Experts" in type(m).__name__ for m in model.modules())
 
 
@@ -78,7 +78,7 @@ def ia3_targets(model: nn.Module) -> tuple[list[str], list[str]] | None:
 
 
 def _linear() -> tuple[type[nn.Module], ...]:
-    """Types of linear layers: GPT-2 has one of its own."""
+    """Return the types of linear layers; GPT-2 has one of its own (Conv1D)."""
     from transformers.pytorch_utils import Conv1D
 
     return nn.Linear, Conv1D

@@ -1,4 +1,4 @@
-"""What the worker tells the agent, and what the agent asks of it, over agent.sock.
+"""The worker's side of a job's stream to the agent, over agent.sock.
 
 Threads of their own carry both ways; the training thread only leaves words behind and picks
 commands up between two tasklets.
@@ -33,7 +33,7 @@ LAST_ATTEMPTS = 4
 
 
 class JobAgentLink:
-    """A job's stream to the agent. As a context manager it is left when all was taken.
+    """A job's stream to the agent; leaving it as a context manager waits until all was taken.
 
     Args:
         socket: of the agent.

@@ -1,4 +1,4 @@
-"""The memory of a job on a GPU beside decode: torch allocates everything from lent chunks.
+"""Memory of a colocated job on a GPU: torch allocates everything from lent chunks.
 
 On the host only what is known by name lies in chunks (`memory.LentBoundaries`); here all of the
 job does, so a chunk that is asked back may hold anything. It is left in steps: first frozen layers
@@ -30,13 +30,13 @@ _SLACK = 1.15
 
 
 def chunks_for(used_bytes: int, group_bytes: int, chunk_bytes: int) -> int:
-    """How many chunks hold what is there and a group that takes so much at its peak."""
+    """Return how many chunks hold the live tensors and a group with that peak."""
     return -(-int(used_bytes + _SLACK * group_bytes) // chunk_bytes)
 
 
 @dataclass(slots=True)
 class Loaded:
-    """A job that has been put together: what its memory is asked about."""
+    """A loaded job, with what its memory asks about it."""
 
     stream: TaskletStream
     activation_budget: ActivationBudget
@@ -44,7 +44,7 @@ class Loaded:
 
 
 class AllocatedMemory:
-    """Follows the table of owners for one job (see `device.Memory`).
+    """Give back chunks that decode revokes, and use new ones (see `device.Memory`).
 
     Args:
         budget: of the allocator that torch uses.

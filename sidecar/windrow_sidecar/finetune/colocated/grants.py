@@ -1,4 +1,4 @@
-"""When the worker may run, as decode has granted it, and what decode is told.
+"""Decide whether the worker may run under decode's newest grant, and publish its offers.
 
 The worker asks before every launch and never holds on to an answer: what it has in flight, running
 and queued, stays within the bound of the grant (on the host: one tasklet). Silence of decode means
@@ -63,14 +63,14 @@ def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int, of_windows: int =
 
 @dataclass(slots=True)
 class Used:
-    """What of the current grant has been used; what is in flight counts as it was estimated."""
+    """How much of the current grant is used; tasklets in flight count by their estimates."""
 
     tasklets: int = 0
     us: float = 0.0
 
 
 def _units_of(grant: Grant) -> int:
-    """How many units finetuning may run on now; 0: it may not run."""
+    """Return how many units the worker may run on under a grant; 0: it may not run."""
     return grant.finetune_units if grant.action == Action.GO else 0
 
 
@@ -318,7 +318,7 @@ class GrantGate:
 
 
 class GrantPace:
-    """When the worker may compute at all, for what it does beside its tasklets.
+    """Whether the worker may compute at all, for work beside its tasklets (reading rows).
 
     On its core such work takes as much from decode as a tasklet does, so it stands still when no
     tasklet may run. Reads the page only, so any thread may ask.

@@ -1,4 +1,4 @@
-"""One job of a worker beside decode: its session, its memory, and what it wishes of the slot."""
+"""One loaded job of a colocated worker: its session, its memory, and the chunks it wants."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from windrow_sidecar.qos.view import Phase
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the jobs of a worker have in common.
+    """What the jobs of one worker share.
 
     Attributes:
         gate: decode's grants.
@@ -51,7 +51,7 @@ class Shared:
 
 
 class JobContext:
-    """A loaded job.
+    """A loaded job, with the memory and the limits that its slot gives it.
 
     Args:
         job: what to do.

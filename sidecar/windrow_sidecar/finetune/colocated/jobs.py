@@ -1,4 +1,4 @@
-"""The jobs of a worker beside decode: it takes them one by one, and each ends with its own word.
+"""Load, run and end the jobs of a colocated worker, each with a stream to the agent.
 
 Each job has a stream to the agent, so that commands, progress and events are those of one job as
 they always were. Any of these streams may bring a further job (ADD_JOB); it is made ready while the
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingJob:
-    """What of a job is there before it is loaded, and for as long as it is not over.
+    """A job from its assignment to its end: its order, state, agent stream and event log.
 
     Attributes:
         order: names it.
@@ -296,7 +296,7 @@ class WorkerJobs:
 
 
 def crowded(error: Exception) -> Exception:
-    """What a job finds too small beside others may be large enough elsewhere: worth a retry."""
+    """Make out-of-memory beside other jobs a transient error: another slot may have room."""
     if isinstance(error, UserError) and error.reason == Reason.OUT_OF_MEMORY:
         return MemoryError(f"beside other jobs of this worker: {error}")
     return error

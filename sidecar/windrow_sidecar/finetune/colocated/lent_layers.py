@@ -1,4 +1,4 @@
-"""Further frozen layers in chunks that decode has lent, on the host.
+"""Keep further frozen layers in lent chunks, on the host.
 
 The fewest layers that can take turns lie in the worker's own memory, so that a job never waits for
 them. What decode lends beyond what groups of micro-batches need holds further ones: each saves a
@@ -20,7 +20,7 @@ from windrow_sidecar.memory.tensors import arena_tensor
 
 
 class LentLayers:
-    """Puts layers into chunks, and takes them out.
+    """Place frozen layers in lent chunks, and remove them before chunks go back.
 
     Args:
         arena: attached, as a peer.
@@ -86,7 +86,7 @@ ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """Chunks that lie side by side: ids [first, end)."""
+    """Adjacent chunks: ids [first, end)."""
 
     first: int
     end: int
@@ -127,10 +127,10 @@ def tokens_that_fit(
 
 
 def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_token: int) -> int:
-    """Return how many chunks side by side hold the boundaries of so many padded tokens."""
+    """Return how many adjacent chunks hold the boundaries of that many padded tokens."""
     return -(-boundaries * aligned(tokens * bytes_per_token) // chunk_bytes)
 
 
 def aligned(n_bytes: int) -> int:
-    """Round up to what a boundary begins at."""
+    """Round up to the alignment of boundaries."""
     return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,4 +1,4 @@
-"""A further job that is made ready while the others of its worker train.
+"""Load a further job on a thread while the worker's other jobs train.
 
 On a thread of its own: it takes the job's folder, has the rows read by another process, and reads
 and verifies the last checkpoint; all of that waits, or computes without the interpreter's lock.
@@ -32,7 +32,7 @@ NOT_BEGUN = "it had not begun"
 
 @dataclass(frozen=True, slots=True)
 class LoadedJob:
-    """A job that has only to be attached to the model."""
+    """A job whose rows and checkpoint are read; only its adapter is missing."""
 
     job: JobSpec
     folder: JobFolder
@@ -41,11 +41,11 @@ class LoadedJob:
 
 
 class GivenUp(Exception):
-    """The job was to end before it was ready."""
+    """The job was asked to end before it was loaded."""
 
 
 class Loading:
-    """Makes a job ready. A folder or rows that do not answer hold up nobody else.
+    """Load one job; folders or rows that do not answer hold up no other job.
 
     Args:
         file: the job's `job.json`.
@@ -136,7 +136,7 @@ class Loading:
 
 
 def ended_unloaded(asked: Action) -> Verdict:
-    """How a job ends that is asked to before it was loaded; its checkpoints are as they were."""
+    """Return the ending of a job that was asked to end before it was loaded."""
     if asked == "ABORT":
         return WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"), Ending.FENCED
     event = WorkerEvent("STOPPED", Reason.STOPPED, f"asked to stop; {NOT_BEGUN}")

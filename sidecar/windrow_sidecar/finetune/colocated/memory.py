@@ -1,4 +1,4 @@
-"""Where boundary activations live beside decode: in chunks that decode has lent.
+"""Keep boundary activations in chunks that decode has lent, and give chunks back.
 
 The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary. A chunk
 that no activation lies in goes at once; for the others the group on its way is spilled: it goes on
@@ -33,7 +33,7 @@ from windrow_sidecar.memory.tensors import arena_tensor
 
 
 class LentBoundaries:
-    """Room for boundaries in lent chunks, laid out for one group of one job at a time.
+    """The worker's lent chunks, laid out for the boundaries of one group at a time.
 
     All of a group's are laid out at once, each of the largest micro-batch's size, so that chunks
     that go back meanwhile are never missing later.
@@ -183,7 +183,7 @@ class LentBoundaries:
 
 
 class TenantBoundaries:
-    """Boundaries of one of the jobs that share a worker's chunks (see `boundaries.Boundaries`)."""
+    """One job's boundaries in the chunks that its worker's jobs share, one job at a time."""
 
     def __init__(self, lent: LentBoundaries) -> None:
         self._lent = lent
@@ -238,7 +238,7 @@ class TenantBoundaries:
 
 
 class LentMemory:
-    """The memory of a job that runs beside decode (see `device.Memory`).
+    """The memory of a colocated job on the host (see `device.Memory`).
 
     Args:
         lent: what the worker has of decode's memory, shared with other jobs.

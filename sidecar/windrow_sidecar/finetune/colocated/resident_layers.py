@@ -1,4 +1,4 @@
-"""How many frozen layers a job beside decode holds; on a GPU, what lent memory has room for."""
+"""Choose how many frozen layers a colocated job keeps in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
 
 
 class Residents:
-    """Layers that take turns in memory that decode lends.
+    """The number of frozen layers in memory, which follows what decode lends.
 
     Args:
         frozen: them.

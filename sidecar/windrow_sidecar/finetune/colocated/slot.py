@@ -1,4 +1,4 @@
-"""What a worker has of its slot: decode's device, weights and memory, for one job or several."""
+"""Attach a worker to its slot: decode's device, weights and memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Load = Callable[[JobSpec], BaseModel]
 
 
 class WorkerSlot:
-    """A slot as its worker has it: a gate, a base model, lent memory, and a seat for each job.
+    """A worker's slot: its gate, base model, lent memory, and a context for each job.
 
     Args:
         epoch: what is lent belongs to it, and offers are made under it, for as long as the worker
@@ -275,7 +275,7 @@ def open_slot(
 
 
 def _base_words(job: JobSpec) -> str:
-    """Name what a job trains over: jobs that say the same can share it."""
+    """Return the name of a job's base model; jobs with equal names can share it."""
     model = job.spec.model
     name = posixpath.normpath(model.name)
     return f"{name} ({model.revision}, {job.spec.training.precision}, {model.quantization})"

@@ -1,4 +1,4 @@
-"""What the device of a slot is for a worker that has attached: compute, its share, its memory."""
+"""Open the device of a slot for its worker: compute, partition and allocator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class HasUnits(Protocol):
-    """Who knows what the next tasklet computes on (see `grants.GrantGate`)."""
+    """What says how many units the next tasklet uses (see `grants.GrantGate`)."""
 
     @property
     def active_units(self) -> int:
@@ -31,7 +31,7 @@ class HasUnits(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SlotDevice:
-    """A slot's device.
+    """The device of a slot, as its worker uses it.
 
     Attributes:
         device: that computes.
@@ -54,7 +54,7 @@ class SlotDevice:
 def slot_device(
     arena: Arena, epoch: int, host: Partition, environ: Mapping[str, str] = os.environ
 ) -> SlotDevice:
-    """Return the device that decode's arena lies on; on a GPU torch allocates from it from now on.
+    """Return the device of decode's arena; on a GPU torch allocates from lent chunks from now on.
 
     Args:
         arena: attached.
@@ -90,7 +90,7 @@ def slot_device(
 
 
 def gpu_partition(sharing: Sharing, driver: str, device: ComputeDevice) -> Partition:
-    """Return shares of SMs where the GPU is shared in space, else all of it."""
+    """Return a partition by SMs where the GPU is shared in space, else the whole GPU."""
     if sharing.mode == "spatial":
         return CudaPartition("finetune", driver)
     return WholeDevice("finetune", device.total_units(), "SMs", why_whole=sharing.reason)

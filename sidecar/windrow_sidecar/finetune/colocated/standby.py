@@ -1,4 +1,4 @@
-"""A worker that has loaded everything but its job.
+"""Wait, with all libraries loaded, for the order that names a job.
 
 Importing torch, transformers and peft takes 6 to 12 s of a core. At niceness 19 beside a decode
 process that has the device, that is a minute without harvest at every start; done ahead, while
@@ -25,7 +25,7 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """Which job to take, and under which fencing token; its job.json lies in its directory."""
+    """The job to run and its fencing token; its job.json lies in its job directory."""
 
     job_uid: str
     epoch: int

@@ -1,4 +1,4 @@
-"""What a worker is asked to do, and the assembly of everything that does it.
+"""Read a job and put its model, adapter, rows and optimizer together.
 
 Rows are told apart by positions that begin anew. A model whose mask is made without positions, or
 whose layers carry a state from token to token, lets a row see the one before it.
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """One placement of one FinetuneJob."""
+    """A FinetuneJob as a worker gets it: its spec, with name, UID and epoch."""
 
     namespace: str
     name: str
@@ -87,7 +87,7 @@ def read_job(path: Path) -> JobSpec:
 
 @dataclass(slots=True)
 class TrainingSession:
-    """A job, loaded: its model with the adapter in it, and its tasklets."""
+    """A loaded job: its model with the adapter in it, and its tasklets."""
 
     job: JobSpec
     model: Any  # peft
@@ -106,7 +106,7 @@ class TrainingSession:
 
 
 def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
-    """Return what another process must know to do what `read_examples` does."""
+    """Return what another process needs to read the job's rows."""
     training = job.spec.training
     return RowsWanted(
         dataset=job.spec.dataset,
@@ -250,7 +250,7 @@ def _activation_budget(
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
-    """Refuse rows in one line where they would learn something else than apart.
+    """Refuse packing where packed rows would train differently from padded ones.
 
     Args:
         stack: the model's layers, with the adapter.
@@ -274,7 +274,7 @@ def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
 
 
 def check_turns(learns: Iterable[str]) -> None:
-    """Refuse to train what layers that take turns in memory would read anew at each visit.
+    """Refuse trained biases of offloaded layers: each visit would load the old ones again.
 
     Args:
         learns: names of the parameters.
@@ -296,7 +296,7 @@ FIRST, SECOND = 3, 4
 
 
 def packing_refused(stack: DecoderStack) -> str:
-    """Return why rows may not stand in one line; "" if they may.
+    """Return why rows cannot be packed into one line; "" if they can.
 
     Each layer runs once, on two rows of a few tokens: what it makes of the second row must not
     depend on the first.

@@ -1,4 +1,4 @@
-"""What a running job asks of its device; and the simplest answer, a device of its own."""
+"""The gate and the memory that a running job asks, and those of a device of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 class Gate(Protocol):
-    """Who says when a tasklet may run (see `grants.GrantGate`)."""
+    """Decides when a tasklet may run (see `grants.GrantGate`)."""
 
     def launch(self, tasklet: Tasklet) -> bool:
         """Whether it may run now; if so, `landed` is called afterwards."""
@@ -41,7 +41,7 @@ class Gate(Protocol):
 
 
 class Memory(Protocol):
-    """Where boundary activations live (see `memory.LentMemory`)."""
+    """Holds a job's activations and state (see `memory.LentMemory`)."""
 
     def settle(self) -> None:
         """Follow what was lent and what is asked back; the group on its way may be moved."""
@@ -60,14 +60,14 @@ class Memory(Protocol):
 
 
 def replan_if_short(stream: TaskletStream, activation_budget: ActivationBudget) -> None:
-    """Form a group anew that has not begun and does not fit (any more)."""
+    """Form a group again that has not begun and does not fit any more."""
     tokens = stream.tokens_to_begin
     if tokens and not activation_budget.fits(tokens):
         stream.replan()
 
 
 class OpenGate:
-    """Everything may run at once, as far ahead as the computation lets its caller.
+    """A gate that lets every tasklet run.
 
     Args:
         units: in use.
@@ -118,7 +118,7 @@ class OpenGate:
 
 
 class OwnMemory:
-    """Torch's own: nobody lends it, so a group that does not fit ends the job.
+    """Torch's own memory, none of it lent: a group that does not fit fails the job.
 
     Args:
         stream: of the job.

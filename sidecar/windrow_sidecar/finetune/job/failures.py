@@ -1,4 +1,4 @@
-"""What an error means for a job."""
+"""Map an exception to the event and the exit status of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
 def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
-    """Say what an error means for the job: the event that tells, and how the worker ends."""
+    """Return the event that reports an error, and how the worker ends."""
     if isinstance(error, UserError):
         event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
         return event, Ending.USER_ERROR

@@ -1,4 +1,4 @@
-"""Which tasklets the device has been given and has not ended, and when those that ended ran."""
+"""Track the tasklets that are queued on the device, and when each of them ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from windrow_sidecar.finetune.tasklets import Tasklet
 
 @dataclass(slots=True)  # frozen, it takes 10 us longer to make while caches hold a layer
 class Ran:
-    """A tasklet that has been queued, and later has ended. Never changed.
+    """A tasklet that was queued, with the marks of its begin and end. Immutable.
 
     Attributes:
         begun, ended: before and after all of its work.
@@ -46,7 +46,7 @@ class Ran:
 
 
 class InFlight:
-    """Queued work of one device, oldest first; on the host none is left once a call is back.
+    """The queued tasklets of one device, oldest first; on the host none outlives its call.
 
     Args:
         device: that runs it.

@@ -1,4 +1,4 @@
-"""What a job leaves behind as it runs: events, progress, metrics, checkpoints, the adapter."""
+"""Write what a job leaves behind: events, progress, figures, checkpoints, the adapter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class JobState:
 
 
 class Ledger:
-    """Writes down what happens to one job.
+    """Record what happens to one job, and write its checkpoints and adapter.
 
     Args:
         session: the job.

@@ -1,4 +1,4 @@
-"""Several jobs over one base model in one worker, in turns (FineInfer's multiplexing).
+"""Run several jobs over one base model in one worker, in turns (FineInfer's multiplexing).
 
 A turn begins and ends at tasklet boundaries: between two groups of micro-batches while both jobs
 may run, anywhere where the job of the moment ends or is told to pause. What the one job has on the
@@ -31,7 +31,7 @@ def _nothing() -> None:
 
 @dataclass(eq=False, slots=True)
 class JobHandle:
-    """One job.
+    """One job of a multiplexer.
 
     Attributes:
         name: for logs.
@@ -67,7 +67,7 @@ def _nobody() -> Arrival | None:
 
 
 class JobMultiplexer:
-    """Runs jobs until each has ended.
+    """Run jobs in turns until each has ended.
 
     Args:
         jobs: their trees of modules share weights, nothing else (see `twin`).
@@ -185,7 +185,7 @@ class JobMultiplexer:
 
 
 def worst(endings: Iterable[Ending]) -> Ending:
-    """Return what several jobs ended with, as one: what needs a person comes first."""
+    """Return the worst of several endings; one that needs a person comes first."""
     order = (
         Ending.USER_ERROR,
         Ending.FAILED,
@@ -203,7 +203,7 @@ TURN_PER_SWITCH = 20.0
 
 @dataclass(frozen=True, slots=True)
 class JobShare:
-    """One job among others.
+    """A job's share of the worker, as the choice of the next turn needs it.
 
     Attributes:
         tokens: that it has had so far in this worker, evaluations included.
@@ -217,7 +217,7 @@ class JobShare:
 
 
 def next_turn(jobs: Sequence[JobShare]) -> int | None:
-    """Return the index of the job that is furthest behind its share; None: none may run.
+    """Return the index of the job that has run the least; None: none may run.
 
     Tokens differ by at most one turn over the weight, whatever the steps' sizes.
     """
@@ -231,7 +231,7 @@ def turn_is_over(turn_s: float, switch_s: float) -> bool:
 
 
 def fair_start(weight: float, others: Sequence[JobShare]) -> int:
-    """Return the tokens that count as had already of a job that joins `others`.
+    """Return the tokens with which a job that joins `others` starts its count.
 
     As many as the one has that is furthest behind: else all would wait until it has caught up.
     """

@@ -1,4 +1,4 @@
-"""What a worker tells of a job, and what may be asked of it, whoever listens."""
+"""Progress and events that a worker reports of a job, and the commands it takes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WorkerEvent:
 
 
 class JobReporter(Protocol):
-    """Whom a worker reports to."""
+    """Takes a worker's reports, and gives it commands."""
 
     def event(self, event: WorkerEvent) -> None:
         """Tell that something happened; never waits."""

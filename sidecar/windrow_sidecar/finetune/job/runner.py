@@ -1,4 +1,4 @@
-"""How a job runs to its end: tasklet by tasklet, as decode and the agent allow."""
+"""Run a job to its end, tasklet by tasklet, as its gate, memory and commands allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of each step, written into the job's folder: JSON lines, and TensorBoard's files."""
+"""Write the figures of each step into the job's folder: JSON lines and TensorBoard files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Scalars:
-    """Writes down steps and evaluations.
+    """Write the figures of steps and evaluations.
 
     Args:
         folder: of the job.

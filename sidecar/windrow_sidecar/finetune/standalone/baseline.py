@@ -1,4 +1,4 @@
-"""A plain training loop over the same job with peft and torch alone: what ours is compared with.
+"""The baseline: a plain training loop over the same job with peft and torch alone.
 
 It is written as people write it, and well: rows padded to the longest of the batch, one forward and
 backward per step, fused AdamW, all threads that it is given.
@@ -30,7 +30,7 @@ from windrow_sidecar.finetune.training.optimizer import Schedule, adamw
 
 
 class PlainLoop:
-    """One optimizer step at a time."""
+    """A plain training loop, one optimizer step a call."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""One job on a device of its own: how it is loaded, and the denominator of eta."""
+"""Load one job onto a device of its own, and measure its rate there (eta's denominator)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measure_alone(options: argparse.Namespace) -> int:
 
 
 def event_log(job: JobSpec, folder: Path | None) -> EventLog:
-    """Return the log of a job, in `folder` or in the job's own."""
+    """Return the event log of a job, in `folder` or in the job's own directory."""
     folder = folder or job.destination / ".windrow" / job.uid
     return EventLog(folder / f"dedicated-{os.getpid()}.events.jsonl", source="dedicated")
 

@@ -1,4 +1,4 @@
-"""What a run without an agent tells: lines of JSON, for events and twice a second for progress."""
+"""Report a standalone run as lines of JSON: each event, and progress twice a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Lines:
-    """Where all jobs of a process write, a line at a time."""
+    """Standard output of a process, to which its jobs write line by line."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._one_line = out, threading.Lock()
@@ -27,7 +27,7 @@ class Lines:
 
 
 class LineReporter:
-    """Tells whoever started this process of one job. Use as a context manager.
+    """Report one job to the process that started this one. Use as a context manager.
 
     Args:
         lines: where to.

@@ -1,4 +1,4 @@
-"""How fast steps of finetuning go: the same count for our engine and for a plain loop."""
+"""Measure tokens a second of optimizer steps, the same way for our engine and the baseline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windrow.crd import FinetuneJobSpec
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One finished optimizer step."""
+    """Tokens and loss of one finished optimizer step."""
 
     tokens: int  # real ones
     loss: float
@@ -22,7 +22,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Steps after a first one that warms up and does not count; loading does not count either."""
+    """Steps and seconds, without loading and without the first step, which warms up."""
 
     engine: str
     units: int
@@ -77,7 +77,7 @@ def measure(
 
 
 def endless(spec: FinetuneJobSpec) -> FinetuneJobSpec:
-    """Return the spec of a run that is only measured: it never ends, and evaluates nothing."""
+    """Return a job's spec for a measurement: it never ends, and evaluates nothing."""
     return spec.model_copy(
         update={
             "training": spec.training.model_copy(update={"epochs": None, "max_steps": 10**8}),

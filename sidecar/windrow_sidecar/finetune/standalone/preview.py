@@ -1,4 +1,4 @@
-"""What a step of a job would run: its tasklets as data, with bytes and times of this machine.
+"""Show the tasklets of one step of a job, with bytes and times of this machine.
 
 `windrow plan` starts this and prints it. The model's layers run up and down on the step's first
 group, and the optimizer steps, so that bytes and times are measured, not guessed.
@@ -49,7 +49,7 @@ ROUNDS = 3
 
 
 class Preview:
-    """A job that is looked at, not run.
+    """A loaded job whose step is planned and measured, not trained.
 
     Args:
         job: the job.

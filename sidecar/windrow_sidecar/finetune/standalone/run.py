@@ -1,4 +1,4 @@
-"""Jobs on a device of their own, without a cluster: one, or several over one base model."""
+"""Run jobs on a device of their own, without a cluster: one, or several over one base model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def check_apart(jobs: Sequence[JobSpec]) -> None:
 
 
 class Together:
-    """Jobs over one base model, each with all that is its own, on standard output (see `lines`).
+    """Jobs over one base model, reported on standard output (see `json_lines`).
 
     Args:
         jobs: one or more.

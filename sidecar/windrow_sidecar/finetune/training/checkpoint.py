@@ -1,4 +1,4 @@
-"""How a job's state survives: whole or not at all, newest good one first, one writer at a time.
+"""Write and read checkpoints: whole or not at all, by one writer at a time.
 
 Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started), `holder-N` (whose
 epoch N is), and
@@ -35,12 +35,12 @@ MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 
 
 class Fenced(WindrowError):
-    """Another worker has the job, with a higher epoch as a rule: this one may not write."""
+    """Another worker owns the job's folder; this one may not write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a job stands. Steps count from 0 to the job's total."""
+    """The position of a job in its training. Steps count from 0 to the job's total."""
 
     step: int  # finished ones
     committed_rows: tuple[int, ...] = ()  # of the step on its way, already in the gradient sums
@@ -256,7 +256,7 @@ def _sha256(path: Path) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside of `folder` last."""
+    """Sync `folder`, so that renames inside it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""What a checkpoint is worthless without: base, rows, adapter, and how they are trained."""
+"""Identify what a checkpoint belongs to: base model, rows, adapter and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What a job has otherwise than its checkpoint: the field that says it, and what to do."""
+    """A difference between a job and its checkpoint: the field, and what to do."""
 
     problem: str
     field: str

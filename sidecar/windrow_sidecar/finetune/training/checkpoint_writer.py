@@ -1,4 +1,4 @@
-"""How checkpoints are written while the job goes on."""
+"""Write checkpoints on a thread while the job trains."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that is whole."""
+    """A checkpoint that has been written."""
 
     position: Position
     path: Path
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time on a thread of its own.
+    """Write one checkpoint at a time on a thread of its own.
 
     Args:
         folder: the job's, claimed.

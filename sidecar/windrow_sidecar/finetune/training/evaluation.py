@@ -1,4 +1,4 @@
-"""How a training goes besides its steps: how rows stand together, when it is judged and ends."""
+"""When a job is evaluated between steps, when it stops early, and how rows are packed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from windrow.crd import TrainingSpec
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What the evaluations between steps have said so far; part of a job's position."""
+    """The results of the evaluations so far; part of a job's position."""
 
     step: int = 0  # of the last one
     best_loss: float | None = None
@@ -24,7 +24,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPolicy:
-    """What `spec.training` says of it.
+    """When to evaluate and to stop early, and how rows form micro-batches.
 
     Attributes:
         packed: rows of a micro-batch stand one after the other.

@@ -1,4 +1,4 @@
-"""When a training has gone wrong: gradients that explode, work that does not come to an end."""
+"""Detect exploding gradients, and work that does not end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from windrow.errors import WindrowError
 
 
 class Unhealthy(WindrowError):
-    """Training on makes nothing better; the last checkpoint stands."""
+    """Training has diverged or hangs; the last checkpoint stands."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         self.reason = reason
@@ -24,7 +24,7 @@ class Unhealthy(WindrowError):
 
 @dataclass(frozen=True, slots=True)
 class NormLimits:
-    """What counts as an explosion.
+    """Limits above which a gradient norm counts as an explosion.
 
     Clipping makes one outlier harmless; a run of them means that the adapter has left the region
     where its gradient says anything.
@@ -37,7 +37,7 @@ class NormLimits:
 
 
 class GradientWatch:
-    """Follows the norms of a job's gradients."""
+    """Compare each gradient norm with those of the steps before."""
 
     def __init__(self, limits: NormLimits | None = None) -> None:
         self._limits = limits or NormLimits()
@@ -72,7 +72,7 @@ LAST_CHECKPOINT = "the last checkpoint"
 
 
 class StallWatch:
-    """Notices work that does not end; the waiting for decode is none.
+    """Report work that does not end in time; waiting for decode does not count.
 
     Args:
         after_s: how long a tasklet, a row or a checkpoint may take.

@@ -24,7 +24,7 @@ class NotFinite(WindrowError):
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What a finished step was like."""
+    """Learning rate, gradient norm and loss of a finished step."""
 
     learning_rate: float
     gradient_norm: float  # before clipping
@@ -201,7 +201,7 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Return AdamW as the spec wants it; its rate is set step by step.
+    """Return AdamW with the spec's options; its learning rate is set step by step.
 
     Raises:
         UserError: the library that the spec asks for is not there.

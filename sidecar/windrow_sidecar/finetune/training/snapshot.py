@@ -1,4 +1,4 @@
-"""What a checkpoint is written from: tensors as they are now, copied only before they change."""
+"""Snapshot tensors for a checkpoint, copying each one only before it changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Piece = list[tuple[str, Tensor]]
 
 
 class Spare:
-    """Host memory for copies, kept from one snapshot to the next.
+    """Host memory that snapshots reuse for their copies.
 
     Fresh memory costs a page fault for each 4 KiB that is first written, which takes longer than
     the copy itself.
@@ -37,7 +37,7 @@ class Spare:
 
 
 class TensorSnapshot:
-    """Tensors of one moment, on the host.
+    """The values that tensors have at one moment, on the host.
 
     A thread copies them while training goes on; whoever is about to change some of them calls
     `copy` before, and takes part where copies are missing. Between two optimizer steps only sums

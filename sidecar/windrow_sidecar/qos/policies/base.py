@@ -1,4 +1,4 @@
-"""What a policy is: a pure function from view, offer and context to a decision."""
+"""The interface of a policy: a pure function from view, offer and context to a grant."""
 
 from __future__ import annotations
 
