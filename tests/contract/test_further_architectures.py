@@ -191,7 +191,7 @@ def test_biases_of_the_embeddings_norm_are_refused_by_their_option():
             {"word_embed_proj_dim": 16},
             {"lora": {"rank": 4}},
             "spec.adapter.lora.targetModules",
-            "project_in stands ahead of the first layer",
+            "project_in comes before the first layer",
         ),
     ],
 )

@@ -103,7 +103,7 @@ def test_jobs_share_a_base_and_one_with_a_wrong_row_ends_alone(tmp_path):
     ("arguments", "words"),
     [
         (["--device=tpu"], "windrow: --device: 'tpu' is no device. Write cpu, cuda, or cuda:N.\n"),
-        (["--units=4096", "--seconds=1"], "windrow: --units: 4096 cores cannot be had. Write 1 "),
+        (["--units=4096", "--seconds=1"], "windrow: --units: 4096 cores: this process has "),
     ],
 )
 def test_a_device_that_cannot_be_had_is_told_in_one_line(tmp_path, arguments, words):

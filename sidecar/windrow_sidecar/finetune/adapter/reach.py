@@ -36,7 +36,7 @@ def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft
         if parameter.requires_grad and id(parameter) not in reached:
             module, kind = name.split(".")[0], tuned.active_peft_config.peft_type.value.lower()
             raise UserError(
-                f"{module} stands ahead of the first layer, and what does is frozen here",
+                f"{module} comes before the first layer, where nothing can be trained",
                 field=f"spec.adapter.{kind}.{option_of(name)}",
                 remedy=f"Leave {module} out: by excludeModules, or by bias: lora_only.",
                 reason=Reason.INVALID_SPEC,

@@ -110,7 +110,7 @@ def take_cores(units: int | None) -> int:
     units = len(cpus) if units is None else units
     if not 0 < units <= len(cpus):
         raise UserError(
-            f"{units} cores cannot be had",
+            f"{units} cores: this process has {len(cpus)}",
             field="--units",
             remedy=f"Write 1 to {len(cpus)}, or leave it out for all.",
         )

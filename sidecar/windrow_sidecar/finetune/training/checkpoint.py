@@ -64,7 +64,7 @@ class Checkpoint:
         """Raise UserError unless it is of that origin."""
         if (differs := self.origin.differs(wanted)) is not None:
             raise UserError(
-                f"{self.path} cannot be gone on from: {differs.problem}",
+                f"cannot resume from {self.path}: {differs.problem}",
                 field=differs.field,
                 remedy=f"{differs.remedy}, or delete {self.path.parents[1]} and start anew.",
                 reason=Reason.CHECKPOINT_MISMATCH,
