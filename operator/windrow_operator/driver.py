@@ -211,7 +211,7 @@ class Driver:
             holder = Holder(job.uid, job.key, base)
             slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
             session.send(
-                pb.OperatorMessage(assign=self._assignment(job, command, live.facts.index))
+                pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
             )
             self._metrics.placements.inc()
             return
@@ -226,7 +226,7 @@ class Driver:
             )
         )
 
-    def _assignment(self, job: Job, command: Command, index: int) -> pb.Assign:
+    def _assignment(self, job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
         return pb.Assign(
             slot=index,
             job_namespace=job.namespace,
@@ -234,6 +234,7 @@ class Driver:
             job_uid=job.uid,
             epoch=command.epoch,
             spec_json=json.dumps(job.body["spec"]),
+            outputs=pb.Outputs(trees=slot.outputs),
         )
 
     # --- policies and slots -----------------------------------------------------------------------

@@ -144,10 +144,11 @@ def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
             exclude_none=True,
             include={"persistent_volume_claim", "host_path"},
         )
-        _merge(wanted, {"name": _volume_name(volume), **source})
+        _merge(wanted, {"name": volume_name(volume), **source})
 
 
-def _volume_name(volume: VolumeSpec) -> str:
+def volume_name(volume: VolumeSpec) -> str:
+    """Return the name that a volume of a policy has in a pod."""
     return f"windrow-{volume.name}"
 
 
@@ -183,7 +184,7 @@ def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeS
     ]
     mounts += [
         {
-            "name": _volume_name(volume),
+            "name": volume_name(volume),
             "mountPath": volume.mount_path,
             **({"readOnly": True} if volume.read_only else {}),
         }

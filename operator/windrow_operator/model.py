@@ -39,6 +39,7 @@ class Pod:
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     ending: bool = False  # deleted, or its containers have ended
+    volumes: frozenset[str] = frozenset()  # names of what it can mount
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,7 @@ class Slot:
     terms: Terms | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
+    outputs: tuple[str, ...] = ()  # directories that jobs may write
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ that lags behind a write cannot undo it.
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,8 +15,10 @@ from typing import Any
 from windrow.conditions import get_condition, is_finished
 from windrow.crd import FINALIZER, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
+from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
+from windrow_operator.injection import volume_name
 from windrow_operator.model import (
     ALIVE,
     STALE_AFTER,
@@ -174,6 +175,10 @@ class World:
             terms=self.terms(pod, now) if pod else None,
             holders=tuple(self._holder(uid) for uid in held),
             max_jobs=max(1, live.facts.max_jobs),
+            outputs=(
+                *live.facts.output_trees,
+                *(_outputs(pod, self.terms(pod, now)) if pod else ()),
+            ),
         )
 
     def holders(self) -> dict[str, list[str]]:
@@ -213,7 +218,7 @@ class World:
         spec, error = self._spec(body)
         deleted = metadata.get("deletionTimestamp")
         uid = metadata["uid"]
-        owner = owners.get(_destination(spec), uid) if spec else uid
+        owner = owners.get(path_of(spec.output.destination), uid) if spec else uid
         return Job(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -253,7 +258,7 @@ class World:
             if spec is None or is_finished(status.get("conditions")):
                 continue
             rank = (not status.get("epoch"), metadata["creationTimestamp"], self._job_key(uid))
-            place = _destination(spec)
+            place = path_of(spec.output.destination)
             if place not in owners or rank < owners[place][0]:
                 owners[place] = (rank, uid)
         return {place: uid for place, (_, uid) in owners.items()}
@@ -315,6 +320,7 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         labels=metadata.get("labels") or {},
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
+        volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
     )
 
 
@@ -328,6 +334,16 @@ def is_waiting(body: Mapping[str, Any]) -> bool:
     conditions = (body.get("status") or {}).get("conditions")
     placed = get_condition(conditions, "Placed")
     return not is_finished(conditions) and (placed is None or placed["status"] != "True")
+
+
+def _outputs(pod: Pod, terms: Terms | None) -> tuple[str, ...]:
+    """Return where the policy's volumes stand that are in the pod and can be written."""
+    spec = terms.policy.spec if terms else None
+    return tuple(
+        volume.mount_path
+        for volume in (spec.sidecar.volumes if spec else ())
+        if not volume.read_only and volume_name(volume) in pod.volumes
+    )
 
 
 def _is_full(beat: pb.SlotHeartbeat) -> bool:
@@ -344,10 +360,6 @@ def _is_newer(body: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
 def _version(body: Mapping[str, Any]) -> int:
     # Comparable since Kubernetes 1.35 (KEP-5504); etcd's revision in all versions before.
     return int(body["metadata"].get("resourceVersion") or 0)
-
-
-def _destination(spec: FinetuneJobSpec) -> str:
-    return posixpath.normpath(spec.output.destination.removeprefix("file://"))
 
 
 def _day(now: datetime) -> str:

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import read_config

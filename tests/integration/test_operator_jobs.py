@@ -263,6 +263,47 @@ def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     assert f"{cluster.namespace}/tone" in accepted["message"]
 
 
+def volume(name, **more):
+    return {"name": name, "mountPath": f"/{name}", "hostPath": {"path": "/srv"}, **more}
+
+
+def test_a_job_writes_only_to_volumes_of_the_policy_that_its_pod_has_to_write(cluster):
+    cluster.policy(sidecar={"volumes": [volume("data"), volume("rows", readOnly=True)]})
+    wait_until(lambda: cluster.get("harvestpolicies", "chat").get("status"), "the policy is known")
+    sidecar = cluster.attach(cluster.pod(), outputs=())
+    sidecar.beat()
+    cluster.job("elsewhere", output={"destination": "/rows/tone"})
+    wait_until(
+        lambda: (
+            "decode-0 cannot write /rows/tone: of its policy's volumes its pod has to write to: "
+            "/data" in cluster.condition("Placed", "elsewhere").get("message", "")
+        ),
+        "the slot's refusal in the condition",
+    )
+    cluster.job(output={"destination": "/data/tone"})
+    assigned = sidecar.next("assign")
+    assert (assigned.job_name, list(assigned.outputs.trees)) == ("tone", ["/data"])
+
+
+def test_a_volume_that_came_after_the_pod_is_not_written_to(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod(), outputs=())
+    sidecar.beat()
+    cluster.custom.patch_namespaced_custom_object(
+        "windrow.dev",
+        "v1alpha1",
+        cluster.namespace,
+        "harvestpolicies",
+        "chat",
+        {"spec": {"sidecar": {"volumes": [volume("data")]}}},
+    )
+    cluster.job(output={"destination": "/data/tone"})
+    wait_until(
+        lambda: "has to write to: none" in cluster.condition("Placed").get("message", ""),
+        "the slot's refusal in the condition",
+    )
+
+
 def test_a_finished_job_is_deleted_after_its_time(cluster):
     cluster.policy()
     sidecar = cluster.attach(cluster.pod())

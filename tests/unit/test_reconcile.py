@@ -48,7 +48,11 @@ def slot(key=KEY, **changes):
     policy = Policy(
         "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
     )
-    values = {"terms": Terms(policy, "harvest"), "predicted_tokens_per_second": 9600.0}
+    values = {
+        "terms": Terms(policy, "harvest"),
+        "predicted_tokens_per_second": 9600.0,
+        "outputs": ("/o",),
+    }
     return Slot(key, **{**values, **changes})
 
 
