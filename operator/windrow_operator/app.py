@@ -187,6 +187,8 @@ class App:
         await self._ensure_namespace()
         for body in await self._kube.list("/api/v1/namespaces"):
             self.world.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
+        for body in await self._kube.list("/apis/scheduling.k8s.io/v1/priorityclasses"):
+            self.world.put_priority_class(body)
         for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
             self.world.put_pod(body)
         for body in await self._kube.list(kind_path(HARVEST_POLICY)):

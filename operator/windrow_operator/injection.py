@@ -40,6 +40,7 @@ class SidecarTemplate:
     image: str
     command: tuple[str, ...] = ("python", "-m", "windrow_sidecar.agent")
     metrics_port: int = 0
+    mps: bool = True  # whether a GPU may be shared under a private MPS daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,8 @@ def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeS
         _field(rundir.ENV_POD_UID, "metadata.uid"),
         _field(rundir.ENV_NODE_NAME, "spec.nodeName"),
     ]
+    if not template.mps:
+        env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
     mounts: list[Body] = [

@@ -187,6 +187,7 @@ class Job:
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0
+    priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # key of an older job that writes to the same place
 

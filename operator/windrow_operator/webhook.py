@@ -114,5 +114,8 @@ class Webhook:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
         policy = policies.select(candidate, self._world.policies.values())
-        volumes = policy.spec.sidecar.volumes if policy and policy.spec else ()
-        return inject(pod, self._template(), volumes)
+        template = self._template()
+        if policy is None or policy.spec is None:
+            return inject(pod, template)
+        sidecar = policy.spec.sidecar
+        return inject(pod, replace(template, mps=sidecar.mps), sidecar.volumes)

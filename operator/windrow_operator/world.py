@@ -119,6 +119,10 @@ class World:
         """Forget a pod that the API server no longer has."""
         self.pods.pop(uid, None)
 
+    def put_priority_class(self, body: Mapping[str, Any]) -> None:
+        """Keep the value of a PriorityClass."""
+        self.priorities[body["metadata"]["name"]] = int(body.get("value", 0))
+
     def charge(self, policy_key: str, seconds: float, now: datetime) -> None:
         """Count device seconds that a job held a slot of this policy."""
         day = _day(now)
@@ -218,6 +222,7 @@ class World:
         spec, error = self._spec(body)
         deleted = metadata.get("deletionTimestamp")
         uid = metadata["uid"]
+        priority_class = (spec and spec.priority_class_name) or ""
         owner = owners.get(path_of(spec.output.destination), uid) if spec else uid
         return Job(
             namespace=metadata["namespace"],
@@ -231,7 +236,8 @@ class World:
             body=body,
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
-            priority=self.priorities.get((spec and spec.priority_class_name) or "", 0),
+            priority=self.priorities.get(priority_class, 0),
+            priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
             destination_owner=self._job_key(owner) if owner != uid else "",
         )

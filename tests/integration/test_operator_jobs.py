@@ -238,7 +238,42 @@ def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
     sidecar.report(assigned, "FAILED", reason="DatasetInvalid", detail=detail, user_error=True)
     cluster.await_state("Failed")
     failed = cluster.condition("Failed")
-    assert (failed["reason"], failed["message"]) == ("DatasetInvalid", detail)
+    assert failed["reason"] == "DatasetInvalid"
+    assert (
+        failed["message"]
+        == f"{detail} Mend it in a new job: one that has failed does not run again."
+    )
+
+
+def test_a_job_that_failed_over_its_checkpoint_is_mended_by_a_new_one_as_its_message_says(placed):
+    cluster, sidecar, assigned = placed
+    detail = "/c7 cannot be gone on from: 8 was trained with, the job says 16."
+    sidecar.report(assigned, "FAILED", reason="CheckpointMismatch", detail=detail, user_error=True)
+    cluster.await_state("Failed")
+    assert "Mend it in a new job" in cluster.condition("Failed")["message"]
+    # The very same spec, to the same destination.
+    sidecar.beat()
+    destination = cluster.get("finetunejobs", "tone")["spec"]["output"]["destination"]
+    cluster.job("again", output={"destination": destination})
+    again = sidecar.next("assign")
+    assert (again.job_name, again.epoch) == ("again", 1)
+    assert again.job_uid != assigned.job_uid
+
+
+def test_a_job_of_a_priority_class_that_does_not_exist_is_not_placed_until_it_does(cluster, kube):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    name = f"batch-{cluster.namespace}"
+    cluster.job(priorityClassName=name)
+    cluster.await_state("Invalid")
+    assert cluster.condition("Accepted")["reason"] == "PriorityClassNotFound"
+    classes = client.SchedulingV1Api(kube)
+    classes.create_priority_class({"metadata": {"name": name}, "value": -10})
+    try:
+        assert sidecar.next("assign").job_name == "tone"
+    finally:
+        classes.delete_priority_class(name)
 
 
 def test_a_job_without_a_slot_says_why_each_refuses(cluster):

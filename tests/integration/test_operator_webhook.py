@@ -47,6 +47,16 @@ def test_volumes_of_the_policy_reach_the_sidecar(cluster):
     assert mounts["windrow-data"] == "/data"
 
 
+def test_a_policy_without_mps_reaches_the_sidecar(cluster):
+    cluster.policy(sidecar={"mps": False})
+    wait_until(
+        lambda: cluster.get("harvestpolicies", "chat").get("status"),
+        "the operator knows the policy",
+    )
+    env = {entry.name: entry.value for entry in cluster.pod().spec.init_containers[0].env}
+    assert env["WINDROW_MPS"] == "off"
+
+
 def test_pods_are_created_while_the_webhook_is_down_and_injected_when_it_is_back(cluster):
     cluster.operator.end(signal.SIGKILL)
     try:

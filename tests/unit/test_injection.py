@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -131,6 +132,15 @@ def test_what_decode_says_of_logs_and_rates_is_the_sidecars_too(name, value):
     said = {"name": name, "value": value}
     (sidecar,) = injected(pod(args=DECODE_ARGS, env=[said]))["spec"]["initContainers"]
     assert said in sidecar["env"]
+
+
+def test_a_sidecar_that_may_not_share_by_mps_is_told():
+    body = pod(args=DECODE_ARGS)
+    patch = inject(body, replace(TEMPLATE, mps=False))
+    (sidecar,) = applied(body, patch)["spec"]["initContainers"]
+    assert {"name": "WINDROW_MPS", "value": "off"} in sidecar["env"]
+    (sidecar,) = injected(body)["spec"]["initContainers"]
+    assert "WINDROW_MPS" not in {entry["name"] for entry in sidecar["env"]}
 
 
 def test_volumes_of_the_policy_are_mounted_in_the_sidecar():
