@@ -41,6 +41,7 @@ from windrow.crd import (
     parse_policy_spec,
     parse_profile_spec,
 )
+from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.views import EventView, JobView, SlotView
 
@@ -59,17 +60,7 @@ Manifest = Mapping[str, Any] | Filename
 def read_manifest(path: Filename) -> dict[str, Any]:
     """Read one YAML document; raise UserError when it is none."""
     path = Path(path).expanduser()
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise UserError(
-            f"cannot be read: {e}", field=str(path), remedy="Give a readable YAML file."
-        ) from e
-    if not isinstance(found, dict):
-        raise UserError(
-            "is not one YAML object", field=str(path), remedy="See examples/finetunejob.yaml."
-        )
-    return found
+    return read_document(path, "Give one readable manifest; see examples/finetunejob.yaml.")
 
 
 class WindrowClient:
@@ -321,7 +312,9 @@ class NotFound(UserError):
 
 
 def _body_of(manifest: Manifest) -> dict[str, Any]:
-    return dict(manifest) if isinstance(manifest, Mapping) else read_manifest(manifest)
+    if isinstance(manifest, Mapping):
+        return dict(whole_numbers(dict(manifest)))
+    return read_manifest(manifest)
 
 
 def _seconds(within: timedelta | float) -> float:

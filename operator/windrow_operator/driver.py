@@ -16,15 +16,17 @@ from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import policies
+from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
 from windrow_operator.events import Recorder
+from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Slot
-from windrow_operator.reconcile import Actions, Command, Patience, reconcile
+from windrow_operator.model import Base, Holder, Job, Pod, Slot
+from windrow_operator.reconcile import Actions, Command, Event, Patience, reconcile
 from windrow_operator.status import is_urgent
-from windrow_operator.world import World
+from windrow_operator.webhook import Registration
+from windrow_operator.world import World, is_waiting
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
 PROGRESS_INTERVAL = timedelta(seconds=2)
 USAGE_INTERVAL = timedelta(seconds=10)
+# A pod that could not get a sidecar is asked about again after this time.
+_REFUSED_AGAIN = timedelta(minutes=5)
 
 
 @dataclass
@@ -73,6 +77,10 @@ class Driver:
         self._world, self._kube, self._recorder, self._metrics = world, kube, recorder, metrics
         self._patience, self._clock = patience, clock
         self._attach: AttachServer | None = None
+        self._registration: Registration | None = None
+        self._template: SidecarTemplate | None = None
+        self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
+        self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
         self._alarm = _Alarm()
         self._progress_written: dict[str, datetime] = {}  # by job UID
         self._usage_written: dict[str, datetime] = {}  # by policy key
@@ -81,6 +89,10 @@ class Driver:
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
         self._attach = attach
+
+    def prepare_pods(self, registration: Registration, template: SidecarTemplate) -> None:
+        """Say how pods are registered for, and what a sidecar is made of."""
+        self._registration, self._template = registration, template
 
     def wake(self) -> None:
         """Look at everything soon: something happened."""
@@ -106,6 +118,8 @@ class Driver:
         slots = self._world.slot_views(now)
         for job in self._world.job_views():
             await self._step(job, slots)
+        await self._attach_sidecars(now)
+        await self._register()
         await self._write_policies(now)
         for gone in self._world.forget_unused_slots():
             self._metrics.forget_slot(gone)
@@ -236,6 +250,91 @@ class Driver:
             spec_json=json.dumps(job.body["spec"]),
             outputs=pb.Outputs(trees=slot.outputs),
         )
+
+    # --- sidecars ---------------------------------------------------------------------------------
+
+    async def _attach_sidecars(self, now: datetime) -> None:
+        waiting = [job for job in self._world.job_views() if self._waits(job)]
+        pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
+        for pod in pods:
+            try:
+                await self._attach_sidecar(pod, now)
+            except (Refusal, ApiError) as error:
+                await self._not_attached(pod, error, now)
+        if look_again is not None:
+            self._alarm.within((look_again - now).total_seconds())
+
+    def _waits(self, job: Job) -> bool:
+        spec = job.spec
+        asks = spec is not None and not spec.suspend and job.deleted_at is None
+        return asks and not job.slot and is_waiting(self._world.jobs[job.uid])
+
+    def _pod_views(self, now: datetime) -> list[agents.PodView]:
+        slots: dict[str, list[Slot]] = {}
+        for key, slot in self._world.slot_views(now).items():
+            if slot.attached:
+                slots.setdefault(self._world.slots[key].pod_uid, []).append(slot)
+        # A slot's name is its pod's, or that with the number of the device.
+        keys = self._world.holders()
+        held = {*keys, *(key.rpartition(".")[0] for key in keys)}
+        return [
+            agents.PodView(
+                pod,
+                self._world.terms(pod, now),
+                tuple(slots.get(uid, ())),
+                held=pod.key in held,
+                asked_at=self._asked.get(uid),
+                retry_at=self._refused.get(uid),
+            )
+            for uid, pod in self._world.pods.items()
+            if pod.sidecar.prepared
+        ]
+
+    async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
+        terms = self._world.terms(pod, now)
+        if terms is None or terms.policy.spec is None or self._template is None:
+            return
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+        body = await self._kube.get(path)
+        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar)
+        patch = {
+            # Another pod of the name, or one that changed since: refused, and decided again.
+            "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},
+            "spec": {"ephemeralContainers": [container]},
+        }
+        after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
+        self._world.put_pod(after)
+        self._asked[pod.uid] = now
+        message = f"Container {container['name']} added, by policy {terms.policy.name}"
+        await self._recorder.record(after, Event("SidecarAttached", message))
+
+    async def _not_attached(self, pod: Pod, error: Refusal | ApiError, now: datetime) -> None:
+        if isinstance(error, Conflict | NotFound):
+            self._alarm.within(_RETRY_SECONDS)
+            return
+        log.warning("pod %s gets no sidecar: %s", pod.key, error)
+        self._refused[pod.uid] = now + _REFUSED_AGAIN
+        reason = error.reason if isinstance(error, Refusal) else "NotAdmitted"
+        self._metrics.not_injected(reason)
+        about = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"namespace": pod.namespace, "name": pod.name, "uid": pod.uid},
+        }
+        await self._recorder.record(about, Event("SidecarRefused", str(error), warning=True))
+
+    async def _register(self) -> None:
+        """Keep the webhook registered for the namespaces that have a policy."""
+        for known in (self._asked, self._refused):
+            for uid in [uid for uid in known if uid not in self._world.pods]:
+                del known[uid]
+        if self._registration is None:
+            return
+        try:
+            await self._registration.keep({p.namespace for p in self._world.policies.values()})
+        except ApiError as error:
+            log.warning("the webhook could not be registered: %s", error)
+            self._alarm.within(_RETRY_SECONDS)
 
     # --- policies and slots -----------------------------------------------------------------------
 

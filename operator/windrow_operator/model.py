@@ -29,6 +29,27 @@ def name_in(key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class SidecarState:
+    """How far a pod's sidecar is, by the pod object.
+
+    Attributes:
+        prepared: the pod has what a sidecar needs.
+        native: the sidecar is part of the pod's spec.
+        decode_ready: the decode container is ready.
+        attached: ephemeral containers that were added as sidecars, ended ones included.
+        alive: the newest of them has not ended.
+        ended_at: when the newest one ended.
+    """
+
+    prepared: bool = False
+    native: bool = False
+    decode_ready: bool = False
+    attached: int = 0
+    alive: bool = False
+    ended_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pod:
     """What is kept of a decode pod."""
 
@@ -40,6 +61,14 @@ class Pod:
     annotations: Mapping[str, str] = field(default_factory=dict)
     ending: bool = False  # deleted, or its containers have ended
     volumes: frozenset[str] = frozenset()  # names of what it can mount
+    version: int = 0  # of the object
+    model: str = ""  # that the decode container's command line names
+    sidecar: SidecarState = SidecarState()
+
+    @property
+    def key(self) -> str:
+        """Return namespace/name."""
+        return key_of(self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,14 @@ def admission_refusal(job: Job, slot: Slot) -> str:
 
 def serves_model(job: Job, slot: Slot) -> bool:
     """Return whether decode serves the very model that the job trains."""
-    return job.spec is not None and _same_name(job.spec.model.name, slot.model)
+    return same_model(job, slot.model)
 
 
-def _same_name(one: str, other: str) -> bool:
-    return posixpath.normpath(one) == posixpath.normpath(other)
+def same_model(job: Job, model: str) -> bool:
+    """Return whether `job` trains `model`, a name or a path."""
+    return job.spec is not None and (
+        posixpath.normpath(job.spec.model.name) == posixpath.normpath(model)
+    )
 
 
 def _others(job: Job, slot: Slot) -> list[Holder]:

@@ -49,7 +49,10 @@ RIGHTS: tuple[Right, ...] = (
     Right(("list", "create", "patch"), HARVEST_SLOT.plural, GROUP),
     Right(("patch",), f"{HARVEST_SLOT.plural}/status", GROUP),
     Right(("create", "patch"), LATENCY_PROFILE.plural, GROUP),
-    Right(("list", "watch", "get"), "pods"),
+    Right(("list", "watch", "get", "create"), "pods"),  # create: asked whether it would be admitted
+    Right(("patch",), "pods/ephemeralcontainers"),
+    Right(("get",), "persistentvolumeclaims"),
+    Right(("get",), "daemonsets", "apps", own=True),
     Right(("list", "watch"), "namespaces"),
     Right(("create",), "events"),
     Right(("get", "create"), "secrets", own=True),

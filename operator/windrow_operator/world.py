@@ -13,12 +13,18 @@ from datetime import UTC, datetime
 from typing import Any
 
 from windrow.conditions import get_condition, is_finished
-from windrow.crd import FINALIZER, FinetuneJobSpec, parse_job_spec
+from windrow.crd import FINALIZER, SIDECAR_CONTAINER, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
-from windrow_operator.injection import volume_name
+from windrow_operator.injection import (
+    RUN_VOLUME,
+    attached_sidecars,
+    decoder_of,
+    served_model,
+    volume_name,
+)
 from windrow_operator.model import (
     ALIVE,
     STALE_AFTER,
@@ -29,6 +35,7 @@ from windrow_operator.model import (
     Policy,
     Run,
     RunState,
+    SidecarState,
     Slot,
     Terms,
     key_of,
@@ -110,8 +117,11 @@ class World:
         self.policies.pop(key, None)
 
     def put_pod(self, body: Mapping[str, Any]) -> Pod:
-        """Keep what is needed of a decode pod."""
+        """Keep what is needed of a decode pod, unless a newer version is here."""
         pod = pod_of(body)
+        known = self.pods.get(pod.uid)
+        if known is not None and known.version > pod.version:
+            return known
         self.pods[pod.uid] = pod
         return pod
 
@@ -327,6 +337,32 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
         volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
+        version=int(metadata.get("resourceVersion") or 0),
+        model=served_model(body),
+        sidecar=_sidecar_state(body),
+    )
+
+
+def _sidecar_state(body: Mapping[str, Any]) -> SidecarState:
+    spec, status = body.get("spec") or {}, body.get("status") or {}
+    if not spec.get("containers"):
+        return SidecarState()
+    added = attached_sidecars(spec)
+    ended: Mapping[str, Any] | None = None
+    for container in status.get("ephemeralContainerStatuses") or ():
+        if added and container["name"] == added[-1]:
+            ended = (container.get("state") or {}).get("terminated")
+    finished = ended.get("finishedAt") if ended else None
+    decoder = decoder_of(body)["name"]
+    return SidecarState(
+        prepared=any(volume["name"] == RUN_VOLUME for volume in spec.get("volumes") or ()),
+        native=any(c["name"] == SIDECAR_CONTAINER for c in spec.get("initContainers") or ()),
+        decode_ready=any(
+            c["name"] == decoder and c.get("ready") for c in status.get("containerStatuses") or ()
+        ),
+        attached=len(added),
+        alive=bool(added) and ended is None,
+        ended_at=datetime.fromisoformat(finished) if finished else None,
     )
 
 

@@ -1,11 +1,16 @@
 """What the API server itself refuses of our resources, and what it prints."""
 
+import contextlib
 import json
 
 import pytest
 from kubernetes import client
+from kubernetes.client.exceptions import UnprocessableEntityException
 from operator_process import install_crds
 from waiting import wait_until
+
+from windrow.crd import parse_job_spec
+from windrow.errors import UserError
 
 JOB = {
     "model": {"name": "/m"},
@@ -78,7 +83,7 @@ def test_defaults_are_filled_in(api):
     assert spec["adapter"]["type"] == "lora"
     assert spec["adapter"]["lora"]["rank"] == 16
     assert spec["backoffLimit"] == 6
-    assert spec["training"]["warmupRatio"] == "0.03"
+    assert spec["training"]["warmupRatio"] == 0.03
 
 
 @pytest.mark.parametrize(
@@ -87,10 +92,10 @@ def test_defaults_are_filled_in(api):
         ("training", {"maxSteps": 0}, "should be greater than or equal to 1"),
         ("training", {"maxSteps": 1, "epochs": 1}, "exactly one of epochs and maxSteps"),
         ("training", {}, "exactly one of epochs and maxSteps"),
-        ("training", {"maxSteps": 1, "learningRate": "0"}, "learningRate must be above zero"),
+        ("training", {"maxSteps": 1, "learningRate": "0"}, "should match"),
         ("training", {"maxSteps": 1, "learningRate": "-1e-4"}, "should match"),
         ("training", {"maxSteps": 1, "learningRate": "NaN"}, "should match"),
-        ("training", {"maxSteps": 1, "warmupRatio": "1.5"}, "warmupRatio must be between"),
+        ("training", {"maxSteps": 1, "warmupRatio": "1.5"}, "should match"),
         ("adapter", {"lora": {"rank": 0}}, "should be greater than or equal to 1"),
         ("adapter", {"type": "dora"}, 'supported values: \\"lora\\"'),
         ("dataset", {"source": ""}, "should be at least 1 chars long"),
@@ -107,6 +112,51 @@ def test_a_wrong_job_is_refused_by_the_server(api, part, value, words):
     with pytest.raises(client.ApiException) as refused:
         api.create("finetunejobs", "FinetuneJob", {**JOB, part: value})
     assert words in refused.value.body
+
+
+TRAINING = {"maxSteps": 1}
+NO_NAMES = (3, {"a": 1}, True, [], "", " ,a")
+VALUES = [
+    *({"training": {**TRAINING, "learningRate": n}} for n in (2e-4, "2e-4", 5e-5, 1, "0.10e2")),
+    *({"training": {**TRAINING, "learningRate": n}} for n in (0, -1, "0.0", "1e100", [], True)),
+    *({"training": {**TRAINING, "warmupRatio": n}} for n in (0, 1, 0.5, "1.0", "9.9e-01", "0")),
+    *({"training": {**TRAINING, "warmupRatio": n}} for n in (1.1, "1.1", "10e-1", "1e0", {"a": 1})),
+    *(
+        {"training": {**TRAINING, "optimizer": {"beta1": n}}}
+        for n in (0, 0.9, "0.9", "9e-1", 1, "1", "1e-0", "0.5e1")
+    ),
+    *(
+        {"training": {**TRAINING, "optimizer": {"maxGradientNorm": n}}}
+        for n in (0.5, "1e2", 0, "0")
+    ),
+    *({"training": {"maxSteps": n}} for n in (1000, 1.5, "1")),
+    *({"dataset": {"source": "/d", "evalFraction": n}} for n in (5e-05, 0, 0.5, 0.6, "0.1")),
+    *({"adapter": {"lora": {"alpha": n}}} for n in (0.5, 16, 0, "16")),
+    *({"adapter": {"lora": {"alphaPattern": {"q": n}}}} for n in (0.5, 0)),
+    *(
+        {"adapter": {"lora": {field: n}}}
+        for field in ("targetModules", "modulesToSave")
+        for n in ("q_proj", "q_proj, v_proj", ["q_proj", "v_proj"], *NO_NAMES)
+    ),
+]
+
+
+def test_the_server_and_the_command_line_take_the_same_values(api):
+    taken_by_one = []
+    for number, value in enumerate(VALUES):
+        ours, theirs = parsed({**JOB, **value}), None
+        with contextlib.suppress(UnprocessableEntityException):
+            theirs = parsed(
+                api.create("finetunejobs", "FinetuneJob", {**JOB, **value}, f"x{number}")["spec"]
+            )
+        if ours != theirs:
+            taken_by_one.append(value)
+    assert taken_by_one == []
+
+
+def parsed(spec):
+    with contextlib.suppress(UserError):
+        return parse_job_spec(spec)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,33 @@ def test_a_learning_rate_may_be_a_number():
     )
 
 
+@pytest.mark.parametrize("field", ["targetModules", "excludeModules", "modulesToSave"])
+def test_names_may_be_a_list_or_a_text_with_commas(field):
+    told = [
+        parse_job_spec(changed(JOB, f"adapter.lora.{field}", value)).adapter
+        for value in (["q_proj", "v_proj"], "q_proj,v_proj", " q_proj , v_proj ")
+    ]
+    assert told[0] == told[1] == told[2]
+    for wrong in ([], ["q_proj", ""], ["q_proj,v_proj"], ["q_proj", 1], 1, {"q": 1}):
+        with pytest.raises(UserError) as caught:
+            parse_job_spec(changed(JOB, f"adapter.lora.{field}", wrong))
+        assert caught.value.field == f"spec.adapter.lora.{field}"
+
+
+def test_alpha_may_be_a_fraction():
+    lora = {"rank": 8, "alpha": 0.5, "alphaPattern": {"q_proj": 1.5}}
+    settings = parse_job_spec(changed(JOB, "adapter.lora", lora)).adapter.settings
+    assert (settings.alpha, settings.alpha_pattern) == (0.5, {"q_proj": 1.5})
+
+
+@pytest.mark.parametrize(
+    "text", ["1_0", " 1", "1 ", "+1", ".5", "inf", "0x1", "1e400", "", "1e100"]
+)
+def test_a_text_that_the_api_server_refuses_as_a_number_is_refused_here(text):
+    with pytest.raises(UserError, match=r"learningRate: .* is not a number above zero"):
+        parse_job_spec(changed(JOB, "training.learningRate", text))
+
+
 def test_a_spec_that_was_read_can_be_written_and_read_again():
     spec = parse_job_spec(JOB)
     assert FinetuneJobSpec.model_validate(spec.model_dump(by_alias=True, exclude_none=True)) == spec
@@ -80,7 +107,7 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
     [
         ("training.learningRate", "NaN", "spec.training.learningRate", "NaN"),
         ("training.learningRate", float("nan"), "spec.training.learningRate", "nan"),
-        ("training.learningRate", "-1e-4", "spec.training.learningRate", "-0.0001"),
+        ("training.learningRate", "-1e-4", "spec.training.learningRate", "'-1e-4' is not a"),
         ("training.learningRate", 0, "spec.training.learningRate", "0"),
         ("training.learningRate", True, "spec.training.learningRate", "True"),
         ("training.warmupRatio", "1.5", "spec.training.warmupRatio", "1.5"),
@@ -112,7 +139,7 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("output.destination", "/out/../etc", "spec.output.destination", "climbs by .."),
         ("output.destination", "../out", "spec.output.destination", "climbs by .."),
         ("output.destination", "file:///out/..", "spec.output.destination", "climbs by .."),
-        ("training.optimizer", {"beta1": "1"}, "spec.training.optimizer.beta1", "less than 1"),
+        ("training.optimizer", {"beta1": "1"}, "spec.training.optimizer.beta1", "below 1"),
         ("training.earlyStop", {"patience": 2}, "spec.training", "evalEverySteps"),
         ("training.microBatchSize", 0, "spec.training.microBatchSize", "0"),
         ("training.microBatchSize", 17, "spec.training", "above batchSize 16"),

@@ -16,7 +16,7 @@ API_VERSION: Final = f"{GROUP}/{VERSION}"
 CATEGORY: Final = "windrow"
 
 LABEL_DECODE: Final = f"{GROUP}/decode"  # on injected pods: the one selector of the pod watch
-ANNOTATION_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled
+LABEL_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled, what a pod asks for
 ANNOTATION_INJECTED_BY: Final = f"{GROUP}/injected-by"  # the rule that matched
 ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over any selector
 FINALIZER: Final = f"{GROUP}/cleanup"

@@ -314,8 +314,14 @@ class VolumeSpec(Record):
 
 
 class SidecarSpec(Record):
-    """How the sidecar reaches the device."""
+    """How the sidecar comes into a pod and reaches the device."""
 
+    form: Literal["attach", "sidecar"] = Field(
+        default="attach",
+        description="attach: an ephemeral container, added while decode serves; it cannot delay or "
+        "stop decode. sidecar: a native sidecar with requests and limits of its own, made with the "
+        "pod after a check that the pod would still be admitted.",
+    )
     gpu_access: Literal["auto", "dra", "wrap", "env"] = Field(
         default="auto",
         description="How the worker gets at decode's GPU. auto: as the device needs it (a host "
@@ -323,8 +329,8 @@ class SidecarSpec(Record):
     )
     mps: bool = Field(
         default=True,
-        description="Whether decode and worker may share the GPU under MPS. Read when a pod is "
-        "created.",
+        description="Whether decode and worker may share the GPU under MPS. Read when a sidecar "
+        "comes into a pod.",
     )
     volumes: list[VolumeSpec] = Field(
         default_factory=list,
@@ -381,7 +387,8 @@ class HarvestPolicySpec(Record):
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(
-        default_factory=SidecarSpec, description="How the sidecar reaches the device."
+        default_factory=SidecarSpec,
+        description="How the sidecar comes into a pod and reaches the device.",
     )
 
     def open_at(self, moment: datetime) -> bool:
