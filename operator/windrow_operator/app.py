@@ -187,6 +187,7 @@ class App:
             operator_address=f"{settings.advertise_address}:{attach}",
             operator_ca=authority.certificate.decode(),
             image=settings.sidecar_image,
+            command=settings.sidecar_command,
             metrics_port=settings.sidecar_metrics_port,
             cpu=settings.sidecar_cpu,
             memory=settings.sidecar_memory,
