@@ -48,6 +48,8 @@ def operator_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False  # events are ours to word
     settings.peering.standalone = True
+    # The kinds are known; looking for new ones would need rights over all definitions.
+    settings.scanning.disabled = True
     settings.persistence.finalizer = f"{GROUP}/kopf"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)

@@ -227,7 +227,7 @@ def impostor(kube, what, namespace):
     authority = make_authority(now)
     trusted = make_authority(now) if what == "untrusted" else authority
     made_at = now.replace(year=now.year - 3) if what == "expired" else now
-    server = http.server.ThreadingHTTPServer((NODE_ADDRESS, 0), Impostor)
+    server = ImpostorServer((NODE_ADDRESS, 0), Impostor)
     server.hold = threading.Event()
     server.what, server.asked = what, threading.Event()
     context: ssl.SSLContext = server_context(make_server(authority, [NODE_ADDRESS], made_at))
@@ -253,6 +253,15 @@ def impostor(kube, what, namespace):
             server.server_close()
 
 
+class ImpostorServer(http.server.ThreadingHTTPServer):
+    """Serves on threads that end with it."""
+
+    daemon_threads = False
+
+    def handle_error(self, *_):
+        """A handshake that the API server breaks off is what some cases are about."""
+
+
 class Impostor(http.server.BaseHTTPRequestHandler):
     """Answers late, or with what is no AdmissionReview."""
 
@@ -261,14 +270,20 @@ class Impostor(http.server.BaseHTTPRequestHandler):
         self.request = self.server.context.wrap_socket(self.request, server_side=True)
         super().setup()
 
+    def finish(self):
+        with contextlib.suppress(OSError):
+            super().finish()
+        self.request.close()
+
     def do_POST(self):
         if self.server.what == "slow":
             self.server.hold.wait(30)
         body = b"not a review"
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(OSError):  # who asked has long gone on
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, *_):
         pass

@@ -72,14 +72,21 @@ class AgentLink:
 
     def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        level = logging.INFO
         while not self._closed.is_set():
-            if self._talk():
+            if self._talk(level):
                 backoff_s = _FIRST_BACKOFF_S
+                level = logging.INFO
+            else:
+                level = logging.DEBUG  # said once: there may be no agent for days
             self._closed.wait(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _talk(self) -> bool:
-        """One connection, from dialling to its end; whether the agent ever answered."""
+    def _talk(self, level: int) -> bool:
+        """One connection, from dialling to its end; whether the agent ever answered.
+
+        That there is no agent is logged at `level`.
+        """
         answered = False
         over = threading.Event()
         with grpc.insecure_channel(self._target) as channel:
@@ -91,7 +98,8 @@ class AgentLink:
                     self._obey(command)
             except grpc.RpcError as error:
                 if not self._closed.is_set():
-                    _log.info("no agent at %s: %s", self._target, error.code().name)
+                    why = error.code().name
+                    _log.log(level, "no agent at %s: %s; dialling on", self._target, why)
             finally:
                 over.set()
                 self._call = None
