@@ -17,12 +17,15 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo test soak lint bench proto figures constraints clean
+.PHONY: help setup demo test node test-node images soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
+	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
+	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
+	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
 	@echo "make lint | bench | proto | figures | clean"
 
 $(VENV)/bin/python:
@@ -61,6 +64,22 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+# Everything of the node ends with the command.
+node: setup
+	$(PY) -m windrow.local.realnode $(if $(strip $(ARGS)),-- $(ARGS))
+
+NAMES ?= operator
+images:
+	deploy/images/build.sh $(NAMES)
+
+# Status 3: this machine can run no node, and the line before says why.
+test-node: setup
+	@$(PY) -m windrow.local.realnode --check; status=$$?; \
+	if [ $$status -eq 3 ]; then echo "make test-node: skipped"; exit 0; fi; \
+	[ $$status -eq 0 ] || exit $$status; \
+	[ -e build/images/operator.tar ] || BASE=$(or $(BASE),debian) deploy/images/build.sh operator || exit 1; \
+	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
 
 soak: setup
 	@mkdir -p $(SANITIZED)

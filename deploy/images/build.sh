@@ -5,7 +5,15 @@
 # ARGS=... are handed to buildah, like --build-arg TORCH=cu130.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-command -v buildah >/dev/null || { echo "building images needs buildah (Debian: apt-get install buildah)"; exit 2; }
+need() {
+  command -v "$1" >/dev/null && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$1" >/dev/null && return
+  fi
+  echo "building images needs $1 (Debian: apt-get install $1)"
+  exit 2
+}
+need buildah
 version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 out=build/images
 mkdir -p "$out"
@@ -14,13 +22,13 @@ export BUILDAH_ISOLATION=${BUILDAH_ISOLATION:-chroot} STORAGE_DRIVER=${STORAGE_D
 flags=(--network host --ignorefile deploy/images/ignore)
 # A network with an authority of its own: its certificates are known while building, not in the image.
 if [ -n "${SSL_CERT_FILE:-}" ]; then
-  flags+=(-v /etc/ssl/certs:/etc/ssl/certs:ro --env "SSL_CERT_FILE=$SSL_CERT_FILE" --env "PIP_CERT=$SSL_CERT_FILE" --unsetenv SSL_CERT_FILE --unsetenv PIP_CERT)
+  flags+=(-v /etc/ssl/certs:/etc/ssl/certs:ro --build-arg "SSL_CERT_FILE=$SSL_CERT_FILE")
 fi
 if [ "${BASE:-}" = debian ]; then
-  command -v mmdebstrap >/dev/null || { echo "BASE=debian needs mmdebstrap (Debian: apt-get install mmdebstrap)"; exit 2; }
+  need mmdebstrap
   if [ ! -e "$out/base.tar" ]; then
-    mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-venv,libgomp1 bookworm "$out/base.tar.part"
-    mv "$out/base.tar.part" "$out/base.tar"
+    mmdebstrap --quiet --variant=minbase --include=ca-certificates,python3,python3-venv,libgomp1 bookworm "$out/part.tar"
+    mv "$out/part.tar" "$out/base.tar"
   fi
   made=$(buildah from scratch)
   buildah add -q "$made" "$out/base.tar" / >/dev/null

@@ -31,7 +31,7 @@ RESOURCES = {
     "Burstable": {"requests": AMOUNTS},
     "Guaranteed": {"requests": AMOUNTS, "limits": AMOUNTS},
 }
-MISSING_IMAGE = "registry.invalid/windrow-sidecar:1"
+MISSING_IMAGE = "127.0.0.1:9/windrow/sidecar:1"  # nothing listens there
 CLAIM = {"name": "data", "mountPath": "/data", "persistentVolumeClaim": {"claimName": "none"}}
 DIRECTORY = {"name": "srv", "mountPath": "/srv", "hostPath": {"path": "/srv"}}
 
