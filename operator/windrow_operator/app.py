@@ -16,14 +16,15 @@ from typing import Any
 
 from aiohttp import web
 
-from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
+from windrow.crd import API_VERSION, FINETUNE_JOB, HARVEST_POLICY, KINDS
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import handlers, pki, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Conflict, Forbidden, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.settings import Settings
@@ -141,6 +142,12 @@ class App:
         while True:
             try:
                 return await self._load()
+            except Forbidden as error:
+                raise UserError(
+                    f"this account lacks rights: {error}",
+                    remedy="Install the chart, whose ClusterRole windrow-operator has them all.",
+                    reason="NoRights",
+                ) from error
             except ApiError as error:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
@@ -154,11 +161,23 @@ class App:
             self.world.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
         for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
             self.world.put_pod(body)
+        await self._require_definitions()
         for body in await self._kube.list(kind_path(HARVEST_POLICY)):
             self.world.put_policy(body)
         for body in await self._kube.list(kind_path(FINETUNE_JOB)):
             self.world.put_job(body)
         await self.slots.load()
+
+    async def _require_definitions(self) -> None:
+        try:
+            served = (await self._kube.get(f"/apis/{API_VERSION}"))["resources"]
+        except NotFound:
+            served = []
+        names = {entry["name"] for entry in served}
+        if missing := sorted({kind.plural for kind in KINDS} - names):
+            raise ApiError(
+                404, f"{API_VERSION} has no {', '.join(missing)}: `kubectl apply -f crds/`"
+            )
 
     async def _ensure_namespace(self) -> None:
         """Make the operator's own namespace, unless it is there: in a pod it always is."""

@@ -14,7 +14,7 @@ import kopf
 from kubernetes.aio import client, config
 
 from windrow.crd import API_VERSION, Kind
-from windrow.errors import Transient
+from windrow.errors import Transient, UserError
 
 Body = dict[str, Any]
 
@@ -41,6 +41,10 @@ class NotFound(ApiError):
     """There is no such object."""
 
 
+class Forbidden(ApiError):
+    """This account may not do that."""
+
+
 def kind_path(kind: Kind, namespace: str | None = None, name: str = "", sub: str = "") -> str:
     """Return the path of our own kinds: a collection, an object or a subresource."""
     where = f"/namespaces/{namespace}" if namespace else ""
@@ -56,12 +60,25 @@ class Kube:
 
     @classmethod
     async def connect(cls, kubeconfig: Path | None) -> Self:
-        """Return a client by `kubeconfig`, or by the pod's service account when it is None."""
+        """Return a client by `kubeconfig`; None: by the pod's service account, if this is a pod.
+
+        Raises:
+            UserError: neither is there, or the file is no kubeconfig.
+        """
         settings = client.Configuration()
-        if kubeconfig is None:
-            config.load_incluster_config(client_configuration=settings)
-        else:
-            await config.load_kube_config(str(kubeconfig), client_configuration=settings)
+        try:
+            if kubeconfig is None:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                await config.load_kube_config(str(kubeconfig), client_configuration=settings)
+        except config.ConfigException as error:
+            where = f"by {kubeconfig}" if kubeconfig else "without a kubeconfig, outside of a pod"
+            raise UserError(
+                f"there is no cluster to reach {where}: {error}",
+                field="--kubeconfig",
+                remedy="Name a kubeconfig, by the option or by KUBECONFIG.",
+                reason="NoCluster",
+            ) from error
         return cls(client.ApiClient(settings))
 
     async def close(self) -> None:
@@ -155,6 +172,8 @@ class Kube:
 def _error(status: int, message: str) -> ApiError:
     if status == 404:
         return NotFound(status, message)
+    if status == 403:
+        return Forbidden(status, message)
     return Conflict(status, message) if status == 409 else ApiError(status, message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,7 +44,14 @@ def parse(arguments: list[str] | None = None) -> Settings:
         prog="python -m windrow_operator",
         description="Places FinetuneJobs on decode pods and keeps their state.",
     )
-    parser.add_argument("--kubeconfig", type=Path, help="default: the pod's service account")
+    # Of several files that KUBECONFIG names, kubectl merges all; the first one is enough here.
+    named = os.environ.get("KUBECONFIG", "").partition(os.pathsep)[0]
+    parser.add_argument(
+        "--kubeconfig",
+        type=Path,
+        default=Path(named) if named else None,
+        help="default: KUBECONFIG, else the pod's service account",
+    )
     parser.add_argument("--namespace", default="windrow-system", help="the operator's own")
     parser.add_argument("--attach-host", default="0.0.0.0", help="address to listen on")
     parser.add_argument(
