@@ -164,6 +164,8 @@ async def watch(
         clusterwide=not namespaces,
         namespaces=namespaces,
         standalone=True,
+        # Else kopf asks for the name of a user that an image need not know.
+        identity=f"{GROUP}/operator",
         stop_flag=stop,
         ready_flag=ready,
     )

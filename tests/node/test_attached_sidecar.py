@@ -42,11 +42,13 @@ def chart(node, kube):
     try:
         helm(*command)
     except AssertionError:
-        core = client.CoreV1Api(kube)
-        for pod in core.list_namespaced_pod("windrow-system").items:
-            print(pod.status)
+        print_logs(kube)
         raise
     yield command
+    print_logs(kube)
+
+
+def print_logs(kube):
     core = client.CoreV1Api(kube)
     for pod in core.list_namespaced_pod("windrow-system").items:
         print(core.read_namespaced_pod_log(pod.metadata.name, "windrow-system")[-8000:])
