@@ -24,7 +24,7 @@ from windrow_operator.attach import AttachServer
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, kind_path
+from windrow_operator.kube import ApiError, Conflict, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.settings import Settings
@@ -198,15 +198,14 @@ class App:
         await self.slots.load()
 
     async def _ensure_namespace(self) -> None:
-        body = {
-            "apiVersion": "v1",
-            "kind": "Namespace",
-            "metadata": {"name": self._settings.namespace},
-        }
+        """Make the operator's own namespace, unless it is there: in a pod it always is."""
+        name = self._settings.namespace
         try:
-            await self._kube.create("/api/v1/namespaces", body)
-        except Conflict:
-            log.debug("namespace %s is there", self._settings.namespace)
+            await self._kube.get(f"/api/v1/namespaces/{name}")
+        except NotFound:
+            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+            with contextlib.suppress(Conflict):
+                await self._kube.create("/api/v1/namespaces", body)
 
     async def _listen(self, stack: AsyncExitStack, metrics_port: int) -> Ports:
         settings = self._settings
@@ -225,6 +224,7 @@ class App:
             operator_address=f"{settings.advertise_address}:{attach}",
             operator_ca=authority.certificate.decode(),
             image=settings.sidecar_image,
+            command=settings.sidecar_command,
             metrics_port=settings.sidecar_metrics_port,
             cpu=settings.sidecar_cpu,
             memory=settings.sidecar_memory,

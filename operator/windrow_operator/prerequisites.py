@@ -8,8 +8,7 @@ placement.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windrow.crd import (
     FINETUNE_JOB,
@@ -22,6 +21,8 @@ from windrow.crd import (
 )
 from windrow.errors import UserError
 from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.pki import SECRET
+from windrow_operator.webhook import CONFIGURATION
 
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
 
@@ -33,14 +34,16 @@ class Right:
     verbs: tuple[str, ...]
     resource: str  # with its subresource: pods/status
     group: str = ""
+    name: str = ""  # of the one object that is meant
     own: bool = False  # in the operator's own namespace only
 
     def __str__(self) -> str:
-        """Return it as a rule of a role names it."""
+        """Return it in the words of a role."""
         where = f"{self.resource}.{self.group}" if self.group else self.resource
-        return f"{', '.join(self.verbs)} {where}"
+        return f"{', '.join(self.verbs)} {where}{f' {self.name}' if self.name else ''}"
 
 
+# What is asked of every cluster. Native sidecars take more, and say so when one is wanted.
 RIGHTS: tuple[Right, ...] = (
     Right(("list", "watch", "get", "patch", "delete"), FINETUNE_JOB.plural, GROUP),
     Right(("update",), f"{FINETUNE_JOB.plural}/status", GROUP),
@@ -49,16 +52,21 @@ RIGHTS: tuple[Right, ...] = (
     Right(("list", "create", "patch"), HARVEST_SLOT.plural, GROUP),
     Right(("patch",), f"{HARVEST_SLOT.plural}/status", GROUP),
     Right(("create", "patch"), LATENCY_PROFILE.plural, GROUP),
-    Right(("list", "watch", "get", "create"), "pods"),  # create: asked whether it would be admitted
+    Right(("list", "watch", "get"), "pods"),
     Right(("patch",), "pods/ephemeralcontainers"),
     Right(("get",), "persistentvolumeclaims"),
-    Right(("get",), "daemonsets", "apps", own=True),
-    Right(("list", "watch"), "namespaces"),
+    Right(("list", "watch", "get"), "namespaces"),
     Right(("create",), "events"),
-    Right(("get", "create"), "secrets", own=True),
+    Right(("create",), "secrets", own=True),
+    Right(("get",), "secrets", name=SECRET, own=True),
     Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
     Right(("create",), "tokenreviews", "authentication.k8s.io"),
-    Right(("create", "patch"), "mutatingwebhookconfigurations", "admissionregistration.k8s.io"),
+    Right(
+        ("patch",),
+        "mutatingwebhookconfigurations",
+        "admissionregistration.k8s.io",
+        name=CONFIGURATION,
+    ),
 )
 
 
@@ -77,7 +85,7 @@ async def check(kube: Kube, own_namespace: str) -> None:
     if refused := await _missing_rights(kube, own_namespace):
         raise UserError(
             f"the operator's account may not {'; '.join(map(str, refused))}",
-            remedy="Bind it to a ClusterRole that allows this.",
+            remedy="Install the chart, whose ClusterRole windrow-operator allows it.",
         )
 
 
@@ -99,11 +107,7 @@ async def _missing_rights(kube: Kube, own_namespace: str) -> list[Right]:
     for (right, verb), allowed in zip(asked, answers, strict=True):
         if not allowed:
             refused.setdefault(right, []).append(verb)
-    return [_only(right, verbs) for right, verbs in refused.items()]
-
-
-def _only(right: Right, verbs: Iterable[str]) -> Right:
-    return Right(tuple(verbs), right.resource, right.group, right.own)
+    return [replace(right, verbs=tuple(verbs)) for right, verbs in refused.items()]
 
 
 async def _may(kube: Kube, verb: str, right: Right, own_namespace: str) -> bool:
@@ -113,6 +117,7 @@ async def _may(kube: Kube, verb: str, right: Right, own_namespace: str) -> bool:
         "group": right.group,
         "resource": resource,
         "subresource": subresource,
+        "name": right.name,
         "namespace": own_namespace if right.own else "",
     }
     review = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,7 @@ class Settings:
     state_file: Path | None
     webhook_service: str  # empty: the webhook is registered by its URL
     sidecar_image: str
+    sidecar_command: tuple[str, ...]
     sidecar_metrics_port: int
     sidecar_cpu: str
     sidecar_memory: str
@@ -86,6 +88,11 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         metavar="NAMESPACE/NAME",
         help="DaemonSet that has pulled the sidecar's image; native sidecars wait for it",
     )
+    parser.add_argument(
+        "--sidecar-command",
+        default="python -m windrow_sidecar.agent",
+        help="what the sidecar runs, where its image has Python elsewhere",
+    )
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
     default = Patience()
     for name, value, text in (
@@ -118,6 +125,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         state_file=options.state_file,
         webhook_service=options.webhook_service,
         sidecar_image=options.sidecar_image,
+        sidecar_command=tuple(shlex.split(options.sidecar_command)),
         sidecar_metrics_port=options.sidecar_metrics_port,
         sidecar_cpu=options.sidecar_cpu,
         sidecar_memory=options.sidecar_memory,

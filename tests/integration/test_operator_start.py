@@ -87,6 +87,8 @@ def limited(kube, tmp_path, control_plane):
     core_but_pods = ["namespaces", "events", "secrets"]
     rules = [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["pods/ephemeralcontainers"], "verbs": ["patch"]},
+        {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": core_but_pods, "verbs": ["*"]},
         *(
             {**everything, "apiGroups": [group]}
@@ -127,7 +129,7 @@ def test_a_missing_right_is_named_and_waited_for(starting, limited, kube):
     line = operator.await_line("not ready")
     assert line.endswith(
         "the operator's account may not list, watch pods. "
-        "Bind it to a ClusterRole that allows this."
+        "Install the chart, whose ClusterRole windrow-operator allows it."
     )
     assert "Traceback" not in operator.log.read_text()
     assert not operator.state["ready"]
