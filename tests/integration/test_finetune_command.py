@@ -129,6 +129,21 @@ def test_a_run_that_only_measures_prints_its_figures_and_leaves_no_adapter(tmp_p
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+def test_a_link_out_of_the_working_directory_is_refused_before_anything_runs(tmp_path):
+    path, elsewhere = manifest(tmp_path / "here"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "here" / "link").symlink_to(elsewhere)
+    body = yaml.safe_load(path.read_text())
+    body["spec"]["output"]["destination"] = "link/tone"
+    path.write_text(yaml.safe_dump(body))
+    done = subprocess.run(
+        [*COMMAND, path], cwd=path.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "spec.output.destination: link/tone leads by a link to" in done.stderr
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
     path = manifest(tmp_path, colour=1)
     done = subprocess.run(

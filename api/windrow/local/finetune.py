@@ -18,6 +18,7 @@ from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, Held, check_free
+from windrow.outputs import check_alone
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -67,7 +68,7 @@ def read_local_job(manifest: Path) -> LocalJob:
     body = read_manifest(manifest)
     check_head(body, FINETUNE_JOB)
     spec = parse_job_spec(body.get("spec", {}))
-    destination = Path(spec.output.destination.removeprefix("file://"))
+    destination = check_alone(Path(spec.output.destination.removeprefix("file://")))
     uid = str(body["metadata"].get("uid", manifest.stem))
     return LocalJob(manifest, body["metadata"]["name"], destination / ".windrow" / uid, destination)
 

@@ -127,17 +127,26 @@ def install_packages() -> None:
 # --- from outside ---------------------------------------------------------------------------------
 
 
-def run(command: Sequence[str], console: Console) -> int:
-    """Bring up a node, run `command` on it, end the node; return the command's exit status.
+def check() -> None:
+    """Install what can be, and refuse a machine that cannot run a node.
 
     Raises:
-        UserError: the machine cannot run a node, or its executables cannot be built.
+        UserError: with all that is missing.
     """
     install_packages()
     if lacks := missing():
         raise UserError(
             f"this machine cannot run a node: {'; '.join(lacks)}", reason="NodeNotPossible"
         )
+
+
+def run(command: Sequence[str], console: Console) -> int:
+    """Bring up a node, run `command` on it, end the node; return the command's exit status.
+
+    Raises:
+        UserError: the machine cannot run a node, or its executables cannot be built.
+    """
+    check()
     progress = progress_for(console)
     tools, built = ensure_tools(progress), build_tools(progress, os.environ, NODE)
     name = f"windrow-node-{os.getpid()}"
@@ -499,12 +508,16 @@ def main() -> int:
         description="Run a command on a real Kubernetes node that exists as long as it runs.",
     )
     parser.add_argument("--inside", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help="only say whether it can be")
     parser.add_argument("command", nargs="*", help="default: a shell, with KUBECONFIG set")
     options = parser.parse_args()
     command = options.command or [os.environ.get("SHELL", "/bin/sh")]
     try:
         if options.inside:
             return _run_inside(options.inside, command)
+        if options.check:
+            check()
+            return 0
         return run(command, Console(stderr=True))
     except UserError as error:
         print(error, file=sys.stderr)

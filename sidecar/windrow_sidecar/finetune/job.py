@@ -11,6 +11,7 @@ from typing import Any
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
+from windrow.outputs import check_alone, check_within
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
@@ -44,18 +45,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One placement of one FinetuneJob."""
+    """One placement of one FinetuneJob.
+
+    Attributes:
+        outputs: what may be written; None: the worker is alone on a machine, under its user's
+            rights.
+    """
 
     namespace: str
     name: str
     uid: str
     epoch: int
     spec: FinetuneJobSpec
+    outputs: tuple[Path, ...] | None = None
 
     @property
     def destination(self) -> Path:
-        """The directory that gets the adapter."""
-        return local_path(self.spec.output.destination, field="spec.output.destination")
+        """The directory that gets the adapter.
+
+        Raises:
+            UserError: the job may not write there.
+        """
+        place = local_path(self.spec.output.destination, field="spec.output.destination")
+        return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
 
 
 def read_job(path: Path) -> Job:
@@ -68,12 +80,14 @@ def read_job(path: Path) -> Job:
     if not isinstance(document.get("spec"), dict):
         raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
     about = document.get("metadata") or document
+    outputs = document.get("outputs")
     return Job(
         namespace=str(about.get("namespace", "default")),
         name=str(about.get("name", path.stem)),
         uid=str(about.get("uid", path.stem)),
         epoch=int(document.get("epoch", 1)),
         spec=parse_job_spec(document["spec"]),
+        outputs=None if outputs is None else tuple(map(Path, outputs)),
     )
 
 
