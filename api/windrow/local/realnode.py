@@ -52,7 +52,8 @@ _PACKAGES = {
 _CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 _CNI_PACKAGE = "containernetworking-plugins"
 _CGROUPS = Path("/sys/fs/cgroup")
-_RUN = "run-"
+# Names of what a run keeps outside of its namespaces; its process id follows.
+_RUN, _GROUP = "run-", "windrow-node-"
 _READY_WITHIN_S = 120.0
 _TAIL_LINES = 30
 
@@ -151,7 +152,7 @@ def run(command: Sequence[str], console: Console) -> int:
     check()
     progress = progress_for(console)
     tools, built = ensure_tools(progress), build_tools(progress, os.environ, NODE)
-    name = f"windrow-node-{os.getpid()}"
+    name = f"{_GROUP}{os.getpid()}"
     _forget_killed_runs(built.parent)
     # Beside the cache: an overlay cannot lie on another overlay, as a container's /tmp may.
     root = Path(tempfile.mkdtemp(prefix=f"{_RUN}{os.getpid()}-", dir=built.parent))
@@ -175,8 +176,15 @@ def run(command: Sequence[str], console: Console) -> int:
 
 def _forget_killed_runs(cache: Path) -> None:
     for folder in cache.glob(f"{_RUN}*"):
-        if not Path("/proc", folder.name.removeprefix(_RUN).partition("-")[0]).exists():
+        if not _is_process(folder.name.removeprefix(_RUN).partition("-")[0]):
             shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*_CGROUPS.glob(f"{_GROUP}*"), *_CGROUPS.glob(f"*/{_GROUP}*")]:
+        if not _is_process(folder.name.removeprefix(_GROUP)):
+            _remove_cgroup(folder)
+
+
+def _is_process(pid: str) -> bool:
+    return Path("/proc", pid).exists()
 
 
 @contextlib.contextmanager
