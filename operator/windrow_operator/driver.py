@@ -123,7 +123,7 @@ class Driver:
         await self._write_policies(now)
         for gone in self._world.forget_unused_slots():
             self._metrics.forget_slot(gone)
-        self._show_slots(slots)
+        self._show_slots(slots, now)
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -148,10 +148,12 @@ class Driver:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
+        # The version that was decided on: where it is no longer the newest, the server refuses.
+        body = dict(job.body)
         if actions.finalizer is True:
-            await self._set_finalizer(job, present=True)
+            body = await self._set_finalizer(job, body, present=True)
         if actions.status is not None and self._due(job, dict(actions.status), now):
-            await self._write_status(job, dict(actions.status), now)
+            body = await self._write_status(job, {**body, "status": actions.status}, now)
         for command in actions.commands:
             self._send(job, command, slots, now)
         for event in actions.events:
@@ -159,7 +161,7 @@ class Driver:
             if event.reason == "SlotLost":
                 self._metrics.lost.inc()
         if actions.finalizer is False:
-            await self._set_finalizer(job, present=False)
+            await self._set_finalizer(job, body, present=False)
         if actions.delete:
             await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
 
@@ -173,26 +175,27 @@ class Driver:
         self._alarm.within((last + PROGRESS_INTERVAL - now).total_seconds())
         return False
 
-    async def _write_status(self, job: Job, status: Body, now: datetime) -> None:
-        # The version that the decision was made on: if it is not the newest, the server refuses.
-        body = {**self._world.jobs[job.uid], "status": status}
+    async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:
         path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
-        self._world.put_job(await self._kube.replace(path, body))
+        written = await self._kube.replace(path, body)
+        self._world.put_job(written)
         self._progress_written[job.uid] = now
+        return written
 
-    async def _set_finalizer(self, job: Job, *, present: bool) -> None:
-        metadata = self._world.jobs[job.uid]["metadata"]
+    async def _set_finalizer(self, job: Job, body: Body, *, present: bool) -> Body:
+        metadata = body["metadata"]
         others = [name for name in metadata.get("finalizers") or () if name != FINALIZER]
         wanted = {
             "resourceVersion": metadata["resourceVersion"],
             "finalizers": [*others, FINALIZER] if present else others,
         }
         path = kind_path(FINETUNE_JOB, job.namespace, job.name)
-        body = await self._kube.merge(path, {"metadata": wanted})
-        if body["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
+        written = await self._kube.merge(path, {"metadata": wanted})
+        if written["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
             self._world.drop_job(job.uid)
         else:
-            self._world.put_job(body)
+            self._world.put_job(written)
+        return written
 
     async def _refresh(self, job: Job) -> None:
         """Somebody else wrote the job first: take the newest version and decide again."""
@@ -244,7 +247,7 @@ class Driver:
             job_name=job.name,
             job_uid=job.uid,
             epoch=command.epoch,
-            spec_json=json.dumps(self._world.jobs[job.uid]["spec"]),
+            spec_json=json.dumps(job.body["spec"]),
         )
 
     # --- sidecars ---------------------------------------------------------------------------------
@@ -349,16 +352,22 @@ class Driver:
             pod = self._world.pods.get(session.pod.uid, session.pod)
             session.configure(policies.config_of(self._world.terms(pod, now)))
 
-    def _show_slots(self, slots: dict[str, Slot]) -> None:
+    def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
         for key, live in self._world.slots.items():
             view = slots.get(key)
+            if live.current_beat(now) is None:
+                self._metrics.forget_slot(live)
+                continue
             spec = view.terms.policy.spec if view and view.terms else None
             objective = spec.objective.tpot.total_seconds() if spec else 0.0
             self._metrics.slot(live, objective)
 
     async def _write_policies(self, now: datetime) -> None:
         census = self._census()
-        for key, body in list(self._world.policy_bodies.items()):
+        for key in list(self._world.policy_bodies):
+            # Watches go on while a status is written: a policy may be gone by its turn.
+            if (body := self._world.policy_bodies.get(key)) is None:
+                continue
             policy, before = self._world.policies[key], body.get("status") or {}
             usage = self._world.used.get(key, ("", 0.0))
             after = policies.status_of(

@@ -8,11 +8,14 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+
+# Ten heartbeats: what a sidecar or a worker said before is no figure of now.
+STALE_AFTER: Final = timedelta(seconds=10)
 
 
 def key_of(namespace: str, name: str) -> str:
@@ -187,6 +190,7 @@ class Slot:
     predicted_tokens_per_second: float = 0.0
     memory_full: bool = False
     attached: bool = True
+    silent: bool = False  # attached, but its heartbeats have ceased
     lost_at: datetime | None = None  # since when the sidecar is not attached
     pod_gone: bool = False  # or on its way
     terms: Terms | None = None
@@ -206,6 +210,7 @@ class Job:
     spec: FinetuneJobSpec | None  # None: invalid, see `error`
     error: str = ""
     status: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)  # the object that all this was read from
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0

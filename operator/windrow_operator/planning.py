@@ -114,7 +114,9 @@ def _names(holders: list[Holder]) -> str:
 def _unreachable(slot: Slot) -> str:
     if slot.pod_gone:
         return "belongs to a pod that is ending"
-    return "" if slot.attached else "has no sidecar attached"
+    if not slot.attached:
+        return "has no sidecar attached"
+    return "has a sidecar that does not report" if slot.silent else ""
 
 
 def _unfit(slot: Slot) -> str:

@@ -21,6 +21,7 @@ from windrow_operator import policies
 from windrow_operator.injection import RUN_VOLUME, attached_sidecars, decoder_of, served_model
 from windrow_operator.model import (
     ALIVE,
+    STALE_AFTER,
     Base,
     Holder,
     Job,
@@ -52,6 +53,14 @@ class LiveSlot:
     beat_at: datetime | None = None
     attached: bool = False
     lost_at: datetime | None = None
+
+    def is_silent(self, now: datetime) -> bool:
+        """Return whether the stream is open and heartbeats, once there, have ceased."""
+        return self.attached and self.beat_at is not None and now - self.beat_at > STALE_AFTER
+
+    def current_beat(self, now: datetime) -> pb.SlotHeartbeat | None:
+        """Return the newest heartbeat while it still tells of now."""
+        return self.beat if self.attached and not self.is_silent(now) else None
 
 
 class World:
@@ -164,6 +173,7 @@ class World:
             predicted_tokens_per_second=beat.predicted_tokens_per_second,
             memory_full=live.beat is not None and _is_full(beat),
             attached=live.attached,
+            silent=live.is_silent(now),
             lost_at=None if live.attached else live.lost_at or self.started_at,
             pod_gone=pod is None or pod.ending,
             terms=self.terms(pod, now) if pod else None,
@@ -218,6 +228,7 @@ class World:
             spec=spec,
             error=error,
             status=status,
+            body=body,
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
             priority=self.priorities.get((spec and spec.priority_class_name) or "", 0),
