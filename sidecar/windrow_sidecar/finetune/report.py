@@ -20,13 +20,13 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the job is (`WorkerProgress`)."""
+    """How far the job is (`WorkerProgress`). What no step has told yet is None."""
 
     step: int = 0
     total_steps: int = 0
-    loss: float = 0.0
-    learning_rate: float = 0.0
-    gradient_norm: float = 0.0
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     tokens: int = 0
     checkpoint_step: int = 0
     checkpoint_path: str = ""

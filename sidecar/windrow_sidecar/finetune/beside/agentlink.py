@@ -162,9 +162,9 @@ def _progress_message(now: Progress) -> agent_pb2.WorkerProgress:
     return agent_pb2.WorkerProgress(
         step=now.step,
         total_steps=now.total_steps,
-        loss=now.loss,
-        learning_rate=now.learning_rate,
-        grad_norm=now.gradient_norm,
+        loss=now.loss or 0.0,
+        learning_rate=now.learning_rate or 0.0,
+        grad_norm=now.gradient_norm or 0.0,
         tokens=now.tokens,
         checkpoint_step=now.checkpoint_step,
         checkpoint_path=now.checkpoint_path,
