@@ -81,6 +81,11 @@ def write(tmp_path, *lines: str):
             '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": 1}]}]}',
             "messages[0] has `tool_calls`, which is not learnt",
         ),
+        (
+            "chat",
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+            "messages[0] has the `weight` 0",
+        ),
         ("instruction", '{"instruction": "x"}', "`output` is missing"),
         ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is blank"),
         ("instruction", '{"instruction": "x", "output": "y", "input": 4}', "`input` is not text"),
@@ -244,6 +249,13 @@ def test_a_tokenizer_without_a_chat_template_is_refused_for_chat_only(tmp_path):
         read(write(tmp_path, json.dumps(CHAT)), "chat", template=None, bad_rows="skip")
     assert caught.value.field == "spec.dataset.format"
     assert read(write(tmp_path, '{"text": "a"}'), template=None).train
+
+
+def test_a_file_without_rows_beside_others_is_told(tmp_path):
+    write(tmp_path, '{"text": "a"}')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (note,) = read(tmp_path).notes
+    assert note == f"{tmp_path / 'empty.jsonl'} holds no row"
 
 
 def test_rows_lie_on_disk_and_are_read_by_number(tmp_path):
