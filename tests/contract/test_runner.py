@@ -73,8 +73,8 @@ class Started:
         job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
         stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
         self.standing = standing
-        rows = Split((), (), notes=notes)
-        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, rows)
+        rows = Split((), ())
+        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, rows, notes)
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing)
         memory = OwnMemory(stream, self.home)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from windrow.cli.finetune import _state
-from windrow.crd import parse_job_spec
+from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.local.curves import (
     Table,
@@ -27,7 +27,9 @@ from windrow.local.finetune import (
     last_error,
     read_local_job,
     understood,
+    without_cluster,
 )
+from windrow_sidecar.finetune.job import read_job, without_effect
 
 SPEC = parse_job_spec(
     {
@@ -127,6 +129,50 @@ def test_the_pace_leaves_out_loading_and_what_a_checkpoint_held():
     pace.see(Told(step=10, total_steps=30, tokens=1000))
     now[0] = 60.0
     assert pace.see(Told(step=15, total_steps=30, tokens=2000)) == (100.0, 30.0)
+
+
+def test_fields_that_only_a_cluster_honours_are_told():
+    assert without_cluster(SPEC) == []
+    spec = SPEC.model_copy(update={"suspend": True, "active_deadline_seconds": 60})
+    assert without_cluster(spec) == [
+        "without a cluster, nothing follows from spec.suspend, spec.activeDeadlineSeconds"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "note"),
+    [
+        ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
+        ({"eval_every_steps": 4}, 99, "evalEverySteps is 4: no evaluation comes between the 4"),
+        (
+            {"eval_every_steps": 5, "early_stop": EarlyStopSpec(patience=1)},
+            99,
+            "between the 4 steps, and spec.training.earlyStop never acts",
+        ),
+    ],
+)
+def test_what_does_not_do_what_it_seems_to_is_told(changed, rows, note):
+    training = SPEC.training.model_copy(update=changed)
+    (said,) = without_effect(SPEC.model_copy(update={"training": training}), rows, 4)
+    assert note in said
+    assert not list(without_effect(SPEC, 99, 4))
+
+
+def test_a_revision_of_a_folder_is_told(tmp_path):
+    model = SPEC.model.model_copy(update={"name": str(tmp_path), "revision": "v2"})
+    (said,) = without_effect(SPEC.model_copy(update={"model": model}), 99, 4)
+    assert said == f"spec.model.revision is v2: the folder {tmp_path} has none"
+
+
+def test_the_place_of_a_file_url_is_the_path_that_it_means(tmp_path):
+    manifest = tmp_path / "job.json"
+    head = {"apiVersion": "windrow.dev/v1alpha1", "kind": "FinetuneJob", "metadata": {"name": "j"}}
+    spec = SPEC.model_dump(by_alias=True, exclude_none=True, mode="json")
+    spec["output"]["destination"] = f"file://{tmp_path}/a%20b"
+    manifest.write_text(json.dumps({**head, "spec": spec}))
+    assert (
+        read_local_job(manifest).destination == tmp_path / "a b" == read_job(manifest).destination
+    )
 
 
 def test_a_manifest_of_another_kind_is_refused(tmp_path):

@@ -68,6 +68,9 @@ def finetune(
     if fresh:
         for job in jobs:
             local.forget(job)
+    for job in jobs if not as_json else ():
+        for note in local.without_cluster(job.spec):
+            print_line(f"note: {job.name}: {note}")
     begun = time.monotonic()
     names = [job.name for job in jobs]
     with (
@@ -199,6 +202,7 @@ def _written(figure: float | None, how: str) -> str:
 
 def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, Any]:
     from windrow.local.curves import read_metrics
+    from windrow.local.finetune import without_cluster
 
     state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
     result: dict[str, Any] = {
@@ -217,7 +221,7 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
         "held_out_rows": told.held_out_rows,
         "skipped_rows": told.skipped_rows,
         "cut_rows": told.cut_rows,
-        "notes": list(told.notes),
+        "notes": [*without_cluster(job.spec), *told.notes],
         "memory_bytes": told.memory_bytes,
         "seconds": round(seconds, 1),
         "checkpoint": told.checkpoint,
@@ -263,7 +267,7 @@ def _write_report(job: LocalJob, told: Told, result: dict[str, Any]) -> Path:
         job.folder,
         f"Windrow: {job.name}",
         result["message"],
-        notes=told.notes,
+        notes=result["notes"],
         facts=(Table("Outcome", ended), Table("Model and rows", rows)),
         settings=(
             Table(f"Adapter: {spec.adapter.type}", adapter),

@@ -85,6 +85,21 @@ def read_local_job(manifest: Path) -> LocalJob:
     return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
 
 
+# Of a spec, what only a cluster does.
+_OF_CLUSTER = (
+    *("suspend", "priority_class_name", "backoff_limit", "active_deadline_seconds"),
+    "ttl_seconds_after_finished",
+)
+
+
+def without_cluster(spec: FinetuneJobSpec) -> list[str]:
+    """Say which fields of a spec mean nothing here, where it has any."""
+    fields = FinetuneJobSpec.model_fields
+    named = [name for name in _OF_CLUSTER if getattr(spec, name) != fields[name].default]
+    listed = ", ".join(f"spec.{fields[name].alias}" for name in named)
+    return [f"without a cluster, nothing follows from {listed}"] if named else []
+
+
 def forget(job: LocalJob) -> None:
     """Remove what earlier runs of this manifest have left; the adapter stays until the next.
 

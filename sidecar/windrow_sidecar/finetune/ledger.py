@@ -210,7 +210,7 @@ class Ledger:
         self._events.flush()
 
     def _started(self, reason: Reason, where: str) -> None:
-        notes = self._session.rows.notes
+        notes = self._session.notes
         detail = "; ".join((where, *notes))
         self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))
 

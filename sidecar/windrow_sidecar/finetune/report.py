@@ -52,7 +52,7 @@ class WorkerEvent:
     adapter_path: str = ""
     base_eval_loss: float = 0.0
     tuned_eval_loss: float = 0.0
-    notes: tuple[str, ...] = ()  # of STARTED: see `data.Split`; part of `detail` as well
+    notes: tuple[str, ...] = ()  # of STARTED: see `job.Session`; part of `detail` as well
 
 
 class Reporter(Protocol):
