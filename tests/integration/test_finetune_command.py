@@ -181,5 +181,5 @@ def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert "spec.training.colour" in done.stderr
+    assert done.stderr.startswith(f"windrow: {path}: spec.training.colour: unknown field")
     assert not (tmp_path / "out").exists()

@@ -143,7 +143,8 @@ def test_fields_that_only_a_cluster_honours_are_told():
     ("changed", "rows", "note"),
     [
         ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
-        ({"eval_every_steps": 4}, 99, "evalEverySteps is 4: no evaluation comes between the 4"),
+        ({"eval_every_steps": 5}, 99, "evalEverySteps is 5: no evaluation comes between the 4"),
+        ({"max_sequence_length": 65}, 99, "is 65, and the model has 64 positions"),
         (
             {"eval_every_steps": 5, "early_stop": EarlyStopSpec(patience=1)},
             99,
@@ -152,15 +153,17 @@ def test_fields_that_only_a_cluster_honours_are_told():
     ],
 )
 def test_what_does_not_do_what_it_seems_to_is_told(changed, rows, note):
-    training = SPEC.training.model_copy(update=changed)
-    (said,) = without_effect(SPEC.model_copy(update={"training": training}), rows, 4)
+    short = SPEC.training.model_copy(update={"max_sequence_length": 64})
+    fits = SPEC.model_copy(update={"training": short})
+    wrong = SPEC.model_copy(update={"training": short.model_copy(update=changed)})
+    (said,) = without_effect(wrong, rows, 4, 64)
     assert note in said
-    assert not list(without_effect(SPEC, 99, 4))
+    assert not list(without_effect(fits, 99, 4, 64))
 
 
 def test_a_revision_of_a_folder_is_told(tmp_path):
     model = SPEC.model.model_copy(update={"name": str(tmp_path), "revision": "v2"})
-    (said,) = without_effect(SPEC.model_copy(update={"model": model}), 99, 4)
+    (said,) = without_effect(SPEC.model_copy(update={"model": model}), 99, 4, None)
     assert said == f"spec.model.revision is v2: the folder {tmp_path} has none"
 
 

@@ -77,8 +77,12 @@ def read_local_job(manifest: Path) -> LocalJob:
         UserError: it is none, or its spec is wrong.
     """
     body = read_manifest(manifest)
-    check_head(body, FINETUNE_JOB)
-    spec = parse_job_spec(body.get("spec", {}))
+    try:
+        check_head(body, FINETUNE_JOB)
+        spec = parse_job_spec(body.get("spec", {}))
+    except UserError as error:
+        where = f"{manifest}: {error.field}"
+        raise UserError(error.problem, field=where, remedy=error.remedy) from error
     place = spec.output.destination
     destination = Path(unquote(urlsplit(place).path) if place.startswith("file:") else place)
     uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]

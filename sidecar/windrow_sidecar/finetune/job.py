@@ -209,20 +209,28 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    notes = (*rows.notes, *without_effect(spec, len(rows.train), total))
+    positions = ModelLimits.of(base.config).positions
+    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
     return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows, notes)
 
 
-def without_effect(spec: FinetuneJobSpec, rows: int, steps: int) -> Iterator[str]:
-    """Say which fields do not do what they seem to, for so many rows and steps."""
+def without_effect(
+    spec: FinetuneJobSpec, rows: int, steps: int, positions: int | None
+) -> Iterator[str]:
+    """Say which fields do not do what they seem to, for so many rows, steps and positions."""
     training, model = spec.training, spec.model
     if training.batch_size > rows:
         yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
-    if (training.eval_every_steps or 0) >= steps:
+    if (training.eval_every_steps or 0) > steps:
         never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
         yield (
             f"spec.training.evalEverySteps is {training.eval_every_steps}: no evaluation comes "
             f"between the {steps} steps{never}"
+        )
+    if positions is not None and training.max_sequence_length > positions:
+        yield (
+            f"spec.training.maxSequenceLength is {training.max_sequence_length}, and the model has "
+            f"{positions} positions: a row that is longer than these ends the job"
         )
     if model.revision != "main" and Path(model.name).is_dir():
         yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
