@@ -120,6 +120,8 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("adapter.lora.targetPattern", "(", "spec.adapter.lora.targetPattern", "expression"),
         ("adapter.lora.targetPattern", "q.*", "spec.adapter.lora", "both set"),
         ("adapter.lora.targetModules", "q_proj,,", "spec.adapter.lora.targetModules", "empty"),
+        ("adapter.lora.rankPattern", {"(q": 2}, "spec.adapter.lora.rankPattern", "expression"),
+        ("adapter.lora.alphaPattern", {"(q": 2}, "spec.adapter.lora.alphaPattern", "expression"),
         ("adapter.lora.rankPattern", {"q": 0}, "spec.adapter.lora.rankPattern.q", "0"),
         ("dataset.source", "", "spec.dataset.source", "is empty"),
         ("dataset.source", "  ", "spec.dataset.source", "is empty"),
