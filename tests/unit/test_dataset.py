@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from functools import cache
 
 import pyarrow as pa
@@ -264,6 +265,24 @@ def test_rows_lie_on_disk_and_are_read_by_number(tmp_path):
     assert list(lengths_of(rows)) == lengths_of(list(rows))
     assert rows[4].where == f"{source}:5"
     assert [e.where for e in rows[1:3]] == [f"{source}:2", f"{source}:3"]
+
+
+def test_a_row_takes_32_bytes_of_memory_with_its_place_in_the_order_of_two_epochs(tmp_path):
+    n = 5000
+    write(tmp_path, *(json.dumps({"text": "ab"}) for _ in range(n)))
+    read(tmp_path)  # what libraries keep is kept by now
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        made = read(tmp_path)
+        plan = BatchPlan(n, 8, 1)
+        plan.rows_of(0), plan.rows_of(plan.steps_per_epoch)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(made.train) == n
+    # An array that grows has an eighth more than it needs.
+    assert (after - before) / n <= 32 * 9 / 8 + 1
 
 
 def test_a_row_whose_labels_are_all_masked_is_named():
