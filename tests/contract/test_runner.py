@@ -10,6 +10,7 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
@@ -74,7 +75,9 @@ class Started:
         stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
         self.standing = standing
         rows = Split((), ())
-        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, rows, notes)
+        session = Session(
+            job, self.tiny.model, stream, 16, False, Origin(), None, HostDevice(), rows, notes
+        )
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing)
         memory = OwnMemory(stream, self.home)

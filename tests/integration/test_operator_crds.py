@@ -21,6 +21,10 @@ JOB = {
 POLICY = {"selector": {}, "objective": {"tpot": "40ms"}}
 
 
+def volume(name, mount_path, path="/srv"):
+    return {"name": name, "mountPath": mount_path, "hostPath": {"path": path}}
+
+
 class Api:
     """Our resources in one namespace; no operator is at work."""
 
@@ -43,14 +47,14 @@ class Api:
             "windrow.dev", "v1alpha1", self.namespace, "finetunejobs", "x", {"spec": spec}
         )
 
-    def place(self):
+    def place(self, **status):
         self.custom.patch_namespaced_custom_object_status(
             "windrow.dev",
             "v1alpha1",
             self.namespace,
             "finetunejobs",
             "x",
-            {"status": {"epoch": 1}},
+            {"status": {"epoch": 1, **status}},
         )
 
 
@@ -95,6 +99,11 @@ def test_defaults_are_filled_in(api):
         ("adapter", {"lora": {"rank": 0}}, "should be greater than or equal to 1"),
         ("adapter", {"type": "dora"}, 'supported values: \\"lora\\"'),
         ("dataset", {"source": ""}, "should be at least 1 chars long"),
+        ("training", {"maxSteps": 1, "microBatchSize": 17}, "may not be above batchSize"),
+        ("output", {"destination": "/"}, "must name a directory below a volume"),
+        ("output", {"destination": "file:///"}, "must name a directory below a volume"),
+        ("output", {"destination": "/data/../etc"}, "must name a directory below a volume"),
+        ("output", {"destination": "../data"}, "must name a directory below a volume"),
         ("output", {"destination": "/o", "deploy": {"enabled": True}}, "not supported yet"),
         ("colour", "blue", "unknown field"),
     ],
@@ -156,6 +165,34 @@ def parsed(spec):
         ("objective", {"tpot": "40"}, "should match"),
         ("mode", "on", "supported values"),
         ("limits", {"hours": ["late"]}, "should match"),
+        ("limits", {"hours": ["08:00-08:00"]}, "no interval"),
+        ("limits", {"hostMemory": "64Gi"}, "hostMemory is not supported yet"),
+        ("objective", {"tpot": "2h"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "10us"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "999999999999999h"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "40ms", "percentile": 0.001}, "greater than or equal to 50"),
+        ("objective", {"tpot": "40ms", "ttft": "1s"}, "ttft is not supported yet"),
+        ("objective", {"tpot": "40ms", "deferralBound": "1s"}, "deferralBound is not supported"),
+        ("selector", {"matchLabels": {"-app": "chat"}}, "no label key"),
+        ("selector", {"matchLabels": {"app": "no spaces"}}, "should match"),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "In"}]},
+            "In and NotIn need values",
+        ),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "Exists", "values": ["a"]}]},
+            "Exists and DoesNotExist take none",
+        ),
+        ("access", {"namespaceSelector": {"matchLabels": {"a b": "c"}}}, "no label key"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "one mountPath"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "Duplicate value"),
+        ("sidecar", {"volumes": [volume("a", "data")]}, "should match"),
+        ("sidecar", {"volumes": [volume("a", "/a/../b")]}, "may not hold . or .."),
+        ("sidecar", {"volumes": [volume("a", "/run/windrow")]}, "may not be /, /var"),
+        ("sidecar", {"volumes": [volume("a", "/var/run/secrets/x")]}, "may not be /, /var"),
+        ("sidecar", {"volumes": [volume("a", "/a", "srv")]}, "should match"),
         (
             "sidecar",
             {"volumes": [{"name": "a", "mountPath": "/a"}]},
@@ -176,6 +213,8 @@ def test_a_wrong_policy_is_refused_by_the_server(api, part, value, words):
         {"dataset": {"source": "/other"}},
         {"adapter": {"lora": {"rank": 8}}},
         {"output": {"destination": "/other"}},
+        {"training": {"batchSize": 8}},
+        {"training": {"learningRate": "1e-4"}},
     ],
 )
 def test_what_a_checkpoint_depends_on_is_fixed_once_the_job_was_placed(api, change):
@@ -187,6 +226,30 @@ def test_what_a_checkpoint_depends_on_is_fixed_once_the_job_was_placed(api, chan
     api.patch({"suspend": True})
 
 
+def test_how_often_a_checkpoint_is_written_can_change_only_between_two_workers(api):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    api.place(slot="ns/decode-0")
+    with pytest.raises(client.ApiException) as refused:
+        api.patch({"checkpoint": {"everySteps": 5}})
+    assert "set suspend to true first" in refused.value.body
+    api.patch({"suspend": True})
+    api.place(slot=None)
+    assert api.patch({"checkpoint": {"everySteps": 5}})["spec"]["checkpoint"]["everySteps"] == 5
+
+
+def test_what_orders_and_bounds_a_job_can_change_while_it_runs(api):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    api.place(slot="ns/decode-0")
+    free = {
+        "priorityClassName": "batch",
+        "backoffLimit": 1,
+        "activeDeadlineSeconds": 9,
+        "ttlSecondsAfterFinished": 9,
+        "suspend": True,
+    }
+    assert free.items() <= api.patch(free)["spec"].items()
+
+
 def test_a_job_that_was_never_placed_can_be_changed(api):
     api.create("finetunejobs", "FinetuneJob", JOB)
     assert api.patch({"adapter": {"lora": {"rank": 8}}})["spec"]["adapter"]["lora"]["rank"] == 8
@@ -196,7 +259,7 @@ def test_kubectl_prints_the_columns_that_people_look_for(api, kube):
     api.create("finetunejobs", "FinetuneJob", JOB)
     wanted = {
         "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Age",
-        "harvestslots": "Name Node Model Objective TPOT-P99 Decode Finetune Lent Job Age",
+        "harvestslots": "Name Ready Node Model Objective TPOT-P99 Decode Finetune Lent Job Age",
     }
     for plural, columns in wanted.items():
         table = kube.call_api(

@@ -33,8 +33,13 @@ JOB = {
 POLICY = {
     "selector": {"matchLabels": {"app": "chat"}},
     "objective": {"tpot": "40ms", "percentile": 99, "scope": "perStep"},
-    "limits": {"maxSmPercent": 60, "hostMemory": "64Gi", "hours": ["20:00-08:00 Europe/Berlin"]},
+    "limits": {"maxSmPercent": 60, "hours": ["20:00-08:00 Europe/Berlin"]},
 }
+
+
+def volume(name, path, **source):
+    """A volume of a policy, on the node's disk unless `source` says otherwise."""
+    return {"name": name, "mountPath": path, **(source or {"hostPath": {"path": "/srv"}})}
 
 
 def changed(base: dict, path: str, value: object) -> dict:
@@ -129,9 +134,17 @@ def test_a_spec_that_was_read_can_be_written_and_read_again():
         ("dataset.secretRef", {"name": "s3"}, "spec.dataset.secretRef", "cannot be handed"),
         ("dataset.badRows", "drop", "spec.dataset.badRows", "'fail' or 'skip'"),
         ("output.destination", "s3://team/out", "spec.output.destination", "s3://"),
+        ("output.destination", "/", "spec.output.destination", "names no directory"),
+        ("output.destination", "file:///", "spec.output.destination", "names no directory"),
+        ("output.destination", "//./", "spec.output.destination", "names no directory"),
+        ("output.destination", ".", "spec.output.destination", "names no directory"),
+        ("output.destination", "/out/../etc", "spec.output.destination", "climbs by .."),
+        ("output.destination", "../out", "spec.output.destination", "climbs by .."),
+        ("output.destination", "file:///out/..", "spec.output.destination", "climbs by .."),
         ("training.optimizer", {"beta1": "1"}, "spec.training.optimizer.beta1", "below 1"),
         ("training.earlyStop", {"patience": 2}, "spec.training", "evalEverySteps"),
         ("training.microBatchSize", 0, "spec.training.microBatchSize", "0"),
+        ("training.microBatchSize", 17, "spec.training", "above batchSize 16"),
         ("dataset.source", None, "spec.dataset.source", "missing"),
         ("output.deploy", {"enabled": True}, "spec.output.deploy.enabled", "not supported yet"),
         ("workers", {"min": 2}, "spec.workers.min", "2"),
@@ -153,15 +166,66 @@ def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
         ("objective.tpot", "40", "spec.objective.tpot"),
         ("objective.tpot", "-4ms", "spec.objective.tpot"),
         ("objective.tpot", "0ms", "spec.objective.tpot"),
+        ("objective.tpot", "99us", "spec.objective.tpot"),
+        ("objective.tpot", "2h", "spec.objective.tpot"),
+        ("objective.tpot", "999999999999999h", "spec.objective.tpot"),
+        ("objective.ttft", "1s", "spec.objective.ttft"),
+        ("objective.deferralBound", "1s", "spec.objective.deferralBound"),
         ("objective.percentile", 100, "spec.objective.percentile"),
+        ("objective.percentile", 0.001, "spec.objective.percentile"),
+        ("selector", {"matchLabels": {"-app": "chat"}}, "spec.selector.matchLabels"),
+        ("selector", {"matchLabels": {"a/b/c": "chat"}}, "spec.selector.matchLabels"),
+        ("selector", {"matchLabels": {"app": "no spaces"}}, "spec.selector.matchLabels.app"),
+        ("selector", {"matchLabels": {"app": "a" * 64}}, "spec.selector.matchLabels.app"),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "In"}]},
+            "spec.selector.matchExpressions[0]",
+        ),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "Exists", "values": ["a"]}]},
+            "spec.selector.matchExpressions[0]",
+        ),
         ("mode", "on", "spec.mode"),
         ("policy", "magic", "spec.policy"),
         ("limits.maxSmPercent", 101, "spec.limits.maxSmPercent"),
         ("limits.hostMemory", "much", "spec.limits.hostMemory"),
+        ("limits.hostMemory", "64Gi", "spec.limits.hostMemory"),
+        ("limits.hours", ["08:00-08:00"], "spec.limits.hours[0]"),
+        ("limits.hours", ["08:00-09:00 Europe"], "spec.limits.hours[0]"),
+        ("limits.hours", ["08:00-09:00 ../UTC"], "spec.limits.hours[0]"),
         ("limits.hours", ["25:00-08:00"], "spec.limits.hours[0]"),
         ("limits.hours", ["20:00-08:00 Europe/Atlantis"], "spec.limits.hours[0]"),
         ("sidecar", {"gpuAccess": "wrap"}, "spec.sidecar.gpuAccess"),
         ("sidecar", {"volumes": [{"name": "a", "mountPath": "/a"}]}, "spec.sidecar.volumes[0]"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "spec.sidecar.volumes"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "spec.sidecar.volumes"),
+        *(
+            ("sidecar", {"volumes": [volume("a", path)]}, "spec.sidecar.volumes[0].mountPath")
+            for path in (
+                *("data", "", "/", "/data/", "/data//rows", "/data/../etc", "/data/.", "/a:b"),
+                *("/run", "/run/windrow", "/run/windrow/x", "/var/run/secrets", "/var", "/proc/1"),
+            )
+        ),
+        (
+            "sidecar",
+            {"volumes": [volume("a", "/a", hostPath={"path": "srv"})]},
+            "spec.sidecar.volumes[0].hostPath.path",
+        ),
+        (
+            "sidecar",
+            {
+                "volumes": [
+                    {
+                        "name": "a",
+                        "mountPath": "/a",
+                        "persistentVolumeClaim": {"claimName": "No_Claim"},
+                    }
+                ]
+            },
+            "spec.sidecar.volumes[0].persistentVolumeClaim.claimName",
+        ),
     ],
 )
 def test_a_wrong_policy_names_the_field(path, value, field):
@@ -173,7 +237,6 @@ def test_a_wrong_policy_names_the_field(path, value, field):
 def test_a_policy_is_read_in_units():
     spec = parse_policy_spec(POLICY)
     assert spec.objective.tpot == timedelta(milliseconds=40)
-    assert spec.limits.host_memory == 64 * 2**30
 
 
 def test_a_policy_is_open_only_in_its_hours():

@@ -47,6 +47,10 @@ class TrainingSpec(Record):
                     "!has(self.earlyStop) || has(self.evalEverySteps)",
                     "earlyStop needs evalEverySteps",
                 ),
+                cel(
+                    "!has(self.microBatchSize) || self.microBatchSize <= self.batchSize",
+                    "microBatchSize may not be above batchSize",
+                ),
             ]
         }
     )
@@ -120,6 +124,15 @@ class TrainingSpec(Record):
             raise invalid(
                 f"exactly one of epochs and maxSteps is wanted, {found}",
                 "Keep one of the two.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _part_of_a_batch(self) -> Self:
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise invalid(
+                f"microBatchSize {self.micro_batch_size} is above batchSize {self.batch_size}",
+                "Lower microBatchSize: it is a part of a batch.",
             )
         return self
 

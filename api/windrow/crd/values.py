@@ -65,7 +65,10 @@ def parse_duration(text: str) -> timedelta:
     if not re.fullmatch(DURATION_PATTERN, text):
         raise ValueError(f"{text!r} is not a duration")
     parts = re.findall(r"([0-9.]+)(us|ms|s|m|h)", text)
-    return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    try:
+        return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    except OverflowError as error:
+        raise ValueError(f"{text!r} is longer than any duration") from error
 
 
 def format_duration(length: timedelta) -> str:

@@ -88,6 +88,7 @@ class Session:
     shared_weights: bool
     origin: Origin
     keeping: Keeping
+    device: ComputeDevice
     rows: Split
     notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
 
@@ -211,7 +212,9 @@ def open_session(
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     positions = ModelLimits.of(base.config).positions
     notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows, notes)
+    return Session(
+        job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows, notes
+    )
 
 
 def without_effect(

@@ -18,7 +18,7 @@ from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch
-from windrow_sidecar.finetune.training.scalars import Scalars, memory_bytes
+from windrow_sidecar.finetune.training.scalars import Scalars
 from windrow_sidecar.memory.allocator import memory_stats
 
 
@@ -72,7 +72,10 @@ class Ledger:
         self._tuned_loss = 0.0
         spec = session.job.spec
         self._scalars = Scalars(
-            folder.root, session.job.epoch, tensorboard=spec.training.tensorboard
+            folder.root,
+            session.job.epoch,
+            tensorboard=spec.training.tensorboard,
+            memory_bytes=session.device.peak_bytes,
         )
         self._writer = CheckpointWriter(
             folder, session.origin, keep=spec.checkpoint.keep, saved=self._saved
@@ -246,6 +249,6 @@ class Ledger:
             held_out_rows=len(rows.held_out),
             skipped_rows=rows.skipped,
             cut_rows=rows.cut,
-            memory_bytes=memory_bytes(),
+            memory_bytes=self._session.device.peak_bytes(),
             **changed,  # type: ignore[arg-type]
         )

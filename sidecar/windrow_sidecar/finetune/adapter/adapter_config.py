@@ -85,7 +85,8 @@ def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
             remedy = f"Match the whole name of a module, like .*{known[-1]}."
             return refused("targetPattern", problem, remedy)
         found: Any = settings.modules()
-        remedy = f"Write all-linear, or some of {', '.join(known)}."
+        others = "Write" if found == "all-linear" else "Write all-linear, or"
+        remedy = f"{others} some of {', '.join(known)}."
     else:
         named = settings.target_modules if isinstance(settings, Ia3Spec) else None
         found = names(named) or "this architecture"
