@@ -5,6 +5,7 @@ Nothing here waits for the whole device; a mark is an event behind what its thre
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 
 # Distances between events are 32-bit floats in milliseconds: over a second, exact to 0.06 us.
 _ANCHOR_LASTS_NS = 1_000_000_000
+# Two buffers of 4 MiB and eight of 16 KiB, as torch has them before Hopper, where it takes 32 MiB:
+# on six levels of SMs that would be 192 MiB of what decode lends.
+CUBLAS_WORKSPACES = ":4096:2:16:8"
 
 
 class CudaDevice:
@@ -46,6 +50,8 @@ class CudaDevice:
                 reason="NoCudaDevice",
             )
         if lent is not None:
+            # Read when cuBLAS is first used, of which torch keeps a workspace for each stream.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
             # Before anything that makes torch initialise CUDA, as `set_device` does: its own
             # allocator would stay then.
             install(lent.allocator, device=ordinal)
