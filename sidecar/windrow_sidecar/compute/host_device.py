@@ -75,6 +75,10 @@ class HostDevice:
         """Any host memory serves."""
         return torch.empty(n_bytes, dtype=torch.uint8)
 
+    def host_copy_bytes(self, n_bytes: int) -> int:
+        """As many."""
+        return n_bytes
+
     def copies(self) -> Copies:
         """Return copies that are done when they return."""
         return HostCopies(self)
