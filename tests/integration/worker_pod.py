@@ -221,9 +221,7 @@ class Pod:
         """Start a worker for the job UID by this command."""
         self.write_job(epoch=epoch, **training)
         with (self.root / f"worker-{epoch}.log").open("ab") as log:
-            worker = subprocess.Popen(
-                command, cwd=ROOT, stdout=log, stderr=log, env=self._environ
-            )
+            worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=self._environ)
         self.workers.append(worker)
         return worker
 

@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 SIDECAR = Path(__file__).parents[2] / "sidecar" / "windrow_sidecar"
 
 SLOT = """

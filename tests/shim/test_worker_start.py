@@ -59,7 +59,8 @@ print(weights.device, int(weights[:8].cpu().sum()))
 """
     assert shim.run(SLOT + code, tmp_path) == "cuda:0 0"
     early = SLOT.replace(
-        "slot = slot_device", "import torch; torch.from_dlpack(worker.tensor(0, 16))\nslot = slot_device"
+        "slot = slot_device",
+        "import torch; torch.from_dlpack(worker.tensor(0, 16))\nslot = slot_device",
     )
     with pytest.raises(AssertionError, match="Install the allocator before"):
         shim.run(early, tmp_path)

@@ -55,9 +55,7 @@ class GraphRunner:
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             # Other threads may take memory meanwhile: with `global` that would end the capture.
-            with torch.cuda.graph(
-                graph, pool=pool, stream=side, capture_error_mode="thread_local"
-            ):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 self._compute(bucket)
             pool = pool or graph.pool()
             self._graphs[bucket] = graph
