@@ -111,3 +111,10 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused, by whichever allocator: the host has no type for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -70,8 +70,8 @@ class LentBudget:
     def settle(self) -> bool:
         """Follow the table: take what is lent, drain what is asked back, return what is quiet.
 
-        Belongs between two tasklets. Never waits: a drained chunk whose tensors live, or on which a
-        kernel runs, stays until a later call.
+        Belongs between two tasklets. Never waits: a drained chunk whose tensors live, or that work
+        on any stream may still use, stays until a later call.
 
         Returns:
             whether the budget has changed.

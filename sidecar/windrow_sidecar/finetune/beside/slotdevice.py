@@ -94,4 +94,4 @@ def gpu_partition(sharing: Sharing, driver: str, device: ComputeDevice) -> Parti
     """Return shares of SMs where the GPU is shared in space, else all of it."""
     if sharing.mode == "spatial":
         return CudaPartition("finetune", driver)
-    return Unshared("finetune", device.total_units())
+    return Unshared("finetune", device.total_units(), "SMs", why_whole=sharing.reason)
