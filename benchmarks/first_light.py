@@ -94,8 +94,9 @@ def in_time_only(no_mps: str) -> str:
     """Say what is left out without MPS, and what to do."""
     return (
         f"No MPS daemon: {no_mps}. The GPU is shared in time only: co-run points and the arm "
-        "`windrow` are left out, `naive`, `gaps` and `dedicated` are measured. For all of them, put "
-        "nvidia-cuda-mps-control (of NVIDIA's driver) on PATH and run again without --resume."
+        "`windrow` are left out, `naive`, `gaps` and `dedicated` are measured. To measure all of "
+        "them, put nvidia-cuda-mps-control, of NVIDIA's driver, on PATH and run again without "
+        "--resume."
     )
 
 

@@ -186,3 +186,14 @@ pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 print(pinned - 2 * (8 << 20) <= room, pinned)  # two buffers beside what is kept
 """
     assert shim.run(SLOT + code, tmp_path).split()[:2] == ["True", "True"]
+
+
+def test_what_is_not_lent_is_told_as_memory_that_is_missing(shim, tmp_path):
+    code = """
+from windrow_sidecar.compute.host_device import out_of_memory
+try:
+    torch.empty(1 << 33, dtype=torch.uint8, device=gpu)
+except RuntimeError as error:
+    print(out_of_memory(error), "8 chunks" in str(error))
+"""
+    assert shim.run(SLOT + code, tmp_path).split() == ["True", "True"]

@@ -1,7 +1,8 @@
-"""`python -m windrow_sidecar.compute.gpu_check`: whether this machine's GPU has all that Windrow needs.
+"""Whether this machine's GPU has all that Windrow needs: what `windrow doctor --gpu` shows.
 
-What `windrow doctor --gpu` shows: each check tries the thing itself, takes seconds, and says what to
-do where it fails. A process of its own, so that whoever asks keeps no context on the GPU.
+`python -m windrow_sidecar.compute.gpu_check` prints it as JSON. Each check tries the thing itself,
+takes seconds, and says what to do where it fails. A process of its own, so that whoever asks keeps
+no context on the GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 from windrow.errors import WindrowError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.compute.ground import mps_missing
 from windrow_sidecar.compute.mps import MpsDaemon
 from windrow_sidecar.compute.torch_cuda import look_at_torch, require_torch_cuda
 
@@ -80,14 +82,11 @@ def mps() -> str:
         daemon.start()
         try:
             with _child("context", environ=daemon.environment) as child:
-                _first_line(child)
-                clients = {pid for pids in daemon.clients().values() for pid in pids}
-                if child.pid not in clients:
+                if missing := _first_line(child).strip():
                     raise CheckFailed(
-                        "a process with the daemon's environment is no client of it",
-                        "Give daemon and processes one user, one PID namespace (or hostPID), and "
-                        "no CUDA_VISIBLE_DEVICES of the daemon's own. Without MPS the GPU is "
-                        "shared in time only.",
+                        missing,
+                        "Run daemon and processes as one user and in one PID namespace (or with "
+                        "hostPID). Without MPS the GPU is shared in time only.",
                     )
         finally:
             daemon.stop()
@@ -254,9 +253,8 @@ def _first_line(child: _Child) -> str:
 
 
 def _be_a_client() -> None:
-    """Have a context until stdin ends."""
-    facts = _core.driver(GPU).facts
-    print(facts["name"], flush=True)
+    """Have a context until stdin ends; say why it is no client of the daemon."""
+    print(mps_missing(GPU, os.environ), flush=True)
     sys.stdin.read()
 
 
