@@ -1,8 +1,8 @@
 """SGLang's real scheduler in one process, driven iteration by iteration by a script.
 
 `python scheduler_process.py SCRIPT.json RESULT.json` under SGLang's own environment. Nothing of the
-scheduler is replaced but its ends: requests come from the script at the iteration that it names, and
-what would go to the tokenizer is kept. So arrivals, batches and lending are the same in each run.
+scheduler is replaced but its ends: requests come from the script at the iteration that it names,
+and what would go to the tokenizer is kept. So arrivals, batches and lending are the same each time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class Outputs:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.updates: list[list] = []
 
     def send_output(self, output, recv_obj=None) -> None:
+        if type(output).__name__ == "UpdateWeightFromDiskReqOutput":
+            self.updates.append([output.success, output.message])
         for i, rid in enumerate(getattr(output, "rids", None) or []):
             ids = getattr(output, "output_ids", None)
             if ids is not None:
@@ -121,7 +124,7 @@ class Script:
 
     def ingest(self, *_args, **_kwargs) -> list:
         """Stands for the scheduler's receiving end; called once an iteration."""
-        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 
         self.iteration += 1
         scheduler = self.scheduler
@@ -129,6 +132,12 @@ class Script:
         while self.waiting and self.waiting[0]["at"] <= self.iteration:
             spec = self.waiting.pop(0)
             arrived.append(request({**spec, "disaggregated": self.disaggregated}))
+        if self.iteration == self.script.get("update_weights_at"):
+            arrived.append(
+                UpdateWeightFromDiskReqInput(
+                    model_path=scheduler.server_args.model_path, load_format="auto"
+                )
+            )
         arrived += [AbortReq(rid=r) for r, at in self.aborts.items() if at == self.iteration]
         scheduler.process_input_requests(arrived)
         if self.chaos is not None:
@@ -160,7 +169,6 @@ class Script:
             self.quiet += 1
             if self.quiet > 400 or late:
                 self.scheduler.gracefully_exit = True
-
 
     def _again(self) -> None:
         """Keep three requests in the batch for as long as it takes."""
@@ -319,6 +327,7 @@ def main() -> None:
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
         "total": scheduler.max_total_num_tokens,
         "started_s": started_s,
+        "updates": played.outputs.updates,
         "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),
         "faults": getattr(played.chaos, "seen", []),
         "off": plugin().off if os.environ.get("WINDROW_RUN_DIR") else None,

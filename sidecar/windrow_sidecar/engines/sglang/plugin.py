@@ -334,12 +334,13 @@ class Plugin:
             keep_profile=self._keep_profile,
             reserved_tokens=self.args.num_reserved_decode_tokens,
         )
-        self.arena.serve(str(self.run_dir.arena_socket()))
+        # All of it before a worker can attach.
         if self.weights is not None:
             self.arena.export("weights", self.weights.shared.fd, n_bytes=self.weights.n_bytes)
             self.weights.write_manifest(self.run_dir.weights_manifest(), self.fingerprint)
         else:
             self.run_dir.weights_manifest().unlink(missing_ok=True)
+        self.arena.serve(str(self.run_dir.arena_socket()))
         learner = None if profile else SoloLearner(ground.splits)
         self.harvest = SchedulerHarvest(parts, learner)
         with ground.background_threads():
