@@ -116,6 +116,7 @@ class Script:
         self.chaos = None
         if script.get("chaos"):
             self.chaos = Chaos(scheduler, script["chaos"])
+        self.recording = record_steps() if script.get("record") else None
         if script.get("worker"):
             self.chaos = Worker(scheduler, script["worker"], self.outputs)
         self.began_s = time.monotonic()
@@ -281,6 +282,19 @@ class Worker:
         self.phase, self.answered = phase, len(self.outputs.ends)
 
 
+def record_steps():
+    """Put a hook in place that keeps its calls; returns it."""
+    from dataclasses import replace
+
+    from windrow_sidecar.engines.hook import FailClosed
+    from windrow_sidecar.testing.step_seam import RecordingHook
+
+    harvest, recording = plugin().harvest, RecordingHook()
+    harvest._parts.inner.set_terms(None)  # something new to decide, which nobody takes up
+    harvest._parts = replace(harvest._parts, hook=FailClosed(recording))
+    return recording
+
+
 def transfer_known_kv(scheduler) -> None:
     """Let SGLang's fake transfer write KV that depends on the place in the prompt alone."""
     import torch
@@ -308,6 +322,12 @@ def plugin():
     return HookRegistry._hooks[f"{SCHEDULER}.__init__"][0][1].__self__
 
 
+def steps_of(recording) -> int:
+    from windrow_sidecar.testing.step_seam import check_calls
+
+    return check_calls(recording.calls)
+
+
 def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text())
     began_s = time.monotonic()
@@ -327,6 +347,7 @@ def main() -> None:
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
         "total": scheduler.max_total_num_tokens,
         "started_s": started_s,
+        "steps": steps_of(played.recording) if played.recording else None,
         "updates": played.outputs.updates,
         "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),
         "faults": getattr(played.chaos, "seen", []),

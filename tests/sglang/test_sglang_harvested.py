@@ -65,6 +65,11 @@ def job(folder: Path) -> dict:
     }
 
 
+def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
+    with log.open("ab") as out:
+        return subprocess.Popen(words, env=env, stdout=out, stderr=out, process_group=0)
+
+
 @pytest.fixture
 async def pod(run_dir):
     operator = AttachedOperator()
@@ -87,11 +92,10 @@ async def pod(run_dir):
         f"--operator-ca={operator.cert.decode()}",
         f"--token-file={run_dir / 'token'}",
     ]
-    with (run_dir / "pod.log").open("ab") as log:
-        running = [
-            subprocess.Popen(words, env={**env, **more}, stdout=log, stderr=log, process_group=0)
-            for words, more in ((server, {"SGLANG_USE_CPU_ENGINE": "1"}), (agent, {}))
-        ]
+    running = [
+        start(words, {**env, **more}, run_dir / "pod.log")
+        for words, more in ((server, {"SGLANG_USE_CPU_ENGINE": "1"}), (agent, {}))
+    ]
     try:
         await until(lambda: any(h.slots for h in operator.hellos), 300)
         yield operator, f"http://127.0.0.1:{port}", run_dir

@@ -56,6 +56,7 @@ def test_answers_and_sums_are_stock_ones_while_chunks_are_lent_at_random(
         "requests": conversation(40, 5),
         "aborts": {"r7": 40, "r20": 99},
         "chaos": 3,  # what is lent is filled with NaN, all of it
+        "record": True,  # and check the contract of the step seam
     }
     lending = play(script, run_dir)
     assert lending["iterations_lent"] > 40
@@ -66,6 +67,7 @@ def test_answers_and_sums_are_stock_ones_while_chunks_are_lent_at_random(
     assert lending["used"] == stock["used"]
     assert lending["available"] == lending["total"] == stock["total"]
     assert lending["off"] == ""
+    assert lending["steps"] > 100
 
 
 def test_requests_that_find_no_memory_are_retracted_and_answered_all_the_same(play, run_dir):
