@@ -70,6 +70,11 @@ def test_answers_and_sums_are_stock_ones_while_chunks_are_lent_at_random(
     assert lending["steps"] > 100
 
 
+def test_without_a_run_directory_nothing_of_sglang_is_touched(stock):
+    assert stock["hooks"] == 0
+    assert "windrow:" not in stock["log"]
+
+
 def test_requests_that_find_no_memory_are_retracted_and_answered_all_the_same(play, run_dir):
     server = {**DECODE, "max_total_tokens": 1536}
     script = {"server": server, "requests": conversation(48, 9, longest=120)}

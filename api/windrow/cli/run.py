@@ -1,4 +1,4 @@
-"""`windrow run -- COMMAND`: a decode server as a child whose signals, output and end are its own."""
+"""`windrow run -- COMMAND`: a decode server as a child; signals, output and end are its own."""
 
 from __future__ import annotations
 
