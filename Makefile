@@ -75,8 +75,18 @@ $(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
 	$(UV) pip install --python $(PY) --target $(VENV)/quantized --no-deps -c constraints.txt bitsandbytes
 	@touch $@
 
+# NVIDIA's headers of four releases, for the test that compares ours with them, side by side.
+# Without a registry that has them that test is skipped.
+CUDA_HEADERS := 12.6=nvidia-cuda-runtime-cu12==12.6.* 12.9=nvidia-cuda-runtime-cu12==12.9.* \
+  13.0=nvidia-cuda-runtime==13.0.* newest=nvidia-cuda-runtime
+$(VENV)/.cuda-headers: $(VENV)/.dependencies
+	@for release in $(foreach each,$(CUDA_HEADERS),'$(each)'); do \
+	  $(UV) pip install --quiet --python $(PY) --target $(VENV)/cuda-headers/$${release%%=*} --no-deps \
+	    "$${release#*=}" || { echo "NVIDIA's headers cannot be had: their test is skipped"; exit 0; }; \
+	done; touch $@
+
 # Side by side what can be; then what has the machine alone; then what needs a library of its own.
-test: setup $(VENV)/.quantized
+test: setup $(VENV)/.quantized $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
 	$(PY) -m pytest -m "not alone and not quantized and not sglang" --numprocesses auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder
