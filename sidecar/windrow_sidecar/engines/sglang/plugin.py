@@ -436,8 +436,11 @@ class Plugin:
 
     def _keep_profile(self, profile: Mapping[str, Any]) -> None:
         draft = self._profile_path().with_suffix(".tmp")
-        draft.write_text(json.dumps(profile))
-        os.replace(draft, self._profile_path())
+        try:
+            draft.write_text(json.dumps(profile))
+            os.replace(draft, self._profile_path())
+        except OSError as error:
+            _log.warning("windrow: the latency profile is not kept for the next start: %s", error)
 
     def _guarded(self, what: str, call: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
         try:
