@@ -43,8 +43,8 @@ def main() -> int:
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="N requests while lending")
     options = parser.parse_args()
     if not PYTHON.exists():
-        print("no SGLang here: make sglang")
-        return 1
+        print("sglang: skipped, there is no SGLang here (make sglang)")
+        return 0
     env = environment()
     pairs = [_pair(i) for i in range(2 if options.quick else 6)]
     results = [*_costs(pairs), *_answers(40 if options.quick else 200)]

@@ -110,7 +110,7 @@ class Script:
         self.n_requests = len(self.waiting)
         self.iteration = self.quiet = 0
         self.used: list[int] = []
-        self.most_lent = self.lendings = 0
+        self.most_lent = self.lendings = self.idle_lent = 0
         self.last_ns = time.thread_time_ns()
         self.iterations_us: list[list[int]] = []  # batch, CPU time of the iteration before
         self.chaos = None
@@ -146,6 +146,7 @@ class Script:
         self.used.append(scheduler.pool_stats_observer.get_pool_stats().full_num_used)
         lent = getattr(scheduler.token_to_kv_pool_allocator, "lent_tokens", 0)
         self.lendings += lent > 0
+        self.idle_lent += lent > 0 and scheduler.is_fully_idle()
         self.most_lent = max(self.most_lent, lent)
         now_ns = time.thread_time_ns()  # of this thread: other work on the machine does not count
         batch = scheduler.running_batch.batch_size()
@@ -349,6 +350,7 @@ def main() -> None:
         "iterations": played.iteration,
         "most_lent": played.most_lent,
         "iterations_lent": played.lendings,
+        "idle_lent": played.idle_lent,
         "iterations_us": played.iterations_us if script.get("timed") else None,
         "hooks": hooks(),
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
