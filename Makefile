@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean. The environment is made on first use (make setup).
+# make demo | test | check | lint | bench | clean. The environment is made on first use (make setup).
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
@@ -17,11 +17,12 @@ NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo test soak lint bench proto figures constraints clean
+.PHONY: help setup demo test check soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make lint | bench | proto | figures | clean"
 
@@ -51,16 +52,15 @@ $(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
 	$(UV) pip install --python $(PY) --target $(VENV)/quantized --no-deps -c constraints.txt bitsandbytes
 	@touch $@
 
-# Side by side what can be; then what has the machine alone; then what needs a library of its own.
 test: setup $(VENV)/.quantized
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest -m "not alone and not quantized" --numprocesses auto --maxprocesses 4 \
-	  --dist loadfile --no-loadscope-reorder
-	$(PY) -m pytest -m alone
-	PYTHONPATH=$(abspath $(VENV)/quantized) $(PY) -m pytest -m quantized tests/contract
+	$(PY) tools/run_tests.py test
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+check: lint
+	$(PY) tools/run_tests.py check
 
 soak: setup
 	@mkdir -p $(SANITIZED)
