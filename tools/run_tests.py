@@ -58,9 +58,9 @@ CORE = [
 ]
 PASSES = {
     "test": (
-        Pass("side by side", ("-m", "not alone and not quantized", *SIDE_BY_SIDE)),
+        Pass("side by side", ("-m", "not alone and not quantized and not sglang", *SIDE_BY_SIDE)),
         # They have the machine to themselves.
-        Pass("alone", ("-m", "alone")),
+        Pass("alone", ("-m", "alone and not sglang")),
         # bitsandbytes lies beside the environment: peft imports it wherever it is.
         Pass("quantized", ("-m", "quantized", "tests/contract"), {"PYTHONPATH": str(QUANTIZED)}),
         # Rounding falls elsewhere in each of torch's families of kernels.

@@ -7,6 +7,8 @@ as peft's is (see `windrow_sidecar.testing.rounding`).
 from __future__ import annotations
 
 import copy
+import json
+import os
 
 import pytest
 import torch
@@ -150,6 +152,10 @@ ADAPTERS = {
         "Qwen3Moe",
         {"lora": {"targetModules": "q_proj,gate_proj,up_proj,down_proj"}},
     ),
+    "above the width": (
+        "Llama",
+        {"lora": {"rank": 40, "alpha": 0.5, "alphaPattern": {"q_proj": 9.5}}},
+    ),
     "ia3 by structure": ("Olmo2", {"type": "ia3"}),
     "ia3, fused": ("Phi3", {"type": "ia3"}),
     "ia3, experts": ("Qwen3Moe", {"type": "ia3"}),
@@ -207,7 +213,6 @@ def test_all_linear_means_attention_on_a_mixture_of_experts(architecture):
     [
         ("Llama", {"targetModules": "w_proj"}, "targetModules", "up_proj"),
         ("Llama", {"targetPattern": "none of them"}, "targetModules", "all-linear"),
-        ("Llama", {"rank": 33}, "rank", "above the width"),
         ("Llama", {"rankPattern": {"gate": 2}}, "targetModules", "gate"),
         ("Llama", {"alphaPattern": {"gate": 2}}, "targetModules", "gate"),
         ("Llama", {"layersToTransform": [3]}, "layersToTransform", "There are 3"),
@@ -249,7 +254,7 @@ def test_targets_of_ia3_that_are_not_there_are_named_with_those_that_are():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.filterwarnings("ignore:.*gate_up_proj:RuntimeWarning")  # see add_adapter
 @pytest.mark.parametrize(
-    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm"]
+    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm", "above the width"]
 )
 def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
     architecture, adapter = ADAPTERS[name]
@@ -258,6 +263,27 @@ def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
     loaded = PeftModel.from_pretrained(random_model(architecture), tmp_path)
     ids = torch.arange(20)[None]
     assert torch.equal(loaded(ids).logits, tuned(ids).logits)
+
+
+@pytest.mark.parametrize(("alpha", "kept"), [(32, int), (32.0, int), (12.5, float)])
+def test_another_engine_reads_the_alpha_that_was_asked_for(tmp_path, alpha, kept):
+    save_adapter(
+        add_adapter(random_model("Llama"), small_spec({"lora": {"alpha": alpha}})), tmp_path
+    )
+    found = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
+    assert (found, type(found)) == (alpha, kept)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_files_of_an_adapter_have_the_mode_that_the_umask_gives(tmp_path, umask):
+    tuned, before = add_adapter(random_model("Llama"), small_spec()), os.umask(umask)
+    try:
+        save_adapter(tuned, tmp_path)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    mode = 0o666 & ~umask
+    assert modes == {"adapter_model.safetensors": mode, "adapter_config.json": mode}
 
 
 def test_a_second_adapter_and_a_prefix_beyond_the_sliding_window_are_refused():
