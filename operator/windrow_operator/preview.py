@@ -12,6 +12,7 @@ from typing import Any
 
 from windrow.crd import parse_policy_spec
 from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.cluster_state import pod_of
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     Refusal,
@@ -21,7 +22,6 @@ from windrow_operator.injection import (
     matching_rule,
 )
 from windrow_operator.policies import policy_of, selects
-from windrow_operator.world import pod_of
 
 
 def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from windrow.errors import WindrowError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.ground import mps_missing
 from windrow_sidecar.compute.mps import MpsDaemon
+from windrow_sidecar.compute.sharing import mps_missing
 from windrow_sidecar.compute.torch_cuda import look_at_torch, require_torch_cuda
 
 GPU = "cuda"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 
 _TOKEN, _POSITION, _SLOT, _LENGTH, _TABLE = 0, 1, 2, 3, 4
 
@@ -53,7 +53,7 @@ class StaticInputs:
             device[:, _TABLE : _TABLE + columns],
         )
 
-    def write(self, batch: Sequence[Request], bucket: int) -> int:
+    def write(self, batch: Sequence[EngineRequest], bucket: int) -> int:
         """Fill the first `bucket` rows and start their copy; returns the pages of the longest.
 
         Rows that no request fills repeat the one with the shortest context: what they write into
