@@ -39,6 +39,7 @@ class Reason(StrEnum):
     VALID = "Valid"
     INVALID_SPEC = "InvalidSpec"
     DESTINATION_IN_USE = "DestinationInUse"
+    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound"
     # Placed
     PLACED = "Placed"
     NO_SLOT = "NoSlot"
@@ -124,6 +125,12 @@ LIFECYCLE: Final = (
         "False",
         R.DESTINATION_IN_USE,
         "An older job writes to the same `spec.output.destination`.",
+    ),
+    ConditionRow(
+        T.ACCEPTED,
+        "False",
+        R.PRIORITY_CLASS_NOT_FOUND,
+        "There is no PriorityClass of the name in `spec.priorityClassName`.",
     ),
     ConditionRow(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
     ConditionRow(

@@ -11,6 +11,7 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from windrow.outputs import is_below
 from windrow_operator.model import Base, Holder, Job, Slot
 
 # A message lists so many slots one by one; a cluster may have thousands.
@@ -62,6 +63,7 @@ def refusal(job: Job, slot: Slot) -> str:
         _unreachable(slot)
         or admission_refusal(job, slot)
         or _capacity_refusal(slot)
+        or _unwritable(job, slot)
         or _sharing_refusal(job, slot)
     )
 
@@ -132,6 +134,17 @@ def _capacity_refusal(slot: Slot) -> str:
     if slot.breaker:
         return f"gave up harvesting ({slot.breaker})"
     return "has no memory to lend" if slot.memory_full else ""
+
+
+def _unwritable(job: Job, slot: Slot) -> str:
+    """Return why the adapter cannot be written from the slot; empty: it can, as far as is known."""
+    if job.spec is None or (slot.outputs and is_below(slot.outputs, job.spec.output.destination)):
+        return ""
+    given = ", ".join(slot.outputs) or "none"
+    return (
+        f"cannot write {job.spec.output.destination}: of its policy's volumes its pod has to write "
+        f"to: {given}"
+    )
 
 
 def _explain_choice(job: Job, slot: Slot) -> str:

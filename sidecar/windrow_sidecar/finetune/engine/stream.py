@@ -222,7 +222,11 @@ class TaskletStream:
             self._tokens_seen += tasklet.real_tokens
         if tasklet.phase is Phase.LOSS and not math.isfinite(self._batch_group.loss):
             where = ", ".join(self._rows.examples[row].where for row in self._batch_group.rows[:3])
-            raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
+            training = self._stage is JobStage.TRAINING
+            step = (
+                f"step {tasklet.step + 1}" if training else f"an evaluation at step {tasklet.step}"
+            )
+            raise NotFinite(f"the loss of {step} is not finite (rows {where})")
         return self._commit(self._batch_group) if self._batch_group.progress.done else None
 
     def break_off(self, tasklet: Tasklet) -> None:
