@@ -16,7 +16,7 @@ _HELD: Final[dict[Path, int]] = {}
 HOLDER: Final = "holder-"
 
 
-class Held(Exception):
+class AlreadyHeld(Exception):
     """Another process has it; the text says which."""
 
 
@@ -36,7 +36,7 @@ def hold(file: Path) -> None:
     except BlockingIOError as error:
         holder = _holder(descriptor)
         os.close(descriptor)
-        raise Held(holder) from error
+        raise AlreadyHeld(holder) from error
     except OSError:
         os.close(descriptor)
         raise
@@ -63,7 +63,7 @@ def check_free(file: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Held(_holder(descriptor)) from error
+        raise AlreadyHeld(_holder(descriptor)) from error
     finally:
         os.close(descriptor)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from windrow.proto import attach_pb2
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 
 Event = attach_pb2.JobEvent
 
 
-def kept_of(outbox: Outbox) -> list[tuple[str, int, str]]:
+def kept_of(outbox: EventOutbox) -> list[tuple[str, int, str]]:
     """What a new stream would carry."""
 
     async def read() -> list[tuple[str, int, str]]:
@@ -27,8 +27,8 @@ def kept_of(outbox: Outbox) -> list[tuple[str, int, str]]:
     return asyncio.run(read())
 
 
-def filled(*events: tuple[str, int, int]) -> Outbox:
-    outbox = Outbox()
+def filled(*events: tuple[str, int, int]) -> EventOutbox:
+    outbox = EventOutbox()
 
     async def add() -> None:
         for uid, epoch, kind in events:

@@ -18,12 +18,12 @@ from urllib.parse import unquote, urlsplit
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow.holder import HOLDER, Held, check_free
+from windrow.holder import HOLDER, AlreadyHeld, check_free
 from windrow.outputs import check_alone
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
-# Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
+# Exit codes of the worker (`windrow_sidecar.finetune.job.runner.Ending`).
 SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
 # Of `Progress`, as they are told.
 _FIGURES = (
@@ -46,7 +46,7 @@ class LocalJob:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunSummary:
     """What the worker has said so far."""
 
     step: int = 0
@@ -115,7 +115,7 @@ def forget(job: LocalJob) -> None:
     try:
         for file in job.folder.glob(f"{HOLDER}*"):
             check_free(file)
-    except Held as held:
+    except AlreadyHeld as held:
         raise UserError(
             f"{held} trains this job just now, in {job.folder}",
             field="--fresh",
@@ -170,14 +170,14 @@ def _log_of(job: LocalJob) -> BinaryIO:
 
 
 def listen(
-    process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, Told], None]
-) -> list[Told]:
+    process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, RunSummary], None]
+) -> list[RunSummary]:
     """Follow the worker until it ends; `on_change` sees each new state of a job, by its number.
 
     Raises:
         UserError: it could not begin with any of them.
     """
-    told = [Told() for _ in range(n_jobs)]
+    told = [RunSummary() for _ in range(n_jobs)]
     assert process.stdout is not None
     for line in process.stdout:
         said = json.loads(line)
@@ -232,7 +232,7 @@ def last_error(log: Path) -> str:
     return ours[-1] if ours else "it is empty"
 
 
-def understood(told: Told, said: dict[str, Any]) -> Told:
+def understood(told: RunSummary, said: dict[str, Any]) -> RunSummary:
     """Return what is known after a line of the worker."""
     if (now := said.get("progress")) is not None:
         first = told.tokens_at_first
@@ -263,7 +263,7 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
     )
 
 
-def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:
+def _said_first(told: RunSummary, event: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of an event that were not said yet: notes have lines of their own.
 
     The last checkpoint is often that of the last step, which has been told.
@@ -282,7 +282,7 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     _begun: tuple[float, int, int] | None = None  # seconds, tokens, steps
 
-    def see(self, told: Told) -> tuple[float, float | None]:
+    def see(self, told: RunSummary) -> tuple[float, float | None]:
         """Return (tokens per second, seconds left or None)."""
         now = self.clock()
         if self._begun is None:
