@@ -25,7 +25,7 @@ from windrow_operator.cluster_state import ClusterState
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.settings import Settings
@@ -202,7 +202,7 @@ class App:
         name = self._settings.namespace
         try:
             await self._kube.get(f"/api/v1/namespaces/{name}")
-        except NotFound:
+        except ObjectNotFound:
             body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
             with contextlib.suppress(Conflict):
                 await self._kube.create("/api/v1/namespaces", body)
@@ -244,7 +244,7 @@ class App:
             lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
         )
         client = _webhook_client(settings, webhook_port)
-        registration = webhook.Registration(
+        registration = webhook.WebhookRegistration(
             self._kube, client, authority.certificate, settings.namespace
         )
         await registration.keep({policy.namespace for policy in self.cluster.policies.values()})

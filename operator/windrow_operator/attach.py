@@ -16,7 +16,7 @@ from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import PROTOCOL_VERSION, TOKEN_AUDIENCE
 from windrow_operator import reports
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.pki import KeyPair
@@ -155,7 +155,7 @@ class AttachServer(pb_grpc.AttachServicer):
         try:
             namespace, name, uid = await self._review(token)
             body = await self._kube.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-        except NotFound:
+        except ObjectNotFound:
             # A deleted pod's token stays valid for some seconds.
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the pod is gone") from None
         except ApiError as error:

@@ -21,12 +21,12 @@ from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
-from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot
 from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
 from windrow_operator.status import is_urgent
-from windrow_operator.webhook import Registration
+from windrow_operator.webhook import WebhookRegistration
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Driver:
         self._cluster, self._kube, self._recorder, self._metrics = cluster, kube, recorder, metrics
         self._timeouts, self._clock = timeouts, clock
         self._attach: AttachServer | None = None
-        self._registration: Registration | None = None
+        self._registration: WebhookRegistration | None = None
         self._template: SidecarTemplate | None = None
         self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
         self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
@@ -90,7 +90,7 @@ class Driver:
         """Say through whom sidecars are reached."""
         self._attach = attach
 
-    def prepare_pods(self, registration: Registration, template: SidecarTemplate) -> None:
+    def prepare_pods(self, registration: WebhookRegistration, template: SidecarTemplate) -> None:
         """Say how pods are registered for, and what a sidecar is made of."""
         self._registration, self._template = registration, template
 
@@ -133,7 +133,7 @@ class Driver:
             run = self._cluster.run_of(job)
             actions = reconcile(job, run, slots, now, self._timeouts)
             await self._carry_out(job, actions, slots)
-        except NotFound:
+        except ObjectNotFound:
             self._cluster.drop_job(job.uid)
         except Conflict:
             await self._refresh(job)
@@ -201,7 +201,7 @@ class Driver:
         """Somebody else wrote the job first: take the newest version and decide again."""
         try:
             body = await self._kube.get(kind_path(FINETUNE_JOB, job.namespace, job.name))
-        except NotFound:
+        except ObjectNotFound:
             self._cluster.drop_job(job.uid)
             return
         except ApiError as error:
@@ -309,7 +309,7 @@ class Driver:
         await self._recorder.record(after, Event("SidecarAttached", message))
 
     async def _not_attached(self, pod: Pod, error: Refusal | ApiError, now: datetime) -> None:
-        if isinstance(error, Conflict | NotFound):
+        if isinstance(error, Conflict | ObjectNotFound):
             self._alarm.within(_RETRY_SECONDS)
             return
         log.warning("pod %s gets no sidecar: %s", pod.key, error)
@@ -384,7 +384,7 @@ class Driver:
             try:
                 self._cluster.put_policy(await self._kube.replace(path, {**body, "status": after}))
                 self._usage_written[key] = now
-            except NotFound:
+            except ObjectNotFound:
                 self._cluster.drop_policy(key)
             except ApiError as error:
                 # A conflict: the watch brings the newer version.

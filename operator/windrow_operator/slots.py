@@ -22,7 +22,7 @@ from windrow.crd import (
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.cluster_state import ClusterState, LiveSlot
-from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Pod, Slot
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class SlotWriter:
         try:
             # A merge removes what is None: the figures of before that are not known any more.
             await self._kube.merge(path, {"status": {**dict.fromkeys(before), **after}})
-        except NotFound:
+        except ObjectNotFound:
             # Collected with its pod, or deleted by hand: made again while the sidecar is attached.
             self._forget(live.key)
             return

@@ -28,12 +28,12 @@ from windrow_operator.injection import (
     IS_REQUESTED,
     NOT_DISABLED,
     Injection,
+    PodNamespace,
     Refusal,
     SidecarTemplate,
-    Surroundings,
     inject,
 )
-from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import CheckedPolicy
 from windrow_operator.reconcile import Event
@@ -118,7 +118,7 @@ def webhook_configuration(
     }
 
 
-class Registration:
+class WebhookRegistration:
     """Keeps the API server's list of when to call the webhook."""
 
     def __init__(self, kube: Kube, client: Body, ca: bytes, own_namespace: str) -> None:
@@ -216,7 +216,7 @@ class Webhook:
         candidate = replace(pod_of(pod), namespace=namespace)
         policy = policies.select(candidate, self._cluster.policies.values())
         sidecar = policy.spec.sidecar if policy and policy.spec else None
-        around = Surroundings(
+        around = PodNamespace(
             self._cluster.namespaces.get(namespace) or {},
             await self._shared_claims(namespace, sidecar),
         )
@@ -251,7 +251,7 @@ class Webhook:
                 claim = await self._kube.get(
                     f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
                 )
-            except NotFound:
+            except ObjectNotFound:
                 continue
             status = claim.get("status") or {}
             modes = {"ReadWriteMany", "ReadOnlyMany"} & set(status.get("accessModes") or ())
@@ -272,7 +272,7 @@ class Webhook:
         path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}"
         try:
             status = (await self._kube.get(path)).get("status") or {}
-        except NotFound:
+        except ObjectNotFound:
             status = {}
         ready, all_ = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
         if not all_ or ready < all_:

@@ -11,7 +11,7 @@ import httpx
 from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.binding import binding, wants_binding
 from windrow.local.node.pod import NodeServices, PodRunner
-from windrow.local.node.registration import Registration, node_labels
+from windrow.local.node.registration import NodeRegistration, node_labels
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class NodeAgent:
 
     async def run(self) -> None:
         """Register, then run pods until cancelled; their containers end with it."""
-        registration = Registration(self._api, self._name)
+        registration = NodeRegistration(self._api, self._name)
         await registration.register()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(registration.keep_alive(), name="lease")

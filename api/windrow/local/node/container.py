@@ -27,7 +27,7 @@ _CONFIG_RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ContainerSetup:
     """What a container needs of its pod and node.
 
     Attributes:
@@ -53,7 +53,7 @@ class Container:
     """One container of a pod. `record` says how it is."""
 
     def __init__(
-        self, spec: Json, policy: str, record: ContainerRecord, around: Surroundings
+        self, spec: Json, policy: str, record: ContainerRecord, around: ContainerSetup
     ) -> None:
         self.name: str = spec["name"]
         self.is_sidecar = is_sidecar(spec)

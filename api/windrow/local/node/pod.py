@@ -16,7 +16,7 @@ import httpx
 from windrow.errors import UserError
 from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.backoff import BackoffRule
-from windrow.local.node.container import Container, Surroundings
+from windrow.local.node.container import Container, ContainerSetup
 from windrow.local.node.events import NodeEventRecorder
 from windrow.local.node.launch import Launcher, LaunchSettings, pod_logs
 from windrow.local.node.probes import Prober
@@ -227,7 +227,7 @@ class PodRunner:
         async def execute(words: Sequence[str], timeout_seconds: float) -> int | None:
             return await self._launcher.execute(self._seen, spec, words, timeout_seconds)
 
-        around = Surroundings(
+        around = ContainerSetup(
             launch=launch,
             execute=execute,
             changed=self._reporter.changed,

@@ -72,7 +72,7 @@ def node_status(name: str, *, ready: bool, reason: str, now: datetime) -> Json:
     }
 
 
-class Registration:
+class NodeRegistration:
     """Keeps the Node object and its lease."""
 
     def __init__(self, api: Api, name: str) -> None:

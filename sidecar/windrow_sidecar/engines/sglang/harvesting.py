@@ -35,7 +35,7 @@ IDLE_POLL_MS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class HarvestParts:
     """What the scheduler's steps are harvested with."""
 
     inner: HarvestHook
@@ -70,7 +70,7 @@ class SchedulerHarvest:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: HarvestParts,
         learner: SoloLearner | None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:

@@ -302,7 +302,7 @@ class Plugin:
         from windrow_sidecar.engines.harvest.link import Profile
         from windrow_sidecar.engines.hook import FailClosed
         from windrow_sidecar.engines.profile import Subject
-        from windrow_sidecar.engines.sglang.harvesting import Parts, SchedulerHarvest
+        from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
         from windrow_sidecar.engines.sglang.learning import SoloLearner
 
         assert self.arena is not None
@@ -324,7 +324,7 @@ class Plugin:
         link = EngineAgentLink(
             self.run_dir.agent_socket, self._hello(subject, ground), inner, reported
         )
-        parts = Parts(
+        parts = HarvestParts(
             inner=inner,
             hook=hook,
             link=link,

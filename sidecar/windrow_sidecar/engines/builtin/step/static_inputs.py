@@ -13,7 +13,7 @@ from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 _TOKEN, _POSITION, _SLOT, _LENGTH, _TABLE = 0, 1, 2, 3, 4
 
 
-class Rows(NamedTuple):
+class InputRows(NamedTuple):
     """Views of the first rows on the device; int64. A pass over them may be captured."""
 
     tokens: torch.Tensor  # [b]
@@ -42,10 +42,10 @@ class StaticInputs:
         # Whose pages stand in a row, and how many of them: most steps change none.
         self._shown: list[tuple[SequenceKv | None, int]] = [(None, 0)] * max_batch
 
-    def rows(self, batch: int, columns: int) -> Rows:
+    def rows(self, batch: int, columns: int) -> InputRows:
         """Views for a pass of that shape."""
         device = self._device[:batch]
-        return Rows(
+        return InputRows(
             device[:, _TOKEN],
             device[:, _POSITION],
             device[:, _SLOT],
