@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.adapter.adapter_config import (
 from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.adapter.turns import take_over
 from windrow_sidecar.finetune.base.structure import find_layers
+from windrow_sidecar.finetune.checkpoints.checkpoint import told_by_system
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.windows.prefix import Prefix
@@ -169,7 +170,8 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
         save_embedding_layers=False,
     )
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    with told_by_system(folder / WEIGHTS_FILE):
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = model.peft_config[ADAPTER].to_dict()
     config["inference_mode"] = True
     # peft keeps names in sets: targets, and those of experts that it takes as parameters.
