@@ -188,6 +188,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, file, 
     else:
         path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     found = folder.newest()
+    if found.position == Position(2):
+        (passed_over,) = folder.passed_over
+        assert passed_over.startswith(f"{path.parent}: ")
+        assert passed_over != f"{path.parent}: ", "it says why"
     # One flipped bit in the manifest's layout may leave it readable and true.
     assert found.position in (
         {Position(2)} if file != "manifest.json" else {Position(2), Position(3)}

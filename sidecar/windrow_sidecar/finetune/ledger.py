@@ -12,6 +12,7 @@ from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from windrow_sidecar.finetune.checkpoints.checkpoint import (
+    ADAPTER_DRAFT,
     Checkpoint,
     JobFolder,
     is_disk_full,
@@ -240,7 +241,7 @@ class Ledger:
     def _write_adapter(self) -> None:
         """Write the adapter whole: what is in its place stays until all of it is on the disk."""
         folder = self._folder
-        draft = folder.root / "adapter"
+        draft = folder.root / ADAPTER_DRAFT
         with folder.writing():
             shutil.rmtree(draft, ignore_errors=True)
             try:

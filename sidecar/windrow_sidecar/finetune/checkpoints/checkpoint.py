@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+ADAPTER_DRAFT = "adapter"  # in the job's folder
 # Of a disk, a quota, or the largest file that is allowed.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -151,6 +152,7 @@ class JobFolder:
             with self._locked():
                 self._check()
                 hold(holder, parent=self._parent)
+                self._remove_drafts()
                 _write_file(self.root / "fence", str(self.epoch).encode())
         except Held as held:
             raise Fenced(
@@ -166,6 +168,11 @@ class JobFolder:
                 remedy="Name a directory on a volume that the worker may write.",
                 reason=Reason.OUTPUT_NOT_WRITABLE,
             ) from error
+
+    def _remove_drafts(self) -> None:
+        """Of workers that were killed while they wrote: as large as what they would have been."""
+        for draft in (*self.checkpoints.glob(".step-*"), self.root / ADAPTER_DRAFT):
+            shutil.rmtree(draft, ignore_errors=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -314,10 +321,14 @@ def _read(folder: Path, job_uid: str) -> Checkpoint:
 def _write_file(path: Path, content: bytes) -> None:
     """Write, sync and rename, so that a reader sees the old content or the new."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with draft.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(draft)
+        raise
     draft.rename(path)
 
 
