@@ -19,9 +19,6 @@ from windrow_sidecar.agent.slot import Slot
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M")
-# A worker tells where it stands once a second, from a thread that needs nothing but Python's lock;
-# libraries hold that for some seconds while they load.
-WORKER_SILENT_S = 120
 # A worker that hears nothing for `agentlink.SILENT_AFTER_S` stops.
 ALIVE_EVERY_S = 5
 R = TypeVar("R", agent_pb2.EngineReport, agent_pb2.WorkerReport)
@@ -34,6 +31,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         slot_at: the slot of that index; made when it is new.
         find_run: the run that a worker says it is; None when nobody started such a worker.
         on_profile: a latency profile has come.
+        worker_silence_s: a worker that says nothing for longer hangs.
     """
 
     def __init__(
@@ -41,8 +39,10 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         slot_at: Callable[[int], Slot],
         find_run: Callable[[str, int], JobRun | None],
         on_profile: Callable[[Slot], None],
+        worker_silence_s: float,
     ) -> None:
         self._slot_at, self._find_run, self._on_profile = slot_at, find_run, on_profile
+        self._worker_silence_s = worker_silence_s
 
     async def Engine(
         self,
@@ -85,7 +85,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
             return
         channel: Channel[agent_pb2.WorkerCommand] = Channel()
-        silence = _Silence()
+        silence = _Silence(self._worker_silence_s)
         async with _pumped(channel, context.write):
             run.attached(channel)
             watching = asyncio.create_task(silence.watch(run, channel))
@@ -101,8 +101,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 class _Silence:
     """Tells a worker that the agent is there, and notices one that says nothing any more."""
 
-    def __init__(self) -> None:
-        self._seconds = 0
+    def __init__(self, too_long_s: float) -> None:
+        self._too_long_s, self._seconds = too_long_s, 0
 
     def broken(self) -> None:
         """The worker has said something."""
@@ -116,9 +116,9 @@ class _Silence:
             # Second by second: an agent that was stopped itself has slept for one of them only.
             await asyncio.sleep(1.0)
             self._seconds += 1
-            if self._seconds >= WORKER_SILENT_S:
+            if self._seconds >= self._too_long_s:
                 break
-        run.fell_silent(WORKER_SILENT_S)
+        run.fell_silent(self._too_long_s)
 
 
 @asynccontextmanager
