@@ -31,6 +31,8 @@ nb::dict facts_of(const Driver& driver) {
   all["unit_granularity"] = facts.unit_granularity;
   all["memory_bytes"] = facts.memory_bytes;
   all["granularity_bytes"] = driver.granularity();
+  all["version"] = facts.version;
+  all["is_mps_client"] = facts.is_mps_client;
   return all;
 }
 

@@ -27,23 +27,15 @@ std::size_t range_bytes(const ChunkMemory& memory) {
 }  // namespace
 
 AliasCache::AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory,
-                       std::function<void()> before_unmapping)
+                       StreamEpochs& epochs)
     : driver_(&driver),
       memory_(std::move(memory)),
-      before_unmapping_(std::move(before_unmapping)),
+      epochs_(&epochs),
       range_(driver_->reserve(range_bytes(*memory_))),
       addresses_(range_->bytes()) {
   if (memory_->one_memory_a_chunk()) {
-    homes_.emplace(*range_, *memory_);
+    homes_.emplace(*range_, *memory_, epochs);
     static_cast<void>(addresses_.take(homes_->bytes()));
-  }
-}
-
-AliasCache::~AliasCache() {
-  for (const auto& alias : idle_) {
-    if (alias->last_use) {
-      alias->last_use->wait();
-    }
   }
 }
 
@@ -75,42 +67,42 @@ std::unique_ptr<Alias> AliasCache::map(std::vector<BlockId> blocks) {
     alias->blocks = std::move(blocks);
     return alias;
   }
+  while (idle_blocks_ > kMostIdleBlocks && drop_oldest()) {
+  }
   const std::size_t bytes = address_bytes(blocks);
-  const std::size_t offset = find_addresses(bytes);
+  const std::optional<std::size_t> offset = find_addresses(bytes);
+  if (!offset) {
+    return nullptr;
+  }
   const std::vector<Piece> pieces = pieces_of(blocks);
   try {
-    range_->map_run(offset, pieces, Access::kReadWrite);
+    range_->map_run(*offset, pieces, Access::kReadWrite);
   } catch (...) {
-    addresses_.put(offset, bytes);
+    addresses_.put(*offset, bytes);
     throw;
   }
   calls_.map += std::ssize(pieces);
   ++calls_.access;
-  alias->address = range_->data() + offset;
+  alias->address = range_->data() + *offset;
   alias->blocks = std::move(blocks);
   return alias;
 }
 
-void AliasCache::idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use) {
+void AliasCache::idle(std::unique_ptr<Alias> alias) {
   if (at_home(alias->blocks)) {
-    return homes_->let_go(alias->blocks, last_use);
+    return homes_->let_go(alias->blocks);
   }
   const std::size_t blocks = alias->blocks.size();
-  alias->last_use = std::move(last_use);
+  alias->idle_since = epochs_->now();
   idle_.push_back(std::move(alias));
   by_size_[blocks].push_back(std::prev(idle_.end()));
   idle_blocks_ += blocks;
-  while (idle_blocks_ > kMostIdleBlocks) {
-    drop_oldest();
-  }
 }
 
 void AliasCache::clear() {
-  while (!idle_.empty()) {
-    drop_oldest();
+  while (drop_oldest()) {
   }
   if (homes_) {
-    before_unmapping_();
     homes_->clear(calls_);
   }
 }
@@ -128,15 +120,17 @@ bool AliasCache::at_home(const std::vector<BlockId>& blocks) const {
   return homes_ && blocks.back() - blocks.front() + 1 == std::ssize(blocks);
 }
 
-std::size_t AliasCache::find_addresses(std::size_t bytes) {
+std::optional<std::size_t> AliasCache::find_addresses(std::size_t bytes) {
   for (;;) {
     if (const auto offset = addresses_.take(bytes)) {
-      return *offset;
+      return offset;
     }
     if (idle_.empty()) {
       throw Error("no " + std::to_string(bytes) + " addresses side by side are left");
     }
-    drop_oldest();
+    if (!drop_oldest()) {
+      return std::nullopt;
+    }
   }
 }
 
@@ -170,17 +164,18 @@ std::vector<Piece> AliasCache::pieces_of(const std::vector<BlockId>& blocks) con
   return pieces;
 }
 
-// Forgotten first: should unmapping fail, its addresses are lost and nobody can reuse them.
-void AliasCache::drop(Idle::iterator place) {
+bool AliasCache::drop_oldest() {
+  // Unmapping under a running kernel is a fault.
+  if (idle_.empty() || !epochs_->ended(idle_.front()->idle_since)) {
+    return false;
+  }
+  // Forgotten first: should unmapping fail, its addresses are lost and nobody can reuse them.
+  const Idle::iterator place = idle_.begin();
   const std::unique_ptr<Alias> alias = std::move(*place);
   const std::size_t blocks = alias->blocks.size();
   std::erase(by_size_[blocks], place);
   idle_.erase(place);
   idle_blocks_ -= blocks;
-  if (alias->last_use) {
-    alias->last_use->wait();  // unmapping under a running kernel is a fault
-  }
-  before_unmapping_();
   const auto offset = static_cast<std::size_t>(alias->address - range_->data());
   std::size_t at = offset;
   for (const Piece& piece : pieces_of(alias->blocks)) {
@@ -189,6 +184,7 @@ void AliasCache::drop(Idle::iterator place) {
     at += piece.bytes;
   }
   addresses_.put(offset, address_bytes(alias->blocks));
+  return true;
 }
 
 }  // namespace windrow

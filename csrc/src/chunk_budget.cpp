@@ -9,8 +9,9 @@
 
 namespace windrow {
 
-ChunkBudget::ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk)
+ChunkBudget::ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk, StreamEpochs& epochs)
     : blocks_per_chunk_(blocks_per_chunk),
+      epochs_(&epochs),
       chunks_(static_cast<std::size_t>(chunks)),
       blocks_(static_cast<std::size_t>(chunks * blocks_per_chunk)) {}
 
@@ -172,13 +173,25 @@ std::vector<BlockId> ChunkBudget::find_chunks(std::int64_t blocks, StreamId stre
   return std::ssize(found) < blocks ? std::vector<BlockId>{} : found;
 }
 
-void ChunkBudget::wait_for_fences() {
-  for (Block& block : blocks_) {
-    if (block.free && block.fence.event) {
-      block.fence.event->wait();
-      block.fence = {};
+std::vector<std::shared_ptr<const Event>> ChunkBudget::pending(StreamId stream) {
+  std::vector<std::shared_ptr<const Event>> events;
+  bool is_unknown = false;
+  for (std::size_t id = 0; id < blocks_.size(); ++id) {
+    const Fence& fence = blocks_[id].fence;
+    const Chunk& chunk = chunks_[id / static_cast<std::size_t>(blocks_per_chunk_)];
+    if (chunk.state != State::kLent || !blocks_[id].free || fence.open_for(stream, *epochs_)) {
+      continue;
+    }
+    is_unknown = is_unknown || fence.event == nullptr;
+    // A tensor's blocks have one event, and lie together.
+    if (fence.event != nullptr && (events.empty() || events.back() != fence.event)) {
+      events.push_back(fence.event);
     }
   }
+  if (is_unknown) {
+    events.push_back(epochs_->close());
+  }
+  return events;
 }
 
 ChunkBudget::Chunk& ChunkBudget::require(std::int64_t chunk) {
@@ -192,14 +205,14 @@ ChunkBudget::Chunk& ChunkBudget::require(std::int64_t chunk) {
 bool ChunkBudget::to_be_had(BlockId id, StreamId stream) const {
   const Block& block = blocks_[static_cast<std::size_t>(id)];
   return chunks_[static_cast<std::size_t>(id / blocks_per_chunk_)].state == State::kLent &&
-         block.free && block.fence.open_for(stream);
+         block.free && block.fence.open_for(stream, *epochs_);
 }
 
 bool ChunkBudget::quiet(std::int64_t chunk) const {
   const Chunk& drained = chunks_[static_cast<std::size_t>(chunk)];
   return drained.state == State::kDraining && drained.free == blocks_per_chunk_ &&
-         std::ranges::all_of(blocks_of(chunk), [](const Block& block) {
-           return block.fence.event == nullptr || block.fence.event->done();
+         std::ranges::all_of(blocks_of(chunk), [this](const Block& block) {
+           return epochs_->ended(block.fence.epoch);
          });
 }
 

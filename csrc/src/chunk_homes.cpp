@@ -32,19 +32,12 @@ Backing PiecesOfChunks::backing(std::int64_t chunk, std::int64_t block) const {
   return {chunks_->backing(chunk, 0).memory, static_cast<std::size_t>(block) * kPoolBlockBytes};
 }
 
-ChunkHomes::ChunkHomes(Reservation& range, const ChunkMemory& memory)
+ChunkHomes::ChunkHomes(Reservation& range, const ChunkMemory& memory, StreamEpochs& epochs)
     : range_(&range),
       memory_(&memory),
+      epochs_(&epochs),
       chunk_bytes_(static_cast<std::size_t>(memory.blocks_per_chunk()) * memory.block_bytes()),
       homes_(static_cast<std::size_t>(memory.chunks())) {}
-
-ChunkHomes::~ChunkHomes() {
-  for (const Home& home : homes_) {
-    for (const auto& last_use : home.last_uses) {
-      last_use->wait();
-    }
-  }
-}
 
 std::byte* ChunkHomes::hold(std::span<const BlockId> pieces, MappingCalls& calls) {
   for (const Home& home : homes_of(pieces)) {
@@ -60,30 +53,22 @@ std::byte* ChunkHomes::hold(std::span<const BlockId> pieces, MappingCalls& calls
   return range_->data() + static_cast<std::size_t>(pieces.front()) * memory_->block_bytes();
 }
 
-void ChunkHomes::let_go(std::span<const BlockId> pieces,
-                        const std::shared_ptr<const Event>& last_use) {
+void ChunkHomes::let_go(std::span<const BlockId> pieces) {
   for (Home& home : homes_of(pieces)) {
     --home.holders;
-    std::erase_if(home.last_uses, [](const auto& event) { return event->done(); });
-    if (last_use && !last_use->done()) {
-      home.last_uses.push_back(last_use);
-    }
+    home.let_go = epochs_->now();
   }
 }
 
 void ChunkHomes::clear(MappingCalls& calls) {
   for (std::size_t chunk = 0; chunk < homes_.size(); ++chunk) {
     Home& home = homes_[chunk];
-    if (!home.mapped || home.holders > 0) {
-      continue;
+    // Unmapping under a running kernel is a fault.
+    if (home.mapped && home.holders == 0 && epochs_->ended(home.let_go)) {
+      range_->unmap(chunk * chunk_bytes_, chunk_bytes_);
+      home.mapped = false;
+      ++calls.unmap;
     }
-    for (const auto& last_use : home.last_uses) {
-      last_use->wait();  // unmapping under a running kernel is a fault
-    }
-    home.last_uses.clear();
-    range_->unmap(chunk * chunk_bytes_, chunk_bytes_);
-    home.mapped = false;
-    ++calls.unmap;
   }
 }
 

@@ -1,5 +1,6 @@
 #include "windrow/cuda_context.h"
 
+#include <cstdio>
 #include <string>
 
 namespace windrow {
@@ -39,10 +40,32 @@ int CudaContext::attribute(cuda::DeviceAttribute which) const {
   return value;
 }
 
+bool CudaContext::is_mps_client() const {
+  int value = 0;
+  const auto asked =
+      calls().cuDeviceGetAttribute(&value, cuda::DeviceAttribute::kMpsEnabled, device_);
+  return asked == cuda::kSuccess && value != 0;
+}
+
+std::string CudaContext::describe_memory() const {
+  const Current current(*this);
+  std::size_t free = 0;
+  std::size_t all = 0;
+  if (calls().cuMemGetInfo(&free, &all) != cuda::kSuccess) {
+    return "how much is free it does not tell";
+  }
+  char text[64];
+  constexpr double kGiB = 1 << 30;
+  std::snprintf(text, sizeof(text), "%.1f of %.1f GiB are free", static_cast<double>(free) / kGiB,
+                static_cast<double>(all) / kGiB);
+  return text;
+}
+
 void CudaContext::require_virtual_memory() const {
   using enum cuda::DeviceAttribute;
   if (attribute(kVirtualMemorySupported) == 0 || attribute(kPosixDescriptorSupported) == 0) {
-    throw DriverUnavailable("GPU " + std::to_string(ordinal_) +
+    throw DriverUnavailable("GPU " + std::to_string(ordinal_) + " with a driver of " +
+                            cuda_version_text(library_->version()) +
                             " cannot map memory at addresses of our choice and share it by "
                             "descriptor; Windrow needs a GPU and a driver that can (Volta or "
                             "newer, on Linux)");

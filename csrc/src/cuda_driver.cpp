@@ -47,11 +47,9 @@ DeviceFacts CudaDriver::facts() const {
       static_cast<std::size_t>(context_->attribute(cuda::DeviceAttribute::kMultiprocessorCount)));
   std::iota(facts.compute_units.begin(), facts.compute_units.end(), 0);
   facts.memory_bytes = static_cast<std::int64_t>(memory);
-  cuda::DeviceResource sms{};
-  context_->check(context_->library().green().cuDeviceGetDevResource(context_->device(), &sms,
-                                                                     cuda::kResourceSm),
-                  "reading the GPU's SMs");
-  facts.unit_granularity = sms.sm.min_partition;
+  facts.version = context_->library().version();
+  facts.is_mps_client = context_->is_mps_client();
+  facts.unit_granularity = smallest_share(*context_).value_or(1);
   return facts;
 }
 
@@ -67,8 +65,14 @@ std::unique_ptr<Memory> CudaDriver::create(std::size_t bytes, const char* label)
   const CudaContext::Current current(*context_);
   const auto properties = allocation_properties(*context_);
   cuda::MemoryHandle handle = 0;
-  context_->check(context_->calls().cuMemCreate(&handle, rounded(bytes), &properties, 0),
-                  "creating " + std::to_string(bytes) + " bytes of device memory for " + label);
+  const auto created = context_->calls().cuMemCreate(&handle, rounded(bytes), &properties, 0);
+  const std::string what =
+      "creating " + std::to_string(bytes) + " bytes of device memory for " + label;
+  if (created == cuda::kOutOfMemory) {
+    throw Error(what + ": " + context_->library().describe(created) + "; " +
+                context_->describe_memory() + ", ask for less");
+  }
+  context_->check(created, what);
   auto memory = std::make_unique<CudaMemory>(std::make_shared<const CudaHandle>(context_, handle),
                                              bytes, rounded(bytes));
   clear(*memory);
@@ -109,7 +113,11 @@ std::unique_ptr<Partition> CudaDriver::partition(std::span<const int> units) {
   if (!units.empty() && units.size() != facts().compute_units.size()) {
     throw std::invalid_argument("the SMs of a GPU are shared whole: name none of them");
   }
-  return std::make_unique<GreenPartition>(*this);
+  const std::scoped_lock lock(mutex_);
+  if (!shares_) {
+    shares_ = std::make_shared<GreenShares>(context_);
+  }
+  return std::make_unique<GreenPartition>(*this, shares_);
 }
 
 }  // namespace windrow

@@ -7,19 +7,25 @@
 
 namespace windrow {
 
-// A point in one stream of a GPU.
+// A point in the work of a GPU.
 class CudaEvent final : public Event {
  public:
-  // Records what was started on the stream so far. The context is current.
+  // Behind what was started on the stream so far. The context is current.
   CudaEvent(std::shared_ptr<const CudaContext> context, cuda::Stream stream)
-      : context_(std::move(context)) {
-    context_->check(context_->calls().cuEventCreate(&event_, cuda::kEventDisableTiming),
-                    "creating an event");
-    const auto recorded = context_->calls().cuEventRecord(event_, stream);
-    if (recorded != cuda::kSuccess) {
-      context_->calls().cuEventDestroy(event_);
-      context_->check(recorded, "recording an event");
+      : CudaEvent(std::move(context)) {
+    context_->check(context_->calls().cuEventRecord(event_, stream), "recording an event");
+  }
+  // Behind what was started on any stream so far, those of green contexts among them; nullptr where
+  // the driver cannot tell. The context is current.
+  [[nodiscard]] static std::unique_ptr<Event> behind_all(
+      std::shared_ptr<const CudaContext> context) {
+    const auto record = context->library().record_context();
+    if (record == nullptr) {
+      return nullptr;
     }
+    std::unique_ptr<CudaEvent> event(new CudaEvent(std::move(context)));
+    const bool is_recorded = record(event->context_->handle(), event->event_) == cuda::kSuccess;
+    return is_recorded ? std::move(event) : nullptr;
   }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
@@ -43,6 +49,11 @@ class CudaEvent final : public Event {
   }
 
  private:
+  explicit CudaEvent(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {
+    context_->check(context_->calls().cuEventCreate(&event_, cuda::kEventDisableTiming),
+                    "creating an event");
+  }
+
   std::shared_ptr<const CudaContext> context_;
   cuda::Event event_ = nullptr;
 };

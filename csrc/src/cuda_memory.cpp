@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 
+#include <cstdio>
 #include <string>
 
 namespace windrow {
@@ -60,8 +61,7 @@ void CudaReservation::map(std::size_t offset, const Memory& memory, std::size_t 
   const CudaMemory& physical = require_whole(piece, access);
   const auto found = mappings_.find(offset);
   if (found != mappings_.end() && found->second.handle == physical.handle()) {
-    const CudaContext::Current current(*context_);
-    return set_access(offset, physical.granules(), access);
+    return change_access(offset, physical.granules(), access);
   }
   map_run(offset, {&piece, 1}, access);
 }
@@ -159,12 +159,33 @@ void CudaReservation::require_free(std::size_t offset, std::size_t granules) con
   }
 }
 
+// Taking access away is a courtesy (see Memory::seal_writes), and a driver may refuse it: the
+// mapping stays as it is then.
+void CudaReservation::change_access(std::size_t offset, std::size_t granules, Access access) {
+  const CudaContext::Current current(*context_);
+  const auto changed = try_set_access(offset, granules, access);
+  const bool is_refused = changed == cuda::kInvalidValue || changed == cuda::kNotSupported ||
+                          changed == cuda::kNotPermitted;
+  if (access == Access::kReadOnly && is_refused) {
+    std::fprintf(stderr,
+                 "windrow: %zu bytes of device memory stay writable for this process: the driver "
+                 "says %s\n",
+                 granules, context_->library().describe(changed).c_str());
+    return;
+  }
+  context_->check(changed, "changing the access of device memory");
+}
+
 void CudaReservation::set_access(std::size_t offset, std::size_t granules, Access access) {
+  context_->check(try_set_access(offset, granules, access), "setting the access of device memory");
+}
+
+cuda::Result CudaReservation::try_set_access(std::size_t offset, std::size_t granules,
+                                             Access access) {
   const cuda::AccessDesc desc{
       .location = {.type = cuda::kLocationDevice, .id = context_->device()},
       .flags = access == Access::kReadOnly ? cuda::kAccessRead : cuda::kAccessReadWrite};
-  context_->check(context_->calls().cuMemSetAccess(base_ + offset, granules, &desc, 1),
-                  "setting the access of device memory");
+  return context_->calls().cuMemSetAccess(base_ + offset, granules, &desc, 1);
 }
 
 void CudaReservation::finish_copies() const {

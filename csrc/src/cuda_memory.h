@@ -79,6 +79,9 @@ class CudaReservation final : public Reservation {
   std::size_t map_piece(std::size_t offset, const Piece& piece);
   void take_back(std::size_t begin, std::size_t end);
   void require_free(std::size_t offset, std::size_t granules) const;
+  void change_access(std::size_t offset, std::size_t granules, Access access);
+  [[nodiscard]] cuda::Result try_set_access(std::size_t offset, std::size_t granules,
+                                            Access access);
   void set_access(std::size_t offset, std::size_t granules, Access access);
   // Unmapping waits for nothing by itself, and memory that a copy still reads would be a fault.
   void finish_copies() const;

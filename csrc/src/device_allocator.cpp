@@ -45,8 +45,18 @@ DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
                                  std::shared_ptr<const ChunkMemory> memory)
     : streams_(&streams),
       memory_(in_blocks(driver, std::move(memory))),
-      budget_(memory_->chunks(), memory_->blocks_per_chunk()),
-      aliases_(driver, memory_, [this] { wait_for_everything(); }) {}
+      epochs_(streams),
+      budget_(memory_->chunks(), memory_->blocks_per_chunk(), epochs_),
+      aliases_(driver, memory_, epochs_) {}
+
+DeviceAllocator::~DeviceAllocator() {
+  try {
+    epochs_.close()->wait();
+  } catch (const Error& error) {
+    std::fprintf(stderr, "windrow: lent memory is unmapped without waiting for the device: %s\n",
+                 error.what());
+  }
+}
 
 void DeviceAllocator::lend(std::int64_t chunk) {
   const std::scoped_lock lock(mutex_);
@@ -75,41 +85,44 @@ std::vector<std::int64_t> DeviceAllocator::take_quiet() {
 }
 
 std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
-  const std::scoped_lock lock(mutex_);
   if (bytes == 0) {
     return nullptr;
   }
-  release_done();
-  std::byte* address = try_allocate(bytes, stream);
-  if (address == nullptr) {
-    ++stats_.alloc_retries;
-    wait_for_streams();
-    address = try_allocate(bytes, stream);
+  for (bool is_retry = false;; is_retry = true) {
+    Events waited_for;
+    {
+      const std::scoped_lock lock(mutex_);
+      release_done();
+      if (std::byte* address = try_allocate(bytes, stream); address != nullptr) {
+        const Size size = size_at(address);
+        stats_.allocation.add(size.is_small, 1);
+        stats_.requested_bytes.add(size.is_small, signed_bytes(size.requested));
+        stats_.allocated_bytes.add(size.is_small, signed_bytes(size.rounded));
+        stats_.active.add(size.is_small, 1);
+        stats_.active_bytes.add(size.is_small, signed_bytes(size.rounded));
+        return address;
+      }
+      stats_.alloc_retries += is_retry ? 0 : 1;
+      waited_for = pending(stream);
+      if (waited_for.empty()) {
+        ++stats_.ooms;
+        throw BudgetError("out of memory: " + std::to_string(bytes) + " bytes do not fit into " +
+                          describe_locked() +
+                          "; use a smaller micro-batch or window, or wait until decode lends more");
+      }
+      ++stats_.sync_all_streams;
+    }
+    for (const auto& event : waited_for) {
+      event->wait();
+    }
   }
-  if (address == nullptr) {
-    ++stats_.ooms;
-    throw BudgetError("out of memory: " + std::to_string(bytes) + " bytes do not fit into " +
-                      describe_locked() +
-                      "; use a smaller micro-batch or window, or wait until decode lends more");
-  }
-  const Size size = size_of(address);
-  stats_.allocation.add(size.is_small, 1);
-  stats_.requested_bytes.add(size.is_small, signed_bytes(size.requested));
-  stats_.allocated_bytes.add(size.is_small, signed_bytes(size.rounded));
-  stats_.active.add(size.is_small, 1);
-  stats_.active_bytes.add(size.is_small, signed_bytes(size.rounded));
-  return address;
 }
 
 void DeviceAllocator::free(std::byte* address) {
   const std::scoped_lock lock(mutex_);
   const Size size = size_of(address);
   if (const auto recorded = recorded_.find(address); recorded != recorded_.end()) {
-    Deferred deferred{address, {}};
-    for (const StreamId stream : recorded->second) {
-      deferred.events.push_back(streams_->record(stream));
-    }
-    deferred_.push_back(std::move(deferred));
+    deferred_.emplace(address, deferred_behind(recorded->second));
     recorded_.erase(recorded);
   } else {
     release(address);
@@ -125,6 +138,7 @@ void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
   if (segments_.at(slot(address)).stream == stream) {
     return;
   }
+  epochs_.uses(stream);
   auto& streams = recorded_[address];
   if (std::ranges::find(streams, stream) == streams.end()) {
     streams.push_back(stream);
@@ -137,9 +151,15 @@ std::size_t DeviceAllocator::keep_small(std::size_t blocks, StreamId stream) {
 }
 
 void DeviceAllocator::release_cached() {
+  std::shared_ptr<const Event> everything;
+  {
+    const std::scoped_lock lock(mutex_);
+    release_done();
+    trim_pools(nullptr);
+    everything = epochs_.close();
+  }
+  everything->wait();
   const std::scoped_lock lock(mutex_);
-  release_done();
-  trim_pools(nullptr);
   aliases_.clear();
 }
 
@@ -184,16 +204,12 @@ std::byte* DeviceAllocator::StreamPool::take_block() {
 }
 
 void DeviceAllocator::StreamPool::return_block(std::byte* block) noexcept {
-  try {
-    owner.return_segment(block);
-  } catch (const std::exception& error) {
-    // Nobody can tell when the block is quiet, so it is never used again.
-    std::fprintf(stderr, "windrow: 2 MiB of lent memory are lost: %s\n", error.what());
-  }
+  owner.return_segment(block);
 }
 
-bool DeviceAllocator::Deferred::done() const {
-  return std::ranges::all_of(events, [](const auto& event) { return event->done(); });
+bool DeviceAllocator::Deferred::done(StreamEpochs& epochs) const {
+  return std::ranges::all_of(events, [](const auto& event) { return event->done(); }) &&
+         epochs.ended(epoch);
 }
 
 std::size_t DeviceAllocator::slot(const std::byte* address) const {
@@ -205,8 +221,15 @@ std::size_t DeviceAllocator::blocks_for(std::size_t bytes) const {
 }
 
 DeviceAllocator::Size DeviceAllocator::size_of(const std::byte* address) const {
+  if (deferred_.contains(const_cast<std::byte*>(address))) {
+    throw Error("no live allocation begins at that address; was it freed twice?");
+  }
+  return size_at(address);
+}
+
+DeviceAllocator::Size DeviceAllocator::size_at(const std::byte* address) const {
   const auto found = segments_.find(slot(address));
-  if (found != segments_.end() && !is_deferred(address)) {
+  if (found != segments_.end()) {
     const Segment& segment = found->second;
     if (segment.pool != nullptr) {
       const std::size_t requested = segment.pool->pool.requested(address);
@@ -245,7 +268,7 @@ std::byte* DeviceAllocator::take_segment(std::size_t bytes, StreamId stream, Str
   if (!alias) {
     return nullptr;
   }
-  used_on_.insert(stream);
+  epochs_.uses(stream);
   std::byte* address = alias->address;
   segments_[slot(address)] = {std::move(alias), stream, bytes, pool};
   stats_.segment.add(pool != nullptr, 1);
@@ -254,6 +277,7 @@ std::byte* DeviceAllocator::take_segment(std::size_t bytes, StreamId stream, Str
 }
 
 std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId stream) {
+  lacks_addresses_ = false;
   if (auto alias = aliases_.reuse(blocks, budget_, stream)) {
     return alias;
   }
@@ -265,29 +289,55 @@ std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId 
     return nullptr;
   }
   try {
-    return aliases_.map(taken);
+    auto alias = aliases_.map(taken);
+    lacks_addresses_ = alias == nullptr;
+    if (lacks_addresses_) {
+      budget_.untake(taken);
+    }
+    return alias;
   } catch (...) {
     budget_.untake(taken);
     throw;
   }
 }
 
+// nullptr where the device does not give one; the epoch tells then.
+std::shared_ptr<const Event> DeviceAllocator::try_record(StreamId stream) noexcept {
+  try {
+    return streams_->record(stream);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "windrow: freed memory waits for all streams: %s\n", error.what());
+    return nullptr;
+  }
+}
+
+DeviceAllocator::Deferred DeviceAllocator::deferred_behind(std::span<const StreamId> streams) {
+  Deferred deferred;
+  for (const StreamId stream : streams) {
+    if (auto event = try_record(stream)) {
+      deferred.events.push_back(std::move(event));
+    } else {
+      deferred.epoch = epochs_.now();
+    }
+  }
+  return deferred;
+}
+
 void DeviceAllocator::return_segment(std::byte* address) {
   const auto found = segments_.find(slot(address));
   Segment& segment = found->second;
-  const std::shared_ptr<const Event> last_use = streams_->record(segment.stream);
   const std::size_t bytes = segment.alias->blocks.size() * memory_->block_bytes();
   stats_.segment.add(segment.pool != nullptr, -1);
   stats_.reserved_bytes.add(segment.pool != nullptr, -signed_bytes(bytes));
-  budget_.put(segment.alias->blocks, {segment.stream, last_use});
+  budget_.put(segment.alias->blocks, {segment.stream, try_record(segment.stream), epochs_.now()});
   auto alias = std::move(segment.alias);
   segments_.erase(found);
-  aliases_.idle(std::move(alias), last_use);
+  aliases_.idle(std::move(alias));
 }
 
 // What was freed and is used by no recorded stream any more.
 void DeviceAllocator::release(std::byte* address) {
-  const Size size = size_of(address);
+  const Size size = size_at(address);
   if (StreamPool* pool = segments_.at(slot(address)).pool; pool != nullptr) {
     pool->pool.free(address);
   } else {
@@ -299,13 +349,12 @@ void DeviceAllocator::release(std::byte* address) {
 
 void DeviceAllocator::release_done() {
   for (auto deferred = deferred_.begin(); deferred != deferred_.end();) {
-    if (!deferred->done()) {
+    if (deferred->second.done(epochs_)) {
+      release(deferred->first);
+      deferred = deferred_.erase(deferred);
+    } else {
       ++deferred;
-      continue;
     }
-    std::byte* address = deferred->address;
-    deferred = deferred_.erase(deferred);
-    release(address);
   }
 }
 
@@ -317,29 +366,19 @@ void DeviceAllocator::trim_pools(const StreamPool* except) {
   }
 }
 
-void DeviceAllocator::wait_for_streams() {
-  ++stats_.sync_all_streams;
-  for (const Deferred& deferred : deferred_) {
-    for (const auto& event : deferred.events) {
-      event->wait();
+// What has to end before a request on `stream` is tried again; nothing where that will not help.
+DeviceAllocator::Events DeviceAllocator::pending(StreamId stream) {
+  Events events = budget_.pending(stream);
+  for (const auto& [address, deferred] : deferred_) {
+    events.insert(events.end(), deferred.events.begin(), deferred.events.end());
+    if (!epochs_.ended(deferred.epoch)) {
+      events.push_back(epochs_.close());
     }
   }
-  release_done();
-  trim_pools(nullptr);
-  budget_.wait_for_fences();
-}
-
-// A tensor from one stream may be in use on another: torch orders streams by events of its own, of
-// which nobody tells us.
-void DeviceAllocator::wait_for_everything() const {
-  for (const StreamId stream : used_on_) {
-    streams_->record(stream)->wait();
+  if (lacks_addresses_) {
+    events.push_back(epochs_.close());
   }
-}
-
-bool DeviceAllocator::is_deferred(const std::byte* address) const {
-  return std::ranges::any_of(deferred_,
-                             [&](const Deferred& deferred) { return deferred.address == address; });
+  return events;
 }
 
 std::string DeviceAllocator::describe_locked() const {

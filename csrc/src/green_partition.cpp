@@ -5,8 +5,28 @@
 #include "smid_kernel.h"
 
 namespace windrow {
+namespace {
 
-class GreenPartition::Share {
+// Drivers of 12.x do not say it; their documentation does, for each architecture.
+unsigned smallest_of(const CudaContext& context, const cuda::DeviceResource& all) {
+  if (all.sm.min_partition != 0) {
+    return all.sm.min_partition;
+  }
+  const int major = context.attribute(cuda::DeviceAttribute::kComputeCapabilityMajor);
+  return major >= 9 ? 8 : major == 8 ? 4 : 2;
+}
+
+}  // namespace
+
+std::optional<unsigned> smallest_share(const CudaContext& context) {
+  cuda::DeviceResource all{};
+  const bool has_shares = context.library().has_green() &&
+                          context.library().green().cuDeviceGetDevResource(
+                              context.device(), &all, cuda::kResourceSm) == cuda::kSuccess;
+  return has_shares ? std::optional(smallest_of(context, all)) : std::nullopt;
+}
+
+class GreenShares::Share {
  public:
   Share(const CudaContext& context, const cuda::GreenCalls& green,
         std::vector<cuda::DeviceResource> resources)
@@ -57,8 +77,8 @@ class GreenPartition::Share {
   int units_ = 0;
 };
 
-GreenPartition::GreenPartition(CudaDriver& driver)
-    : driver_(driver), context_(driver.context()), green_(context_->library().green()) {
+GreenShares::GreenShares(std::shared_ptr<const CudaContext> context)
+    : context_(std::move(context)), green_(context_->library().green()) {
   split();
   if (groups_.size() < 2) {
     throw DriverUnavailable("the GPU's " + std::to_string(total_units_) + " SMs make " +
@@ -66,18 +86,18 @@ GreenPartition::GreenPartition(CudaDriver& driver)
   }
 }
 
-GreenPartition::~GreenPartition() = default;
+GreenShares::~GreenShares() = default;
 
-void GreenPartition::split() {
+void GreenShares::split() {
   cuda::DeviceResource all{};
   context_->check(green_.cuDeviceGetDevResource(context_->device(), &all, cuda::kResourceSm),
                   "reading the GPU's SMs");
+  const unsigned smallest = smallest_of(*context_, all);
   total_units_ = static_cast<int>(all.sm.count);
   unsigned count = 0;
   const auto split_into = [&](cuda::DeviceResource* groups, cuda::DeviceResource* rest) {
-    context_->check(
-        green_.cuDevSmResourceSplitByCount(groups, &count, &all, rest, 0, all.sm.min_partition),
-        "splitting the GPU's SMs");
+    context_->check(green_.cuDevSmResourceSplitByCount(groups, &count, &all, rest, 0, smallest),
+                    "splitting the GPU's SMs");
   };
   split_into(nullptr, nullptr);
   groups_.resize(count);
@@ -85,15 +105,15 @@ void GreenPartition::split() {
   split_into(groups_.data(), &rest);
   groups_.resize(count);
   group_units_ = groups_.empty() ? total_units_ : static_cast<int>(groups_[0].sm.count);
-  // Only resources of one alignment may be described together.
+  // Only resources of one alignment may be described together (12.x: all of one split).
   if (rest.type == cuda::kResourceSm && !groups_.empty() &&
       rest.sm.coscheduled_alignment == groups_[0].sm.coscheduled_alignment) {
     rest_ = rest;
   }
 }
 
-std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int groups) const {
-  if (side == Side::kFinetune) {
+std::vector<cuda::DeviceResource> GreenShares::resources(Partition::Side side, int groups) const {
+  if (side == Partition::Side::kFinetune) {
     return {groups_.end() - groups, groups_.end()};
   }
   std::vector<cuda::DeviceResource> taken(groups_.begin(), groups_.begin() + groups);
@@ -103,8 +123,8 @@ std::vector<cuda::DeviceResource> GreenPartition::resources(Side side, int group
   return taken;
 }
 
-GreenPartition::Share& GreenPartition::share(Side side, int groups) {
-  require_share(*this, groups);
+const GreenShares::Share& GreenShares::share(Partition::Side side, int groups) {
+  const std::scoped_lock lock(mutex_);
   auto& share = shares_[{side, groups}];
   if (!share && groups == this->groups()) {
     share = std::make_unique<Share>(*context_, green_, total_units_);
@@ -114,17 +134,27 @@ GreenPartition::Share& GreenPartition::share(Side side, int groups) {
   return *share;
 }
 
-std::uintptr_t GreenPartition::enter(Side side, int groups) {
-  return reinterpret_cast<std::uintptr_t>(share(side, groups).stream());
+cuda::Stream GreenShares::stream(Partition::Side side, int groups) {
+  return share(side, groups).stream();
 }
 
-int GreenPartition::units(Side side, int groups) {
+int GreenShares::units(Partition::Side side, int groups) {
   return share(side, groups).units();
 }
 
+std::uintptr_t GreenPartition::enter(Side side, int groups) {
+  require_share(*this, groups);
+  return reinterpret_cast<std::uintptr_t>(shares_->stream(side, groups));
+}
+
+int GreenPartition::units(Side side, int groups) {
+  require_share(*this, groups);
+  return shares_->units(side, groups);
+}
+
 std::vector<unsigned> GreenPartition::measure(Side side, int groups) {
-  const Share& measured = share(side, groups);
-  return smids_of(driver_, measured.stream(), measured.units());
+  require_share(*this, groups);
+  return smids_of(driver_, shares_->stream(side, groups), shares_->units(side, groups));
 }
 
 }  // namespace windrow

@@ -117,7 +117,12 @@ class Driver:
     def name(self) -> str: ...
     @property
     def facts(self) -> dict[str, Any]:
-        """`name`, `units`, `unit_granularity`, `memory_bytes`, `granularity_bytes` of the device."""
+        """Of the device.
+
+        `name`, `units`, `unit_granularity`, `memory_bytes`, `granularity_bytes`, `version` (of
+        CUDA's driver, 13000 for 13.0; 0 on the host), `is_mps_client` (this process's context is
+        shared by MPS).
+        """
     def partition(self, units: Sequence[int] = ()) -> Partition:
         """A hold on those cores, or on all units; a GPU is shared whole.
 
@@ -263,7 +268,8 @@ class SharedWeights:
     """Sealed memory: written by its maker, read-only for everyone after.
 
     The host's kernel holds everyone to it (F_SEAL_FUTURE_WRITE). CUDA has no seal: its maker's and
-    our importers' mappings are read-only, and a write through one is a fatal fault.
+    our importers' mappings are read-only, and a write through one is a fatal fault; where the
+    driver takes no access away, the maker's stays writable, with a line on stderr.
     """
 
     @staticmethod
@@ -385,7 +391,10 @@ class DeviceAllocator:
     def allocate(self, n_bytes: int, *, stream: int = 0) -> int:
         """An address, or 0 for 0 bytes. Raises BudgetError."""
     def free(self, address: int) -> None:
-        """Reusable on its stream at once, on others when its work is done."""
+        """Reusable on its stream at once, on others when its work is done.
+
+        Where the device cannot tell when that is, the memory waits for all streams.
+        """
     def record_stream(self, address: int, stream: int) -> None:
         """The allocation is used on that stream too."""
     def keep_small(self, blocks: int, *, stream: int = 0) -> int:

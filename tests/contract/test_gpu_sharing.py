@@ -7,13 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from windrow.errors import Transient
 from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
+from windrow_sidecar.agent.channel import Channel
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
 from windrow_sidecar.agent.outbox import Outbox
@@ -24,9 +27,11 @@ from windrow_sidecar.compute.ground import look
 from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
 from windrow_sidecar.compute.survey import Survey, survey
+from windrow_sidecar.finetune.beside.slotdevice import gpu_partition
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 GPU = Survey(gpu="a GPU", units=132)
+PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 
 
 class Pod:
@@ -42,9 +47,11 @@ class Pod:
     def daemon(self) -> MpsDaemon:
         return MpsDaemon(self.run_dir.mps_folder, control=str(self.control))
 
-    async def share(self, found: Survey, daemon: MpsDaemon | None) -> GpuSharing:
-        async def found_so() -> Survey:
-            return found
+    async def share(
+        self, found: Survey, daemon: MpsDaemon | None, *, connects: bool = True
+    ) -> GpuSharing:
+        async def found_so(environment: Mapping[str, str]) -> Survey:
+            return replace(found, is_mps_client=connects and PIPE in environment)
 
         made = GpuSharing(
             self.run_dir, daemon, look=found_so, changed=self.changed.set, every_s=0.01
@@ -55,6 +62,11 @@ class Pod:
 
     def put_clients(self, *pids: int) -> None:
         (self.run_dir.mps_folder / "pipe" / "clients").write_text("\n".join(map(str, pids)))
+
+
+class WholeDevice:
+    def total_units(self) -> int:
+        return 132
 
 
 @pytest.fixture
@@ -97,6 +109,47 @@ async def test_a_program_that_is_missing_is_the_reason(pod):
     assert sharing.sharing.mode == "temporal"
     assert "no-such-mps-control is not on PATH" in sharing.sharing.reason
     assert pod.run_dir.read_mps_environment() == {}
+
+
+async def test_where_no_process_becomes_a_client_the_daemon_goes_and_the_reason_is_told(pod):
+    daemon = pod.daemon()
+    sharing = await pod.share(GPU, daemon, connects=False)
+    assert sharing.sharing.mode == "temporal"
+    assert "was to be a client of the daemon was none" in sharing.sharing.reason
+    assert not daemon.alive()
+    assert pod.run_dir.read_mps_environment() == {}
+
+
+async def test_a_daemon_that_has_clients_stays_although_the_next_process_is_none(pod):
+    first = pod.daemon()
+    first.start()
+    pod.put_clients(41)
+    sharing = await pod.share(GPU, pod.daemon(), connects=False)
+    assert sharing.sharing.mode == "temporal"
+    assert first.alive()
+    pod.put_clients()
+    first.stop()
+
+
+async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
+    sharing = await pod.share(GPU, pod.daemon())
+    slot = Slot(
+        0,
+        AgentSettings(pod.run_dir),
+        Outbox(),
+        on_facts=lambda: None,
+        sharing=lambda: sharing.sharing,
+        engine_shares=sharing.engine_shares,
+    )
+    hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
+    await slot.engine_attached(hello, Channel[agent_pb2.EngineCommand]())
+    assert slot.facts().sharing == "spatial"
+    hello = agent_pb2.EngineHello(driver="cuda", sharing="temporal", sharing_reason="no client")
+    await slot.engine_attached(hello, Channel[agent_pb2.EngineCommand]())
+    assert slot.facts().sharing == "temporal"
+    assert slot.facts().sharing_reason == "decode shares it so: no client"
+    assert PIPE not in worker_environment(AgentSettings(pod.run_dir))
+    await slot.close()
 
 
 async def test_without_a_gpu_there_is_nothing_to_share(pod):
@@ -158,15 +211,28 @@ def test_mps_is_switched_by_flag_and_environment(run_dir, said, wanted):
     assert parse_settings(flags, {"WINDROW_MPS": said}).mps is wanted
 
 
-def test_a_worker_sees_by_its_environment_whether_it_is_a_client(cuda_standin, run_dir):
+def test_a_process_is_a_client_where_its_environment_and_the_driver_say_so(
+    cuda_standin, run_dir, monkeypatch
+):
     without = choose_sharing(look("cuda", {}))
     assert without.mode == "temporal"
     assert "CUDA_MPS_PIPE_DIRECTORY is not set" in without.reason
     gone = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
     assert f"no daemon answers in {run_dir}" in gone.reason
     (run_dir / "control").touch()
-    there = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    alone = choose_sharing(look("cuda", {PIPE: str(run_dir)}))
+    assert alone.mode == "temporal", "the driver ran this process without MPS"
+    assert f"did not connect this process to the daemon in {run_dir}" in alone.reason
+    monkeypatch.setenv("WINDROW_STANDIN_MPS", "1")
+    there = choose_sharing(look("cuda", {PIPE: str(run_dir)}))
     assert there.mode == "spatial"
+
+
+def test_a_worker_that_is_no_client_beside_decode_that_is_one_says_what_to_do():
+    whole = gpu_partition(Sharing("temporal", "no client"), "cuda", WholeDevice())
+    whole.activate(132)
+    with pytest.raises(Transient, match=r"grants 64 of 132 SMs.*no client.*Restart the decode"):
+        whole.activate(64)
 
 
 def test_a_survey_says_what_would_be_chosen_and_why(cuda_standin, run_dir):
@@ -180,9 +246,26 @@ def test_a_survey_says_what_would_be_chosen_and_why(cuda_standin, run_dir):
 
 
 async def test_the_agent_looks_from_another_process(cuda_standin):
-    found = await look_at_gpu()
+    found = await look_at_gpu({})
     assert found.gpu
     assert found.green_missing == ""
+    assert not found.is_mps_client
+
+
+async def test_a_client_of_the_daemon_that_was_started_finds_itself_one(cuda_standin, pod):
+    daemon = pod.daemon()
+    daemon.start()
+    assert (await look_at_gpu(daemon.environment)).is_mps_client
+    daemon.stop()
+    assert not (await look_at_gpu(daemon.environment)).is_mps_client
+
+
+async def test_what_the_agent_starts_is_tried_by_a_real_process(cuda_standin, pod):
+    sharing = GpuSharing(pod.run_dir, pod.daemon())
+    pod.open.append(sharing)
+    await sharing.start()
+    assert sharing.sharing.mode == "spatial"
+    assert pod.run_dir.read_mps_environment()
 
 
 def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):

@@ -59,6 +59,18 @@ def test_its_folders_are_this_users_and_clients_are_told_of_them(daemon, run_dir
     assert pipe.stat().st_mode & 0o777 == 0o700
 
 
+def test_the_daemon_chooses_no_devices_and_no_sms_for_its_clients(run_dir, control):
+    chosen = {"CUDA_VISIBLE_DEVICES": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"}
+    daemon = MpsDaemon(run_dir / "mps", control=control, environ=os.environ | chosen)
+    daemon.start()
+    read = Path(f"/proc/{daemon._process.pid}/environ").read_bytes().split(b"\0")
+    names = {entry.partition(b"=")[0].decode() for entry in read}
+    assert not chosen.keys() & names
+    assert "CUDA_MPS_PIPE_DIRECTORY" in names
+    assert not chosen.keys() & daemon.environment.keys(), "a client keeps its own"
+    daemon.stop()
+
+
 def test_one_client_is_terminated_and_the_others_stay(daemon, run_dir):
     daemon.start()
     put_clients(run_dir, 41, 42)

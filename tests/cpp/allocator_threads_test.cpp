@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <future>
 #include <random>
+#include <semaphore>
 #include <thread>
 
 #include "windrow/device_allocator.h"
@@ -98,6 +101,75 @@ TEST_F(AllocatorThreads, ThreadsThatAllocateAndFreeWhileChunksComeAndGoShareNoBy
   EXPECT_GT(allocator_.stats().allocation.all.allocated, kRounds) << "most requests were honoured";
   EXPECT_EQ(allocator_.stats().allocation.all.current, 0);
   allocator_.check();
+}
+
+// Streams whose work ends when the test opens the gate, and that tell when somebody waits for it.
+class GatedStreams final : public Streams {
+ public:
+  [[nodiscard]] std::unique_ptr<Event> record(StreamId /*stream*/) override {
+    return std::make_unique<Gated>(*this);
+  }
+  void await_a_waiter() { waiters_.acquire(); }
+  void open() {
+    is_open_ = true;
+    is_open_.notify_all();
+  }
+
+ private:
+  class Gated final : public Event {
+   public:
+    explicit Gated(GatedStreams& streams) : streams_(&streams) {}
+    [[nodiscard]] bool done() const override { return streams_->is_open_; }
+    void wait() const override {
+      streams_->waiters_.release();
+      streams_->is_open_.wait(false);
+    }
+
+   private:
+    GatedStreams* streams_;
+  };
+
+  std::atomic<bool> is_open_ = false;
+  std::counting_semaphore<> waiters_{0};
+};
+
+TEST(AllocatorLock, NobodyHoldsItWhileItWaitsForTheDevice) {
+  const Geometry geometry{.layers = 2,
+                          .kv_heads = 2,
+                          .head_dim = 32,
+                          .dtype_bytes = 4,
+                          .block_bytes = 2 * kMiB,
+                          .chunks = 2};
+  const std::shared_ptr<Memory> memory =
+      host_driver().create(static_cast<std::size_t>(geometry.arena_bytes()), "allocator-test");
+  for (const bool allocates : {true, false}) {
+    GatedStreams streams;
+    DeviceAllocator allocator(host_driver(), streams,
+                              std::make_shared<ChunkMajorMemory>(memory, geometry));
+    allocator.lend(0);
+    allocator.lend(1);
+    std::byte* const stays = allocator.allocate(4096, 1);
+    allocator.free(allocator.allocate(14 * kMiB, 1));
+    std::thread waiter([&] {
+      if (allocates) {
+        allocator.free(allocator.allocate(14 * kMiB, 2));  // the other stream is at work there
+      } else {
+        allocator.release_cached();
+      }
+    });
+    streams.await_a_waiter();
+    auto others = std::async(std::launch::async, [&] {
+      allocator.free(allocator.allocate(4096, 1));
+      allocator.free(stays);
+      static_cast<void>(allocator.take_quiet());
+      return allocator.stats().allocation.all.current;
+    });
+    const bool passed = others.wait_for(std::chrono::seconds(20)) == std::future_status::ready;
+    streams.open();
+    waiter.join();
+    EXPECT_TRUE(passed) << "other threads were held up";
+    EXPECT_EQ(others.get(), 0);
+  }
 }
 
 }  // namespace

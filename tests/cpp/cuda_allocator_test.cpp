@@ -192,6 +192,56 @@ TEST_F(CudaAllocator, AChunkIsGivenBackAfterTheKernelsThatWriteIt) {
   EXPECT_EQ(get(driver_, decode->data()), std::byte{5});
 }
 
+// The worker's levels of SMs are streams: what was made on one is used on the next.
+TEST_F(CudaAllocator, AChunkIsNotGivenBackWhileAnotherStreamUsesWhatWasFreed) {
+  std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+  launch_fill(other_, tensor, 5, 8 * kMiB);
+  allocator_->free(tensor);
+  allocator_->drain(1);
+  EXPECT_TRUE(allocator_->take_quiet().empty()) << "the other stream's kernel has not run";
+  synchronize(other_);
+  EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+}
+
+TEST_F(CudaAllocator, AChunkIsNotGivenBackUnderAKernelOfAGreenContext) {
+  const auto partition = driver_.partition({});
+  const auto level =
+      reinterpret_cast<cuda::Stream>(partition->enter(Partition::Side::kFinetune, 2));
+  std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+  launch_fill(level, tensor, 5, 8 * kMiB);
+  allocator_->free(tensor);
+  allocator_->drain(1);
+  EXPECT_TRUE(allocator_->take_quiet().empty());
+  synchronize(level);
+  EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+}
+
+TEST_F(CudaAllocator, WhatIsQueuedAfterAChunkWasFreedDoesNotHoldIt) {
+  std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+  std::byte* const stays = allocator_->allocate(8 * kMiB, id(mine_));
+  allocator_->free(tensor);
+  allocator_->drain(1);
+  EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+  launch_fill(mine_, stays, 5, 8 * kMiB);
+  allocator_->drain(0);
+  EXPECT_TRUE(allocator_->take_quiet().empty());
+  allocator_->free(stays);
+}
+
+TEST_F(CudaAllocator, AnotherLibrarysContextOnTheThreadIsNotUsed) {
+  const auto foreign = Standin::foreign_context();
+  context().check(context().calls().cuCtxPushCurrent(foreign), "pushing");
+  std::byte* const tensor = allocator_->allocate(16 * kMiB, id(mine_));
+  allocator_->record_stream(tensor, id(other_));
+  allocator_->free(tensor);
+  allocator_->shrink_to(0);
+  static_cast<void>(allocator_->take_quiet());
+  allocator_->release_cached();
+  cuda::Context popped = nullptr;
+  context().check(context().calls().cuCtxPopCurrent(&popped), "popping");
+  EXPECT_EQ(popped, foreign);
+}
+
 TEST_F(CudaAllocator, AChunkThatIsLentAgainIsNotMappedAgain) {
   std::byte* const tensor = allocator_->allocate(16 * kMiB, id(mine_));
   allocator_->free(tensor);

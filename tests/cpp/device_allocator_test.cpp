@@ -189,14 +189,76 @@ TEST_F(DeviceAllocatorTest, AddressesThatNobodyHoldsAreRefused) {
   allocator_.check();
 }
 
-TEST_F(DeviceAllocatorTest, WhenAnEventCannotBeRecordedNothingIsFreed) {
+TEST_F(DeviceAllocatorTest, ADrainedChunkWaitsForEveryStreamThatMemoryWasUsedOn) {
+  lend(2);
+  std::byte* const on_mine = allocator_.allocate(8 * kMiB, kMine);
+  std::byte* const on_other = allocator_.allocate(4 * kMiB, kOther);
+  streams_.launch(kOther);  // uses what `mine` holds
+  allocator_.free(on_mine);
+  allocator_.drain(3);
+  EXPECT_TRUE(allocator_.take_quiet().empty());
+  streams_.launch(kOther);  // was queued after it was freed
+  EXPECT_TRUE(allocator_.take_quiet().empty());
+  streams_.finish_one(kOther);
+  EXPECT_EQ(allocator_.take_quiet(), std::vector<std::int64_t>{3});
+  allocator_.free(on_other);
+}
+
+TEST_F(DeviceAllocatorTest, ARecordedStreamThatTakesNoMemoryHoldsADrainedChunkToo) {
   lend(1);
-  std::byte* const large = allocator_.allocate(8 * kMiB, kMine);
+  std::byte* const tensor = allocator_.allocate(4 * kMiB, kMine);
+  std::byte* const recorded = allocator_.allocate(2 * kMiB, kMine);
+  allocator_.record_stream(recorded, kOther);
+  streams_.launch(kOther);  // uses both, of which it was told for one
+  allocator_.free(tensor);
+  streams_.finish(kMine);
+  allocator_.free(recorded);
+  allocator_.drain(3);
+  EXPECT_TRUE(allocator_.take_quiet().empty());
+  streams_.finish(kOther);
+  EXPECT_EQ(allocator_.take_quiet(), std::vector<std::int64_t>{3});
+}
+
+TEST_F(DeviceAllocatorTest, MemoryWhoseEventCannotBeRecordedIsNotLostButWaitsForAllStreams) {
+  lend(1);
+  for (const std::size_t bytes : {8 * kMiB, std::size_t{5000}}) {
+    std::byte* const address = allocator_.allocate(bytes, kMine);
+    streams_.launch(kMine);
+    streams_.fail_next_record();
+    allocator_.free(address);
+    allocator_.release_cached();  // a pool gives its block up
+    streams_.launch(kMine);
+    EXPECT_EQ(allocator_.stats().allocation.all.current, 0);
+    EXPECT_EQ(allocator_.stats().reserved_bytes.all.current, 0);
+    std::byte* const theirs = allocator_.allocate(8 * kMiB, kOther);
+    allocator_.free(theirs);
+    allocator_.check();
+  }
+}
+
+TEST_F(DeviceAllocatorTest, ARecordedStreamWithoutAnEventKeepsTheMemoryUntilAllStreamsAreDone) {
+  lend(1);
+  std::byte* const address = allocator_.allocate(4 * kMiB, kMine);
+  allocator_.record_stream(address, kOther);
+  streams_.launch(kOther);
   streams_.fail_next_record();
-  EXPECT_THROW(allocator_.free(large), Error);
-  EXPECT_EQ(allocator_.stats().allocation.all.current, 1);
-  allocator_.free(large);
+  allocator_.free(address);
+  EXPECT_EQ(allocator_.stats().active.all.current, 1);
+  EXPECT_NE(allocator_.allocate(4 * kMiB, kMine), address);
+  streams_.finish(kOther);
+  EXPECT_EQ(allocator_.allocate(4 * kMiB, kMine), address);
+  EXPECT_EQ(streams_.waits(), 0);
   allocator_.check();
+}
+
+TEST_F(DeviceAllocatorTest, ADeviceThatAnswersNoQuestionKeepsItsMemoryAndSaysSo) {
+  lend(1);
+  std::byte* const address = allocator_.allocate(8 * kMiB, kMine);
+  allocator_.free(address);
+  allocator_.drain(3);
+  streams_.fail_next_record();
+  EXPECT_THROW(static_cast<void>(allocator_.take_quiet()), Error);
+  EXPECT_EQ(allocator_.take_quiet(), std::vector<std::int64_t>{3});
 }
 
 TEST_F(DeviceAllocatorTest, BlocksSmallerThanAPoolBlockAreJoined) {

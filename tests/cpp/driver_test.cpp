@@ -2,13 +2,16 @@
 // where there is one.
 #include "windrow/driver.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cstdlib>
 
 #include "drivers.h"
 #include "windrow/error.h"
 #include "windrow/geometry.h"
+#include "windrow/weights.h"
 
 namespace windrow {
 namespace {
@@ -228,6 +231,83 @@ TEST(CudaDriverTest, MoreMemoryThanTheGpuHasIsAnErrorThatNamesIt) {
     EXPECT_NE(std::string(error.what()).find("OUT_OF_MEMORY"), std::string::npos);
   }
   EXPECT_EQ(Standin::held(), held);
+}
+
+TEST(CudaDriverTest, MemoryThatRunsOutMidwayLeavesNothingAndSaysHowMuchIsFree) {
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  const auto counts = Standin::counts();
+  const auto had = Standin::set_memory(std::size_t{6} << 20);
+  std::vector<std::unique_ptr<Memory>> memories;
+  try {
+    for (;;) {
+      memories.push_back(driver.create(std::size_t{2} << 20, "test"));
+      ASSERT_LE(memories.size(), 3U);
+    }
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("0.0 of 0.0 GiB are free"), std::string::npos)
+        << error.what();
+  }
+  memories.clear();
+  Standin::set_memory(had);
+  EXPECT_EQ(Standin::counts().handles, counts.handles);
+  EXPECT_EQ(Standin::counts().mappings, counts.mappings);
+}
+
+TEST(CudaDriverTest, ADriverWithoutGreenContextsHasMemoryAndSaysWhatSharesNeed) {
+  const testing::StandinSetting old("WINDROW_STANDIN_CUDA", "12020");
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  const DeviceFacts facts = driver.facts();
+  EXPECT_EQ(facts.version, 12020);
+  EXPECT_EQ(facts.unit_granularity, 1);
+  const auto memory = driver.create(1, "test");
+  const auto mapped = map_whole(driver, *memory, Access::kReadWrite);
+  put(driver, mapped->data(), std::byte{3});
+  EXPECT_EQ(get(driver, mapped->data()), std::byte{3});
+  try {
+    static_cast<void>(driver.partition({}));
+    FAIL();
+  } catch (const DriverUnavailable& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("of CUDA 12.2"), std::string::npos) << said;
+    EXPECT_NE(said.find("12.5 or newer"), std::string::npos) << said;
+  }
+}
+
+TEST(CudaDriverTest, ADriverThatIsTooOldIsToldByItsVersion) {
+  ::setenv("WINDROW_STANDIN_CUDA", "11080", 1);
+  try {
+    const CudaDriver driver(WINDROW_STANDIN, 0);
+    ADD_FAILURE();
+  } catch (const DriverUnavailable& error) {
+    const std::string said = error.what();
+    EXPECT_NE(said.find("of CUDA 11.8"), std::string::npos) << said;
+    EXPECT_NE(said.find("12.0 or newer"), std::string::npos) << said;
+  }
+  ::unsetenv("WINDROW_STANDIN_CUDA");
+}
+
+TEST(CudaDriverTest, AProcessIsAnMpsClientWhereItsContextIs) {
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  EXPECT_FALSE(driver.facts().is_mps_client);
+  const testing::StandinSetting mps("WINDROW_STANDIN_MPS", "1");
+  EXPECT_TRUE(driver.facts().is_mps_client);
+  EXPECT_FALSE(host_driver().facts().is_mps_client);
+}
+
+TEST(CudaDriverTest, MemoryStaysWritableForItsMakerWhereTheDriverTakesNoAccessAway) {
+  const testing::StandinSetting stubborn("WINDROW_STANDIN_NARROWS", "0");
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  SharedWeights weights(driver, 4096);
+  std::byte* const at = weights.mapping()->reservation().data();
+  put(driver, at, std::byte{1});
+  ::testing::internal::CaptureStderr();
+  weights.seal();
+  EXPECT_NE(::testing::internal::GetCapturedStderr().find("stay writable"), std::string::npos);
+  put(driver, at, std::byte{2});
+  OwnedFd fd(::fcntl(weights.fd(), F_DUPFD_CLOEXEC, 0));
+  const auto reader = map_sealed(driver, std::move(fd), 4096);
+  EXPECT_EQ(get(driver, reader->reservation().data()), std::byte{2});
+  EXPECT_EQ(Standin::violations(), "");
 }
 
 TEST(CudaDriverTest, TheContextGoesWithTheLastThingThatWasMadeInIt) {

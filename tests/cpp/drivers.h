@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,6 +26,13 @@ class Standin {
   static std::string violations() {
     return reinterpret_cast<standin::TakeViolations>(find("windrow_standin_take_violations"))();
   }
+  // From now on the device has so much memory; returns how much it had.
+  static std::size_t set_memory(std::size_t bytes) {
+    return reinterpret_cast<standin::SetMemory>(find("windrow_standin_set_memory"))(bytes);
+  }
+  static cuda::Context foreign_context() {
+    return reinterpret_cast<standin::MakeForeignContext>(find("windrow_standin_foreign_context"))();
+  }
   // Things that were made and not taken away, contexts aside.
   static long long held() {
     const auto c = counts();
@@ -36,6 +44,25 @@ class Standin {
     static void* library = ::dlopen(WINDROW_STANDIN, RTLD_NOW | RTLD_LOCAL);
     return ::dlsym(library, name);
   }
+};
+
+// The stand-in is another device, or has another driver, as long as it lives: it reads its settings
+// when it is opened.
+class StandinSetting {
+ public:
+  StandinSetting(const char* name, const char* value) : name_(name) {
+    ::setenv(name_, value, 1);
+    static_cast<void>(Libcuda::open(WINDROW_STANDIN));
+  }
+  StandinSetting(const StandinSetting&) = delete;
+  StandinSetting& operator=(const StandinSetting&) = delete;
+  ~StandinSetting() {
+    ::unsetenv(name_);
+    static_cast<void>(Libcuda::open(WINDROW_STANDIN));
+  }
+
+ private:
+  const char* name_;
 };
 
 // Drivers that suites run on, by name. "gpu" is a real one; null where this machine has none.

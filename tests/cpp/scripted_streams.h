@@ -14,6 +14,7 @@ class ScriptedStreams final : public Streams {
  public:
   void launch(StreamId stream) { ++queues_[stream]->launched; }
   void finish(StreamId stream) { queues_[stream]->finished = queues_[stream]->launched; }
+  void finish_one(StreamId stream) { ++queues_[stream]->finished; }
   void fail_next_record() { fail_ = true; }
   [[nodiscard]] int waits() const { return *waits_; }
 

@@ -168,6 +168,48 @@ TEST_F(StandinTest, AnEventIsNotReadyUntilItsWorkIsDone) {
   expect_broken(call.cuEventQuery(event), "event that is none");
 }
 
+TEST_F(StandinTest, AnEventOnAStreamOfAnotherContext) {
+  const cuda::Context foreign = Standin::foreign_context();
+  ASSERT_EQ(call.cuCtxPushCurrent(foreign), cuda::kSuccess);
+  cuda::Event event = nullptr;
+  call.cuEventCreate(&event, cuda::kEventDisableTiming);
+  EXPECT_EQ(call.cuEventRecord(event, nullptr), cuda::kSuccess) << "its own default stream";
+  expect_broken(call.cuEventRecord(event, stream), "a stream of another context");
+  expect_broken(library->record_context()(context, event), "another context than its own");
+  call.cuEventDestroy(event);
+  cuda::Context popped = nullptr;
+  call.cuCtxPopCurrent(&popped);
+}
+
+TEST_F(StandinTest, AnEventBehindAContextWaitsForAllItsStreams) {
+  map_with_access();
+  cuda::Stream other = nullptr;
+  call.cuStreamCreate(&other, cuda::kStreamNonBlocking);
+  cuda::Event event = nullptr;
+  call.cuEventCreate(&event, cuda::kEventDisableTiming);
+  call.cuMemsetD8Async(range, 5, 1, other);
+  call.cuMemsetD8Async(range + 1, 6, 1, nullptr);
+  ASSERT_EQ(library->record_context()(context, event), cuda::kSuccess);
+  call.cuMemsetD8Async(range, 7, 1, other);
+  EXPECT_EQ(call.cuEventQuery(event), cuda::kNotReady);
+  EXPECT_EQ(call.cuEventSynchronize(event), cuda::kSuccess);
+  EXPECT_EQ(reinterpret_cast<volatile char*>(range)[0], 5);
+  EXPECT_EQ(reinterpret_cast<volatile char*>(range)[1], 6);
+  call.cuEventDestroy(event);
+  call.cuStreamDestroy(other);
+}
+
+TEST_F(StandinTest, ACallThatIsNewerThanTheDriver) {
+  const testing::StandinSetting old("WINDROW_STANDIN_CUDA", "12040");
+  using Get = cuda::Result (*)(const char*, void**, int, unsigned long long, int*);
+  void* handle_of = ::dlopen(WINDROW_STANDIN, RTLD_NOW | RTLD_LOCAL);
+  const auto get = reinterpret_cast<Get>(::dlsym(handle_of, "cuGetProcAddress_v2"));
+  void* found = nullptr;
+  EXPECT_EQ(get("cuInit", &found, 12050, 0, nullptr), cuda::kInvalidValue);
+  EXPECT_EQ(get("cuInit", &found, 12040, 0, nullptr), cuda::kSuccess);
+  EXPECT_EQ(get("cuGreenCtxStreamCreate", &found, 12040, 0, nullptr), cuda::kNotFound);
+}
+
 TEST_F(StandinTest, ADescriptorImportedTwice) {
   int fd = -1;
   ASSERT_EQ(call.cuMemExportToShareableHandle(&fd, handle, cuda::kHandlePosixDescriptor, 0),

@@ -1,5 +1,8 @@
 // Devices and contexts: one device, one primary context, a stack of current contexts per thread.
+#include <unistd.h>
+
 #include <array>
+#include <cstdlib>
 #include <cstring>
 
 #include "state.h"
@@ -16,6 +19,12 @@ Result require_device(cuda::Device device) {
     return result;
   }
   return device == 0 ? cuda::kSuccess : refuse(cuda::kInvalidDevice, "a device that is not there");
+}
+
+// A client looks for the daemon in its pipe folder, and runs without MPS where there is none.
+bool finds_mps_daemon() {
+  const char* folder = std::getenv("CUDA_MPS_PIPE_DIRECTORY");
+  return folder != nullptr && ::access((std::string(folder) + "/control").c_str(), F_OK) == 0;
 }
 
 }  // namespace
@@ -46,7 +55,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 Result cuDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = driver_version();
   return cuda::kSuccess;
 }
 
@@ -63,6 +72,9 @@ Result cuGetErrorName(Result result, const char** name) {
       break;
     case cuda::kNotInitialized:
       *name = "CUDA_ERROR_NOT_INITIALIZED";
+      break;
+    case cuda::kNoDevice:
+      *name = "CUDA_ERROR_NO_DEVICE";
       break;
     case cuda::kInvalidDevice:
       *name = "CUDA_ERROR_INVALID_DEVICE";
@@ -84,6 +96,12 @@ Result cuGetErrorName(Result result, const char** name) {
       break;
     case cuda::kIllegalAddress:
       *name = "CUDA_ERROR_ILLEGAL_ADDRESS";
+      break;
+    case cuda::kNotPermitted:
+      *name = "CUDA_ERROR_NOT_PERMITTED";
+      break;
+    case cuda::kNotSupported:
+      *name = "CUDA_ERROR_NOT_SUPPORTED";
       break;
     case cuda::kInvalidResourceConfiguration:
       *name = "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION";
@@ -128,8 +146,19 @@ Result cuDeviceTotalMem(std::size_t* bytes, cuda::Device device) {
 
 Result cuDeviceGetAttribute(int* value, cuda::DeviceAttribute attribute, cuda::Device device) {
   const std::scoped_lock lock(state().mutex);
-  *value =
-      attribute == cuda::DeviceAttribute::kMultiprocessorCount ? static_cast<int>(state().sms) : 1;
+  switch (attribute) {
+    case cuda::DeviceAttribute::kMultiprocessorCount:
+      *value = static_cast<int>(state().sms);
+      break;
+    case cuda::DeviceAttribute::kComputeCapabilityMajor:
+      *value = state().capability;
+      break;
+    case cuda::DeviceAttribute::kMpsEnabled:
+      *value = static_cast<int>(setting("WINDROW_STANDIN_MPS", finds_mps_daemon() ? 1 : 0));
+      break;
+    default:
+      *value = 1;
+  }
   return require_device(device);
 }
 
@@ -160,7 +189,9 @@ Result cuCtxPushCurrent(cuda::Context context) {
   if (const Result result = enter(); result != cuda::kSuccess) {
     return result;
   }
-  if (context != primary() || state().primary_retained == 0) {
+  const bool lives =
+      context == primary() ? state().primary_retained > 0 : state().foreign.count(context) > 0;
+  if (!lives) {
     return refuse(cuda::kInvalidContext, "a context made current that does not live");
   }
   return push_current(context) ? cuda::kSuccess

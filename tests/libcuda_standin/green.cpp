@@ -10,7 +10,7 @@
 namespace windrow::standin {
 namespace {
 
-constexpr unsigned kGroup = 8;  // as on Hopper: smallest part, and its alignment
+constexpr int kResourcesTellSince = 13000;
 constexpr unsigned kMostSms = 512;
 const cuda::Function kSmidKernel = reinterpret_cast<cuda::Function>(0x20);
 
@@ -21,13 +21,24 @@ struct Internal {
 };
 static_assert(sizeof(Internal) <= sizeof(cuda::DeviceResource::internal));
 
+// Smallest part, and what sizes are a multiple of.
+unsigned smallest() {
+  const int major = state().capability;
+  return major >= 9 ? 8 : major == 8 ? 4 : 2;
+}
+unsigned alignment() {
+  return state().capability >= 9 ? 8 : 2;
+}
+
 cuda::DeviceResource resource_of(const std::set<unsigned>& sms, bool from_device) {
   cuda::DeviceResource resource{};
   resource.type = cuda::kResourceSm;
   resource.sm.count = static_cast<unsigned>(sms.size());
-  resource.sm.min_partition = kGroup;
-  // What is left of a split is less regular than its groups.
-  resource.sm.coscheduled_alignment = std::gcd(kGroup, resource.sm.count);
+  if (driver_version() >= kResourcesTellSince) {
+    resource.sm.min_partition = smallest();
+    // What is left of a split is less regular than its groups.
+    resource.sm.coscheduled_alignment = std::gcd(alignment(), resource.sm.count);
+  }
   Internal internal{.from_device = from_device ? 1U : 0U, .sms = {}};
   for (const unsigned sm : sms) {
     internal.sms[sm / 8] |= static_cast<unsigned char>(1U << (sm % 8));
@@ -109,7 +120,11 @@ Result cuDevSmResourceSplitByCount(cuda::DeviceResource* result, unsigned* n_gro
   if (internal_of(*input).from_device == 0) {
     return refuse(cuda::kInvalidValue, "a split of what came from a split");
   }
-  const unsigned size = (std::max(min_count, 1U) + kGroup - 1) / kGroup * kGroup;
+  if (min_count > input->sm.count) {
+    return refuse(cuda::kInvalidValue, "a split into groups larger than what is split");
+  }
+  const unsigned at_least = std::max(min_count, smallest());
+  const unsigned size = (at_least + alignment() - 1) / alignment() * alignment();
   const unsigned groups = input->sm.count / size;
   if (result != nullptr) {
     std::set<unsigned> rest = sms_of(*input);
@@ -201,7 +216,7 @@ Result cuGreenCtxStreamCreate(cuda::Stream* stream, cuda::GreenContext green, un
     return refuse(cuda::kInvalidValue,
                   "a stream of no green context, or one that is not non-blocking");
   }
-  *stream = add_stream(s.greens[green], green);
+  *stream = add_stream(primary(), s.greens[green], green);
   return cuda::kSuccess;
 }
 

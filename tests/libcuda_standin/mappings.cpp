@@ -2,6 +2,7 @@
 // would make a fault of the GPU is a fault of the processor here.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <string>
 
 #include "state.h"
@@ -221,6 +222,13 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
                           : tiles(reservation->second, address, bytes);
   if (mapped.empty()) {
     return refuse(cuda::kInvalidValue, "access set over something else than whole mappings");
+  }
+  const bool is_narrowing = std::any_of(mapped.begin(), mapped.end(), [&](DevicePtr at) {
+    const int held = reservation->second.mappings[at].access;
+    return (held & ~desc->flags) != 0;
+  });
+  if (is_narrowing && !s.narrows) {
+    return cuda::kNotSupported;
   }
   const int protection = (desc->flags & cuda::kAccessRead ? PROT_READ : PROT_NONE) |
                          (desc->flags == cuda::kAccessReadWrite ? PROT_WRITE : PROT_NONE);

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -72,7 +73,7 @@ Result cuMemCreate(cuda::MemoryHandle* handle, std::size_t bytes,
   if (bytes == 0 || bytes % s.granularity != 0 || flags != 0) {
     return refuse(cuda::kInvalidValue, "the size of memory is no multiple of the granularity");
   }
-  if (bytes > s.memory - s.memory_used) {
+  if (s.memory_used + bytes > s.memory) {
     return cuda::kOutOfMemory;
   }
   const int fd = ::memfd_create(kName, MFD_CLOEXEC);
@@ -88,6 +89,14 @@ Result cuMemCreate(cuda::MemoryHandle* handle, std::size_t bytes,
   s.handles[*handle] = {fd, bytes};
   s.memory_used += bytes;
   return cuda::kSuccess;
+}
+
+Result cuMemGetInfo(std::size_t* free, std::size_t* all) {
+  const State& s = state();
+  const std::scoped_lock lock(state().mutex);
+  *all = s.memory;
+  *free = s.memory - std::min(s.memory, s.memory_used);
+  return enter_context("cuMemGetInfo");
 }
 
 Result cuMemRelease(cuda::MemoryHandle handle) {

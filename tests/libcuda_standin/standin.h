@@ -1,5 +1,9 @@
 #pragma once
 
+#include <cstddef>
+
+#include "windrow/cuda_abi.h"
+
 // What the stand-in for libcuda tells tests beyond CUDA's own calls. Open it like libcuda and look
 // these up by name. All of it is of the calling process.
 
@@ -21,7 +25,9 @@ struct Counts {
   long long accesses;    // cuMemSetAccess
 };
 
-using ReadCounts = void (*)(Counts*);      // "windrow_standin_counts"
-using TakeViolations = const char* (*)();  // "windrow_standin_take_violations"
+using SetMemory = std::size_t (*)(std::size_t);  // "windrow_standin_set_memory"
+using MakeForeignContext = cuda::Context (*)();  // "windrow_standin_foreign_context"
+using ReadCounts = void (*)(Counts*);            // "windrow_standin_counts"
+using TakeViolations = const char* (*)();        // "windrow_standin_take_violations"
 
 }  // namespace windrow::standin

@@ -2,14 +2,10 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <utility>
 
 namespace windrow::standin {
 namespace {
-
-std::size_t setting(const char* name, std::size_t usual) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? usual : std::strtoull(text, nullptr, 0);
-}
 
 Counts count() {
   State& s = state();
@@ -48,6 +44,15 @@ struct Farewell {
 } farewell;
 
 }  // namespace
+
+std::size_t setting(const char* name, std::size_t usual) {
+  const char* text = std::getenv(name);
+  return text == nullptr ? usual : std::strtoull(text, nullptr, 0);
+}
+
+int driver_version() {
+  return static_cast<int>(setting("WINDROW_STANDIN_CUDA", 13000));
+}
 
 State& state() {
   static auto* all = new State;  // outlives Farewell and whatever else ends late
@@ -88,6 +93,8 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
   s.granularity = setting("WINDROW_STANDIN_GRANULARITY", s.granularity);
   s.memory = setting("WINDROW_STANDIN_MEMORY", s.memory);
   s.sms = static_cast<unsigned>(setting("WINDROW_STANDIN_SMS", s.sms));
+  s.capability = static_cast<int>(setting("WINDROW_STANDIN_CAPABILITY", 9));
+  s.narrows = setting("WINDROW_STANDIN_NARROWS", 1) != 0;
   s.initialized = true;
   return flags == 0 ? windrow::cuda::kSuccess : windrow::cuda::kInvalidValue;
 }
@@ -95,6 +102,20 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
 __attribute__((visibility("default"))) void windrow_standin_counts(Counts* counts) {
   const std::scoped_lock lock(state().mutex);
   *counts = count();
+}
+
+// From now on the device has so much memory; returns how much it had.
+__attribute__((visibility("default"))) std::size_t windrow_standin_set_memory(std::size_t bytes) {
+  const std::scoped_lock lock(state().mutex);
+  return std::exchange(state().memory, bytes);
+}
+
+// A context of the device that is not its primary one, as cuCtxCreate makes them; not current.
+__attribute__((visibility("default"))) windrow::cuda::Context windrow_standin_foreign_context() {
+  const std::scoped_lock lock(state().mutex);
+  const auto context = new_object<windrow::cuda::Context>();
+  state().foreign.insert(context);
+  return context;
 }
 
 // The rules that were broken since the last call, a line each. Valid until the next call.

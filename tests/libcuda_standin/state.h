@@ -49,31 +49,41 @@ struct Work {
 };
 
 struct StreamState {
+  cuda::Context context = nullptr;  // a green context's stream is of the primary one
   std::vector<Work> queue;
   std::set<unsigned> sms;
   cuda::GreenContext green = nullptr;
   bool detached = false;
 };
 
+// A point in a stream: behind so much of its work, counted from its beginning.
+struct Point {
+  StreamState* stream;
+  std::size_t after;
+};
+
 struct EventState {
-  StreamState* stream = nullptr;
-  std::size_t after = 0;  // how much of the stream's work, counted from its beginning
+  cuda::Context context = nullptr;
+  std::vector<Point> points;  // of one stream, or of all in its context
   bool asked = false;
 };
 
 struct State {
   std::mutex mutex;
   bool initialized = false;
-  // Of the simulated device; tests set them by the environment before cuInit.
+  // Of the simulated device and its driver; tests set them by the environment before cuInit.
   std::size_t granularity = 2 << 20;
   std::size_t memory = std::size_t{8} << 30;
   unsigned sms = 132;
+  int capability = 9;   // major
+  bool narrows = true;  // whether access that a mapping has may be taken away
 
   std::map<cuda::MemoryHandle, Physical> handles;
   cuda::MemoryHandle next_handle = 1;
   std::size_t memory_used = 0;
   std::map<DevicePtr, Reservation> reservations;
   std::map<cuda::Stream, std::unique_ptr<StreamState>> streams;
+  std::map<cuda::Context, StreamState> default_streams;
   std::map<cuda::Event, std::unique_ptr<EventState>> events;
   std::map<StreamState*, std::size_t> finished;  // how much work of a stream has run
   std::map<cuda::GreenContext, std::set<unsigned>> greens;
@@ -81,6 +91,7 @@ struct State {
   std::set<cuda::Module> modules;
   std::uintptr_t next_object = 0x1000;
   long long primary_retained = 0;
+  std::set<cuda::Context> foreign;  // contexts that another library made (cuCtxCreate)
   long long calls = 0;
   long long maps = 0;
   long long accesses = 0;
@@ -88,6 +99,11 @@ struct State {
 };
 
 State& state();
+
+// Of the simulated driver: 13000, or what WINDROW_STANDIN_CUDA says. Any time.
+int driver_version();
+// A number of the environment.
+std::size_t setting(const char* name, std::size_t usual);
 
 // A key that no other object has.
 template <class Handle>
@@ -117,6 +133,6 @@ bool is_pending(DevicePtr begin, std::size_t bytes);
 StreamState* find_stream(cuda::Stream stream, const char* call);
 Result enqueue(cuda::Stream stream, const char* call, Work work);
 void run_until(StreamState& stream, std::size_t count);
-cuda::Stream add_stream(std::set<unsigned> sms, cuda::GreenContext green);
+cuda::Stream add_stream(cuda::Context context, std::set<unsigned> sms, cuda::GreenContext green);
 
 }  // namespace windrow::standin

@@ -10,8 +10,9 @@ namespace windrow::standin {
 
 StreamState* find_stream(cuda::Stream stream, const char* call) {
   if (stream == nullptr) {
-    static auto* everybodys = new StreamState;
-    return everybodys;
+    StreamState& its = state().default_streams[current()];
+    its.context = current();
+    return &its;
   }
   const auto found = state().streams.find(stream);
   if (found == state().streams.end()) {
@@ -21,9 +22,10 @@ StreamState* find_stream(cuda::Stream stream, const char* call) {
   return found->second.get();
 }
 
-cuda::Stream add_stream(std::set<unsigned> sms, cuda::GreenContext green) {
+cuda::Stream add_stream(cuda::Context context, std::set<unsigned> sms, cuda::GreenContext green) {
   const auto stream = new_object<cuda::Stream>();
   auto made = std::make_unique<StreamState>();
+  made->context = context;
   made->sms = std::move(sms);
   made->green = green;
   state().streams[stream] = std::move(made);
@@ -61,15 +63,23 @@ bool is_pending(DevicePtr begin, std::size_t bytes) {
       return std::any_of(work.touches.begin(), work.touches.end(), meets);
     });
   };
-  return pending(*find_stream(nullptr, "")) ||
-         std::any_of(state().streams.begin(), state().streams.end(),
-                     [&](const auto& entry) { return pending(*entry.second); });
+  const auto any = [](const auto& streams, const auto& test) {
+    return std::any_of(streams.begin(), streams.end(), test);
+  };
+  return any(state().default_streams, [&](const auto& entry) { return pending(entry.second); }) ||
+         any(state().streams, [&](const auto& entry) { return pending(*entry.second); });
 }
 
 namespace {
 
 std::size_t all_of(const StreamState& stream) {
   return state().finished[const_cast<StreamState*>(&stream)] + stream.queue.size();
+}
+
+void run_until(const EventState& event) {
+  for (const Point& point : event.points) {
+    run_until(*point.stream, point.after);
+  }
 }
 
 EventState* find_event(cuda::Event event, const char* call) {
@@ -100,7 +110,7 @@ Result cuStreamCreate(cuda::Stream* stream, unsigned /*flags*/) {
   for (unsigned sm = 0; sm < s.sms; ++sm) {
     all.insert(sm);
   }
-  *stream = add_stream(std::move(all), nullptr);
+  *stream = add_stream(current(), std::move(all), nullptr);
   return cuda::kSuccess;
 }
 
@@ -129,9 +139,7 @@ Result cuStreamDestroy(cuda::Stream stream) {
   }
   run_until(*found, all_of(*found));
   for (auto& [key, event] : s.events) {
-    if (event->stream == found) {
-      event->stream = nullptr;  // its work is done
-    }
+    std::erase_if(event->points, [&](const Point& point) { return point.stream == found; });
   }
   s.finished.erase(found);
   s.streams.erase(stream);
@@ -144,7 +152,9 @@ Result cuEventCreate(cuda::Event* event, unsigned /*flags*/) {
     return result;
   }
   *event = new_object<cuda::Event>();
-  state().events[*event] = std::make_unique<EventState>();
+  auto made = std::make_unique<EventState>();
+  made->context = current();
+  state().events[*event] = std::move(made);
   return cuda::kSuccess;
 }
 
@@ -158,7 +168,39 @@ Result cuEventRecord(cuda::Event event, cuda::Stream stream) {
   if (found == nullptr || on == nullptr) {
     return cuda::kInvalidHandle;
   }
-  *found = {.stream = on, .after = all_of(*on)};
+  if (found->context != on->context) {
+    return refuse(cuda::kInvalidHandle, "an event recorded on a stream of another context");
+  }
+  found->points = {{on, all_of(*on)}};
+  found->asked = false;
+  return cuda::kSuccess;
+}
+
+Result cuCtxRecordEvent(cuda::Context context, cuda::Event event) {
+  const std::scoped_lock lock(state().mutex);
+  if (const Result result = enter(); result != cuda::kSuccess) {
+    return result;
+  }
+  EventState* found = find_event(event, "cuCtxRecordEvent");
+  if (found == nullptr) {
+    return cuda::kInvalidHandle;
+  }
+  if (found->context != context) {
+    return refuse(cuda::kInvalidHandle, "an event recorded behind another context than its own");
+  }
+  found->points.clear();
+  found->asked = false;
+  const auto add = [&](StreamState& stream) {
+    if (stream.context == context) {
+      found->points.push_back({&stream, all_of(stream)});
+    }
+  };
+  for (auto& [its, stream] : state().default_streams) {
+    add(stream);
+  }
+  for (const auto& [handle, stream] : state().streams) {
+    add(*stream);
+  }
   return cuda::kSuccess;
 }
 
@@ -171,14 +213,17 @@ Result cuEventQuery(cuda::Event event) {
   if (found == nullptr) {
     return cuda::kInvalidHandle;
   }
-  if (found->stream == nullptr || state().finished[found->stream] >= found->after) {
+  const bool is_over =
+      std::all_of(found->points.begin(), found->points.end(),
+                  [](const Point& point) { return state().finished[point.stream] >= point.after; });
+  if (is_over) {
     return cuda::kSuccess;
   }
   if (!found->asked) {
     found->asked = true;
     return cuda::kNotReady;
   }
-  run_until(*found->stream, found->after);
+  run_until(*found);
   return cuda::kSuccess;
 }
 
@@ -191,9 +236,7 @@ Result cuEventSynchronize(cuda::Event event) {
   if (found == nullptr) {
     return cuda::kInvalidHandle;
   }
-  if (found->stream != nullptr) {
-    run_until(*found->stream, found->after);
-  }
+  run_until(*found);
   return cuda::kSuccess;
 }
 

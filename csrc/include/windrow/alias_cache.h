@@ -21,7 +21,7 @@ namespace windrow {
 struct Alias {
   std::byte* address = nullptr;
   std::vector<BlockId> blocks;
-  std::shared_ptr<const Event> last_use;  // of its last user's stream; unmapped only after it
+  StreamEpochs::Epoch idle_since = 0;  // unmapped only when that has ended
 };
 
 // Maps blocks to consecutive addresses, and keeps what it has mapped.
@@ -36,15 +36,12 @@ struct Alias {
 // side. Thread: one at a time.
 class AliasCache {
  public:
-  // Reserves addresses, several times those of all chunks. `before_unmapping` returns once nothing
-  // runs on any stream that may use an idle alias: `last_use` tells of the stream that it was
-  // handed to, and tensors are used on others too. Throws Error.
-  AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory,
-             std::function<void()> before_unmapping);
+  // Reserves addresses, several times those of all chunks. `epochs` outlives it. Throws Error.
+  AliasCache(Driver& driver, std::shared_ptr<const ChunkMemory> memory, StreamEpochs& epochs);
   AliasCache(const AliasCache&) = delete;
   AliasCache& operator=(const AliasCache&) = delete;
-  // Waits for the last users of idle aliases, then unmaps everything.
-  ~AliasCache();
+  // Unmaps everything: nothing runs any more that uses it.
+  ~AliasCache() = default;
 
   [[nodiscard]] std::byte* base() const { return range_->data(); }
   [[nodiscard]] bool contains(const void* address) const {
@@ -55,12 +52,14 @@ class AliasCache {
   // nullptr. Newest first; looks at a few only.
   [[nodiscard]] std::unique_ptr<Alias> reuse(std::size_t blocks, ChunkBudget& budget,
                                              StreamId stream);
-  // Throws Error; nothing is mapped then. Where a chunk is one memory, the blocks are consecutive,
-  // or chunk after chunk from its first block on (ChunkBudget::take_side_by_side).
+  // nullptr where addresses are to be had only when what runs now has ended. Throws Error; nothing
+  // is mapped then. Where a chunk is one memory, the blocks are consecutive, or chunk after chunk
+  // from its first block on (ChunkBudget::take_side_by_side).
   [[nodiscard]] std::unique_ptr<Alias> map(std::vector<BlockId> blocks);
-  // Its last user is done when `last_use` is.
-  void idle(std::unique_ptr<Alias> alias, std::shared_ptr<const Event> last_use);
-  // Unmaps every idle alias, and every home that nobody holds.
+  // It is freed in this epoch.
+  void idle(std::unique_ptr<Alias> alias);
+  // Unmaps every idle alias, and every home that nobody holds, that nothing uses any more. Throws
+  // Error.
   void clear();
 
   [[nodiscard]] const MappingCalls& calls() const { return calls_; }
@@ -70,17 +69,17 @@ class AliasCache {
 
   [[nodiscard]] std::size_t address_bytes(const std::vector<BlockId>& blocks) const;
   [[nodiscard]] bool at_home(const std::vector<BlockId>& blocks) const;
-  [[nodiscard]] std::size_t find_addresses(std::size_t bytes);
+  [[nodiscard]] std::optional<std::size_t> find_addresses(std::size_t bytes);
   [[nodiscard]] Backing backing(BlockId block) const;
   // How many of the blocks from `begin` on lie side by side in one memory.
   [[nodiscard]] std::size_t run_length(const std::vector<BlockId>& blocks, std::size_t begin) const;
   [[nodiscard]] std::vector<Piece> pieces_of(const std::vector<BlockId>& blocks) const;
-  void drop(Idle::iterator alias);
-  void drop_oldest() { drop(idle_.begin()); }
+  // False where it may still be in use, or there is none.
+  [[nodiscard]] bool drop_oldest();
 
   Driver* driver_;
   std::shared_ptr<const ChunkMemory> memory_;
-  std::function<void()> before_unmapping_;
+  StreamEpochs* epochs_;
   std::unique_ptr<Reservation> range_;
   std::optional<ChunkHomes> homes_;  // where a chunk is one memory; at the start of the range
   AddressRanges addresses_;

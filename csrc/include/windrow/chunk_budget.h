@@ -6,30 +6,34 @@
 #include <span>
 #include <vector>
 
-#include "windrow/streams.h"
+#include "windrow/stream_epochs.h"
 
 namespace windrow {
 
 // A block by its place in the arena: chunk * blocks per chunk + block of the chunk.
 using BlockId = std::int64_t;
 
-// Until when a free block is in use: reusable on `stream` at once, elsewhere when `event` is done.
+// Until when a free block is in use. On `stream` it may be reused at once; on another one when
+// `event` is done, for whoever switches streams orders them; by decode, in another process, when
+// whatever ran in its epoch has ended on every stream.
 struct Fence {
   StreamId stream = 0;
-  std::shared_ptr<const Event> event;  // nullptr: nothing runs
+  std::shared_ptr<const Event> event;  // nullptr: none could be recorded, the epoch tells
+  StreamEpochs::Epoch epoch = 0;
 
-  [[nodiscard]] bool open_for(StreamId other) const {
-    return event == nullptr || other == stream || event->done();
+  [[nodiscard]] bool open_for(StreamId other, StreamEpochs& epochs) const {
+    return other == stream || (event ? event->done() : epochs.ended(epoch));
   }
 };
 
 // Which chunks decode has lent us, and which of their blocks are free. It decides and maps nothing.
 //
 // A chunk is lent, then drained (its free blocks are handed out no more), then gone, when all of
-// its blocks are free and nothing runs on them. Thread: one at a time.
+// its blocks are free and nothing that may use them runs on any stream. Thread: one at a time.
 class ChunkBudget {
  public:
-  ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk);
+  // `epochs` outlives it.
+  ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk, StreamEpochs& epochs);
 
   // Throw std::out_of_range for an id that the arena does not have, and Error for a chunk that is
   // lent already, or is not (drain).
@@ -52,8 +56,8 @@ class ChunkBudget {
   void put(std::span<const BlockId> blocks, const Fence& fence);
   // Takes a take() back: the blocks were not used, and their fences stand.
   void untake(std::span<const BlockId> blocks);
-  // Until every free block may be used on every stream.
-  void wait_for_fences();
+  // What has to end until every free block may be used on `stream`.
+  [[nodiscard]] std::vector<std::shared_ptr<const Event>> pending(StreamId stream);
 
   [[nodiscard]] std::int64_t blocks_per_chunk() const { return blocks_per_chunk_; }
   // Of chunks that do not drain.
@@ -91,6 +95,7 @@ class ChunkBudget {
   void mark_taken(std::span<const BlockId> blocks);
 
   std::int64_t blocks_per_chunk_;
+  StreamEpochs* epochs_;
   std::vector<Chunk> chunks_;
   std::vector<Block> blocks_;
   std::int64_t lent_ = 0;

@@ -9,7 +9,7 @@
 #include "windrow/chunk_budget.h"
 #include "windrow/chunk_memory.h"
 #include "windrow/driver.h"
-#include "windrow/streams.h"
+#include "windrow/stream_epochs.h"
 
 namespace windrow {
 
@@ -36,27 +36,24 @@ class PiecesOfChunks final : public ChunkMemory {
 // Thread: one at a time.
 class ChunkHomes {
  public:
-  // The first `bytes()` of `range` are theirs. Both outlive it.
-  ChunkHomes(Reservation& range, const ChunkMemory& memory);
+  // The first `bytes()` of `range` are theirs. All outlive it.
+  ChunkHomes(Reservation& range, const ChunkMemory& memory, StreamEpochs& epochs);
   ChunkHomes(const ChunkHomes&) = delete;
   ChunkHomes& operator=(const ChunkHomes&) = delete;
-  // Waits for the last users.
-  ~ChunkHomes();
 
   [[nodiscard]] std::size_t bytes() const { return homes_.size() * chunk_bytes_; }
   // Where those pieces lie, whose ids are consecutive; their chunks are held until let_go(). Adds
   // to `calls` what it took. Throws Error; nothing is held then.
   [[nodiscard]] std::byte* hold(std::span<const BlockId> pieces, MappingCalls& calls);
-  // Its last user is done when `last_use` is.
-  void let_go(std::span<const BlockId> pieces, const std::shared_ptr<const Event>& last_use);
-  // Unmaps chunks that nobody holds, after their last users.
+  void let_go(std::span<const BlockId> pieces);
+  // Unmaps chunks that nobody holds and nothing uses any more.
   void clear(MappingCalls& calls);
 
  private:
   struct Home {
     bool mapped = false;
     std::int64_t holders = 0;
-    std::vector<std::shared_ptr<const Event>> last_uses;  // that were not done when last looked at
+    StreamEpochs::Epoch let_go = 0;  // in which it last was
   };
 
   [[nodiscard]] std::span<Home> homes_of(std::span<const BlockId> pieces);
@@ -64,6 +61,7 @@ class ChunkHomes {
 
   Reservation* range_;
   const ChunkMemory* memory_;
+  StreamEpochs* epochs_;
   std::size_t chunk_bytes_;
   std::vector<Home> homes_;  // by chunk
 };

@@ -27,6 +27,7 @@ inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kNotInitialized = 3;
+inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidImage = 200;
 inline constexpr Result kInvalidContext = 201;
@@ -34,13 +35,17 @@ inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotFound = 500;
 inline constexpr Result kNotReady = 600;
 inline constexpr Result kIllegalAddress = 700;
+inline constexpr Result kNotPermitted = 800;
+inline constexpr Result kNotSupported = 801;
 inline constexpr Result kInvalidResourceConfiguration = 915;
 inline constexpr Result kStreamDetached = 917;
 
 enum class DeviceAttribute : int {
   kMultiprocessorCount = 16,
+  kComputeCapabilityMajor = 75,
   kVirtualMemorySupported = 102,
   kPosixDescriptorSupported = 103,
+  kMpsEnabled = 133,  // whether contexts of this process are shared by MPS
 };
 
 inline constexpr int kAllocationPinned = 1;
@@ -79,6 +84,7 @@ struct AccessDesc {  // CUmemAccessDesc
 };
 
 // CUdevResource. 12.4 to 13.0 gave the union 48 bytes; since 13.1 it has 40 and a pointer follows.
+// 12.x knows only `count` and leaves the other fields as they are.
 struct DeviceResource {
   int type;
   unsigned char internal[92];
@@ -107,6 +113,7 @@ static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, sm) == 9
   X(cuDevicePrimaryCtxRelease, Device)                                                        \
   X(cuCtxPushCurrent, Context)                                                                \
   X(cuCtxPopCurrent, Context*)                                                                \
+  X(cuMemGetInfo, std::size_t*, std::size_t*)                                                 \
   X(cuMemGetAllocationGranularity, std::size_t*, const AllocationProperties*, int)            \
   X(cuMemAddressReserve, DevicePtr*, std::size_t, std::size_t, DevicePtr, unsigned long long) \
   X(cuMemAddressFree, DevicePtr, std::size_t)                                                 \
@@ -146,12 +153,18 @@ static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, sm) == 9
   X(cuLaunchKernel, Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, \
     unsigned, Stream, void**, void**)
 
+// Since 12.5: an event behind all that runs in a context, green contexts of its device included.
+#define WINDROW_CUDA_CONTEXT_CALLS(X) X(cuCtxRecordEvent, Context, Event)
+
 #define WINDROW_CUDA_POINTER(name, ...) Result (*name)(__VA_ARGS__) = nullptr;
 struct CoreCalls {
   WINDROW_CUDA_CORE_CALLS(WINDROW_CUDA_POINTER)
 };
 struct GreenCalls {
   WINDROW_CUDA_GREEN_CALLS(WINDROW_CUDA_POINTER)
+};
+struct ContextCalls {
+  WINDROW_CUDA_CONTEXT_CALLS(WINDROW_CUDA_POINTER)
 };
 #undef WINDROW_CUDA_POINTER
 

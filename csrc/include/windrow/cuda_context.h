@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "windrow/libcuda.h"
 
@@ -20,9 +21,14 @@ class CudaContext {
   [[nodiscard]] const Libcuda& library() const { return *library_; }
   [[nodiscard]] const cuda::CoreCalls& calls() const { return library_->calls(); }
   [[nodiscard]] cuda::Device device() const { return device_; }
+  [[nodiscard]] cuda::Context handle() const { return context_; }
   [[nodiscard]] int ordinal() const { return ordinal_; }
   [[nodiscard]] cuda::Stream copies() const { return copies_; }
   [[nodiscard]] int attribute(cuda::DeviceAttribute which) const;
+  // Whether the context is shared by MPS; false where the driver cannot tell.
+  [[nodiscard]] bool is_mps_client() const;
+  // "1.5 of 80.0 GiB are free".
+  [[nodiscard]] std::string describe_memory() const;
   void check(cuda::Result result, const std::string& what) const { library_->check(result, what); }
 
   // Makes the context the calling thread's own for as long as the object lives. Never rely on the

@@ -1,12 +1,15 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "windrow/cuda_context.h"
 #include "windrow/driver.h"
 
 namespace windrow {
+
+class GreenShares;
 
 // A GPU through CUDA's virtual memory. Sizes are rounded up to the device's granularity (2 MiB). A
 // memory is mapped whole, at offset 0, for CUDA knows no other mapping, and creating, exporting and
@@ -44,6 +47,8 @@ class CudaDriver final : public Driver {
   std::shared_ptr<const CudaContext> context_;
   std::string name_;
   std::size_t granularity_ = 0;
+  std::mutex mutex_;
+  std::shared_ptr<GreenShares> shares_;  // made by the first partition
 };
 
 }  // namespace windrow

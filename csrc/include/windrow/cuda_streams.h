@@ -12,6 +12,8 @@ class CudaStreams final : public Streams {
  public:
   explicit CudaStreams(std::shared_ptr<const CudaContext> context) : context_(std::move(context)) {}
   [[nodiscard]] std::unique_ptr<Event> record(StreamId stream) override;
+  // One event of the whole context, where the driver knows such events (12.5).
+  [[nodiscard]] std::unique_ptr<Event> record_all(std::span<const StreamId> known) override;
 
  private:
   std::shared_ptr<const CudaContext> context_;

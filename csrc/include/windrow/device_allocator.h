@@ -2,10 +2,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -31,9 +30,10 @@ namespace windrow {
 // Memory that was freed on a stream is reusable on that stream at once and on others when what ran
 // there has ended; where record_stream named more streams, nowhere before all of them are done.
 // The budget may grow and shrink at any time: a drained chunk is handed out no more, and leaves
-// when its last block is free and quiet.
+// when its last block is free and whatever was queued before that has ended, on every stream.
 //
-// Thread: any; one lock. Decode never waits for it: it holds the lock of this process only.
+// Thread: any; one lock, under which nothing waits for the device. Decode never waits for it: it
+// holds the lock of this process only.
 class DeviceAllocator {
  public:
   // The budget is empty at first. `driver` and `streams` outlive it. Throws GeometryError where
@@ -42,6 +42,8 @@ class DeviceAllocator {
   DeviceAllocator(Driver& driver, Streams& streams, std::shared_ptr<const ChunkMemory> memory);
   DeviceAllocator(const DeviceAllocator&) = delete;
   DeviceAllocator& operator=(const DeviceAllocator&) = delete;
+  // Waits for whatever runs.
+  ~DeviceAllocator();
 
   // The budget; errors as ChunkBudget has them. What drain() asks for is complete when
   // take_quiet() names the chunk: only then may it be given back to decode.
@@ -54,7 +56,8 @@ class DeviceAllocator {
   // that names the budget where it does not suffice, after waiting for what other streams still
   // use; Error where mapping fails. Nothing has changed then.
   [[nodiscard]] std::byte* allocate(std::size_t bytes, StreamId stream);
-  // Throws Error where no live allocation begins there.
+  // Throws Error where no live allocation begins there. Where the device cannot tell when the
+  // stream is done with it, the memory waits for all streams.
   void free(std::byte* address);
   // The allocation is used on `stream` too. Throws as free().
   void record_stream(const std::byte* address, StreamId stream);
@@ -62,7 +65,8 @@ class DeviceAllocator {
   // Holds so many blocks of 2 MiB for small requests on `stream` (see sized_for); returns how many
   // it could get.
   std::size_t keep_small(std::size_t blocks, StreamId stream);
-  // Gives up everything that is not in use: empty pool blocks, idle aliases.
+  // Gives up everything that is not in use: empty pool blocks, idle aliases. Waits for whatever
+  // runs.
   void release_cached();
 
   // Whether the address is one of its range, used or not.
@@ -98,39 +102,44 @@ class DeviceAllocator {
     std::size_t rounded;
     bool is_small;
   };
+  using Events = std::vector<std::shared_ptr<const Event>>;
   // Freed, but a recorded stream still uses it.
   struct Deferred {
-    std::byte* address;
-    std::vector<std::unique_ptr<Event>> events;
+    Events events;
+    StreamEpochs::Epoch epoch = 0;  // of a stream on which no event could be recorded
 
-    [[nodiscard]] bool done() const;
+    [[nodiscard]] bool done(StreamEpochs& epochs) const;
   };
 
   [[nodiscard]] std::size_t slot(const std::byte* address) const;
   [[nodiscard]] std::size_t blocks_for(std::size_t bytes) const;
+  // Of what lies there, freed and deferred or not; throws Error where nothing begins.
+  [[nodiscard]] Size size_at(const std::byte* address) const;
+  // Of a live allocation; throws Error where none begins.
   [[nodiscard]] Size size_of(const std::byte* address) const;
   [[nodiscard]] StreamPool& pool_of(StreamId stream);
   [[nodiscard]] std::byte* try_allocate(std::size_t bytes, StreamId stream);
   [[nodiscard]] std::byte* take_segment(std::size_t bytes, StreamId stream, StreamPool* pool);
   [[nodiscard]] std::unique_ptr<Alias> find_alias(std::size_t blocks, StreamId stream);
+  [[nodiscard]] std::shared_ptr<const Event> try_record(StreamId stream) noexcept;
+  [[nodiscard]] Deferred deferred_behind(std::span<const StreamId> streams);
   void return_segment(std::byte* address);
   void release(std::byte* address);
   void release_done();
   void trim_pools(const StreamPool* except);
-  void wait_for_streams();
-  void wait_for_everything() const;
-  [[nodiscard]] bool is_deferred(const std::byte* address) const;
+  [[nodiscard]] Events pending(StreamId stream);
   [[nodiscard]] std::string describe_locked() const;
 
   mutable std::mutex mutex_;
   Streams* streams_;
   std::shared_ptr<const ChunkMemory> memory_;
+  StreamEpochs epochs_;
   ChunkBudget budget_;
-  std::set<StreamId> used_on_;  // every stream that memory was asked for on
   AliasCache aliases_;
+  bool lacks_addresses_ = false;  // until idle aliases that may be in use are unmapped
   std::unordered_map<std::size_t, Segment> segments_;  // by the slot of 2 MiB in which they begin
   std::unordered_map<const std::byte*, std::vector<StreamId>> recorded_;
-  std::deque<Deferred> deferred_;
+  std::unordered_map<std::byte*, Deferred> deferred_;
   AllocatorStats stats_;
   std::unordered_map<StreamId, std::unique_ptr<StreamPool>> pools_;  // last: returns its segments
 };

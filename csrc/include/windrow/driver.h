@@ -21,6 +21,10 @@ struct DeviceFacts {
   std::vector<int> compute_units;     // cores on the host, SMs on a GPU; ids, ascending
   std::int64_t unit_granularity = 1;  // a partition takes a multiple of this many
   std::int64_t memory_bytes = 0;      // in all, whoever uses it
+  int version = 0;                    // of CUDA's driver, 13000 for 13.0; 0 on the host
+  // Whether this process and others run on the device at the same time: a GPU's context is shared
+  // by MPS. A process that could not connect to the daemon runs on without it.
+  bool is_mps_client = false;
 };
 
 // Who can read an address: every processor, or the device of that number only.
@@ -72,7 +76,7 @@ class Reservation {
   [[nodiscard]] virtual MemorySpace space() const { return {}; }
 };
 
-// A point in a stream of copies. One thread at a time.
+// A point in a stream of work. Any thread.
 class Event {
  public:
   virtual ~Event() = default;

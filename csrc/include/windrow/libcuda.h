@@ -25,6 +25,9 @@ class Libcuda {
   [[nodiscard]] const cuda::CoreCalls& calls() const { return core_; }
   // Throws DriverUnavailable where the driver lacks green contexts.
   [[nodiscard]] const cuda::GreenCalls& green() const;
+  [[nodiscard]] bool has_green() const { return lacks_green_.empty(); }
+  // cuCtxRecordEvent; nullptr where the driver lacks it.
+  [[nodiscard]] auto record_context() const { return context_.cuCtxRecordEvent; }
 
   // Throws Error "what: CUDA_ERROR_NAME (description)" unless the result is success.
   void check(cuda::Result result, const std::string& what) const;
@@ -34,6 +37,7 @@ class Libcuda {
 
  private:
   explicit Libcuda(std::string name);
+  void read_version();
   void* resolve(const char* call) const;
   void resolve_all();
 
@@ -42,9 +46,13 @@ class Libcuda {
   int version_ = 0;
   cuda::CoreCalls core_;
   cuda::GreenCalls green_;
+  cuda::ContextCalls context_;
   std::string lacks_green_;  // first call that is missing
 };
 
 inline constexpr const char* kLibcuda = "libcuda.so.1";
+
+// "CUDA 13.0" for 13000.
+[[nodiscard]] std::string cuda_version_text(int version);
 
 }  // namespace windrow

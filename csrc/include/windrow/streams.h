@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <vector>
 
 #include "windrow/driver.h"
 
@@ -18,6 +20,9 @@ class Streams {
   virtual ~Streams() = default;
   // Done when everything that was launched on `stream` before this call has ended.
   [[nodiscard]] virtual std::unique_ptr<Event> record(StreamId stream) = 0;
+  // Done when everything that was launched before this call has ended, on any stream of the device.
+  // A device that cannot tell looks at the streams of `known` only.
+  [[nodiscard]] virtual std::unique_ptr<Event> record_all(std::span<const StreamId> known);
 };
 
 // Of the host driver: work is over when the call that does it returns, so every event is done.

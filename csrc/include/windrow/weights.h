@@ -10,7 +10,8 @@ namespace windrow {
 
 // Frozen weights that several processes read: written by their maker, then sealed; after that
 // nobody, the maker included, can write through any mapping, old or new. A stray write kills the
-// process that makes it. One thread at a time.
+// process that makes it. On a GPU whose driver takes no access away the maker's own mapping stays
+// writable, with a line on stderr. One thread at a time.
 class SharedWeights {
  public:
   SharedWeights(Driver& driver, std::int64_t bytes);

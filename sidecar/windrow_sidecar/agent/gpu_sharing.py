@@ -1,7 +1,8 @@
 """How decode and workers of this pod share its GPU: decided at the start, watched to the end.
 
-Where the GPU has shares of SMs, a private MPS daemon is started before anybody uses it; what makes
-a process its client stands in a file of the run directory, for the engine and for our workers. A
+Where the GPU has shares of SMs, a private MPS daemon is started before anybody uses it, and a
+process is tried as its client. What makes a process its client stands in a file of the run
+directory, for the engine and for our workers; an engine that finds itself no client says so. A
 daemon that ends is not started again: decode would not become a client of the new one, so from then
 on workers run in the gaps that decode signals.
 """
@@ -13,7 +14,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
 from windrow.errors import Transient, UserError
@@ -27,13 +28,17 @@ _log = logging.getLogger(__name__)
 WATCH_EVERY_S = 1.0
 SWITCHED_OFF = "it is switched off (--mps off)"
 
-Look = Callable[[], Awaitable[Survey]]
+Look = Callable[[Mapping[str, str]], Awaitable[Survey]]
 
 
-async def look_at_gpu() -> Survey:
-    """Ask in a process of its own, which leaves no context on the GPU."""
+async def look_at_gpu(environment: Mapping[str, str]) -> Survey:
+    """Ask in a process of its own, which leaves no context on the GPU.
+
+    `environment`: what that process has besides this one's.
+    """
     asked = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "windrow_sidecar.compute.survey"),
+        env={**os.environ, **environment},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -50,7 +55,7 @@ class GpuSharing:
     Args:
         run_dir: of the pod.
         daemon: to start; None: MPS is switched off.
-        look: what the GPU offers.
+        look: what the GPU offers to a process with such an environment.
         changed: called when the sharing is another than before.
         every_s: between two looks at the daemon.
     """
@@ -73,7 +78,7 @@ class GpuSharing:
     async def start(self) -> None:
         """Decide, and start the daemon where it is wanted; whatever is missing is a reason."""
         self._forget_environment()
-        found = await self._look()
+        found = await self._look({})
         if not found.gpu:
             _log.info("no GPU to share: %s", found.why)
             return
@@ -87,17 +92,21 @@ class GpuSharing:
         self._closing.set()
         if self._watch is not None:
             await self._watch
-        if self._daemon is None or not self._daemon.alive():
+        if self._daemon is not None and self._daemon.alive():
+            await self._stop_unless_used(self._daemon)
+
+    def engine_shares(self, mode: str, reason: str) -> None:
+        """Follow an engine that shares in time: shares that only workers have are worth nothing.
+
+        Args:
+            mode: the engine's; "" where it does not say.
+            reason: in words.
+        """
+        if mode != "temporal" or self.sharing is None or self.sharing.mode == mode:
             return
-        try:
-            clients = await asyncio.to_thread(self._daemon.clients)
-        except Transient:
-            clients = {}
-        if any(clients.values()):
-            _log.warning("the MPS daemon stays for its clients %s", clients)
-            return
-        self._forget_environment()
-        await asyncio.to_thread(self._daemon.stop)
+        self._forget_environment()  # a worker that is no client shares in time, too
+        self._settle(Sharing("temporal", f"decode shares it so: {reason}"))
+        self._changed()
 
     async def _start(self, daemon: MpsDaemon) -> str:
         """Return why there is no daemon now; "": there is."""
@@ -105,12 +114,28 @@ class GpuSharing:
             await asyncio.to_thread(daemon.start)
         except (UserError, Transient) as error:
             return str(error)
+        tried = await self._look(daemon.environment)
+        if not tried.is_mps_client:
+            await self._stop_unless_used(daemon)
+            why = tried.why or "the driver ran it without MPS; see mps/log"
+            return f"a process that was to be a client of the daemon was none: {why}"
         file = self._run_dir.mps_environment
         draft = file.with_suffix(".tmp")
         draft.write_text(json.dumps(daemon.environment), encoding="utf-8")
         os.replace(draft, file)
         self._watch = asyncio.create_task(self._watch_over(daemon))
         return ""
+
+    async def _stop_unless_used(self, daemon: MpsDaemon) -> None:
+        try:
+            clients = await asyncio.to_thread(daemon.clients)
+        except Transient:
+            clients = {}
+        if any(clients.values()):
+            _log.warning("the MPS daemon stays for its clients %s", clients)
+            return
+        self._forget_environment()
+        await asyncio.to_thread(daemon.stop)
 
     async def _watch_over(self, daemon: MpsDaemon) -> None:
         while daemon.alive():

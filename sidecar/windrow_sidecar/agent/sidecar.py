@@ -87,6 +87,7 @@ class Sidecar:
                 self._outbox,
                 on_facts=self._link.facts_changed,
                 sharing=lambda: self._sharing.sharing,
+                engine_shares=self._sharing.engine_shares,
             )
             slot.set_policy(self._policy)
         return slot

@@ -34,10 +34,11 @@ class Slot:
         *,
         on_facts: Callable[[], None],
         sharing: Callable[[], Sharing | None] = lambda: None,
+        engine_shares: Callable[[str, str], None] = lambda _mode, _reason: None,
     ) -> None:
         self.index = index
         self._settings, self._on_facts = settings, on_facts
-        self._sharing = sharing
+        self._sharing, self._engine_shares = sharing, engine_shares
         self.engine_state = "starting"
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
@@ -75,6 +76,7 @@ class Slot:
         if self.hello != hello:
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units)
+            self._engine_shares(hello.sharing, hello.sharing_reason)
             self._on_facts()
         channel.send(agent_pb2.EngineCommand(policy=self._policy))
         self._tell_who_lives()

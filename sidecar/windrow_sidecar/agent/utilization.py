@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+_log = logging.getLogger(__name__)
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -28,8 +31,29 @@ class Meter(Protocol):
 
 
 def make_meter(driver: str, units: int) -> Meter:
-    """For the driver that the engine runs on."""
-    return GpuMeter() if driver == "cuda" else CpuMeter(units)
+    """For the driver that the engine runs on; of a GPU without NVML nothing is known."""
+    if driver != "cuda":
+        return CpuMeter(units)
+    import pynvml
+
+    try:
+        return GpuMeter()
+    except pynvml.NVMLError as error:
+        _log.warning(
+            "the GPU's utilisation is not known: %s (a container needs the driver capability "
+            "`utility` for NVML)",
+            error,
+        )
+        return Unmetered()
+
+
+class Unmetered:
+    """A device that nothing can be asked about."""
+
+    def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
+        """Nothing."""
+        del engine_pid, worker_pid
+        return Utilization()
 
 
 class CpuMeter:
@@ -89,8 +113,14 @@ class GpuMeter:
             rows = self._nvml.nvmlDeviceGetProcessUtilization(self._device, self._since_us)
         except self._nvml.NVMLError:
             # No sample in the interval, or a driver that hides processes from containers.
-            total = self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu / 100
-            return Utilization(decode=total)
+            return Utilization(decode=self._total())
         self._since_us = max((row.timeStamp for row in rows), default=self._since_us)
         by_pid = {row.pid: row.smUtil / 100 for row in rows}
         return Utilization(by_pid.get(engine_pid, 0.0), by_pid.get(worker_pid, 0.0))
+
+    def _total(self) -> float:
+        """Of the whole device; 0 where it has no such counter (a MIG slice)."""
+        try:
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu) / 100
+        except self._nvml.NVMLError:
+            return 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,6 +55,11 @@ class HostDevice:
     def free_bytes(self) -> int:
         """Memory of this machine that may still be taken."""
         return available_bytes()
+
+    def peak_bytes(self) -> int:
+        """The largest resident set of this process."""
+        # Kibibytes on Linux.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def release_caches(self) -> None:
         """Freed memory that the C library keeps for its next allocations."""

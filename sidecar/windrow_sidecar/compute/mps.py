@@ -22,6 +22,9 @@ from pathlib import Path
 from windrow.errors import Transient, UserError
 
 CONTROL = "nvidia-cuda-mps-control"
+# Not for the daemon. It would renumber the devices that it leaves to its clients, who then look in
+# vain for the numbers that their own variable names. And shares of SMs want the whole of them.
+_CLIENTS_OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
 # The daemon answers from memory; so long only when the machine is at its limits.
 ANSWERS_WITHIN = timedelta(seconds=10)
 _ASK_AGAIN_S = 0.05
@@ -33,7 +36,8 @@ class MpsDaemon:
     Args:
         folder: for its pipes and logs; made when it is not there, readable by this user only.
         control: the executable, by name or path.
-        environ: what it runs with besides its folders.
+        environ: what it runs with besides its folders, but for what chooses among devices and SMs:
+            that is for each client.
         sleep: waits between two questions while it starts.
     """
 
@@ -46,7 +50,7 @@ class MpsDaemon:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder, self._control, self._sleep = folder, control, sleep
-        self._environ = dict(environ)
+        self._environ = {name: value for name, value in environ.items() if name not in _CLIENTS_OWN}
         self._process: subprocess.Popen[bytes] | None = None
         self._taken_over = False
 

@@ -25,6 +25,7 @@ class Survey:
     Attributes:
         green_missing, mps_missing: as in `mode.Ground`; MPS counts as there where its program is.
         mode, reason: what `choose_sharing` makes of it.
+        is_mps_client: whether the process that looked was a client of an MPS daemon.
     """
 
     gpu: str = ""
@@ -34,6 +35,7 @@ class Survey:
     mps_missing: str = ""
     mode: str = ""
     reason: str = ""
+    is_mps_client: bool = False
 
 
 def survey(driver: str = "cuda", path: str | None = None) -> Survey:
@@ -51,7 +53,15 @@ def survey(driver: str = "cuda", path: str | None = None) -> Survey:
     found = shutil.which(CONTROL, path=path)
     mps = "" if found else f"{CONTROL} is not on PATH"
     chosen = choose_sharing(Ground(green, mps))
-    return Survey(facts["name"], "", facts["units"], green, mps, chosen.mode, chosen.reason)
+    return Survey(
+        gpu=facts["name"],
+        units=facts["units"],
+        green_missing=green,
+        mps_missing=mps,
+        mode=chosen.mode,
+        reason=chosen.reason,
+        is_mps_client=facts["is_mps_client"],
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.ground import look
 from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.compute.mode import choose_sharing
+from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.engines.builtin.settings import EngineSettings
@@ -46,6 +46,7 @@ class EngineDevice:
         finetune_levels: the worker's shares, ascending; the whole device is none of them.
         label: what a latency profile calls it.
         background_threads: threads that start inside stay out of decode's way.
+        sharing: how a GPU is shared with a worker, and why so; None on the host.
     """
 
     driver: str
@@ -57,6 +58,7 @@ class EngineDevice:
     finetune_levels: tuple[int, ...]
     label: str
     background_threads: Callable[[], AbstractContextManager[None]]
+    sharing: Sharing | None = None
 
     @property
     def units(self) -> int:
@@ -73,7 +75,7 @@ def open_device(settings: EngineSettings, threads: Threads) -> EngineDevice:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     if settings.device == "cpu":
         return _host(settings, threads, dtype)
-    return _gpu(settings.device, dtype)
+    return open_gpu(settings.device, dtype)
 
 
 def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> None:
@@ -119,8 +121,12 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
     )
 
 
-def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
-    """Decode runs on every SM; only the worker's share is capped (`decode_partition: none`)."""
+def open_gpu(name: str, dtype: torch.dtype) -> EngineDevice:
+    """Return a GPU on whose every SM decode runs; only the worker's share is capped.
+
+    Raises:
+        UserError: it is not there.
+    """
     device = find_device(name)
     try:
         facts = _core.driver(name).facts
@@ -136,7 +142,7 @@ def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
         levels = CudaPartition("finetune", name).levels()[:-1]
         splits = overlapping_levels(units, levels)
     else:  # the worker knows no share but the whole GPU, and would refuse any other
-        _log.info("a worker gets the GPU only while decode idles: %s", sharing.reason)
+        _log.warning("a worker gets the GPU only while decode idles: %s", sharing.reason)
     return EngineDevice(
         driver=name,
         torch_device=device.torch,
@@ -147,4 +153,5 @@ def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
         finetune_levels=levels,
         label=f"gpu:{facts['name'].replace(' ', '-')}",
         background_threads=nullcontext,
+        sharing=sharing,
     )

@@ -106,6 +106,8 @@ def _hello(
         endpoint=f"http://{settings.host}:{settings.port}",
         arena_socket=str(run_dir.arena_socket()),
         weights_manifest=str(run_dir.weights_manifest()),
+        sharing=device.sharing.mode if device.sharing else "",
+        sharing_reason=device.sharing.reason if device.sharing else "",
     )
 
 

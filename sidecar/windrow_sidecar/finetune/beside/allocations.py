@@ -160,8 +160,8 @@ class AllocatedMemory:
 
     def _leave(self) -> None:
         """Empty the chunks that drain, with as little moved as will do."""
-        # A tensor may be used on another stream than that which it came from, of which only the
-        # latter is asked before a chunk goes back; so nothing may run at all.
+        # The allocator keeps a chunk until whatever may use it has ended, on every stream. With
+        # nothing queued its answer is final, and no more is moved than has to be.
         self._device.mark().wait()
         self._budget.settle()
         residents = self._job.residents if self._job else None
