@@ -10,6 +10,7 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
@@ -73,7 +74,9 @@ class Started:
         job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
         stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
         self.standing = standing
-        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, Split((), ()))
+        session = Session(
+            *(job, self.tiny.model, stream, 16, False, Origin(), None, HostDevice(), Split((), ()))
+        )
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing, forgets=forgets)
         memory = OwnMemory(stream, self.home)
