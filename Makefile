@@ -12,16 +12,24 @@ unexport PYTHONDONTWRITEBYTECODE
 UV = $(shell command -v uv 2>/dev/null || echo $(abspath $(VENV))/bin/uv)
 ARGS ?=
 
+# SGLang has an environment of its own: what it pins is not what the rest is tested with.
+SGLANG_VENV ?= .venv-sglang
+SGLANG_PY := $(SGLANG_VENV)/bin/python
+SGLANG_PINS := -c tools/sglang/constraints.txt
+
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+
+PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo test soak lint bench proto figures constraints clean
+.PHONY: help setup demo sglang test test-sglang soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make lint | bench | proto | figures | clean"
 
@@ -46,6 +54,22 @@ setup: $(VENV)/.native
 demo: setup
 	$(VENV)/bin/windrow demo $(ARGS)
 
+$(SGLANG_VENV)/.dependencies: $(VENV)/.dependencies tools/sglang/requirements.txt tools/sglang/constraints.txt
+	$(UV) venv --quiet --allow-existing --python $(PY) $(SGLANG_VENV)
+	$(UV) pip install --compile-bytecode --python $(SGLANG_PY) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) $(SGLANG_PINS) -r tools/sglang/requirements.txt -r pyproject.toml --extra sidecar
+	$(UV) pip install --compile-bytecode --python $(SGLANG_PY) $(SGLANG_PINS) --no-deps sglang
+	echo "$(abspath tools/sglang)" > $$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/windrow_sgl_kernel.pth
+	@touch $@
+
+# As users have it: a wheel, whose entry point SGLang finds. Nothing native is compiled again.
+$(SGLANG_VENV)/.windrow: $(VENV)/.native $(SGLANG_VENV)/.dependencies $(PACKAGES)
+	rm -rf build/sglang-wheel
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir build/sglang-wheel .
+	$(UV) pip install --quiet --compile-bytecode --python $(SGLANG_PY) --no-deps --reinstall build/sglang-wheel/*.whl
+	@touch $@
+
+sglang: $(SGLANG_VENV)/.windrow
+
 # Beside the environment, not in it: peft imports it wherever it is, a quarter of a worker's start.
 $(VENV)/.quantized: $(VENV)/.dependencies constraints.txt
 	$(UV) pip install --python $(PY) --target $(VENV)/quantized --no-deps -c constraints.txt bitsandbytes
@@ -64,13 +88,16 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 # Side by side what can be; then what has the machine alone; then what needs a library of its own.
 test: setup $(VENV)/.quantized $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest -m "not alone and not quantized" --numprocesses auto --maxprocesses 4 \
+	$(PY) -m pytest -m "not alone and not quantized and not sglang" --numprocesses auto --maxprocesses 4 \
 	  --dist loadfile --no-loadscope-reorder
-	$(PY) -m pytest -m alone
+	$(PY) -m pytest -m "alone and not sglang"
 	PYTHONPATH=$(abspath $(VENV)/quantized) $(PY) -m pytest -m quantized tests/contract
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+test-sglang: sglang
+	$(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)
 
 soak: setup
 	@mkdir -p $(SANITIZED)
@@ -124,4 +151,4 @@ constraints:
 	$(UV) pip compile pyproject.toml --extra dev --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
-	rm -rf build dist $(VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -145,15 +145,15 @@ def loop_here(job_file: Path, steps: int, device: str) -> Ran:
     from windrow.eventlog import EventLog
     from windrow_sidecar.finetune.alone.baseline import PlainLoop
     from windrow_sidecar.finetune.job import read_job
-    from windrow_sidecar.finetune.training.scalars import memory_bytes
 
     log = EventLog(job_file.parent / "events.jsonl", source="peft")
-    loop = PlainLoop(read_job(job_file), log, 1, find_device(device))
+    on = find_device(device)
+    loop = PlainLoop(read_job(job_file), log, 1, on)
     losses, memory = [0.0] * steps, []
     for number in range(steps):
         losses[number] = loop.step().loss
         if (number + 1) % EVERY == 0:
-            held = resident_mib() if device == "cpu" else memory_bytes() / 2**20
+            held = resident_mib() if device == "cpu" else on.peak_bytes() / 2**20
             memory.append((number + 1, held))
     return Ran(losses, memory)
 

@@ -1,7 +1,12 @@
-"""What tests of more than one folder share: a real API server, and a namespace of one's own."""
+"""What tests of more than one folder share: a real API server, a stand-in for libcuda."""
 
+import fcntl
 import os
+import shutil
+import subprocess
+import sys
 import uuid
+from pathlib import Path
 
 # Triton's kernels run on the host then; it reads this when it is first imported, and transformers
 # may do so. tests/gpu takes it away again in processes of its own.
@@ -15,7 +20,10 @@ from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.progress import LineProgress
 
+ROOT = Path(__file__).parents[1]
 TOOLS = pytest.StashKey()
+# What the environment brings along, cmake and ninja among them.
+PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Minutes of compiling: begun last, it would leave the other processes without work at the end.
 BEGUN_FIRST = "test_native_cpp.py"
 
@@ -62,6 +70,38 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def standin() -> Path:
+    """The library that stands in for libcuda, built from tests/libcuda_standin."""
+    if shutil.which("cmake", path=PROGRAMS) is None:
+        pytest.skip("no cmake: make setup brings it")
+    # Kept between runs, so that only what changed is compiled again.
+    build = ROOT / "build" / "libcuda_standin"
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / "lock").open("w") as lock:  # tests run in several processes
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        build_standin(build)
+    return build / "tests" / "libcuda_standin" / "libcuda.so.1"
+
+
+def build_standin(build: Path) -> None:
+    options = ["-DWINDROW_PYTHON=OFF", "-DWINDROW_CUDA_STANDIN=ON", "-DCMAKE_BUILD_TYPE=Debug"]
+    generator = ["-G", "Ninja"] if shutil.which("ninja", path=PROGRAMS) else []
+    for command in (
+        ["cmake", *generator, *options, "-S", str(ROOT), "-B", str(build)],
+        ["cmake", "--build", str(build), "--target", "cuda_standin", "--parallel", "2"],
+    ):
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PATH": PROGRAMS},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.fixture(scope="session")

@@ -50,6 +50,12 @@ COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
         AGE,
     ],
     "HarvestSlot": [
+        (
+            "Ready",
+            "string",
+            '.status.conditions[?(@.type=="Ready")].status',
+            "Whether it can take a job.",
+        ),
         ("Node", "string", ".spec.nodeName", ""),
         ("Model", "string", ".spec.model", ""),
         ("Objective", "string", ".status.objective", "Time per output token to keep."),

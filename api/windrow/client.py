@@ -3,7 +3,7 @@
 from windrow.client import WindrowClient
 
 client = WindrowClient()
-job = client.submit(Path("examples/finetunejob.yaml"))
+job = client.submit("examples/finetunejob.yaml")
 done = client.wait(job.name, namespace=job.namespace)
 print(done.state, done.adapter_path)
 """
@@ -11,6 +11,8 @@ print(done.state, done.adapter_path)
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,11 +21,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import urllib3
+import urllib3.exceptions
 import yaml
 from kubernetes import client as k8s
 from kubernetes import config as k8s_config
 
+from windrow.conditions import Reason
 from windrow.crd import (
     API_VERSION,
     FINETUNE_JOB,
@@ -38,6 +41,7 @@ from windrow.crd import (
     parse_policy_spec,
     parse_profile_spec,
 )
+from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.views import EventView, JobView, SlotView
 
@@ -47,19 +51,16 @@ _POLL_S = 0.5
 _TIMEOUT_S = 15
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+# A path, as `open` takes it.
+Filename = str | os.PathLike[str]
+# An object of Kubernetes, or the file that holds it.
+Manifest = Mapping[str, Any] | Filename
+
+
+def read_manifest(path: Filename) -> dict[str, Any]:
     """Read one YAML document; raise UserError when it is none."""
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
-        raise UserError(
-            f"cannot be read: {e}", field=str(path), remedy="Give a readable YAML file."
-        ) from e
-    if not isinstance(found, dict):
-        raise UserError(
-            "is not one YAML object", field=str(path), remedy="See examples/finetunejob.yaml."
-        )
-    return found
+    path = Path(path).expanduser()
+    return read_document(path, "Give one readable manifest; see examples/finetunejob.yaml.")
 
 
 class WindrowClient:
@@ -73,7 +74,9 @@ class WindrowClient:
         api: a ready client, instead.
     """
 
-    def __init__(self, kubeconfig: Path | None = None, *, api: k8s.ApiClient | None = None) -> None:
+    def __init__(
+        self, kubeconfig: Filename | None = None, *, api: k8s.ApiClient | None = None
+    ) -> None:
         self._api = api if api is not None else _load(kubeconfig)
         self._custom = k8s.CustomObjectsApi(self._api)
         self._core = k8s.CoreV1Api(self._api)
@@ -91,9 +94,9 @@ class WindrowClient:
 
     # Jobs
 
-    def submit(self, manifest: Mapping[str, Any] | Path, *, namespace: str = "") -> JobView:
+    def submit(self, manifest: Manifest, *, namespace: str = "") -> JobView:
         """Create a FinetuneJob from a manifest or a file; `namespace` overrules the manifest's."""
-        body = dict(read_manifest(manifest) if isinstance(manifest, Path) else manifest)
+        body = _body_of(manifest)
         check_head(body, FINETUNE_JOB)
         parse_job_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
@@ -118,15 +121,26 @@ class WindrowClient:
         name: str,
         *,
         namespace: str = DEFAULT_NAMESPACE,
-        within: timedelta | None = None,
+        within: timedelta | float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> JobView:
         """Return the job once it has succeeded or failed.
 
-        `on_change` sees each new state of it. Raises TimeoutError after `within`; what is Transient
-        is waited out.
+        What is Transient is waited out.
+
+        Args:
+            name: of the job.
+            namespace: of the job.
+            within: how long to wait at most, as a timedelta or in seconds; None: for ever.
+            on_change: sees each new state of the job.
+
+        Raises:
+            TimeoutError: it had not ended `within` that time.
+            UserError: there is no such job, or it will not end by itself: it is suspended, or its
+                spec is not valid.
         """
-        deadline = None if within is None else time.monotonic() + within.total_seconds()
+        limit_s = None if within is None else _seconds(within)
+        deadline = None if limit_s is None else time.monotonic() + limit_s
         seen: JobView | None = None
         while True:
             job = seen
@@ -137,9 +151,11 @@ class WindrowClient:
             seen = job
             if job is not None and job.finished:
                 return job
+            if job is not None:
+                _check_ends(job)
             if deadline is not None and time.monotonic() >= deadline:
                 state = "unknown" if job is None else job.state
-                raise TimeoutError(f"FinetuneJob {namespace}/{name} is {state} after {within}")
+                raise TimeoutError(f"FinetuneJob {namespace}/{name} is {state} after {limit_s:g} s")
             time.sleep(_POLL_S)
 
     def suspend(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> JobView:
@@ -152,7 +168,7 @@ class WindrowClient:
 
     def delete(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
         """Delete a job; a running one checkpoints first. Returns before it is gone."""
-        with _answers(f"FinetuneJob {namespace}/{name}"):
+        with self._about(f"FinetuneJob {namespace}/{name}", namespace):
             self._custom.delete_namespaced_custom_object(
                 GROUP, VERSION, namespace, FINETUNE_JOB.plural, name, _request_timeout=_TIMEOUT_S
             )
@@ -190,9 +206,9 @@ class WindrowClient:
 
     # Policies, slots, profiles
 
-    def apply_policy(self, manifest: Mapping[str, Any] | Path, *, namespace: str = "") -> None:
+    def apply_policy(self, manifest: Manifest, *, namespace: str = "") -> None:
         """Create or replace a HarvestPolicy."""
-        body = dict(read_manifest(manifest) if isinstance(manifest, Path) else manifest)
+        body = _body_of(manifest)
         check_head(body, HARVEST_POLICY)
         parse_policy_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
@@ -229,15 +245,37 @@ class WindrowClient:
             found = self._core.list_namespaced_event(
                 namespace, field_selector=selector, _request_timeout=_TIMEOUT_S
             )
+        if not found.items:
+            self._require_namespace(namespace)
         events = [_event(e) for e in found.items if e.involved_object.api_version == API_VERSION]
         return sorted(events, key=lambda event: event.at)
 
     def _get(self, kind: Kind, name: str, namespace: str) -> dict[str, Any]:
-        with _answers(f"{kind.kind} {namespace}/{name}"):
+        with self._about(f"{kind.kind} {namespace}/{name}", namespace):
             found: dict[str, Any] = self._custom.get_namespaced_custom_object(
                 GROUP, VERSION, namespace, kind.plural, name, _request_timeout=_TIMEOUT_S
             )
         return found
+
+    @contextmanager
+    def _about(self, what: str, namespace: str) -> Iterator[None]:
+        """As `_answers`; where nothing is found, say so of the namespace if that is not there."""
+        try:
+            with _answers(what):
+                yield
+        except NotFound:
+            self._require_namespace(namespace)
+            raise
+
+    def _require_namespace(self, namespace: str) -> None:
+        """Raise UserError if there is no such namespace; who may not ask is not told."""
+        try:
+            self._core.read_namespace(namespace, _request_timeout=_TIMEOUT_S)
+        except k8s.ApiException as e:
+            if e.status == 404:
+                raise _no_namespace(namespace) from e
+        except (urllib3.exceptions.HTTPError, OSError):
+            return  # what was asked first has been answered
 
     def _list(self, kind: Kind, namespace: str | None) -> list[dict[str, Any]]:
         with _answers(f"{kind.plural} of {namespace or 'all namespaces'}"):
@@ -250,10 +288,12 @@ class WindrowClient:
                     GROUP, VERSION, namespace, kind.plural, _request_timeout=_TIMEOUT_S
                 )
         items: list[dict[str, Any]] = found["items"]
+        if namespace is not None and not items:
+            self._require_namespace(namespace)  # the API server lists what is not there as empty
         return items
 
     def _patch_spec(self, name: str, namespace: str, change: dict[str, Any]) -> JobView:
-        with _answers(f"FinetuneJob {namespace}/{name}"):
+        with self._about(f"FinetuneJob {namespace}/{name}", namespace):
             found = self._custom.patch_namespaced_custom_object(
                 GROUP,
                 VERSION,
@@ -265,6 +305,41 @@ class WindrowClient:
                 _request_timeout=_TIMEOUT_S,
             )
         return JobView.of(found)
+
+
+class NotFound(UserError):
+    """There is no such object."""
+
+
+def _body_of(manifest: Manifest) -> dict[str, Any]:
+    if isinstance(manifest, Mapping):
+        return dict(whole_numbers(dict(manifest)))
+    return read_manifest(manifest)
+
+
+def _seconds(within: timedelta | float) -> float:
+    seconds = within.total_seconds() if isinstance(within, timedelta) else within
+    # A bool is an int to Python, and no length of time.
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or math.isnan(seconds):
+        raise UserError(
+            f"{within!r} is no length of time",
+            field="within",
+            remedy="Give seconds, a timedelta, or None to wait for ever.",
+        )
+    return float(seconds)
+
+
+def _check_ends(job: JobView) -> None:
+    """Raise UserError for a job that does not end before somebody changes it."""
+    where = f"FinetuneJob {job.namespace}/{job.name}"
+    if job.state == "Suspended" and job.suspended:
+        raise UserError(
+            "is suspended, so it does not end", field=where, remedy="Resume it, then wait."
+        )
+    if job.state == "Invalid" and job.reason == Reason.INVALID_SPEC:
+        raise UserError(
+            f"is not valid: {job.message}", field=where, remedy="Mend its spec, then wait."
+        )
 
 
 def check_head(body: Mapping[str, Any], kind: Kind) -> None:
@@ -279,14 +354,17 @@ def check_head(body: Mapping[str, Any], kind: Kind) -> None:
         raise UserError("is missing", field="metadata.name", remedy="Give the object a name.")
 
 
-def _load(kubeconfig: Path | None) -> k8s.ApiClient:
-    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
-        configuration = k8s.Configuration()
-        k8s_config.load_incluster_config(client_configuration=configuration)
-        return k8s.ApiClient(configuration)
+def _load(kubeconfig: Filename | None) -> k8s.ApiClient:
+    named = kubeconfig or os.environ.get("KUBECONFIG")
     try:
-        return k8s_config.new_client_from_config(str(kubeconfig) if kubeconfig else None)
-    except k8s_config.ConfigException as e:
+        if not named and "KUBERNETES_SERVICE_HOST" in os.environ:
+            configuration = k8s.Configuration()
+            k8s_config.load_incluster_config(client_configuration=configuration)
+            return k8s.ApiClient(configuration)
+        # Handed over: the library reads KUBECONFIG when it is imported, and never again.
+        path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
+        return k8s_config.new_client_from_config(path or None)
+    except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
         raise UserError(
             f"no cluster to talk to: {e}",
             field="--kubeconfig",
@@ -306,13 +384,20 @@ def _answers(what: str) -> Iterator[None]:
 
 
 def _translated(what: str, e: k8s.ApiException) -> Exception:
-    try:
-        message = yaml.safe_load(e.body)["message"]
-    except (yaml.YAMLError, TypeError, KeyError, AttributeError):
-        message = e.reason
+    status = _status_of(e)
+    message, details = status.get("message", e.reason), status.get("details") or {}
     match e.status:
+        case 404 if not status:
+            # No object of the API: the path itself is unknown.
+            return UserError(
+                "the API server does not know the kinds of windrow.dev",
+                field=what,
+                remedy="Install them: kubectl apply -f crds/.",
+            )
+        case 404 if details.get("kind") == "namespaces":
+            return _no_namespace(details.get("name", ""))
         case 404:
-            return UserError("not found", field=what, remedy="See `windrow get` for what there is.")
+            return NotFound("not found", field=what, remedy="See `windrow get` for what there is.")
         case 409:
             return UserError(
                 "exists already", field=what, remedy="Delete it first or take another name."
@@ -325,6 +410,23 @@ def _translated(what: str, e: k8s.ApiException) -> Exception:
             )
         case _:
             return Transient(f"{what}: HTTP {e.status}: {message}")
+
+
+def _status_of(e: k8s.ApiException) -> dict[str, Any]:
+    """Return the Status object of a refusal; nothing where it is another text."""
+    try:
+        found = json.loads(e.body)
+    except (ValueError, TypeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _no_namespace(name: str) -> UserError:
+    return UserError(
+        f"there is no namespace {name!r}",
+        field="namespace",
+        remedy=f"Name another, or create it: kubectl create namespace {name}.",
+    )
 
 
 def _event(found: Any) -> EventView:  # noqa: ANN401 - the client's models are untyped

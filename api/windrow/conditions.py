@@ -54,6 +54,7 @@ class Reason(StrEnum):
     STARTING = "Starting"
     STOPPING = "Stopping"
     STOPPED = "Stopped"
+    SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
     # Suspended
     SUSPENDED = "Suspended"
@@ -141,6 +142,12 @@ LIFECYCLE: Final = (
     Row(T.RUNNING, "True", R.PAUSED, "Decode has all compute for now; the worker waits."),
     Row(T.RUNNING, "False", R.STARTING, "The slot is assigned, the worker is loading."),
     Row(T.RUNNING, "True", R.STOPPING, "The worker was asked to write a checkpoint and to stop."),
+    Row(
+        T.RUNNING,
+        "Unknown",
+        R.SILENT,
+        "Nothing was heard of the worker for a while; step, rate and ETA are dropped until it is.",
+    ),
     Row(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
     Row(T.RUNNING, "False", R.FINISHED, "The job has ended."),
     Row(T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."),
@@ -171,6 +178,7 @@ SLOT: Final = (
     Row(T.ATTACHED, "False", R.DISCONNECTED, "The sidecar's stream has ended; it dials again."),
     Row(T.READY, "True", R.SERVING, "The slot can take a job."),
     Row(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),
+    Row(T.READY, "False", R.SILENT, "Connected, but no heartbeat comes; its figures are dropped."),
     Row(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
     Row(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
     Row(T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."),
@@ -208,6 +216,7 @@ STATES: Final = (
     "Placed",
     "Running",
     "Stopping",
+    "Silent",
     "Suspended",
     "Succeeded",
     "Failed",
@@ -284,6 +293,8 @@ def state_of(conditions: Iterable[Mapping[str, Any]] | None) -> str:
     running = get_condition(held, T.RUNNING)
     if running is not None and running["status"] == "True":
         return "Stopping" if running["reason"] == R.STOPPING else "Running"
+    if running is not None and running["status"] == "Unknown":
+        return "Silent"
     if is_true(held, T.SUSPENDED):
         return "Suspended"
     return "Placed" if is_true(held, T.PLACED) else "Pending"

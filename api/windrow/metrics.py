@@ -48,8 +48,13 @@ OPERATOR_STALE: Final = Metric(
 )
 OPERATOR_INJECTIONS: Final = Metric(
     "windrow_operator_injections_total",
-    "Pods that got a sidecar, by the rule that matched.",
+    "Pods that were made harvestable, by the rule that matched.",
     ("rule",),
+)
+OPERATOR_NOT_INJECTED: Final = Metric(
+    "windrow_operator_not_injected_total",
+    "Decode pods that were left as they came, or got no sidecar, by the reason.",
+    ("reason",),
 )
 OPERATOR_PASS_SECONDS: Final = Metric(
     "windrow_operator_pass_seconds", "Time of one pass over all jobs."

@@ -20,7 +20,8 @@ class JobView:
     uid: str
     model: str
     state: str  # one of windrow.conditions.STATES
-    message: str  # of the condition that the state comes from
+    reason: str  # of the condition that the state comes from, in CamelCase
+    message: str  # of the same
     finished: bool
     suspended: bool
     step: int
@@ -36,6 +37,12 @@ class JobView:
     base_eval_loss: float | None
     tuned_eval_loss: float | None
 
+    @property
+    def steps_done(self) -> str:
+        """`118/400`, for people; a dash where no step ran or nothing is heard of the worker."""
+        step = str(self.step) if self.step and self.state != "Silent" else "-"
+        return f"{step}/{self.total_steps}" if self.total_steps else step
+
     @classmethod
     def of(cls, found: JsonObject) -> JobView:
         """Read a FinetuneJob as the API server returns it."""
@@ -44,13 +51,15 @@ class JobView:
         progress = status.get("progress") or {}
         evaluation = status.get("evaluation") or {}
         state = state_of(conditions)
+        explained = get_condition(conditions, _EXPLAINED_BY.get(state, state)) or {}
         return cls(
             namespace=meta["namespace"],
             name=meta["name"],
             uid=meta["uid"],
             model=spec["model"]["name"],
             state=state,
-            message=_message(conditions, state),
+            reason=explained.get("reason", ""),
+            message=explained.get("message", ""),
             finished=is_finished(conditions),
             suspended=bool(spec.get("suspend")),
             step=progress.get("step", 0),
@@ -69,12 +78,12 @@ class JobView:
 
 
 # The condition that explains a state, where the two have different names.
-_EXPLAINED_BY = {"Invalid": "Accepted", "Pending": "Placed", "Stopping": "Running"}
-
-
-def _message(conditions: list[dict[str, Any]], state: str) -> str:
-    condition = get_condition(conditions, _EXPLAINED_BY.get(state, state))
-    return str(condition["message"]) if condition else ""
+_EXPLAINED_BY = {
+    "Invalid": "Accepted",
+    "Pending": "Placed",
+    "Stopping": "Running",
+    "Silent": "Running",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,7 @@ class SlotView:
     compute_units: int
     ready: bool
     why: str  # reason and message of the Ready condition
+    reported: bool  # False: nothing has been heard lately, and every figure below is none
     policy: str
     mode: str
     objective_s: float | None
@@ -141,6 +151,7 @@ class SlotView:
             compute_units=spec.get("computeUnits", 0),
             ready=ready is not None and ready["status"] == "True",
             why=f"{ready['reason']}: {ready['message']}" if ready else "no report yet",
+            reported="steps" in status,
             policy=status.get("policy") or "",
             mode=status.get("mode") or "",
             objective_s=status.get("objectiveSeconds"),

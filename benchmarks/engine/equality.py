@@ -11,13 +11,13 @@ from windrow_sidecar.finetune.plan.orders import layer_major, token_major
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model
 from windrow_sidecar.testing.equality import (
     Cut,
-    apart,
     our_gradients,
     pefts_gradients,
     small_rows,
     small_spec,
     tuned_model,
 )
+from windrow_sidecar.testing.rounding import apart
 
 __all__ = ["ARCHITECTURES", "equality"]
 

@@ -174,6 +174,8 @@ class App:
         settings = self._settings
         authority = await pki.load_authority(self._kube, settings.namespace, utc_now())
         hosts = [settings.advertise_address, *_LOOPBACK]
+        if settings.webhook_service:
+            hosts.append(f"{settings.webhook_service}.{settings.namespace}.svc")
         server = pki.make_server(authority, hosts, utc_now())
         attach = await self._bind(
             "attach",
@@ -186,16 +188,24 @@ class App:
             operator_ca=authority.certificate.decode(),
             image=settings.sidecar_image,
             metrics_port=settings.sidecar_metrics_port,
+            cpu=settings.sidecar_cpu,
+            memory=settings.sidecar_memory,
         )
-        hook = webhook.Webhook(self.world, lambda: template, self.metrics)
+        hook = webhook.Webhook(
+            self.world, self._kube, lambda: template, self.metrics, settings.prepulled
+        )
         context = pki.server_context(server)
         webhook_port = await self._bind(
             "webhook",
             settings.webhook_port,
             lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
         )
-        url = f"https://{settings.advertise_address}:{webhook_port}{webhook.PATH}"
-        await webhook.register(self._kube, url, authority.certificate, settings.namespace)
+        client = _webhook_client(settings, webhook_port)
+        registration = webhook.Registration(
+            self._kube, client, authority.certificate, settings.namespace
+        )
+        await registration.keep({policy.namespace for policy in self.world.policies.values()})
+        self.driver.prepare_pods(registration, template)
         metrics_port = await self._bind(
             "metrics",
             settings.metrics_port,
@@ -263,6 +273,14 @@ class App:
                 log.warning("the profile of %s could not be stored yet: %s", pod, error)
                 await asyncio.sleep(_STORE_AGAIN_S)
                 self._profiles.put_nowait((pod, report))
+
+
+def _webhook_client(settings: Settings, port: int) -> dict[str, Any]:
+    """Return how the API server reaches the webhook: it resolves no names of the cluster itself."""
+    if settings.webhook_service:
+        service = {"name": settings.webhook_service, "namespace": settings.namespace}
+        return {"service": {**service, "path": webhook.PATH, "port": 443}}
+    return {"url": f"https://{settings.advertise_address}:{port}{webhook.PATH}"}
 
 
 async def _serve_http(

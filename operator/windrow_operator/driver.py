@@ -16,15 +16,17 @@ from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import policies
+from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
 from windrow_operator.events import Recorder
+from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Slot
-from windrow_operator.reconcile import Actions, Command, Patience, reconcile
+from windrow_operator.model import Base, Holder, Job, Pod, Slot
+from windrow_operator.reconcile import Actions, Command, Event, Patience, reconcile
 from windrow_operator.status import is_urgent
-from windrow_operator.world import World
+from windrow_operator.webhook import Registration
+from windrow_operator.world import World, is_waiting
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
 PROGRESS_INTERVAL = timedelta(seconds=2)
 USAGE_INTERVAL = timedelta(seconds=10)
+# A pod that could not get a sidecar is asked about again after this time.
+_REFUSED_AGAIN = timedelta(minutes=5)
 
 
 @dataclass
@@ -73,6 +77,10 @@ class Driver:
         self._world, self._kube, self._recorder, self._metrics = world, kube, recorder, metrics
         self._patience, self._clock = patience, clock
         self._attach: AttachServer | None = None
+        self._registration: Registration | None = None
+        self._template: SidecarTemplate | None = None
+        self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
+        self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
         self._alarm = _Alarm()
         self._progress_written: dict[str, datetime] = {}  # by job UID
         self._usage_written: dict[str, datetime] = {}  # by policy key
@@ -81,6 +89,10 @@ class Driver:
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
         self._attach = attach
+
+    def prepare_pods(self, registration: Registration, template: SidecarTemplate) -> None:
+        """Say how pods are registered for, and what a sidecar is made of."""
+        self._registration, self._template = registration, template
 
     def wake(self) -> None:
         """Look at everything soon: something happened."""
@@ -106,10 +118,12 @@ class Driver:
         slots = self._world.slot_views(now)
         for job in self._world.job_views():
             await self._step(job, slots)
+        await self._attach_sidecars(now)
+        await self._register()
         await self._write_policies(now)
         for gone in self._world.forget_unused_slots():
             self._metrics.forget_slot(gone)
-        self._show_slots(slots)
+        self._show_slots(slots, now)
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -134,10 +148,12 @@ class Driver:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
+        # The version that was decided on: where it is no longer the newest, the server refuses.
+        body = dict(job.body)
         if actions.finalizer is True:
-            await self._set_finalizer(job, present=True)
+            body = await self._set_finalizer(job, body, present=True)
         if actions.status is not None and self._due(job, dict(actions.status), now):
-            await self._write_status(job, dict(actions.status), now)
+            body = await self._write_status(job, {**body, "status": actions.status}, now)
         for command in actions.commands:
             self._send(job, command, slots, now)
         for event in actions.events:
@@ -145,7 +161,7 @@ class Driver:
             if event.reason == "SlotLost":
                 self._metrics.lost.inc()
         if actions.finalizer is False:
-            await self._set_finalizer(job, present=False)
+            await self._set_finalizer(job, body, present=False)
         if actions.delete:
             await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
 
@@ -159,26 +175,27 @@ class Driver:
         self._alarm.within((last + PROGRESS_INTERVAL - now).total_seconds())
         return False
 
-    async def _write_status(self, job: Job, status: Body, now: datetime) -> None:
-        # The version that the decision was made on: if it is not the newest, the server refuses.
-        body = {**self._world.jobs[job.uid], "status": status}
+    async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:
         path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
-        self._world.put_job(await self._kube.replace(path, body))
+        written = await self._kube.replace(path, body)
+        self._world.put_job(written)
         self._progress_written[job.uid] = now
+        return written
 
-    async def _set_finalizer(self, job: Job, *, present: bool) -> None:
-        metadata = self._world.jobs[job.uid]["metadata"]
+    async def _set_finalizer(self, job: Job, body: Body, *, present: bool) -> Body:
+        metadata = body["metadata"]
         others = [name for name in metadata.get("finalizers") or () if name != FINALIZER]
         wanted = {
             "resourceVersion": metadata["resourceVersion"],
             "finalizers": [*others, FINALIZER] if present else others,
         }
         path = kind_path(FINETUNE_JOB, job.namespace, job.name)
-        body = await self._kube.merge(path, {"metadata": wanted})
-        if body["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
+        written = await self._kube.merge(path, {"metadata": wanted})
+        if written["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
             self._world.drop_job(job.uid)
         else:
-            self._world.put_job(body)
+            self._world.put_job(written)
+        return written
 
     async def _refresh(self, job: Job) -> None:
         """Somebody else wrote the job first: take the newest version and decide again."""
@@ -230,8 +247,93 @@ class Driver:
             job_name=job.name,
             job_uid=job.uid,
             epoch=command.epoch,
-            spec_json=json.dumps(self._world.jobs[job.uid]["spec"]),
+            spec_json=json.dumps(job.body["spec"]),
         )
+
+    # --- sidecars ---------------------------------------------------------------------------------
+
+    async def _attach_sidecars(self, now: datetime) -> None:
+        waiting = [job for job in self._world.job_views() if self._waits(job)]
+        pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
+        for pod in pods:
+            try:
+                await self._attach_sidecar(pod, now)
+            except (Refusal, ApiError) as error:
+                await self._not_attached(pod, error, now)
+        if look_again is not None:
+            self._alarm.within((look_again - now).total_seconds())
+
+    def _waits(self, job: Job) -> bool:
+        spec = job.spec
+        asks = spec is not None and not spec.suspend and job.deleted_at is None
+        return asks and not job.slot and is_waiting(self._world.jobs[job.uid])
+
+    def _pod_views(self, now: datetime) -> list[agents.PodView]:
+        slots: dict[str, list[Slot]] = {}
+        for key, slot in self._world.slot_views(now).items():
+            if slot.attached:
+                slots.setdefault(self._world.slots[key].pod_uid, []).append(slot)
+        # A slot's name is its pod's, or that with the number of the device.
+        keys = self._world.holders()
+        held = {*keys, *(key.rpartition(".")[0] for key in keys)}
+        return [
+            agents.PodView(
+                pod,
+                self._world.terms(pod, now),
+                tuple(slots.get(uid, ())),
+                held=pod.key in held,
+                asked_at=self._asked.get(uid),
+                retry_at=self._refused.get(uid),
+            )
+            for uid, pod in self._world.pods.items()
+            if pod.sidecar.prepared
+        ]
+
+    async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
+        terms = self._world.terms(pod, now)
+        if terms is None or terms.policy.spec is None or self._template is None:
+            return
+        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
+        body = await self._kube.get(path)
+        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar.volumes)
+        patch = {
+            # Another pod of the name, or one that changed since: refused, and decided again.
+            "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},
+            "spec": {"ephemeralContainers": [container]},
+        }
+        after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
+        self._world.put_pod(after)
+        self._asked[pod.uid] = now
+        message = f"Container {container['name']} added, by policy {terms.policy.name}"
+        await self._recorder.record(after, Event("SidecarAttached", message))
+
+    async def _not_attached(self, pod: Pod, error: Refusal | ApiError, now: datetime) -> None:
+        if isinstance(error, Conflict | NotFound):
+            self._alarm.within(_RETRY_SECONDS)
+            return
+        log.warning("pod %s gets no sidecar: %s", pod.key, error)
+        self._refused[pod.uid] = now + _REFUSED_AGAIN
+        reason = error.reason if isinstance(error, Refusal) else "NotAdmitted"
+        self._metrics.not_injected(reason)
+        about = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"namespace": pod.namespace, "name": pod.name, "uid": pod.uid},
+        }
+        await self._recorder.record(about, Event("SidecarRefused", str(error), warning=True))
+
+    async def _register(self) -> None:
+        """Keep the webhook registered for the namespaces that have a policy."""
+        for known in (self._asked, self._refused):
+            for uid in [uid for uid in known if uid not in self._world.pods]:
+                del known[uid]
+        if self._registration is None:
+            return
+        try:
+            await self._registration.keep({p.namespace for p in self._world.policies.values()})
+        except ApiError as error:
+            log.warning("the webhook could not be registered: %s", error)
+            self._alarm.within(_RETRY_SECONDS)
 
     # --- policies and slots -----------------------------------------------------------------------
 
@@ -250,16 +352,22 @@ class Driver:
             pod = self._world.pods.get(session.pod.uid, session.pod)
             session.configure(policies.config_of(self._world.terms(pod, now)))
 
-    def _show_slots(self, slots: dict[str, Slot]) -> None:
+    def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
         for key, live in self._world.slots.items():
             view = slots.get(key)
+            if live.current_beat(now) is None:
+                self._metrics.forget_slot(live)
+                continue
             spec = view.terms.policy.spec if view and view.terms else None
             objective = spec.objective.tpot.total_seconds() if spec else 0.0
             self._metrics.slot(live, objective)
 
     async def _write_policies(self, now: datetime) -> None:
         census = self._census()
-        for key, body in list(self._world.policy_bodies.items()):
+        for key in list(self._world.policy_bodies):
+            # Watches go on while a status is written: a policy may be gone by its turn.
+            if (body := self._world.policy_bodies.get(key)) is None:
+                continue
             policy, before = self._world.policies[key], body.get("status") or {}
             usage = self._world.used.get(key, ("", 0.0))
             after = policies.status_of(

@@ -99,7 +99,7 @@ class Handlers:
             rule = self._world.put_pod(body).annotations.get(ANNOTATION_INJECTED_BY)
             if rule and uid not in self._told:
                 self._told.add(uid)
-                message = f"Sidecar added: decode pod by rule `{rule}`"
+                message = f"Made harvestable: decode pod by rule `{rule}`"
                 await self._watching.note(body, Event("Injected", message))
         self._seen()
 

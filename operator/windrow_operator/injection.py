@@ -1,11 +1,15 @@
-"""Which pods decode, and what a decode pod gets from us: a pure function from pod to JSON patch.
+"""What a decode pod gets from Windrow: pure functions over pod objects.
 
-A pod that no rule matches is never touched. Injecting twice changes nothing.
+A pod that nobody asked for is never touched, and preparing a pod twice changes nothing. There are
+two forms. In the form `attach` a pod gets at creation only what cannot fail (a volume in memory, a
+projected token, variables for the engine), and the sidecar comes later as an ephemeral container.
+In the form `sidecar` the native sidecar is part of the pod from its creation.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -13,19 +17,24 @@ from typing import Any
 
 from windrow import rundir
 from windrow.crd import (
-    ANNOTATION_INJECT,
     ANNOTATION_INJECTED_BY,
     LABEL_DECODE,
+    LABEL_INJECT,
     SIDECAR_CONTAINER,
 )
-from windrow.crd.harvestpolicy import VolumeSpec
+from windrow.crd.harvestpolicy import SidecarSpec, VolumeSpec
 
 RUN_VOLUME = "windrow-run"
+# What lies there: sockets, notes, the jobs' logs. It counts against the pod's memory.
+RUN_VOLUME_SIZE = "256Mi"
 TOKEN_VOLUME = "windrow-token"
 TOKEN_DIR = "/var/run/secrets/windrow.dev"
 TOKEN_FILE = "token"
 # The kubelet renews it long before; an hour bounds what a stolen one is worth.
 TOKEN_SECONDS = 3600
+# As the operator's image: the sidecar runs in decode's own, which holds this package.
+DECODE_IMAGE = "decode"
+LABEL_POD_SECURITY = "pod-security.kubernetes.io/enforce"
 
 Body = dict[str, Any]
 Patch = list[dict[str, Any]]
@@ -33,29 +42,68 @@ Patch = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class SidecarTemplate:
-    """What is the same in every injected sidecar."""
+    """What is the same in every sidecar.
+
+    Attributes:
+        operator_address: host:port of the Attach service.
+        operator_ca: PEM of the authority that signed the operator's certificate.
+        image: of the sidecar; `decode` stands for the image of the pod's decode container.
+        cpu: request and limit of a native sidecar; an ephemeral container can have neither.
+        memory: likewise.
+    """
 
     operator_address: str
-    operator_ca: str  # PEM
-    image: str
+    operator_ca: str
+    image: str = DECODE_IMAGE
     command: tuple[str, ...] = ("python", "-m", "windrow_sidecar.agent")
     metrics_port: int = 0
+    cpu: str = "1"
+    memory: str = "4Gi"
+
+
+class Refusal(Exception):
+    """A pod cannot have what was asked for.
+
+    Attributes:
+        reason: one word in CamelCase, for metrics and events.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
+# --- which pods decode ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How the pods of one stack say that they decode."""
+    """How the pods of one stack say that they decode.
+
+    Attributes:
+        matches: the test of a pod.
+        expression: the same in CEL, so that the API server asks us about no other pod.
+    """
 
     name: str
     matches: Callable[[Mapping[str, Any]], bool]
+    expression: str
 
 
 def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
     return pod.get("metadata", {}).get("labels") or {}
 
 
+def _annotations(pod: Mapping[str, Any]) -> Mapping[str, str]:
+    return pod.get("metadata", {}).get("annotations") or {}
+
+
+def _label_is(key: str, value: str) -> str:
+    return f"object.metadata.?labels[?'{key}'].orValue('') == '{value}'"
+
+
 def _label(name: str, key: str, value: str) -> Rule:
-    return Rule(name, lambda pod: _labels(pod).get(key) == value)
+    return Rule(name, lambda pod: _labels(pod).get(key) == value, _label_is(key, value))
 
 
 def _ome(pod: Mapping[str, Any]) -> bool:
@@ -63,13 +111,23 @@ def _ome(pod: Mapping[str, Any]) -> bool:
     return labels.get("component") == "decoder" and "ome.io/inferenceservice" in labels
 
 
-def _is_decoder(container: Mapping[str, Any]) -> bool:
+def _words(container: Mapping[str, Any]) -> list[str]:
     words = [*(container.get("command") or ()), *(container.get("args") or ())]
     # A shell line (`sh -c "exec python -m ... --disaggregation-mode decode"`) is one word.
-    flat = " ".join(words).split()
-    return "--disaggregation-mode=decode" in flat or any(
-        flag == "--disaggregation-mode" and value == "decode" for flag, value in pairwise(flat)
-    )
+    return " ".join(words).split()
+
+
+def _option(container: Mapping[str, Any], *names: str) -> str:
+    """Return the value of an option of the container's command line, or nothing."""
+    for word, following in pairwise([*_words(container), ""]):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return ""
+
+
+def _is_decoder(container: Mapping[str, Any]) -> bool:
+    return _option(container, "--disaggregation-mode") == "decode"
 
 
 def _arguments(pod: Mapping[str, Any]) -> bool:
@@ -80,45 +138,208 @@ def _arguments(pod: Mapping[str, Any]) -> bool:
 RULES: tuple[Rule, ...] = (
     _label("rbg", "rbg.workloads.x-k8s.io/role-name", "decode"),
     _label("lws-disaggregatedset", "disaggregatedset.x-k8s.io/role", "decode"),
-    Rule("ome", _ome),
+    Rule(
+        "ome",
+        _ome,
+        f"{_label_is('component', 'decoder')} && "
+        "object.metadata.?labels[?'ome.io/inferenceservice'].hasValue()",
+    ),
     _label("dynamo", "nvidia.com/dynamo-component-type", "decode"),
     _label("dynamo-sub-component", "nvidia.com/dynamo-sub-component-type", "decode"),
     _label("llm-d", "llm-d.ai/role", "decode"),
-    Rule("arguments", _arguments),
+    Rule(
+        "arguments",
+        _arguments,
+        "object.spec.containers.exists(c, (c.?command.orValue([]) + c.?args.orValue([]))"
+        ".exists(word, word.contains('--disaggregation-mode')))",
+    ),
 )
+REQUESTED = "requested"  # the rule of a pod that asks by its label
+
+
+def _wish_is(value: str) -> str:
+    annotation = f"object.metadata.?annotations[?'{LABEL_INJECT}'].orValue('') == '{value}'"
+    return f"({_label_is(LABEL_INJECT, value)} || {annotation})"
+
+
+# What the API server evaluates before it calls the webhook.
+NOT_DISABLED = f"!{_wish_is('disabled')}"
+IS_REQUESTED = _wish_is("enabled")
+DECODES = " || ".join(f"({rule.expression})" for rule in RULES)
 
 
 def matching_rule(pod: Mapping[str, Any]) -> str:
     """Return the name of the rule by which `pod` decodes; empty: it does not, or opted out."""
-    wish = (pod.get("metadata", {}).get("annotations") or {}).get(ANNOTATION_INJECT)
-    if wish == "disabled":
+    wishes = {_labels(pod).get(LABEL_INJECT), _annotations(pod).get(LABEL_INJECT)}
+    if "disabled" in wishes:
         return ""
-    if wish == "enabled":
-        return "annotation"
+    if "enabled" in wishes:
+        return REQUESTED
     return next((rule.name for rule in RULES if rule.matches(pod)), "")
 
 
+# Programs and modules of engines that Windrow cannot drive, and what their images are called.
+_OTHER_ENGINES = frozenset(
+    {"vllm", "trtllm", "trtllm-serve", "tensorrt_llm", "lmdeploy", "tritonserver"}
+)
+_OTHER_IMAGES = re.compile(r"vllm|tensorrtllm|trtllm|lmdeploy|tritonserver")
+
+
+def other_engine(container: Mapping[str, Any]) -> str:
+    """Return the name of an engine that Windrow cannot drive; empty: none is recognised."""
+    if _is_decoder(container):
+        return ""  # SGLang's own option, and the built-in engine's
+    words = _words(container)
+    for before, word in pairwise(["", *words]):
+        parts = word.split(".") if before == "-m" else [word.rpartition("/")[2]]
+        found = next((part for part in parts if part in _OTHER_ENGINES), "")
+        if found and not before.startswith("--"):
+            return found
+    name = str(container.get("image", "")).rpartition("/")[2].partition(":")[0]
+    found_in_name = _OTHER_IMAGES.search(name)
+    return found_in_name.group() if found_in_name and not _mentions_sglang(words) else ""
+
+
+def _mentions_sglang(words: Iterable[str]) -> bool:
+    return any("sglang" in word for word in words)
+
+
+def decoder_of(pod: Mapping[str, Any]) -> Body:
+    """Return the container that decodes: prepared already, by its arguments, else the first."""
+    containers = _containers(pod)
+    for is_it in (_mounts_run_volume, _is_decoder):
+        for container in containers:
+            if is_it(container):
+                return container
+    return containers[0]
+
+
+def _mounts_run_volume(container: Mapping[str, Any]) -> bool:
+    return any(mount["name"] == RUN_VOLUME for mount in container.get("volumeMounts") or ())
+
+
+def served_model(pod: Mapping[str, Any]) -> str:
+    """Return the model that the decode container's command line names, or nothing."""
+    return _option(decoder_of(pod), "--model-path", "--model") if _containers(pod) else ""
+
+
+# --- at creation ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a pod under creation finds in its namespace.
+
+    Attributes:
+        labels: of the namespace.
+        shared_claims: claims that are bound and can be mounted on several nodes at once.
+    """
+
+    labels: Mapping[str, str]
+    shared_claims: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """What is done with a pod at its creation.
+
+    Attributes:
+        rule: by which it decodes.
+        form: attach or sidecar.
+        patch: JSON patch (RFC 6902); empty: nothing is left to do.
+        warnings: what the pod does not get, in sentences.
+    """
+
+    rule: str
+    form: str
+    patch: Patch
+    warnings: tuple[str, ...] = ()
+
+
 def inject(
-    pod: Mapping[str, Any], template: SidecarTemplate, volumes: Iterable[VolumeSpec] = ()
-) -> Patch:
-    """Return the JSON patch (RFC 6902) that makes `pod` harvestable; empty: leave it alone."""
+    pod: Mapping[str, Any],
+    template: SidecarTemplate,
+    sidecar: SidecarSpec | None,
+    around: Surroundings,
+) -> Injection | None:
+    """Return how `pod` becomes harvestable; None: it is left alone, since nobody asked for it.
+
+    Args:
+        pod: the pod under creation.
+        template: what is the same in every sidecar.
+        sidecar: of the policy that selects the pod; None: no policy does.
+        around: what is known of its namespace.
+
+    Raises:
+        Refusal: it was asked for, and the pod cannot have it.
+    """
     rule = matching_rule(pod)
-    if not rule or not _containers(pod):
-        return []
+    if not rule or not _containers(pod) or (sidecar is None and rule != REQUESTED):
+        return None
+    asked = sidecar or SidecarSpec()
     wanted = copy.deepcopy(dict(pod))
+    spec, decoder = wanted["spec"], decoder_of(wanted)
+    _require_drivable(decoder, rule)
+    _require_free_place(decoder)
+    volumes, warnings = _mountable(asked.volumes, around)
     _mark(wanted, rule)
-    spec = wanted["spec"]
     _add_volumes(spec, volumes)
-    decoder = next((c for c in spec["containers"] if _is_decoder(c)), spec["containers"][0])
     _prepare_decoder(decoder)
-    sidecar = _sidecar(template, decoder, volumes)
-    # First, so that its sockets are there when a container of the same list wants them.
-    _merge(spec.setdefault("initContainers", []), sidecar, front=True)
-    return _difference(pod, wanted)
+    if asked.form == "sidecar":
+        native = _native_sidecar(template, wanted, volumes)
+        # Last: what fetches a model or waits for the network is not held up.
+        _merge(spec.setdefault("initContainers", []), native)
+    return Injection(rule, asked.form, _difference(pod, wanted), warnings)
 
 
 def _containers(pod: Mapping[str, Any]) -> list[Body]:
     return list(pod.get("spec", {}).get("containers") or ())
+
+
+def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
+    if engine := other_engine(decoder):
+        raise Refusal(
+            "OtherEngine",
+            f"the pod decodes by rule `{rule}`, with {engine}, which Windrow cannot drive",
+        )
+
+
+def _require_free_place(decoder: Mapping[str, Any]) -> None:
+    place = str(rundir.DEFAULT_RUN_DIR)
+    for mount in decoder.get("volumeMounts") or ():
+        if mount["mountPath"].rstrip("/") == place and mount["name"] != RUN_VOLUME:
+            raise Refusal(
+                "PlaceTaken",
+                f"container {decoder['name']} mounts its own volume {mount['name']} at {place}",
+            )
+
+
+def _mountable(
+    volumes: Iterable[VolumeSpec], around: Surroundings
+) -> tuple[list[VolumeSpec], tuple[str, ...]]:
+    """Return the policy's volumes that cannot keep a pod from starting, and what is left out."""
+    taken, warnings = [], []
+    for volume in volumes:
+        if why := _harm_of(volume, around):
+            warnings.append(f"volume {volume.name} of the policy is not mounted: {why}")
+        else:
+            taken.append(volume)
+    return taken, tuple(warnings)
+
+
+def _harm_of(volume: VolumeSpec, around: Surroundings) -> str:
+    claim = volume.persistent_volume_claim
+    if claim is not None and claim.claim_name not in around.shared_claims:
+        return (
+            f"claim {claim.claim_name} is not bound with access mode ReadWriteMany or "
+            "ReadOnlyMany, so it could keep decode pods from being scheduled"
+        )
+    if volume.host_path is not None and around.labels.get(LABEL_POD_SECURITY) != "privileged":
+        return (
+            "a directory of the node needs a namespace with the label "
+            f"{LABEL_POD_SECURITY}: privileged"
+        )
+    return ""
 
 
 def _mark(pod: Body, rule: str) -> None:
@@ -130,7 +351,8 @@ def _mark(pod: Body, rule: str) -> None:
 
 def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
     wanted = spec.setdefault("volumes", [])
-    _merge(wanted, {"name": RUN_VOLUME, "emptyDir": {}})
+    in_memory = {"medium": "Memory", "sizeLimit": RUN_VOLUME_SIZE}
+    _merge(wanted, {"name": RUN_VOLUME, "emptyDir": in_memory})
     token = {
         "audience": rundir.TOKEN_AUDIENCE,
         "expirationSeconds": TOKEN_SECONDS,
@@ -159,11 +381,59 @@ def _prepare_decoder(container: Body) -> None:
     _merge(env, _field(rundir.ENV_POD_NAME, "metadata.name"))
 
 
-def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeSpec]) -> Body:
+# --- the sidecar, in both forms -------------------------------------------------------------------
+
+
+def _native_sidecar(template: SidecarTemplate, pod: Body, volumes: Iterable[VolumeSpec]) -> Body:
     """Return the native sidecar: an init container that stays.
 
     It has no startup probe: the kubelet would hold decode back until that succeeds.
     """
+    container = _sidecar(template, pod, volumes) | {
+        "name": SIDECAR_CONTAINER,
+        "restartPolicy": "Always",
+    }
+    if qos_of(pod["spec"]) != "BestEffort":
+        amounts = {"cpu": template.cpu, "memory": template.memory}
+        container["resources"] = {"requests": amounts, "limits": dict(amounts)}
+    if template.metrics_port:
+        container["ports"] = [{"name": "windrow-metrics", "containerPort": template.metrics_port}]
+    return container
+
+
+def attached_sidecar(
+    template: SidecarTemplate, pod: Mapping[str, Any], volumes: Iterable[VolumeSpec]
+) -> Body:
+    """Return the ephemeral container that a prepared, running `pod` gets next.
+
+    Raises:
+        Refusal: it cannot run as the user that decode runs as.
+    """
+    earlier = attached_sidecars(pod["spec"])
+    number = _number(earlier[-1]) + 1 if earlier else 1
+    return _sidecar(template, pod, volumes) | {
+        "name": f"{SIDECAR_CONTAINER}-{number}",
+        "targetContainerName": decoder_of(pod)["name"],
+    }
+
+
+def attached_sidecars(spec: Mapping[str, Any]) -> list[str]:
+    """Return the names of the ephemeral containers that are sidecars, the newest last."""
+    # The API server keeps them in no order of time.
+    names = [container["name"] for container in spec.get("ephemeralContainers") or ()]
+    return sorted((name for name in names if _number(name)), key=_number)
+
+
+def _number(name: str) -> int:
+    head, _, number = name.rpartition("-")
+    return int(number) if head == SIDECAR_CONTAINER and number.isdigit() else 0
+
+
+def _sidecar(
+    template: SidecarTemplate, pod: Mapping[str, Any], volumes: Iterable[VolumeSpec]
+) -> Body:
+    decoder = decoder_of(pod)
+    own_image = template.image == DECODE_IMAGE
     env: list[Body] = [
         {"name": rundir.ENV_RUN_DIR, "value": str(rundir.DEFAULT_RUN_DIR)},
         {"name": rundir.ENV_OPERATOR_ADDRESS, "value": template.operator_address},
@@ -177,6 +447,25 @@ def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeS
     ]
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
+    container: Body = {
+        "image": decoder.get("image", "") if own_image else template.image,
+        "command": list(template.command),
+        "env": env,
+        "volumeMounts": _mounts(pod, decoder, volumes),
+        "securityContext": _security_context(pod, decoder, own_image=own_image),
+    }
+    if own_image:
+        for taken in ("imagePullPolicy", "workingDir"):
+            if taken in decoder:
+                container[taken] = decoder[taken]
+    return container
+
+
+def _mounts(
+    pod: Mapping[str, Any], decoder: Mapping[str, Any], volumes: Iterable[VolumeSpec]
+) -> list[Body]:
+    """Return the mounts: ours, the policy's, and of decode's own /dev/shm and the served model."""
+    there = {volume["name"] for volume in pod["spec"].get("volumes") or ()}
     mounts: list[Body] = [
         {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)},
         {"name": TOKEN_VOLUME, "mountPath": TOKEN_DIR, "readOnly": True},
@@ -188,25 +477,84 @@ def _sidecar(template: SidecarTemplate, decoder: Body, volumes: Iterable[VolumeS
             **({"readOnly": True} if volume.read_only else {}),
         }
         for volume in volumes
+        if _volume_name(volume) in there  # else it was left out when the pod was made
     ]
-    return {
-        "name": SIDECAR_CONTAINER,
-        "image": template.image,
-        "restartPolicy": "Always",
-        "command": list(template.command),
-        "env": env,
-        "volumeMounts": mounts,
+    model = _option(decoder, "--model-path", "--model")
+    taken = {mount["mountPath"].rstrip("/") for mount in mounts}
+    for mount in decoder.get("volumeMounts") or ():
+        path = mount["mountPath"].rstrip("/")
+        # An ephemeral container may not mount a part of a volume.
+        if path in taken or mount.get("subPath") or mount.get("subPathExpr"):
+            continue
+        if path == "/dev/shm":
+            mounts.append({"name": mount["name"], "mountPath": path})
+        elif f"{model}/".startswith(f"{path}/"):
+            mounts.append({"name": mount["name"], "mountPath": path, "readOnly": True})
+    return mounts
+
+
+def _security_context(
+    pod: Mapping[str, Any], decoder: Mapping[str, Any], *, own_image: bool
+) -> Body:
+    """Return what the strictest Pod Security level asks for, with decode's user and group."""
+    context: Body = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
+    declared = {
+        **(pod["spec"].get("securityContext") or {}),
+        **(decoder.get("securityContext") or {}),
+    }
+    seen = _user_seen(pod, decoder["name"])
+    for field, known in (("runAsUser", "uid"), ("runAsGroup", "gid")):
+        value = declared.get(field, seen.get(known))
+        if value is not None:
+            context[field] = value
+    if declared.get("runAsNonRoot"):
+        context["runAsNonRoot"] = True
+    if "runAsUser" not in context and not own_image:
+        raise Refusal(
+            "UserUnknown",
+            f"container {decoder['name']} names no user, and the sidecar's image is not its own: "
+            "set securityContext.runAsUser, so that both can use the same sockets",
+        )
+    return context
+
+
+def _user_seen(pod: Mapping[str, Any], container: str) -> Mapping[str, int]:
+    """Return the user that the container runtime reports for a running container."""
+    for status in (pod.get("status") or {}).get("containerStatuses") or ():
+        if status["name"] == container:
+            user: Mapping[str, int] = (status.get("user") or {}).get("linux") or {}
+            return user
+    return {}
+
+
+def qos_of(spec: Mapping[str, Any]) -> str:
+    """Return the QoS class of a pod that is not created yet, as the API server will compute it."""
+    resources = [
+        container.get("resources") or {}
+        for container in [*(spec.get("initContainers") or ()), *spec["containers"]]
+    ]
+    if not any(entry.get("requests") or entry.get("limits") for entry in resources):
+        return "BestEffort"
+    for entry in resources:
+        limits, requests = entry.get("limits") or {}, entry.get("requests") or {}
+        for name in ("cpu", "memory"):
+            if name not in limits or requests.get(name, limits[name]) != limits[name]:
+                return "Burstable"
+    return "Guaranteed"
 
 
 def _field(name: str, path: str) -> Body:
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _merge(entries: list[Body], entry: Body, *, front: bool = False) -> None:
+def _merge(entries: list[Body], entry: Body) -> None:
     """Add `entry` unless one of its name is there: what stands already was meant."""
     if all(other["name"] != entry["name"] for other in entries):
-        entries.insert(0 if front else len(entries), entry)
+        entries.append(entry)
 
 
 def _difference(before: Mapping[str, Any], after: Body) -> Patch:

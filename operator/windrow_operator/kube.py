@@ -20,6 +20,7 @@ Body = dict[str, Any]
 
 FIELD_MANAGER = "windrow-operator"
 _MERGE = "application/merge-patch+json"
+_STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
@@ -99,6 +100,10 @@ class Kube:
         """Create an object; raise Conflict when it exists."""
         return await self._request("POST", path, body)
 
+    async def try_create(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Ask whether an object would be created; nothing is stored."""
+        return await self._request("POST", f"{path}?dryRun=All", body)
+
     async def replace(self, path: str, body: Mapping[str, Any]) -> Body:
         """Replace an object; raise Conflict when its resourceVersion is no longer the newest."""
         return await self._request("PUT", path, body)
@@ -106,6 +111,10 @@ class Kube:
     async def merge(self, path: str, body: Mapping[str, Any]) -> Body:
         """Merge `body` into an object; lists are replaced as a whole."""
         return await self._request("PATCH", path, body, _MERGE)
+
+    async def strategic_merge(self, path: str, body: Mapping[str, Any]) -> Body:
+        """Merge `body` into an object; entries of lists are merged by their names."""
+        return await self._request("PATCH", path, body, _STRATEGIC)
 
     async def apply(self, path: str, body: Mapping[str, Any]) -> Body:
         """Apply `body` by the server; fields that we own and no longer name are removed."""

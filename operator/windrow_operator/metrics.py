@@ -27,6 +27,7 @@ class Metrics:
         self.lost = self._counter(names.OPERATOR_LOST)
         self.stale = self._counter(names.OPERATOR_STALE)
         self._injections = self._counter(names.OPERATOR_INJECTIONS)
+        self._not_injected = self._counter(names.OPERATOR_NOT_INJECTED)
         self._refused = self._counter(names.OPERATOR_ATTACH_REFUSED)
         self._last_event = self._gauge(names.OPERATOR_LAST_EVENT)
         self.pass_seconds = Histogram(
@@ -48,8 +49,12 @@ class Metrics:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
     def injected(self, rule: str) -> None:
-        """Count a pod that got a sidecar."""
+        """Count a pod that was made harvestable."""
         self._injections.labels(rule).inc()
+
+    def not_injected(self, reason: str) -> None:
+        """Count a decode pod that could not get what its policy asks for."""
+        self._not_injected.labels(reason).inc()
 
     def refused(self, reason: str) -> None:
         """Count a sidecar that was turned away."""

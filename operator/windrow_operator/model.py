@@ -8,11 +8,14 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+
+# Ten heartbeats: what a sidecar or a worker said before is no figure of now.
+STALE_AFTER: Final = timedelta(seconds=10)
 
 
 def key_of(namespace: str, name: str) -> str:
@@ -26,6 +29,27 @@ def name_in(key: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class SidecarState:
+    """How far a pod's sidecar is, by the pod object.
+
+    Attributes:
+        prepared: the pod has what a sidecar needs.
+        native: the sidecar is part of the pod's spec.
+        decode_ready: the decode container is ready.
+        attached: ephemeral containers that were added as sidecars, ended ones included.
+        alive: the newest of them has not ended.
+        ended_at: when the newest one ended.
+    """
+
+    prepared: bool = False
+    native: bool = False
+    decode_ready: bool = False
+    attached: int = 0
+    alive: bool = False
+    ended_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Pod:
     """What is kept of a decode pod."""
 
@@ -36,6 +60,14 @@ class Pod:
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     ending: bool = False  # deleted, or its containers have ended
+    version: int = 0  # of the object
+    model: str = ""  # that the decode container's command line names
+    sidecar: SidecarState = SidecarState()
+
+    @property
+    def key(self) -> str:
+        """Return namespace/name."""
+        return key_of(self.namespace, self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +190,7 @@ class Slot:
     predicted_tokens_per_second: float = 0.0
     memory_full: bool = False
     attached: bool = True
+    silent: bool = False  # attached, but its heartbeats have ceased
     lost_at: datetime | None = None  # since when the sidecar is not attached
     pod_gone: bool = False  # or on its way
     terms: Terms | None = None
@@ -177,6 +210,7 @@ class Job:
     spec: FinetuneJobSpec | None  # None: invalid, see `error`
     error: str = ""
     status: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, Any] = field(default_factory=dict)  # the object that all this was read from
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0

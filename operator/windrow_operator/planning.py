@@ -76,11 +76,14 @@ def admission_refusal(job: Job, slot: Slot) -> str:
 
 def serves_model(job: Job, slot: Slot) -> bool:
     """Return whether decode serves the very model that the job trains."""
-    return job.spec is not None and _same_name(job.spec.model.name, slot.model)
+    return same_model(job, slot.model)
 
 
-def _same_name(one: str, other: str) -> bool:
-    return posixpath.normpath(one) == posixpath.normpath(other)
+def same_model(job: Job, model: str) -> bool:
+    """Return whether `job` trains `model`, a name or a path."""
+    return job.spec is not None and (
+        posixpath.normpath(job.spec.model.name) == posixpath.normpath(model)
+    )
 
 
 def _others(job: Job, slot: Slot) -> list[Holder]:
@@ -111,7 +114,9 @@ def _names(holders: list[Holder]) -> str:
 def _unreachable(slot: Slot) -> str:
     if slot.pod_gone:
         return "belongs to a pod that is ending"
-    return "" if slot.attached else "has no sidecar attached"
+    if not slot.attached:
+        return "has no sidecar attached"
+    return "has a sidecar that does not report" if slot.silent else ""
 
 
 def _unfit(slot: Slot) -> str:

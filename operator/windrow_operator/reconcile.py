@@ -15,7 +15,7 @@ from typing import Any
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
-from windrow_operator.model import ALIVE, Job, Run, RunState, Slot, name_in
+from windrow_operator.model import ALIVE, STALE_AFTER, Job, Run, RunState, Slot, name_in
 from windrow_operator.planning import NoPlacement, admission_refusal, place
 
 
@@ -195,9 +195,11 @@ def _placed(
         return _stop(job, run, reason, now, patience)
     if run.state is RunState.ASSIGNED:
         return _starting(job, run, now, patience)
+    if slot.silent:
+        return _unheard(job, run.seen_at or run.since, now)
     after = status.running(job, run, now)
     condition = get_condition(job.status.get("conditions"), T.RUNNING)
-    if condition is None or condition["status"] != "True":
+    if condition is None or condition["status"] == "False":
         where = f"{'Resumed' if run.resumed else 'Started'} on {name_in(job.slot)}"
         return Actions(status=after, events=(Event(where.split()[0], where),))
     return Actions(status=_changed(job, after))
@@ -223,7 +225,7 @@ def _ended(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
     if job.spec is not None and job.spec.suspend:
         return Actions(
             status=status.suspended(job, run, now),
-            events=(Event(Reason.SUSPENDED, f"Stopped at step {run.progress.step}"),),
+            events=(Event(Reason.SUSPENDED, _stopped(run)),),
             wake_at=now,
         )
     message = f"{name_in(job.slot)}: {run.detail or 'stopped'}"
@@ -233,6 +235,12 @@ def _ended(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
         events=(Event(reason, message),),
         wake_at=now,
     )
+
+
+def _stopped(run: Run) -> str:
+    if not run.progress.checkpoint_path:
+        return "Stopped before the first checkpoint"
+    return f"Stopped at step {run.progress.checkpoint_step}, in {run.progress.checkpoint_path}"
 
 
 def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
@@ -265,9 +273,20 @@ def _silent(
     grace = patience.gone_grace if slot.pod_gone else patience.lost_grace
     due = slot.lost_at + grace
     if now < due:
-        return Actions(wake_at=due)
+        heard_at = (run.seen_at if run else None) or slot.lost_at
+        return _wake_by(_unheard(job, heard_at, now), due)
     what = "its pod is gone" if slot.pod_gone else "its sidecar did not come back"
     return _lost(job, run, f"{name_in(job.slot)} is lost: {what}", now)
+
+
+def _unheard(job: Job, heard_at: datetime, now: datetime) -> Actions:
+    """Drop the figures of a worker that nothing is heard of."""
+    running = get_condition(job.status.get("conditions"), T.RUNNING)
+    if running is None or running["status"] == "False":
+        return NOTHING  # it has told no figures yet
+    if now - heard_at < STALE_AFTER:
+        return Actions(wake_at=heard_at + STALE_AFTER)
+    return Actions(status=_changed(job, status.silent(job, heard_at, now)))
 
 
 def _lost(job: Job, run: Run | None, message: str, now: datetime) -> Actions:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Final
 
 from windrow.conditions import Reason
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.model import ALIVE, Pod, Progress, Run, RunState, key_of
+from windrow_operator.model import ALIVE, STALE_AFTER, Pod, Progress, Run, RunState, key_of
 from windrow_operator.world import LiveSlot, World, jobs_of
-
-# A worker that was reported and no longer is, without a last word, is gone: ten heartbeats.
-SILENT_WORKER: Final = timedelta(seconds=10)
 
 _STATE: Final = {
     pb.JobEvent.STARTED: RunState.RUNNING,
@@ -75,7 +72,8 @@ def take_heartbeat(
         stale += _take_running(world, live.key, running, now)
     for run in list(world.runs.values()):
         reported = run.seen_at is not None and run.state in ALIVE
-        if run.slot == live.key and reported and now - (run.seen_at or now) > SILENT_WORKER:
+        # The sidecar reports and no longer names it, and it has said no last word.
+        if run.slot == live.key and reported and now - (run.seen_at or now) > STALE_AFTER:
             _lose(world, run, "the worker is gone without a word", now)
     return stale
 

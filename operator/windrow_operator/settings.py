@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from windrow_operator.injection import DECODE_IMAGE
 from windrow_operator.reconcile import Patience
 
 
@@ -22,8 +23,12 @@ class Settings:
     metrics_port: int
     advertise_address: str
     state_file: Path | None
+    webhook_service: str  # empty: the webhook is registered by its URL
     sidecar_image: str
     sidecar_metrics_port: int
+    sidecar_cpu: str
+    sidecar_memory: str
+    prepulled: str
     namespaces: tuple[str, ...]  # empty: all
     patience: Patience
     log_json: bool
@@ -56,7 +61,25 @@ def parse(arguments: list[str] | None = None) -> Settings:
     parser.add_argument(
         "--namespace-scope", default="all", help="namespaces to serve, by commas; all: every one"
     )
-    parser.add_argument("--sidecar-image", default="windrow-sidecar:latest")
+    parser.add_argument(
+        "--webhook-service",
+        default="",
+        help="Service of the operator's namespace by which the API server reaches the webhook, on "
+        "port 443; default: by the advertised address",
+    )
+    parser.add_argument(
+        "--sidecar-image",
+        default=DECODE_IMAGE,
+        help=f"`{DECODE_IMAGE}` (default): each pod's decode image, which then holds windrow",
+    )
+    parser.add_argument("--sidecar-cpu", default="1", help="of a native sidecar, request and limit")
+    parser.add_argument("--sidecar-memory", default="4Gi", help="likewise")
+    parser.add_argument(
+        "--prepulled",
+        default="",
+        metavar="NAMESPACE/NAME",
+        help="DaemonSet that has pulled the sidecar's image; native sidecars wait for it",
+    )
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
     default = Patience()
     for name, value, text in (
@@ -85,8 +108,12 @@ def _settings(options: argparse.Namespace) -> Settings:
         metrics_port=options.metrics_port,
         advertise_address=options.advertise_address or f"windrow-operator.{options.namespace}.svc",
         state_file=options.state_file,
+        webhook_service=options.webhook_service,
         sidecar_image=options.sidecar_image,
         sidecar_metrics_port=options.sidecar_metrics_port,
+        sidecar_cpu=options.sidecar_cpu,
+        sidecar_memory=options.sidecar_memory,
+        prepulled=options.prepulled,
         namespaces=scope,
         patience=Patience(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),

@@ -84,28 +84,38 @@ def slot_status(
         held: the conditions so far.
         now: an aware datetime.
     """
-    beat = live.beat or pb.SlotHeartbeat()
     terms = view.terms
     spec = terms.policy.spec if terms else None
     objective = spec.objective.tpot if spec else None
-    units = live.facts.compute_units
-    return {
+    status = {
         "conditions": _conditions(view, held, now),
         "policy": terms.policy.name if terms else None,
         "mode": terms.mode if terms else "off",
-        "engineState": view.engine_state,
         "objective": format_duration(objective) if objective else None,
         "objectiveSeconds": objective.total_seconds() if objective else None,
-        "tpotP50": _milliseconds(beat.tpot_p50_seconds),
-        "tpotP99": _milliseconds(beat.tpot_p99_seconds),
-        "tpotP50Seconds": _finite(beat.tpot_p50_seconds),
-        "tpotP99Seconds": _finite(beat.tpot_p99_seconds),
-        "decode": f"{beat.decode_units}/{units}",
-        "finetune": f"{beat.finetune_units}/{units}",
-        "lent": f"{beat.chunks_lent}/{live.facts.chunks}",
         "jobName": ", ".join(f"{job['namespace']}/{job['name']}" for job in jobs) or None,
         "job": jobs[0] if jobs else None,
         "jobs": jobs,
+        "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
+        **_observed(live, now),
+    }
+    return {name: value for name, value in status.items() if value is not None}
+
+
+def _observed(live: LiveSlot, now: datetime) -> Body:
+    """Return what the newest heartbeat says; nothing where none has come for a while."""
+    if (beat := live.current_beat(now)) is None:
+        return {}
+    units = live.facts.compute_units
+    return {
+        "engineState": beat.engine_state,
+        "tpotP50": _milliseconds(beat.tpot_p50_seconds),
+        "tpotP99": _milliseconds(beat.tpot_p99_seconds),
+        "tpotP50Seconds": _finite(beat.tpot_p50_seconds) or None,  # 0: no step was taken
+        "tpotP99Seconds": _finite(beat.tpot_p99_seconds) or None,
+        "decode": f"{beat.decode_units}/{units}",
+        "finetune": f"{beat.finetune_units}/{units}",
+        "lent": f"{beat.chunks_lent}/{live.facts.chunks}",
         "steps": beat.steps,
         "stepsOverObjective": beat.steps_over_objective,
         "batch": beat.batch,
@@ -125,7 +135,6 @@ def slot_status(
         "computeUtilizationDecode": _finite(beat.compute_utilization_decode),
         "memoryUtilization": _finite(beat.memory_utilization),
         "breaker": beat.breaker,
-        "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
     }
 
 
@@ -150,6 +159,8 @@ def _conditions(view: Slot, held: list[Body], now: datetime) -> list[Body]:
 def _readiness(view: Slot) -> tuple[Status, str, str]:
     if not view.attached:
         return "False", Reason.DISCONNECTED, "The sidecar is not connected"
+    if view.silent:
+        return "False", Reason.SILENT, "The sidecar is connected, but no heartbeat comes"
     if view.terms is None:
         return "False", Reason.NO_POLICY, "No valid HarvestPolicy selects the pod"
     if view.terms.mode != "harvest":
@@ -207,7 +218,8 @@ class SlotWriter:
             return
         path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
         try:
-            await self._kube.merge(path, {"status": after})
+            # A merge removes what is None: the figures of before that are not known any more.
+            await self._kube.merge(path, {"status": {**dict.fromkeys(before), **after}})
         except NotFound:
             # Collected with its pod, or deleted by hand: made again while the sidecar is attached.
             self._forget(live.key)

@@ -88,12 +88,30 @@ def running(job: Job, run: Run, now: datetime) -> Body:
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
 
+def silent(job: Job, heard_at: datetime, now: datetime) -> Body:
+    """Nothing was heard of the worker since `heard_at`: how far and how fast it is, is not known.
+
+    Its last step stands in the message, as what it was, and in `progress` beside its other totals.
+    """
+    after = _without_rates(job.status)
+    step = after.pop("step", "")
+    at = f", when it was at step {step}" if step else ""
+    held = get_condition(job.status.get("conditions"), T.RUNNING)
+    if held is not None and held["reason"] == Reason.SILENT:
+        message = held["message"]
+    else:
+        message = f"Nothing was heard of the worker since {timestamp(heard_at)}{at}"
+    return _with(job, after, now, (T.RUNNING, "Unknown", Reason.SILENT, message))
+
+
 def unplaced(job: Job, run: Run | None, reason: Reason, message: str, now: datetime) -> Body:
-    """The placement is over, the job is not."""
-    after = _progress(job.status, run) if run else dict(job.status)
+    """The placement is over, the job is not: it goes on from its checkpoint."""
+    after = _without_rates(_progress(job.status, run) if run else job.status)
     after.pop("slot", None)
-    for flowing in ("tokensPerSecond", "eta"):
-        after.pop(flowing, None)
+    if "progress" in after:
+        step = (after.get("checkpoint") or {}).get("step", 0)
+        after["progress"] = {**after["progress"], "step": step}
+        after["step"] = _steps(step, after["progress"].get("totalSteps", 0))
     return _with(
         job,
         after,
@@ -145,8 +163,8 @@ def failed(job: Job, run: Run | None, reason: str, message: str, now: datetime) 
 
 
 def _finished(job: Job, run: Run | None, now: datetime) -> Body:
-    after = _progress(job.status, run) if run else dict(job.status)
-    for gone in ("slot", "retryAt", "eta", "tokensPerSecond"):
+    after = _without_rates(_progress(job.status, run) if run else job.status)
+    for gone in ("slot", "retryAt"):
         after.pop(gone, None)
     after["completionTime"] = timestamp(now)
     return _with(
@@ -179,17 +197,30 @@ def _progress(status: Mapping[str, Any], run: Run) -> Body:
     progress = run.progress
     if progress.total_steps or progress.step:
         after["progress"] = _numbers(progress)
-        total = f"/{progress.total_steps}" if progress.total_steps else ""
-        after["step"] = f"{progress.step}{total}"
+        after["step"] = _steps(progress.step, progress.total_steps)
         after["tokensPerSecond"] = rate(progress.tokens_per_second)
         if math.isfinite(progress.loss):
             after["loss"] = f"{progress.loss:.3f}"
+        after.pop("eta", None)
         if progress.eta_seconds > 0:
             after["eta"] = clock(progress.eta_seconds)
     if progress.checkpoint_path:
         after["checkpoint"] = {"step": progress.checkpoint_step, "path": progress.checkpoint_path}
     if math.isfinite(run.base_loss) and math.isfinite(run.tuned_loss):
         after["evaluation"] = {"baseLoss": run.base_loss, "tunedLoss": run.tuned_loss}
+    return after
+
+
+def _steps(step: int, total: int) -> str:
+    return f"{step}/{total}" if total else f"{step}"
+
+
+def _without_rates(status: Mapping[str, Any]) -> Body:
+    """Return `status` without what is true only while a worker reports."""
+    after = {key: value for key, value in status.items() if key not in ("tokensPerSecond", "eta")}
+    if "progress" in after:
+        rates = ("tokensPerSecond", "etaSeconds")
+        after["progress"] = {k: v for k, v in after["progress"].items() if k not in rates}
     return after
 
 

@@ -1,83 +1,166 @@
-"""The admission webhook: hands pods to `injection` and registers itself with the API server.
+"""The admission webhook: hands pods to `injection`, and its registration with the API server.
 
 It fails open in every way: the registration says `failurePolicy: Ignore`, and whatever goes wrong
-here lets the pod pass as it came. Serving never waits for us.
+here lets the pod pass as it came. The API server calls it for decode pods of namespaces that have a
+HarvestPolicy and for pods that ask by their label, and for no other pod.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
-from windrow.crd import GROUP
+from windrow.crd import GROUP, LABEL_DECODE
+from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
-from windrow_operator.injection import SidecarTemplate, inject, matching_rule
-from windrow_operator.kube import Kube
+from windrow_operator.injection import (
+    DECODE_IMAGE,
+    DECODES,
+    IS_REQUESTED,
+    NOT_DISABLED,
+    Injection,
+    Refusal,
+    SidecarTemplate,
+    Surroundings,
+    inject,
+)
+from windrow_operator.kube import ApiError, Kube, NotFound
 from windrow_operator.metrics import Metrics
+from windrow_operator.model import Policy
 from windrow_operator.world import World, pod_of
 
 log = logging.getLogger(__name__)
 
 CONFIGURATION = "windrow-operator"
 PATH = "/mutate-pods"
-TIMEOUT_SECONDS = 5
+TIMEOUT_SECONDS = 2
+# Below that of the registration: a pod passes with a warning instead of without a word.
+_DECIDE_SECONDS = 1.5
 _COLLECTION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
+_NAMESPACE_NAME = "kubernetes.io/metadata.name"
+
+Body = dict[str, Any]
 
 
-def webhook_configuration(url: str, ca: bytes, own_namespace: str) -> dict[str, Any]:
-    """Return the registration of a webhook that serves at `url` under the authority `ca` (PEM)."""
+def webhook_configuration(
+    client: Body, ca: bytes, own_namespace: str, namespaces: Iterable[str]
+) -> Body:
+    """Return the registration.
+
+    Args:
+        client: where the webhook serves, `url` or `service` of a WebhookClientConfig.
+        ca: the authority that signed its certificate, PEM.
+        own_namespace: is exempt, as kube-system is.
+        namespaces: those that have a HarvestPolicy.
+    """
     exempt = {
-        "key": "kubernetes.io/metadata.name",
+        "key": _NAMESPACE_NAME,
         "operator": "NotIn",
-        "values": ["kube-system", own_namespace],
+        "values": sorted({"kube-system", own_namespace}),
     }
+    common = {
+        "admissionReviewVersions": ["v1"],
+        "sideEffects": "None",
+        "failurePolicy": "Ignore",
+        "reinvocationPolicy": "IfNeeded",
+        "timeoutSeconds": TIMEOUT_SECONDS,
+        "clientConfig": {**client, "caBundle": base64.b64encode(ca).decode()},
+        "rules": [
+            {
+                "operations": ["CREATE"],
+                "apiGroups": [""],
+                "apiVersions": ["v1"],
+                "resources": ["pods"],
+                "scope": "Namespaced",
+            }
+        ],
+    }
+    asks = [
+        {"name": "not-disabled", "expression": NOT_DISABLED},
+        {"name": "requested", "expression": IS_REQUESTED},
+    ]
+    webhooks = [
+        {
+            **common,
+            "name": f"requested.{GROUP}",
+            "namespaceSelector": {"matchExpressions": [exempt]},
+            "matchConditions": asks,
+        }
+    ]
+    if values := sorted(set(namespaces) - set(exempt["values"])):
+        within = {"key": _NAMESPACE_NAME, "operator": "In", "values": values}
+        decodes = [
+            {"name": "not-disabled", "expression": NOT_DISABLED},
+            {"name": "decodes", "expression": DECODES},
+        ]
+        webhooks.append(
+            {
+                **common,
+                "name": f"policy.{GROUP}",
+                "namespaceSelector": {"matchExpressions": [within]},
+                "matchConditions": decodes,
+            }
+        )
     return {
         "apiVersion": "admissionregistration.k8s.io/v1",
         "kind": "MutatingWebhookConfiguration",
         "metadata": {"name": CONFIGURATION},
-        "webhooks": [
-            {
-                "name": f"inject.{GROUP}",
-                "admissionReviewVersions": ["v1"],
-                "sideEffects": "None",
-                "failurePolicy": "Ignore",
-                "reinvocationPolicy": "IfNeeded",
-                "timeoutSeconds": TIMEOUT_SECONDS,
-                "clientConfig": {"url": url, "caBundle": base64.b64encode(ca).decode()},
-                "namespaceSelector": {"matchExpressions": [exempt]},
-                "rules": [
-                    {
-                        "operations": ["CREATE"],
-                        "apiGroups": [""],
-                        "apiVersions": ["v1"],
-                        "resources": ["pods"],
-                        "scope": "Namespaced",
-                    }
-                ],
-            }
-        ],
+        "webhooks": webhooks,
     }
 
 
-async def register(kube: Kube, url: str, ca: bytes, own_namespace: str) -> None:
-    """Tell the API server about the webhook, in place of an earlier registration."""
-    body = webhook_configuration(url, ca, own_namespace)
-    await kube.apply(f"{_COLLECTION}/{CONFIGURATION}", body)
+class Registration:
+    """Keeps the API server's list of when to call the webhook."""
+
+    def __init__(self, kube: Kube, client: Body, ca: bytes, own_namespace: str) -> None:
+        self._kube, self._client, self._ca, self._own = kube, client, ca, own_namespace
+        self._namespaces: frozenset[str] | None = None  # as registered; None: not yet
+
+    async def keep(self, namespaces: Collection[str]) -> None:
+        """Register for these namespaces, unless that is how it stands.
+
+        Raises:
+            ApiError: the API server did not take it; what was registered before holds.
+        """
+        wanted = frozenset(namespaces)
+        if wanted == self._namespaces:
+            return
+        body = webhook_configuration(self._client, self._ca, self._own, wanted)
+        # The list of webhooks is ours alone: entries that are no longer named go.
+        await self._kube.apply(f"{_COLLECTION}/{CONFIGURATION}", body)
+        self._namespaces = wanted
 
 
 class Webhook:
-    """Answers AdmissionReviews."""
+    """Answers AdmissionReviews.
+
+    Args:
+        world: policies and namespaces.
+        kube: asked whether claims are bound, and whether a changed pod would be admitted.
+        template: what is the same in every sidecar.
+        metrics: counts.
+        prepulled: DaemonSet of the operator's namespace, namespace/name, whose pods have the
+            sidecar's image on their nodes; empty: there is none.
+    """
 
     def __init__(
-        self, world: World, template: Callable[[], SidecarTemplate], metrics: Metrics
+        self,
+        world: World,
+        kube: Kube,
+        template: Callable[[], SidecarTemplate],
+        metrics: Metrics,
+        prepulled: str = "",
     ) -> None:
-        self._world, self._template, self._metrics = world, template, metrics
+        self._world, self._kube, self._template = world, kube, template
+        self._metrics, self._prepulled = metrics, prepulled
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -87,32 +170,122 @@ class Webhook:
 
     async def _mutate(self, request: web.Request) -> web.Response:
         review = await request.json()
-        return web.json_response(self.review(review))
+        return web.json_response(await self.review(review))
 
-    def review(self, review: dict[str, Any]) -> dict[str, Any]:
+    async def review(self, review: Body) -> Body:
         """Return the answer to one AdmissionReview. Every pod is allowed, some are patched."""
         asked = review["request"]
-        answer: dict[str, Any] = {"uid": asked["uid"], "allowed": True}
-        pod = asked["object"]
+        answer: Body = {"uid": asked["uid"], "allowed": True}
+        warnings: list[str] = []
         try:
-            patch = self._patch(pod, asked.get("namespace", ""))
+            async with asyncio.timeout(_DECIDE_SECONDS):
+                done = await self._decide(asked["object"], asked.get("namespace", ""))
+        except Refusal as refusal:
+            warnings, done = [str(refusal)], None
+            self._metrics.not_injected(refusal.reason)
+        except (ApiError, TimeoutError) as error:
+            warnings, done = [f"it could not be checked in time: {error}"], None
+            self._metrics.not_injected("NotChecked")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             log.exception("a pod could not be injected; it passes as it came")
-            answer["warnings"] = [f"windrow: not injected: {error!r}"]
-            patch = []
-        if patch:
+            warnings, done = [f"its spec was not understood: {error!r}"], None
+            self._metrics.not_injected("NotUnderstood")
+        if done is not None and done.patch:
             answer["patchType"] = "JSONPatch"
-            answer["patch"] = base64.b64encode(json.dumps(patch).encode()).decode()
-            self._metrics.injected(matching_rule(pod))
+            answer["patch"] = base64.b64encode(json.dumps(done.patch).encode()).decode()
+            if not asked.get("dryRun"):
+                self._metrics.injected(done.rule)
+        said = [*warnings, *(done.warnings if done else ())]
+        if said:
+            what = "" if done else "the pod is left as it came: "
+            answer["warnings"] = [f"windrow: {what}{sentence}" for sentence in said]
         return {
             "apiVersion": "admission.k8s.io/v1",
             "kind": "AdmissionReview",
             "response": answer,
         }
 
-    def _patch(self, pod: dict[str, Any], namespace: str) -> list[dict[str, Any]]:
+    async def _decide(self, pod: Body, namespace: str) -> Injection | None:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
         policy = policies.select(candidate, self._world.policies.values())
-        volumes = policy.spec.sidecar.volumes if policy and policy.spec else ()
-        return inject(pod, self._template(), volumes)
+        sidecar = policy.spec.sidecar if policy and policy.spec else None
+        around = Surroundings(
+            self._world.namespaces.get(namespace) or {},
+            await self._shared_claims(namespace, sidecar),
+        )
+        done = inject(pod, self._template(), sidecar, around)
+        if done is None or done.form == "attach" or _has_sidecar(pod):
+            return done
+        await self._require_image(policy)
+        await self._require_admitted(pod, done, namespace)
+        return done
+
+    async def _shared_claims(self, namespace: str, sidecar: SidecarSpec | None) -> frozenset[str]:
+        names = {
+            volume.persistent_volume_claim.claim_name
+            for volume in (sidecar.volumes if sidecar else ())
+            if volume.persistent_volume_claim
+        }
+        found = set()
+        for name in names:
+            try:
+                claim = await self._kube.get(
+                    f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
+                )
+            except NotFound:
+                continue
+            status = claim.get("status") or {}
+            modes = {"ReadWriteMany", "ReadOnlyMany"} & set(status.get("accessModes") or ())
+            if status.get("phase") == "Bound" and modes:
+                found.add(name)
+        return frozenset(found)
+
+    async def _require_image(self, policy: Policy | None) -> None:
+        """Refuse a native sidecar whose image would have to be pulled before decode starts."""
+        image = self._template().image
+        if image == DECODE_IMAGE:
+            return
+        what = f"image {image} is not known to be on the nodes"
+        who = f"policy {policy.name} asks for the form sidecar" if policy else "the form is sidecar"
+        if not self._prepulled:
+            raise Refusal("ImageNotOnNodes", f"{who}, and {what}: install the chart with prePull")
+        namespace, _, name = self._prepulled.partition("/")
+        path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}"
+        try:
+            status = (await self._kube.get(path)).get("status") or {}
+        except NotFound:
+            status = {}
+        ready, all_ = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
+        if not all_ or ready < all_:
+            raise Refusal(
+                "ImageNotOnNodes",
+                f"{who}, and {what}: DaemonSet {name} has it on {ready} of {all_}",
+            )
+
+    async def _require_admitted(self, pod: Body, done: Injection, namespace: str) -> None:
+        """Refuse a change with which the pod would not be admitted: quota, Pod Security, limits."""
+        changed = copy.deepcopy(pod)
+        for operation in done.patch:
+            _, parent, leaf = operation["path"].split("/")
+            changed[parent][leaf] = operation["value"]
+        # Names itself: the original is created in the same moment.
+        metadata = changed["metadata"]
+        base = metadata.pop("name", "") or metadata.get("generateName", "pod")
+        metadata["generateName"] = f"{base[:40]}-"
+        metadata["namespace"] = namespace
+        try:
+            await self._kube.try_create(f"/api/v1/namespaces/{namespace}/pods", changed)
+        except ApiError as error:
+            if error.status in (0, 429) or error.status >= 500:
+                raise
+            raise Refusal("NotAdmitted", f"with a native sidecar it is refused: {error}") from error
+
+
+def _has_sidecar(pod: Body) -> bool:
+    """Return whether this is our own question, or a second call for a pod that was changed."""
+    labels = pod.get("metadata", {}).get("labels") or {}
+    return labels.get(LABEL_DECODE) == "true" and any(
+        container.get("restartPolicy") == "Always" and container["name"] == "windrow"
+        for container in pod["spec"].get("initContainers") or ()
+    )

@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from windrow.conditions import get_condition, is_finished
-from windrow.crd import FINALIZER, FinetuneJobSpec, parse_job_spec
+from windrow.crd import FINALIZER, SIDECAR_CONTAINER, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
+from windrow_operator.injection import RUN_VOLUME, attached_sidecars, decoder_of, served_model
 from windrow_operator.model import (
     ALIVE,
+    STALE_AFTER,
     Base,
     Holder,
     Job,
@@ -27,6 +29,7 @@ from windrow_operator.model import (
     Policy,
     Run,
     RunState,
+    SidecarState,
     Slot,
     Terms,
     key_of,
@@ -50,6 +53,14 @@ class LiveSlot:
     beat_at: datetime | None = None
     attached: bool = False
     lost_at: datetime | None = None
+
+    def is_silent(self, now: datetime) -> bool:
+        """Return whether the stream is open and heartbeats, once there, have ceased."""
+        return self.attached and self.beat_at is not None and now - self.beat_at > STALE_AFTER
+
+    def current_beat(self, now: datetime) -> pb.SlotHeartbeat | None:
+        """Return the newest heartbeat while it still tells of now."""
+        return self.beat if self.attached and not self.is_silent(now) else None
 
 
 class World:
@@ -100,8 +111,11 @@ class World:
         self.policies.pop(key, None)
 
     def put_pod(self, body: Mapping[str, Any]) -> Pod:
-        """Keep what is needed of a decode pod."""
+        """Keep what is needed of a decode pod, unless a newer version is here."""
         pod = pod_of(body)
+        known = self.pods.get(pod.uid)
+        if known is not None and known.version > pod.version:
+            return known
         self.pods[pod.uid] = pod
         return pod
 
@@ -159,6 +173,7 @@ class World:
             predicted_tokens_per_second=beat.predicted_tokens_per_second,
             memory_full=live.beat is not None and _is_full(beat),
             attached=live.attached,
+            silent=live.is_silent(now),
             lost_at=None if live.attached else live.lost_at or self.started_at,
             pod_gone=pod is None or pod.ending,
             terms=self.terms(pod, now) if pod else None,
@@ -213,6 +228,7 @@ class World:
             spec=spec,
             error=error,
             status=status,
+            body=body,
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
             priority=self.priorities.get((spec and spec.priority_class_name) or "", 0),
@@ -304,6 +320,32 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         labels=metadata.get("labels") or {},
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
+        version=int(metadata.get("resourceVersion") or 0),
+        model=served_model(body),
+        sidecar=_sidecar_state(body),
+    )
+
+
+def _sidecar_state(body: Mapping[str, Any]) -> SidecarState:
+    spec, status = body.get("spec") or {}, body.get("status") or {}
+    if not spec.get("containers"):
+        return SidecarState()
+    added = attached_sidecars(spec)
+    ended: Mapping[str, Any] | None = None
+    for container in status.get("ephemeralContainerStatuses") or ():
+        if added and container["name"] == added[-1]:
+            ended = (container.get("state") or {}).get("terminated")
+    finished = ended.get("finishedAt") if ended else None
+    decoder = decoder_of(body)["name"]
+    return SidecarState(
+        prepared=any(volume["name"] == RUN_VOLUME for volume in spec.get("volumes") or ()),
+        native=any(c["name"] == SIDECAR_CONTAINER for c in spec.get("initContainers") or ()),
+        decode_ready=any(
+            c["name"] == decoder and c.get("ready") for c in status.get("containerStatuses") or ()
+        ),
+        attached=len(added),
+        alive=bool(added) and ended is None,
+        ended_at=datetime.fromisoformat(finished) if finished else None,
     )
 
 

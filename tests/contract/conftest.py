@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,41 +19,7 @@ from windrow_sidecar._core import Arena, Geometry
 if TYPE_CHECKING:
     from torch import Tensor
 
-ROOT = Path(__file__).parents[2]
-TOOLS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 RESERVED = 2
-
-
-@pytest.fixture(scope="session")
-def standin() -> Path:
-    """The library that stands in for libcuda, built from tests/libcuda_standin."""
-    if shutil.which("cmake", path=TOOLS) is None:
-        pytest.skip("no cmake: make setup brings it")
-    # Kept between runs, so that only what changed is compiled again.
-    build = ROOT / "build" / "libcuda_standin"
-    build.mkdir(parents=True, exist_ok=True)
-    with (build / "lock").open("w") as lock:  # tests run in several processes
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        build_standin(build)
-    return build / "tests" / "libcuda_standin" / "libcuda.so.1"
-
-
-def build_standin(build: Path) -> None:
-    options = ["-DWINDROW_PYTHON=OFF", "-DWINDROW_CUDA_STANDIN=ON", "-DCMAKE_BUILD_TYPE=Debug"]
-    generator = ["-G", "Ninja"] if shutil.which("ninja", path=TOOLS) else []
-    for command in (
-        ["cmake", *generator, *options, "-S", str(ROOT), "-B", str(build)],
-        ["cmake", "--build", str(build), "--target", "cuda_standin", "--parallel", "2"],
-    ):
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PATH": TOOLS},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.fixture

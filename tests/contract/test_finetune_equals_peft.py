@@ -1,9 +1,14 @@
-"""Layer by layer, window by window, micro-batch by micro-batch: the same training as peft's own."""
+"""Layer by layer, window by window, micro-batch by micro-batch: the same training as peft's own.
+
+In float64, where the two differ by nothing but rounding; in fp32 and bf16 ours is as near to that
+as peft's is (see `windrow_sidecar.testing.rounding`).
+"""
 
 from __future__ import annotations
 
 import copy
-import math
+import json
+import os
 
 import pytest
 import torch
@@ -15,20 +20,19 @@ from windrow_sidecar.finetune.job import check_packing
 from windrow_sidecar.finetune.layers.layerwise import DecoderStack
 from windrow_sidecar.finetune.plan.grain import Windows
 from windrow_sidecar.finetune.plan.orders import interleaved, token_major
-from windrow_sidecar.finetune.stream import StepDone
 from windrow_sidecar.finetune.windows import attention
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model
 from windrow_sidecar.testing.equality import (
     Cut,
-    PeftLoop,
-    apart,
     our_gradients,
+    our_training,
     pefts_gradients,
+    pefts_training,
     small_rows,
     small_spec,
-    stream_of,
     tuned_model,
 )
+from windrow_sidecar.testing.rounding import apart, in_type_of, no_farther
 
 CUTS = {
     "whole batch": Cut(),
@@ -41,7 +45,6 @@ CUTS = {
     "interleaved": Cut(Windows(16), interleaved, max_tokens=64, micro_batches=2),
 }
 PACKED = {"in one line": Cut(packed=True), "in windows of 7": Cut(Windows(7), packed=True)}
-OF_NORM, OF_TENSOR = 1e-5, 5e-5
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,8 +52,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
 def trained(request):
-    """(architecture, model with its adapter, gradients of peft's first batch)."""
-    tuned = tuned_model(random_model(request.param), small_spec())
+    """(architecture, model with its adapter in float64, gradients of peft's first batch)."""
+    tuned = tuned_model(random_model(request.param).double(), small_spec())
     return request.param, tuned, pefts_gradients(tuned, small_rows())
 
 
@@ -58,16 +61,14 @@ def trained(request):
 def test_gradients_equal_those_of_peft(trained, cut):
     _, tuned, theirs = trained
     off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+    assert off.by_rounding
 
 
 def test_attention_of_a_window_a_few_heads_at_a_time_has_pefts_gradients(trained, monkeypatch):
     _, tuned, theirs = trained
     monkeypatch.setattr(attention, "PIECE_BYTES", 1)
     off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), Cut(Windows(7))), theirs)
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+    assert off.by_rounding
 
 
 @pytest.mark.parametrize("cut", PACKED.values(), ids=PACKED)
@@ -80,55 +81,52 @@ def test_rows_in_one_line_have_pefts_gradients_or_are_refused(trained, cut):
         assert refused.value.field == "spec.training.packing"
         assert off.of_norm > 0.01
         return
-    check_packing(DecoderStack(tuned.get_base_model()), prefix=False)
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+    with in_type_of(tuned):
+        check_packing(DecoderStack(tuned.get_base_model()), prefix=False)
+    assert off.by_rounding
 
 
-def train(stream) -> list[StepDone]:
-    done = []
-    while (tasklet := stream.peek()) is not None:
-        if isinstance(outcome := stream.run(tasklet), StepDone):
-            done.append(outcome)
-    return done
-
-
-def weights(tuned) -> dict[str, torch.Tensor]:
-    return {name: p.detach() for name, p in trainable(tuned).items()}
+@pytest.fixture(scope="module")
+def pefts_five_steps(trained):
+    return pefts_training(trained[1], small_rows())
 
 
 @pytest.mark.parametrize("cut", [Cut(), Cut(Windows(7), max_tokens=64)], ids=["whole", "windows"])
-def test_weights_after_five_steps_equal_those_of_peft(trained, cut):
-    _, tuned, _ = trained
-    ours, theirs = copy.deepcopy(tuned), copy.deepcopy(tuned)
-    train(stream_of(ours, small_rows(), cut))
-    PeftLoop(theirs, small_rows()).train()
-    moved = apart(weights(tuned), weights(theirs))
-    assert moved.of_norm > 0.01
-    off = apart(weights(ours), weights(theirs))
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+def test_weights_moments_losses_and_norms_of_five_steps_equal_those_of_peft(
+    trained, pefts_five_steps, cut
+):
+    """In float64 alone: where a gradient is near 0, AdamW turns its rounding into a whole step."""
+    tuned, theirs = copy.deepcopy(trained[1]), pefts_five_steps
+    begun = {name: p.detach().clone() for name, p in trainable(tuned).items()}
+    ours = our_training(tuned, small_rows(), cut)
+    assert apart(begun, theirs["parameter"]).of_norm > 0.01
+    kinds = {"parameter", "exp_avg", "exp_avg_sq", "step", "loss", "gradient norm"}
+    assert ours.keys() == theirs.keys() == kinds
+    assert all(t.dtype == torch.float64 for t in ours["parameter"].values())
+    for kind in kinds:
+        assert apart(ours[kind], theirs[kind]).by_rounding, kind
 
 
-def test_in_bf16_the_error_is_that_of_pefts_own_bf16_run(trained):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_in_fewer_bits_the_error_is_that_of_pefts_own_run(trained, dtype):
     architecture, _, _ = trained
     rows = small_rows()
-    tuned = tuned_model(random_model(architecture).bfloat16(), small_spec())
-    truth = pefts_gradients(copy.deepcopy(tuned).float(), rows)
-    theirs = apart(pefts_gradients(tuned, rows), truth).of_norm
-    cuts = (Cut(), Cut(Windows(1)), Cut(Windows(7)), Cut(Windows(16)))
+    tuned = tuned_model(random_model(architecture).to(dtype), small_spec())
+    truth = pefts_gradients(copy.deepcopy(tuned).double(), rows)
+    theirs = [apart(pefts_gradients(tuned, rows, pads), truth).of_norm for pads in (0, 1)]
+    cuts = (Cut(), Cut(Windows(7)), Cut(Windows(16)))
     ours = [apart(our_gradients(copy.deepcopy(tuned), rows, cut), truth).of_norm for cut in cuts]
-    # Where rounding falls differs from cut to cut, so they are judged together.
-    assert math.sqrt(sum(error**2 for error in ours) / len(ours)) <= 1.1 * theirs
+    assert no_farther(ours, theirs, dtype)
 
 
-def test_loss_and_gradient_norm_of_each_step_are_those_of_peft():
-    tuned = tuned_model(random_model("Llama"), small_spec())
-    loop = PeftLoop(copy.deepcopy(tuned).train(), small_rows())
-    steps = train(stream_of(tuned, small_rows(), Cut(max_tokens=64)))
-    assert steps[0].position.loss == pytest.approx(loop.backward(0), rel=1e-5)
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in loop.parameters))
-    assert steps[0].facts.gradient_norm == pytest.approx(norm, rel=1e-5)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_are_summed_in_fp32_whatever_the_base_is_in(dtype):
+    tuned = tuned_model(
+        random_model("Qwen2").to(dtype), small_spec(small(ADAPTERS["a whole norm"][1]))
+    )
+    assert dtype in {p.dtype for p in trainable(tuned).values()}
+    found = our_gradients(tuned, small_rows(), Cut(Windows(7), max_tokens=64))
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
 
 
 ADAPTERS = {
@@ -152,6 +150,10 @@ ADAPTERS = {
         "Qwen3Moe",
         {"lora": {"targetModules": "q_proj,gate_proj,up_proj,down_proj"}},
     ),
+    "above the width": (
+        "Llama",
+        {"lora": {"rank": 40, "alpha": 0.5, "alphaPattern": {"q_proj": 9.5}}},
+    ),
     "ia3 by structure": ("Olmo2", {"type": "ia3"}),
     "ia3, fused": ("Phi3", {"type": "ia3"}),
     "ia3, experts": ("Qwen3Moe", {"type": "ia3"}),
@@ -174,11 +176,10 @@ def small(adapter):
     "cut", [Cut(), Cut(Windows(7), token_major), Cut(max_tokens=64)], ids=["whole", "7", "rows"]
 )
 def test_every_option_of_an_adapter_equals_peft(architecture, adapter, cut):
-    tuned = tuned_model(random_model(architecture), small_spec(small(adapter)))
+    tuned = tuned_model(random_model(architecture).double(), small_spec(small(adapter)))
     theirs = pefts_gradients(tuned, small_rows())
     off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+    assert off.by_rounding
 
 
 @pytest.mark.parametrize(
@@ -187,14 +188,14 @@ def test_every_option_of_an_adapter_equals_peft(architecture, adapter, cut):
 def test_in_bf16_every_kind_of_adapter_has_the_error_of_pefts_own_run(name):
     architecture, adapter = ADAPTERS[name]
     model, spec = random_model(architecture).bfloat16(), small_spec(small(adapter))
-    ours = theirs = 0.0
+    ours, theirs = [], []
     # Few numbers learn in some kinds: over several batches the luck of rounding evens out.
     for rows in map(small_rows, (8, 11, 14, 17)):
         tuned = tuned_model(copy.deepcopy(model), spec)
-        truth = pefts_gradients(copy.deepcopy(tuned).float(), rows)
-        theirs += apart(pefts_gradients(tuned, rows), truth).of_norm ** 2
-        ours += apart(our_gradients(tuned, rows, Cut(Windows(7))), truth).of_norm ** 2
-    assert math.sqrt(ours) <= 1.1 * math.sqrt(theirs)
+        truth = pefts_gradients(copy.deepcopy(tuned).double(), rows)
+        theirs.append(apart(pefts_gradients(tuned, rows), truth).of_norm)
+        ours.append(apart(our_gradients(tuned, rows, Cut(Windows(7))), truth).of_norm)
+    assert no_farther(ours, theirs, torch.bfloat16)
 
 
 @pytest.mark.parametrize("architecture", ["Mixtral", "Qwen3Moe"])
@@ -210,7 +211,6 @@ def test_all_linear_means_attention_on_a_mixture_of_experts(architecture):
     [
         ("Llama", {"targetModules": "w_proj"}, "targetModules", "up_proj"),
         ("Llama", {"targetPattern": "none of them"}, "targetModules", "all-linear"),
-        ("Llama", {"rank": 33}, "rank", "above the width"),
         ("Llama", {"rankPattern": {"gate": 2}}, "targetModules", "gate"),
         ("Llama", {"alphaPattern": {"gate": 2}}, "targetModules", "gate"),
         ("Llama", {"layersToTransform": [3]}, "layersToTransform", "There are 3"),
@@ -252,7 +252,7 @@ def test_targets_of_ia3_that_are_not_there_are_named_with_those_that_are():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.filterwarnings("ignore:.*gate_up_proj:RuntimeWarning")  # see add_adapter
 @pytest.mark.parametrize(
-    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm"]
+    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm", "above the width"]
 )
 def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
     architecture, adapter = ADAPTERS[name]
@@ -261,6 +261,27 @@ def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
     loaded = PeftModel.from_pretrained(random_model(architecture), tmp_path)
     ids = torch.arange(20)[None]
     assert torch.equal(loaded(ids).logits, tuned(ids).logits)
+
+
+@pytest.mark.parametrize(("alpha", "kept"), [(32, int), (32.0, int), (12.5, float)])
+def test_another_engine_reads_the_alpha_that_was_asked_for(tmp_path, alpha, kept):
+    save_adapter(
+        add_adapter(random_model("Llama"), small_spec({"lora": {"alpha": alpha}})), tmp_path
+    )
+    found = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
+    assert (found, type(found)) == (alpha, kept)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_the_files_of_an_adapter_have_the_mode_that_the_umask_gives(tmp_path, umask):
+    tuned, before = add_adapter(random_model("Llama"), small_spec()), os.umask(umask)
+    try:
+        save_adapter(tuned, tmp_path)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()}
+    mode = 0o666 & ~umask
+    assert modes == {"adapter_model.safetensors": mode, "adapter_config.json": mode}
 
 
 def test_a_second_adapter_and_a_prefix_beyond_the_sliding_window_are_refused():

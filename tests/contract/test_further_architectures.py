@@ -19,15 +19,14 @@ from windrow_sidecar.finetune.windows.dropout import DropoutKeys
 from windrow_sidecar.testing.architectures import FURTHER, random_model
 from windrow_sidecar.testing.equality import (
     Cut,
-    apart,
     our_gradients,
     pefts_gradients,
     small_rows,
     small_spec,
     tuned_model,
 )
+from windrow_sidecar.testing.rounding import apart
 
-OF_NORM, OF_TENSOR = 1e-5, 5e-5
 # Their attention is code of their own, which cannot be made to look at a part of a row.
 WHOLE_ROWS_ONLY = {"Bloom", "CodeGen", "GPTJ", "GPTNeo", "Mpt"}
 # Their biases go by the place in the line.
@@ -41,14 +40,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def assert_equal_to_peft(tuned, cut, theirs=None):
     theirs = theirs or pefts_gradients(tuned, small_rows())
-    off = apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs)
-    assert off.of_norm <= OF_NORM
-    assert off.of_tensor <= OF_TENSOR
+    assert apart(our_gradients(copy.deepcopy(tuned), small_rows(), cut), theirs).by_rounding
 
 
 @pytest.mark.parametrize("architecture", FURTHER)
 def test_gradients_equal_those_of_peft_however_the_work_is_cut(architecture):
-    tuned = tuned_model(random_model(architecture), small_spec())
+    tuned = tuned_model(random_model(architecture).double(), small_spec())
     stack, theirs = DecoderStack(tuned.get_base_model()), pefts_gradients(tuned, small_rows())
     cuts = [Cut(), Cut(max_tokens=1)]
     if architecture in WHOLE_ROWS_ONLY:
@@ -68,7 +65,7 @@ def test_gradients_equal_those_of_peft_however_the_work_is_cut(architecture):
 
 @pytest.mark.parametrize("architecture", WITH_PREFIX)
 def test_a_prefix_equals_pefts(architecture):
-    tuned = tuned_model(random_model(architecture), small_spec({"type": "prefix"}))
+    tuned = tuned_model(random_model(architecture).double(), small_spec({"type": "prefix"}))
     check_reach(tuned, DecoderStack(tuned.get_base_model()))
     for cut in (Cut(), Cut(Windows(7))):
         assert_equal_to_peft(tuned, cut)
@@ -85,7 +82,8 @@ def test_a_prefix_equals_pefts(architecture):
     ],
 )
 def test_other_adapters_equal_pefts(architecture, adapter):
-    assert_equal_to_peft(tuned_model(random_model(architecture), small_spec(adapter)), Cut())
+    tuned = tuned_model(random_model(architecture).double(), small_spec(adapter))
+    assert_equal_to_peft(tuned, Cut())
 
 
 GROWING_ROPE = {
@@ -104,7 +102,7 @@ GROWING_ROPE = {
 def test_positions_that_follow_the_longest_row_follow_that_of_the_step_however_it_is_cut(rope):
     of_most = 16 if rope["rope_type"] == "dynamic" else 128
     options = {"rope_parameters": rope, "max_position_embeddings": of_most}
-    tuned = tuned_model(random_model("Llama", **options), small_spec())
+    tuned = tuned_model(random_model("Llama", **options).double(), small_spec())
     theirs = pefts_gradients(tuned, small_rows())
     for cut in (
         Cut(max_tokens=1),
@@ -138,7 +136,7 @@ def test_an_adapter_of_the_head_drops_the_units_of_the_tokens_that_it_sees(
     # Several slices a row, so that each has to know its own tokens.
     monkeypatch.setattr("windrow_sidecar.finetune.layers.loss.SLICE_ELEMENTS", 96 * 5)
     spec = small_spec({"lora": {"rank": 4, **HEADS[architecture]}})
-    tuned = tuned_model(random_model(architecture), spec)
+    tuned = tuned_model(random_model(architecture).double(), spec)
     assert any("lm_head" in name for name in trainable(tuned))
     assert_equal_to_peft(tuned, HEAD_CUTS[name])
 
@@ -209,7 +207,8 @@ def test_an_adapter_that_would_learn_nothing_is_refused(
 
 def test_projections_behind_the_last_layer_belong_to_the_norm():
     adapter = {"lora": {"rank": 4, "excludeModules": "project_in"}}
-    tuned = tuned_model(random_model("OPT", word_embed_proj_dim=16), small_spec(adapter))
+    model = random_model("OPT", word_embed_proj_dim=16).double()
+    tuned = tuned_model(model, small_spec(adapter))
     stack = DecoderStack(tuned.get_base_model())
     check_reach(tuned, stack)
     assert any("project_out" in name for name in trainable(tuned))

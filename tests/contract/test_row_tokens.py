@@ -205,15 +205,15 @@ def test_each_answer_is_learnt_from_its_first_token_to_the_end_of_its_turn(token
     assert "".join(said.split()) == f"HelloParis{end}yes(hi){end}"
 
 
-def test_answers_that_later_turns_rewrite_are_left_out_and_told(caplog):
+def test_answers_that_later_turns_rewrite_are_left_out_and_told():
     tokenizer = letters()
     tokenizer.chat_template = RETHINKING
     rows = RowTokenizer(tokenizer, max_length=500)
     made = rows.example(row_of(Record("rows.jsonl:7", turns(LONGER)), "chat"))
     assert tokenizer.decode([made.ids[at] for at in learnt(made)]) == "(think)\n\nyes  (hi)</s>"
-    rows.tell()
-    assert "1 answers are not learnt" in caplog.text
-    assert "rows.jsonl:7" in caplog.text
+    (note,) = rows.notes()
+    assert "1 answers are not learnt" in note
+    assert "rows.jsonl:7" in note
 
 
 def test_a_turn_after_the_last_answer_counts_with_all_and_changes_nothing_without():

@@ -16,6 +16,7 @@ from windrow_sidecar.finetune.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job import Job, Session
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.runner import Ending, Runner
+from windrow_sidecar.finetune.training.data import Split
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
@@ -71,7 +72,7 @@ class Started:
         job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
         stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
         self.standing = standing
-        session = Session(job, self.tiny.model, stream, 16, False, Origin(), keeping=None)
+        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, Split((), ()))
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing)
         memory = OwnMemory(stream, self.home)

@@ -162,5 +162,5 @@ def _create_again(farm: Farm, name: str) -> None:
     )
     (decode,) = [decode for decode in farm.pods.decodes if decode.name == name]
     core.create_namespaced_pod(NAMESPACE, decode_pod(decode))
+    # Its sidecar comes when a job waits that could go there.
     serving.await_ready(farm.client, farm.pods, within)
-    serving.await_slots(farm.client, farm.pods, within)

@@ -253,7 +253,11 @@ class Cluster:
 
     # --- decode pods ------------------------------------------------------------------------------
 
-    def pod(self, name="decode-0", **labels):
+    def pod(self, name="decode-0", labels=None):
+        """Create a decode pod that asks by its label, so that no policy is needed."""
+        return self.create_pod(name, {"windrow.dev/inject": "enabled", **(labels or {})})
+
+    def create_pod(self, name, labels=None, **more):
         spec = {
             "containers": [
                 {
@@ -263,8 +267,9 @@ class Cluster:
                 }
             ]
         }
-        metadata = {"name": name, "labels": {"app": "chat", **labels}}
-        return self.core.create_namespaced_pod(self.namespace, {"metadata": metadata, "spec": spec})
+        metadata = {"name": name, "labels": {"app": "chat", **(labels or {})}}
+        body = {"metadata": metadata, "spec": spec}
+        return self.core.create_namespaced_pod(self.namespace, body, **more)
 
     def token(self, pod, audience="windrow"):
         """Return a token of the default service account, bound to the pod as a projected one is."""

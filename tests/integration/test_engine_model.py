@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import read_config
@@ -15,8 +14,8 @@ from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_lay
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama
+from windrow_sidecar.testing.rounding import LogitDistances
 
-TOLERANCE = 1e-4
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -41,10 +40,6 @@ def checkpoint(request, tmp_path):
     return tmp_path, save_random_llama(tmp_path, **request.param)
 
 
-def reference_logits(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
-    return model(torch.tensor([tokens])).logits[0]
-
-
 @torch.inference_mode()
 def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
     folder, reference = checkpoint
@@ -55,57 +50,60 @@ def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
     for prompt, kv in zip(prompts, kvs, strict=True):
         for begin in range(0, len(prompt) - 1, 48):
             engine.model.prefill(prompt[begin : min(begin + 48, len(prompt) - 1)], kv)
+    found = [[] for _ in prompts]
     for _ in range(20):
         logits = engine.decode([prompt[-1] for prompt in prompts], kvs)
-        for row, prompt in enumerate(prompts):
-            wanted = reference_logits(reference, prompt)[-1]
-            assert (logits[row] - wanted).abs().max() < TOLERANCE
-            prompt.append(int(wanted.argmax()))
+        for of_one, prompt, row in zip(found, prompts, logits, strict=True):
+            of_one.append(row)
+            prompt.append(int(row.argmax()))
+    for of_one, prompt in zip(found, prompts, strict=True):
+        distances = LogitDistances(reference)
+        distances.add(prompt[:-1], of_one)
+        assert distances.equal
 
 
 @torch.inference_mode()
 def test_prefill_in_pieces_writes_the_same_cache_as_prefill_in_one_go(checkpoint):
-    folder, _ = checkpoint
-    prompt = [random.Random(2).randrange(264) for _ in range(100)]
-    logits = []
+    folder, reference = checkpoint
+    tokens = [random.Random(2).randrange(264) for _ in range(110)]
     for piece in (99, 7):
-        engine = DecodeBench(folder)
-        kv = engine.sequence(101)
+        engine, distances = DecodeBench(folder), LogitDistances(reference)
+        kv = engine.sequence(len(tokens))
         for begin in range(0, 99, piece):
-            engine.model.prefill(prompt[begin : min(begin + piece, 99)], kv)
-        logits.append(engine.decode(prompt[-1:], [kv]))
-    assert (logits[0] - logits[1]).abs().max() < TOLERANCE
+            engine.model.prefill(tokens[begin : min(begin + piece, 99)], kv)
+        distances.add(tokens, [engine.decode([token], [kv])[0] for token in tokens[99:]])
+        assert distances.equal
 
 
 @torch.inference_mode()
 def test_a_request_gets_the_same_logits_whatever_runs_beside_it(tmp_path):
-    save_random_llama(tmp_path)
-    prompt = [random.Random(4).randrange(264) for _ in range(50)]
-
-    def decode_beside(others: int) -> torch.Tensor:
-        engine = DecodeBench(tmp_path)
+    reference = save_random_llama(tmp_path)
+    tokens = [random.Random(4).randrange(264) for _ in range(60)]
+    for others in (0, 1, 7):
+        engine, distances = DecodeBench(tmp_path), LogitDistances(reference)
         kvs = [engine.sequence(60) for _ in range(others + 1)]
         for i, kv in enumerate(kvs):
-            engine.model.prefill([(t + i) % 264 for t in prompt[:-1]], kv)
-        return engine.decode([(prompt[-1] + i) % 264 for i in range(others + 1)], kvs)[0]
-
-    alone = decode_beside(0)
-    for others in (1, 7):
-        assert (decode_beside(others) - alone).abs().max() < TOLERANCE
+            engine.model.prefill([(t + i) % 264 for t in tokens[:49]], kv)
+        found = [
+            engine.decode([(token + i) % 264 for i in range(others + 1)], kvs)[0]
+            for token in tokens[49:]
+        ]
+        distances.add(tokens, found)
+        assert distances.equal
 
 
 @torch.inference_mode()
 def test_a_filled_request_decodes_to_finite_logits_and_leaves_its_neighbour_alone(tmp_path):
-    save_random_llama(tmp_path)
+    distances = LogitDistances(save_random_llama(tmp_path))
     engine = DecodeBench(tmp_path)
-    prefilled, filled = engine.sequence(40), engine.sequence(40)
+    prefilled, filled = engine.sequence(50), engine.sequence(50)
     engine.model.prefill(list(range(39)), prefilled)
-    before = engine.decode([5], [prefilled])
-    prefilled.n_tokens -= 1
     engine.cache.fill(filled, 39)
-    after = engine.decode([5, 5], [prefilled, filled])
-    assert torch.isfinite(after).all()
-    assert (after[0] - before[0]).abs().max() < TOLERANCE
+    tokens = list(range(200, 210))
+    found = [engine.decode([token, token], [prefilled, filled]) for token in tokens]
+    assert torch.isfinite(torch.stack(found)).all()
+    distances.add([*range(39), *tokens], [logits[0] for logits in found])
+    assert distances.equal
 
 
 def test_bf16_checkpoints_are_computed_in_fp32(tmp_path):

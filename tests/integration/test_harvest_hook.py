@@ -13,7 +13,7 @@ import pytest
 
 from windrow.eventlog import MarkEvent, read_events
 from windrow_sidecar.engines.harvest import HarvestSettings
-from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.terms import Terms, make_terms
 from windrow_sidecar.qos.view import Action, Decision
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
@@ -98,6 +98,27 @@ def test_memory_limit_bounds_what_is_lent(decode):
         for _ in range(20):
             decode.step()
         assert decode.arena.counts()[2] == 3
+
+
+def test_a_policy_that_lends_no_memory_lends_none(decode):
+    asked = {
+        "name": "p",
+        "policy": "windrow",
+        "mode": "harvest",
+        "objective_seconds": 0.012,
+        "percentile": 99.0,
+        "scope": "perStep",
+        "max_compute_percent": 100,
+    }
+    decode.hook.set_terms(make_terms(**asked, max_memory_percent=0))
+    with worker_of(decode, wanted=20):
+        until(lambda: decode.step() and "worker-attached" in marks(decode))
+        for _ in range(20):
+            assert decode.step().chunks == 0
+        assert decode.arena.counts()[2] == 0
+        # It was the policy that held it back.
+        decode.hook.set_terms(make_terms(**asked, max_memory_percent=10))
+        until(lambda: decode.step().chunks == 3)
 
 
 def test_a_burst_pauses_the_worker_and_decode_widens_only_when_it_is_quiet(decode):

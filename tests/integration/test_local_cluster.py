@@ -39,13 +39,10 @@ def test_our_resources_are_served_and_the_node_is_ready(cluster, api):
     assert not node.spec.taints
 
 
-def test_a_decode_pod_is_injected_and_what_it_logs_is_in_the_log_directory(cluster, api):
+def test_a_decode_pod_is_prepared_and_what_it_logs_is_in_the_log_directory(cluster, api):
     core = client.CoreV1Api(api)
     pod = {
-        "metadata": {
-            "name": "decode-0",
-            "labels": {"rbg.workloads.x-k8s.io/role-name": "decode"},
-        },
+        "metadata": {"name": "decode-0", "labels": {"windrow.dev/inject": "enabled"}},
         "spec": {
             "terminationGracePeriodSeconds": 1,
             "containers": [
@@ -54,7 +51,7 @@ def test_a_decode_pod_is_injected_and_what_it_logs_is_in_the_log_directory(clust
         },
     }
     created = core.create_namespaced_pod("default", pod)
-    assert [c.name for c in created.spec.init_containers], "the webhook added its sidecar"
+    assert "windrow-run" in {volume.name for volume in created.spec.volumes}, "the webhook's"
     log = cluster.log_dir / "default_decode-0" / "decode.log"
     wait_until(lambda: log.exists() and log.read_text() == "up\n", "the container runs")
     core.delete_namespaced_pod("decode-0", "default")

@@ -1,11 +1,16 @@
 """What the API server itself refuses of our resources, and what it prints."""
 
+import contextlib
 import json
 
 import pytest
 from kubernetes import client
+from kubernetes.client.exceptions import UnprocessableEntityException
 from operator_process import install_crds
 from waiting import wait_until
+
+from windrow.crd import parse_job_spec
+from windrow.errors import UserError
 
 JOB = {
     "model": {"name": "/m"},
@@ -14,6 +19,10 @@ JOB = {
     "output": {"destination": "/out"},
 }
 POLICY = {"selector": {}, "objective": {"tpot": "40ms"}}
+
+
+def volume(name, mount_path, path="/srv"):
+    return {"name": name, "mountPath": mount_path, "hostPath": {"path": path}}
 
 
 class Api:
@@ -38,14 +47,14 @@ class Api:
             "windrow.dev", "v1alpha1", self.namespace, "finetunejobs", "x", {"spec": spec}
         )
 
-    def place(self):
+    def place(self, **status):
         self.custom.patch_namespaced_custom_object_status(
             "windrow.dev",
             "v1alpha1",
             self.namespace,
             "finetunejobs",
             "x",
-            {"status": {"epoch": 1}},
+            {"status": {"epoch": 1, **status}},
         )
 
 
@@ -74,7 +83,7 @@ def test_defaults_are_filled_in(api):
     assert spec["adapter"]["type"] == "lora"
     assert spec["adapter"]["lora"]["rank"] == 16
     assert spec["backoffLimit"] == 6
-    assert spec["training"]["warmupRatio"] == "0.03"
+    assert spec["training"]["warmupRatio"] == 0.03
 
 
 @pytest.mark.parametrize(
@@ -83,13 +92,18 @@ def test_defaults_are_filled_in(api):
         ("training", {"maxSteps": 0}, "should be greater than or equal to 1"),
         ("training", {"maxSteps": 1, "epochs": 1}, "exactly one of epochs and maxSteps"),
         ("training", {}, "exactly one of epochs and maxSteps"),
-        ("training", {"maxSteps": 1, "learningRate": "0"}, "learningRate must be above zero"),
+        ("training", {"maxSteps": 1, "learningRate": "0"}, "should match"),
         ("training", {"maxSteps": 1, "learningRate": "-1e-4"}, "should match"),
         ("training", {"maxSteps": 1, "learningRate": "NaN"}, "should match"),
-        ("training", {"maxSteps": 1, "warmupRatio": "1.5"}, "warmupRatio must be between"),
+        ("training", {"maxSteps": 1, "warmupRatio": "1.5"}, "should match"),
         ("adapter", {"lora": {"rank": 0}}, "should be greater than or equal to 1"),
         ("adapter", {"type": "dora"}, 'supported values: \\"lora\\"'),
         ("dataset", {"source": ""}, "should be at least 1 chars long"),
+        ("training", {"maxSteps": 1, "microBatchSize": 17}, "may not be above batchSize"),
+        ("output", {"destination": "/"}, "must name a directory below a volume"),
+        ("output", {"destination": "file:///"}, "must name a directory below a volume"),
+        ("output", {"destination": "/data/../etc"}, "must name a directory below a volume"),
+        ("output", {"destination": "../data"}, "must name a directory below a volume"),
         ("output", {"destination": "/o", "deploy": {"enabled": True}}, "not supported yet"),
         ("colour", "blue", "unknown field"),
     ],
@@ -100,12 +114,85 @@ def test_a_wrong_job_is_refused_by_the_server(api, part, value, words):
     assert words in refused.value.body
 
 
+TRAINING = {"maxSteps": 1}
+NO_NAMES = (3, {"a": 1}, True, [], "", " ,a")
+VALUES = [
+    *({"training": {**TRAINING, "learningRate": n}} for n in (2e-4, "2e-4", 5e-5, 1, "0.10e2")),
+    *({"training": {**TRAINING, "learningRate": n}} for n in (0, -1, "0.0", "1e100", [], True)),
+    *({"training": {**TRAINING, "warmupRatio": n}} for n in (0, 1, 0.5, "1.0", "9.9e-01", "0")),
+    *({"training": {**TRAINING, "warmupRatio": n}} for n in (1.1, "1.1", "10e-1", "1e0", {"a": 1})),
+    *(
+        {"training": {**TRAINING, "optimizer": {"beta1": n}}}
+        for n in (0, 0.9, "0.9", "9e-1", 1, "1", "1e-0", "0.5e1")
+    ),
+    *(
+        {"training": {**TRAINING, "optimizer": {"maxGradientNorm": n}}}
+        for n in (0.5, "1e2", 0, "0")
+    ),
+    *({"training": {"maxSteps": n}} for n in (1000, 1.5, "1")),
+    *({"dataset": {"source": "/d", "evalFraction": n}} for n in (5e-05, 0, 0.5, 0.6, "0.1")),
+    *({"adapter": {"lora": {"alpha": n}}} for n in (0.5, 16, 0, "16")),
+    *({"adapter": {"lora": {"alphaPattern": {"q": n}}}} for n in (0.5, 0)),
+    *(
+        {"adapter": {"lora": {field: n}}}
+        for field in ("targetModules", "modulesToSave")
+        for n in ("q_proj", "q_proj, v_proj", ["q_proj", "v_proj"], *NO_NAMES)
+    ),
+]
+
+
+def test_the_server_and_the_command_line_take_the_same_values(api):
+    taken_by_one = []
+    for number, value in enumerate(VALUES):
+        ours, theirs = parsed({**JOB, **value}), None
+        with contextlib.suppress(UnprocessableEntityException):
+            theirs = parsed(
+                api.create("finetunejobs", "FinetuneJob", {**JOB, **value}, f"x{number}")["spec"]
+            )
+        if ours != theirs:
+            taken_by_one.append(value)
+    assert taken_by_one == []
+
+
+def parsed(spec):
+    with contextlib.suppress(UserError):
+        return parse_job_spec(spec)
+
+
 @pytest.mark.parametrize(
     ("part", "value", "words"),
     [
         ("objective", {"tpot": "40"}, "should match"),
         ("mode", "on", "supported values"),
         ("limits", {"hours": ["late"]}, "should match"),
+        ("limits", {"hours": ["08:00-08:00"]}, "no interval"),
+        ("limits", {"hostMemory": "64Gi"}, "hostMemory is not supported yet"),
+        ("objective", {"tpot": "2h"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "10us"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "999999999999999h"}, "tpot must be between 100us and 1m"),
+        ("objective", {"tpot": "40ms", "percentile": 0.001}, "greater than or equal to 50"),
+        ("objective", {"tpot": "40ms", "ttft": "1s"}, "ttft is not supported yet"),
+        ("objective", {"tpot": "40ms", "deferralBound": "1s"}, "deferralBound is not supported"),
+        ("selector", {"matchLabels": {"-app": "chat"}}, "no label key"),
+        ("selector", {"matchLabels": {"app": "no spaces"}}, "should match"),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "In"}]},
+            "In and NotIn need values",
+        ),
+        (
+            "selector",
+            {"matchExpressions": [{"key": "app", "operator": "Exists", "values": ["a"]}]},
+            "Exists and DoesNotExist take none",
+        ),
+        ("access", {"namespaceSelector": {"matchLabels": {"a b": "c"}}}, "no label key"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "one mountPath"),
+        ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "Duplicate value"),
+        ("sidecar", {"volumes": [volume("a", "data")]}, "should match"),
+        ("sidecar", {"volumes": [volume("a", "/a/../b")]}, "may not hold . or .."),
+        ("sidecar", {"volumes": [volume("a", "/run/windrow")]}, "may not be /, /var"),
+        ("sidecar", {"volumes": [volume("a", "/var/run/secrets/x")]}, "may not be /, /var"),
+        ("sidecar", {"volumes": [volume("a", "/a", "srv")]}, "should match"),
         (
             "sidecar",
             {"volumes": [{"name": "a", "mountPath": "/a"}]},
@@ -126,6 +213,8 @@ def test_a_wrong_policy_is_refused_by_the_server(api, part, value, words):
         {"dataset": {"source": "/other"}},
         {"adapter": {"lora": {"rank": 8}}},
         {"output": {"destination": "/other"}},
+        {"training": {"batchSize": 8}},
+        {"training": {"learningRate": "1e-4"}},
     ],
 )
 def test_what_a_checkpoint_depends_on_is_fixed_once_the_job_was_placed(api, change):
@@ -137,6 +226,30 @@ def test_what_a_checkpoint_depends_on_is_fixed_once_the_job_was_placed(api, chan
     api.patch({"suspend": True})
 
 
+def test_how_often_a_checkpoint_is_written_can_change_only_between_two_workers(api):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    api.place(slot="ns/decode-0")
+    with pytest.raises(client.ApiException) as refused:
+        api.patch({"checkpoint": {"everySteps": 5}})
+    assert "set suspend to true first" in refused.value.body
+    api.patch({"suspend": True})
+    api.place(slot=None)
+    assert api.patch({"checkpoint": {"everySteps": 5}})["spec"]["checkpoint"]["everySteps"] == 5
+
+
+def test_what_orders_and_bounds_a_job_can_change_while_it_runs(api):
+    api.create("finetunejobs", "FinetuneJob", JOB)
+    api.place(slot="ns/decode-0")
+    free = {
+        "priorityClassName": "batch",
+        "backoffLimit": 1,
+        "activeDeadlineSeconds": 9,
+        "ttlSecondsAfterFinished": 9,
+        "suspend": True,
+    }
+    assert free.items() <= api.patch(free)["spec"].items()
+
+
 def test_a_job_that_was_never_placed_can_be_changed(api):
     api.create("finetunejobs", "FinetuneJob", JOB)
     assert api.patch({"adapter": {"lora": {"rank": 8}}})["spec"]["adapter"]["lora"]["rank"] == 8
@@ -146,7 +259,7 @@ def test_kubectl_prints_the_columns_that_people_look_for(api, kube):
     api.create("finetunejobs", "FinetuneJob", JOB)
     wanted = {
         "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Age",
-        "harvestslots": "Name Node Model Objective TPOT-P99 Decode Finetune Lent Job Age",
+        "harvestslots": "Name Ready Node Model Objective TPOT-P99 Decode Finetune Lent Job Age",
     }
     for plural, columns in wanted.items():
         table = kube.call_api(

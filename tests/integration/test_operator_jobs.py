@@ -89,6 +89,30 @@ def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
     )
 
 
+def test_the_figures_of_a_slot_go_when_its_sidecar_does(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.next("policy", what=lambda config: config.mode == "harvest")
+    sidecar.beat(tpot_p99_seconds=0.0151, steps=70, decode_units=1, chunks_lent=8)
+
+    def slot():
+        found = cluster.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", cluster.namespace, "harvestslots"
+        )["items"]
+        return found[0]["status"] if found and "status" in found[0] else {}
+
+    def ready():
+        return {c["type"]: c["status"] for c in slot().get("conditions", ())}.get("Ready")
+
+    wait_until(lambda: slot().get("tpotP99") == "15.1ms", "the figures")
+    wait_until(lambda: ready() == "True", "a slot that is ready")
+    sidecar.close()
+    wait_until(lambda: ready() == "False", "a slot that is not ready")
+    figures = {"tpotP99", "tpotP99Seconds", "steps", "decode", "chunks", "lent", "engineState"}
+    assert not figures & slot().keys()
+    assert slot()["lastHeartbeatTime"]
+
+
 def test_a_policy_that_selects_no_pod_says_so(cluster):
     cluster.policy(selector={"matchLabels": {"app": "nobody"}})
     held = wait_until(
@@ -232,7 +256,7 @@ def test_a_job_without_a_slot_says_why_each_refuses(cluster):
 
 def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     cluster, _, _ = placed
-    cluster.job("late", output={"destination": f"/out/{cluster.namespace}/x/../tone"})
+    cluster.job("late", output={"destination": f"/out/{cluster.namespace}/./tone/"})
     cluster.await_state("Invalid", "late")
     accepted = cluster.condition("Accepted", "late")
     assert accepted["reason"] == "DestinationInUse"

@@ -206,6 +206,9 @@ def test_narrowing_decode_is_immediate():
         ({"scope": "perDay"}, "spec.objective.scope"),
         ({"objective_seconds": 0.0}, "spec.objective.tpot"),
         ({"objective_seconds": float("nan")}, "spec.objective.tpot"),
+        ({"percentile": 0.0}, "spec.objective.percentile"),
+        ({"max_compute_percent": 0}, "spec.limits.maxSmPercent"),
+        ({"max_memory_percent": 101}, "spec.limits.maxMemoryPercent"),
     ],
 )
 def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
@@ -214,14 +217,14 @@ def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
         "policy": "harli",
         "mode": "harvest",
         "objective_seconds": 0.04,
-        "percentile": 0.0,
+        "percentile": 95.0,
         "scope": "",
-        "max_compute_percent": 0,
-        "max_memory_percent": 50,
+        "max_compute_percent": 60,
+        "max_memory_percent": 0,
     }
     terms = make_terms(**asked)
-    assert (terms.objective_us, terms.percentile) == (40_000, 99.0)
-    assert (terms.max_compute_percent, terms.max_memory_percent) == (100, 50)
+    assert (terms.objective_us, terms.percentile) == (40_000, 95.0)
+    assert (terms.max_compute_percent, terms.max_memory_percent) == (60, 0)
     assert make_terms(**{**asked, "name": ""}) is None
     with pytest.raises(UserError) as refused:
         make_terms(**{**asked, **changes})

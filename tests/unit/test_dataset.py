@@ -82,9 +82,10 @@ def write(tmp_path, *lines: str):
             "messages[0] has `tool_calls`, which is not learnt",
         ),
         ("instruction", '{"instruction": "x"}', "`output` is missing"),
-        ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is empty"),
+        ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is blank"),
         ("instruction", '{"instruction": "x", "output": "y", "input": 4}', "`input` is not text"),
         ("completion", '{"prompt": "x"}', "`completion` is missing"),
+        ("text", '{"text": 4}', "`text` is not text"),
         ("text", '{"txt": "x"}', "`text` is missing"),
         ("text", '{"prompt": "x", "completion": "y"}', "looks like a row of the format completion"),
         ("chat", '{"instruction": "x"}', "looks like a row of the format instruction"),
@@ -163,6 +164,48 @@ def test_wrong_rows_are_left_out_counted_and_logged_where_the_job_says_so(tmp_pa
     assert texts(made) == ["a", "b"]
     assert made.skipped == 2
     assert [place in caplog.text for place in (f"{source}:1", f"{source}:3")] == [True, True]
+    (note,) = made.notes
+    assert note.startswith(f"2 rows are wrong and left out (first {source}:1: is not JSON")
+
+
+def test_cut_rows_are_counted_and_told_with_the_longest(tmp_path):
+    lines = [json.dumps({"text": "a" * n}) for n in (3, 20, 40, 10, 9)]
+    made = read(write(tmp_path, *lines), max_length=10)
+    assert made.cut == 3, "with the end of its text the fourth has eleven"
+    (note,) = made.notes
+    assert note == (
+        "3 rows are cut to spec.training.maxSequenceLength, 10 tokens; the longest has 41 "
+        f"({tmp_path / 'rows.jsonl'}:3)"
+    )
+    assert read(write(tmp_path, *lines), max_length=41).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "field"),
+    [
+        ("text", {"text": " \n\t"}, "text"),
+        ("instruction", {"instruction": "\u00a0", "output": "b"}, "instruction"),
+        ("instruction", {"instruction": "a", "output": "\n"}, "output"),
+    ],
+)
+def test_a_row_of_blank_text_is_a_wrong_one(tmp_path, form, row, field):
+    with pytest.raises(UserError, match=rf"rows\.jsonl:1: `{field}` is blank"):
+        read(write(tmp_path, json.dumps(row)), form)
+
+
+def test_a_completion_of_blanks_is_told_and_a_row_of_them_refused(tmp_path):
+    rows = [{"prompt": "a", "completion": c} for c in ("b", " ", "\n")]
+    (note,) = read(write(tmp_path, *map(json.dumps, rows)), "completion").notes
+    assert note.startswith(f"2 rows are completed by blanks alone (first {tmp_path}/rows.jsonl:2)")
+    with pytest.raises(UserError, match="prompt and completion are blank"):
+        read(write(tmp_path, json.dumps({"prompt": " ", "completion": "\n"})), "completion")
+
+
+def test_a_blank_input_of_an_instruction_counts_as_left_out(tmp_path):
+    row = {"instruction": "a", "output": "b"}
+    source = write(tmp_path, json.dumps({**row, "input": " \n"}), json.dumps(row))
+    blank, without = read(source, "instruction").train
+    assert blank.ids == without.ids
 
 
 def test_a_dataset_of_wrong_rows_only_is_refused_even_where_they_are_skipped(tmp_path):

@@ -49,7 +49,7 @@ def test_paths_and_file_urls_name_files_and_other_schemes_are_refused():
 
 
 def put(path, form: str, rows) -> None:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     if form == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
     elif form == "json":
@@ -72,6 +72,64 @@ def test_a_directory_is_read_in_order_and_only_the_split_that_is_wanted(tmp_path
     assert texts(tmp_path, split="test") == ["z"]
     with pytest.raises(UserError, match=r"spec.dataset.split.*one of test, train"):
         texts(tmp_path, split="validation")
+
+
+def told(source, split="train"):
+    notes = []
+    found = [
+        file.path.removeprefix(f"{source}/")
+        for file in find_files(str(source), split, notes.append)
+    ]
+    return found, notes
+
+
+def test_files_beside_the_rows_that_are_not_read_are_told(tmp_path):
+    for name in (
+        "a.jsonl",
+        "b.csv",
+        "c/d.tsv",
+        "README.md",
+        ".hidden",
+        "LICENSE",
+        "dataset_info.json",
+    ):
+        put(tmp_path / name, "jsonl", [{"text": "ab"}])
+    found, (note,) = told(tmp_path)
+    assert found == ["a.jsonl"]
+    assert note.startswith(f"{tmp_path} holds files that are not read: b.csv, c/d.tsv (")
+    put(tmp_path / "train.jsonl", "jsonl", [{"text": "ab"}])
+    found, (note,) = told(tmp_path)
+    assert found == ["train.jsonl"]
+    assert "not read: a.jsonl, b.csv, c/d.tsv (" in note
+    for n in range(9):
+        put(tmp_path / f"e{n}.csv", "jsonl", [])
+    assert "c/d.tsv, e0.csv, e1.csv, 7 more (" in told(tmp_path)[1][0]
+
+
+def test_rows_alone_are_read_without_a_word(tmp_path):
+    put(tmp_path / "train.jsonl", "jsonl", [])
+    put(tmp_path / "test.jsonl", "jsonl", [])
+    assert told(tmp_path) == (["train.jsonl"], [])
+    assert told(tmp_path / "test.jsonl")[1] == []
+
+
+def test_a_split_that_a_single_file_does_not_hold_is_refused(tmp_path):
+    put(tmp_path / "rows.jsonl", "jsonl", [{"text": "ab"}])
+    put(tmp_path / "test.jsonl", "jsonl", [{"text": "ab"}])
+    with pytest.raises(
+        UserError, match=r"rows\.jsonl is one file, which holds no split 'test'"
+    ) as no:
+        texts(tmp_path / "rows.jsonl", split="test")
+    assert no.value.field == "spec.dataset.split"
+    assert texts(tmp_path / "test.jsonl", split="test") == ["ab"]
+
+
+def test_a_split_that_no_file_of_a_directory_is_named_after_is_refused(tmp_path):
+    put(tmp_path / "a.jsonl", "jsonl", [{"text": "ab"}])
+    with pytest.raises(UserError, match=r"'test' is no split .* none of the files is named after"):
+        texts(tmp_path, split="test")
+    put(tmp_path / "pilot-0.jsonl", "jsonl", [{"text": "cd"}])
+    assert texts(tmp_path, split="pilot") == ["cd"], "a split may have any name"
 
 
 def test_a_directory_without_rows_and_a_file_of_no_known_kind_are_refused(tmp_path):

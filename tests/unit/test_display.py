@@ -5,6 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from windrow.cli.top import row_of
 from windrow.local.display import Frame, clock, draw, line, memory_cells, sparkline
 from windrow.views import Chunks, EventView, JobView, SlotView
 
@@ -26,7 +27,8 @@ SLOT = {
     "metadata": {"namespace": "default", "name": "decode-0-0"},
     "spec": {"podName": "decode-0", "computeUnits": 2},
     "status": {
-        "tpotP50Seconds": 0.0098, "tpotP99Seconds": 0.0151, "batch": 6, "contextTokens": 7412,
+        "tpotP50Seconds": 0.0098, "tpotP99Seconds": 0.0151, "steps": 70,
+        "batch": 6, "contextTokens": 7412,
         "decodeUnits": 1, "finetuneUnits": 1, "jobName": "default/support-tone",
         "chunks": {"kv": 8, "lent": 8, "reserved": 2, "draining": 0, "free": 4},
     },
@@ -64,6 +66,26 @@ def test_the_picture_shows_pods_memory_job_and_events():
         "18:02:11  support-tone  Placed: here",
     ):
         assert wanted in picture, picture
+
+
+def test_where_no_step_ran_there_is_a_dash():
+    progress = {"step": 0, "totalSteps": 400, "tokensPerSecond": 0.0}
+    job = JobView.of({**JOB, "status": JOB["status"] | {"progress": progress}})
+    assert "step -/400" in shown(frame(job=job))
+    assert "- tok/s harvested" in shown(frame(job=job))
+    assert "step -/400" in line(frame(job=job))
+    idle = SlotView.of(
+        SLOT | {"status": {"batch": 0, "steps": 0, "jobName": "default/support-tone"}}
+    )
+    assert "TPOT p50 -  p99 - ms" in shown(frame(slots=[idle], job=job))
+    assert row_of(idle)[2:5] == ("-", "-", "-")
+
+
+def test_a_slot_that_is_not_heard_of_has_no_figures():
+    silent = SlotView.of(SLOT | {"status": {"jobName": "default/support-tone"}})
+    assert set(row_of(silent)[1:-1]) == {"-"}
+    assert "batch" not in shown(frame(slots=[silent]))
+    assert "decode-0: no report yet" in line(frame(slots=[silent]))
 
 
 def test_a_slot_that_gave_up_says_why():

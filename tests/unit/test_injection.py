@@ -1,16 +1,32 @@
-"""Which pods are injected, and with what."""
+"""Which pods are made harvestable, and what they get."""
 
 from __future__ import annotations
 
 import copy
 
 import pytest
+from decode_pods import DECODE_PODS, OTHER_ENGINES
 
-from windrow.crd.harvestpolicy import VolumeSpec
-from windrow_operator.injection import SidecarTemplate, inject, matching_rule
+from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.injection import (
+    Refusal,
+    SidecarTemplate,
+    Surroundings,
+    attached_sidecar,
+    decoder_of,
+    inject,
+    matching_rule,
+    other_engine,
+    qos_of,
+    served_model,
+)
 
 TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM", "sidecar:1")
+OWN_IMAGE = SidecarTemplate("10.0.0.1:8443", "PEM")
+ATTACH, SIDECAR = SidecarSpec(), SidecarSpec(form="sidecar")
+PLAIN = Surroundings({})
 DECODE_ARGS = ["--disaggregation-mode", "decode"]
+DISABLED, ENABLED = {"windrow.dev/inject": "disabled"}, {"windrow.dev/inject": "enabled"}
 
 
 def pod(labels=None, annotations=None, **container):
@@ -18,6 +34,10 @@ def pod(labels=None, annotations=None, **container):
         "metadata": {"labels": labels or {}, "annotations": annotations or {}},
         "spec": {"containers": [{"name": "main", "image": "sglang", **container}]},
     }
+
+
+def decode_pod(**container):
+    return pod(args=DECODE_ARGS, **container)
 
 
 def applied(body, patch):
@@ -31,33 +51,72 @@ def applied(body, patch):
     return result
 
 
-def injected(body, volumes=()):
-    return applied(body, inject(body, TEMPLATE, volumes))
+def injected(body, asked=ATTACH, template=OWN_IMAGE, around=PLAIN):
+    return applied(body, inject(body, template, asked, around).patch)
+
+
+def volume(name="data", **source):
+    return {"name": name, "mountPath": f"/{name}", "readOnly": True, **source}
+
+
+def native(body, template=OWN_IMAGE):
+    return injected(body, SIDECAR, template)["spec"]["initContainers"][-1]
+
+
+def attached(body, template=OWN_IMAGE, asked=ATTACH, **status):
+    return attached_sidecar(template, {**body, "status": status}, asked.volumes)
+
+
+# --- who is meant ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stack", DECODE_PODS)
+def test_decode_pods_of_each_stack_are_found_and_prepared(stack):
+    body, rule = DECODE_PODS[stack]
+    done = inject(body, TEMPLATE, ATTACH, PLAIN)
+    assert done.rule == rule
+    after = applied(body, done.patch)
+    assert after["metadata"]["annotations"]["windrow.dev/injected-by"] == rule
+    assert "sglang" in " ".join(str(decoder_of(after)).split())
+    prepared = [c["name"] for c in after["spec"]["containers"] if "env" in c]
+    assert decoder_of(after)["name"] in prepared
+
+
+@pytest.mark.parametrize("stack", OTHER_ENGINES)
+def test_pods_of_engines_that_cannot_be_driven_are_left_alone_with_a_reason(stack):
+    body = OTHER_ENGINES[stack]
+    assert matching_rule(body)
+    with pytest.raises(Refusal, match="cannot drive") as caught:
+        inject(body, TEMPLATE, ATTACH, PLAIN)
+    assert caught.value.reason == "OtherEngine"
+
+
+def test_a_model_or_a_value_named_like_another_engine_is_not_one():
+    words = ["python3", "-m", "sglang.launch_server", "--model-path", "vllm", "--name=vllm"]
+    assert not other_engine({"name": "d", "image": "lmsysorg/sglang:1", "command": words})
 
 
 @pytest.mark.parametrize(
-    ("body", "rule"),
+    "body",
     [
-        (pod({"rbg.workloads.x-k8s.io/role-name": "decode"}), "rbg"),
-        (pod({"disaggregatedset.x-k8s.io/role": "decode"}), "lws-disaggregatedset"),
-        (pod({"component": "decoder", "ome.io/inferenceservice": "chat"}), "ome"),
-        (pod({"nvidia.com/dynamo-component-type": "decode"}), "dynamo"),
-        (pod({"nvidia.com/dynamo-sub-component-type": "decode"}), "dynamo-sub-component"),
-        (pod({"llm-d.ai/role": "decode"}), "llm-d"),
-        (pod(args=["serve", *DECODE_ARGS]), "arguments"),
-        (pod(command=["python", "--disaggregation-mode=decode"]), "arguments"),
-        (pod(command=["sh", "-c", "exec serve --disaggregation-mode decode"]), "arguments"),
-        (pod(annotations={"windrow.dev/inject": "enabled"}), "annotation"),
-        (pod({"component": "decoder"}), ""),
-        (pod({"rbg.workloads.x-k8s.io/role-name": "prefill"}), ""),
-        (pod(args=["--disaggregation-mode", "prefill", "decode"]), ""),
-        (pod(), ""),
-        (pod(args=DECODE_ARGS, annotations={"windrow.dev/inject": "disabled"}), ""),
+        pod({"component": "decoder"}),
+        pod({"rbg.workloads.x-k8s.io/role-name": "prefill"}),
+        pod(args=["--disaggregation-mode", "prefill", "decode"]),
+        pod(),
+        pod(DISABLED, args=DECODE_ARGS),
+        pod(args=DECODE_ARGS, annotations=DISABLED),
+        pod(ENABLED, annotations=DISABLED),
     ],
 )
-def test_decode_pods_are_found_by_their_stack(body, rule):
-    assert matching_rule(body) == rule
-    assert bool(inject(body, TEMPLATE)) == bool(rule)
+def test_other_pods_and_those_that_opted_out_are_left_alone(body):
+    assert matching_rule(body) == ""
+    assert inject(body, TEMPLATE, ATTACH, PLAIN) is None
+
+
+def test_a_decode_pod_that_no_policy_selects_is_left_alone_unless_it_asks():
+    assert inject(decode_pod(), TEMPLATE, None, PLAIN) is None
+    for asking in (pod(ENABLED), pod(annotations=ENABLED)):
+        assert inject(asking, OWN_IMAGE, None, PLAIN).rule == "requested"
 
 
 def test_the_first_rule_in_order_is_named():
@@ -65,48 +124,41 @@ def test_the_first_rule_in_order_is_named():
     assert injected(both)["metadata"]["annotations"]["windrow.dev/injected-by"] == "rbg"
 
 
-def test_injecting_twice_changes_nothing():
-    once = injected(pod(args=DECODE_ARGS))
-    assert inject(once, TEMPLATE) == []
+# --- what is added at creation --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", [ATTACH, SIDECAR])
+def test_injecting_twice_changes_nothing(asked):
+    once = injected(decode_pod(), asked)
+    assert inject(once, OWN_IMAGE, asked, PLAIN).patch == []
 
 
 def test_injection_leaves_its_argument_alone():
-    body = pod(args=DECODE_ARGS)
+    body = decode_pod()
     before = copy.deepcopy(body)
-    inject(body, TEMPLATE)
+    inject(body, OWN_IMAGE, SIDECAR, PLAIN)
     assert body == before
 
 
-def test_the_sidecar_is_native_and_holds_decode_back_by_no_probe():
-    (sidecar,) = injected(pod(args=DECODE_ARGS))["spec"]["initContainers"]
-    assert sidecar["restartPolicy"] == "Always"
-    assert "startupProbe" not in sidecar
-    env = {entry["name"]: entry.get("value") for entry in sidecar["env"]}
-    assert env["WINDROW_OPERATOR_ADDRESS"] == "10.0.0.1:8443"
-    assert env["WINDROW_OPERATOR_CA"] == "PEM"
-    token = next(m for m in sidecar["volumeMounts"] if m["name"] == "windrow-token")
-    assert env["WINDROW_TOKEN_FILE"] == f"{token['mountPath']}/token"
-    assert token["readOnly"]
-
-
-def test_the_sidecar_comes_before_init_containers_that_were_there():
-    body = pod(args=DECODE_ARGS)
-    body["spec"]["initContainers"] = [{"name": "fetch"}]
-    names = [container["name"] for container in injected(body)["spec"]["initContainers"]]
-    assert names == ["windrow", "fetch"]
-
-
-def test_both_sides_share_the_run_directory_and_only_the_sidecar_the_token():
-    body = pod(args=DECODE_ARGS)
-    body["spec"]["containers"].append({"name": "proxy"})
+@pytest.mark.parametrize(
+    "resources",
+    [
+        {},
+        {"requests": {"cpu": "1"}},
+        {"limits": {"cpu": "1", "memory": "1Gi"}},
+    ],
+)
+def test_the_form_attach_adds_no_container_no_image_and_no_resources(resources):
+    body = decode_pod(resources=resources)
     spec = injected(body)["spec"]
-    decoder, proxy = spec["containers"]
-    assert [mount["name"] for mount in decoder["volumeMounts"]] == ["windrow-run"]
-    assert {"name": "WINDROW_RUN_DIR", "value": "/run/windrow"} in decoder["env"]
-    assert proxy == {"name": "proxy"}
-    token = next(volume for volume in spec["volumes"] if volume["name"] == "windrow-token")
-    (source,) = token["projected"]["sources"]
-    assert source["serviceAccountToken"]["audience"] == "windrow"
+    assert "initContainers" not in spec
+    assert qos_of(spec) == qos_of(body["spec"])
+    (decoder,) = spec["containers"]
+    added = decoder.keys() - body["spec"]["containers"][0].keys()
+    assert added == {"env", "volumeMounts"}
+    assert [set(entry) - {"name"} for entry in spec["volumes"]] == [{"emptyDir"}, {"projected"}]
+    in_memory = spec["volumes"][0]["emptyDir"]
+    assert in_memory == {"medium": "Memory", "sizeLimit": "256Mi"}
 
 
 def test_the_container_that_decodes_is_chosen_not_the_first():
@@ -119,40 +171,174 @@ def test_the_container_that_decodes_is_chosen_not_the_first():
 
 def test_what_the_pod_says_itself_stays():
     own = {"name": "WINDROW_RUN_DIR", "value": "/elsewhere"}
-    (decoder,) = injected(pod(args=DECODE_ARGS, env=[own]))["spec"]["containers"]
+    (decoder,) = injected(decode_pod(env=[own]))["spec"]["containers"]
     assert decoder["env"].count(own) == 1
     assert sum(entry["name"] == "WINDROW_RUN_DIR" for entry in decoder["env"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("WINDROW_LOG_DIR", "/logs"), ("WINDROW_COPY_RATE", "2Gi")]
-)
-def test_what_decode_says_of_logs_and_rates_is_the_sidecars_too(name, value):
-    said = {"name": name, "value": value}
-    (sidecar,) = injected(pod(args=DECODE_ARGS, env=[said]))["spec"]["initContainers"]
-    assert said in sidecar["env"]
-
-
-def test_volumes_of_the_policy_are_mounted_in_the_sidecar():
-    volume = VolumeSpec.model_validate(
-        {
-            "name": "data",
-            "mountPath": "/data",
-            "readOnly": True,
-            "persistentVolumeClaim": {"claimName": "rows"},
-        }
-    )
-    spec = injected(pod(args=DECODE_ARGS), [volume])["spec"]
-    assert {
-        "name": "windrow-data",
-        "persistentVolumeClaim": {"claimName": "rows"},
-    } in spec["volumes"]
-    (sidecar,) = spec["initContainers"]
-    assert {"name": "windrow-data", "mountPath": "/data", "readOnly": True} in sidecar[
-        "volumeMounts"
-    ]
+def test_a_pod_with_a_mount_of_its_own_at_our_place_is_left_alone():
+    mount = {"name": "mine", "mountPath": "/run/windrow/"}
+    with pytest.raises(Refusal, match="mounts its own volume mine"):
+        inject(decode_pod(volumeMounts=[mount]), OWN_IMAGE, ATTACH, PLAIN)
 
 
 def test_a_pod_without_labels_or_annotations_can_be_injected():
     body = {"metadata": {}, "spec": {"containers": [{"name": "d", "args": DECODE_ARGS}]}}
     assert injected(body)["metadata"]["labels"] == {"windrow.dev/decode": "true"}
+
+
+def test_a_claim_that_could_keep_the_pod_from_starting_is_left_out_and_told():
+    asked = SidecarSpec(
+        volumes=[
+            volume("rows", persistentVolumeClaim={"claimName": "rows"}),
+            volume("gone", persistentVolumeClaim={"claimName": "gone"}),
+        ]
+    )
+    done = inject(decode_pod(), OWN_IMAGE, asked, Surroundings({}, frozenset({"rows"})))
+    names = [entry["name"] for entry in applied(decode_pod(), done.patch)["spec"]["volumes"]]
+    assert "windrow-rows" in names
+    assert "windrow-gone" not in names
+    (warning,) = done.warnings
+    assert "volume gone" in warning
+    assert "claim gone is not bound" in warning
+
+
+@pytest.mark.parametrize(
+    ("level", "mounted"), [(None, False), ("baseline", False), ("privileged", True)]
+)
+def test_a_directory_of_the_node_is_mounted_in_privileged_namespaces_alone(level, mounted):
+    asked = SidecarSpec(volumes=[volume(hostPath={"path": "/srv"})])
+    labels = {"pod-security.kubernetes.io/enforce": level} if level else {}
+    done = inject(decode_pod(), OWN_IMAGE, asked, Surroundings(labels))
+    names = [entry["name"] for entry in applied(decode_pod(), done.patch)["spec"]["volumes"]]
+    assert ("windrow-data" in names) is mounted
+    assert bool(done.warnings) is not mounted
+
+
+# --- the native sidecar ---------------------------------------------------------------------------
+
+
+def test_the_native_sidecar_comes_last_and_holds_decode_back_by_no_probe():
+    body = decode_pod()
+    body["spec"]["initContainers"] = [{"name": "fetch"}]
+    containers = injected(body, SIDECAR)["spec"]["initContainers"]
+    assert [container["name"] for container in containers] == ["fetch", "windrow"]
+    assert containers[-1]["restartPolicy"] == "Always"
+    assert not {"startupProbe", "livenessProbe", "readinessProbe", "ports"} & containers[-1].keys()
+
+
+@pytest.mark.parametrize(
+    ("resources", "qos"),
+    [
+        ({}, "BestEffort"),
+        ({"requests": {"cpu": "1"}}, "Burstable"),
+        ({"limits": {"cpu": "2", "memory": "1Gi"}}, "Guaranteed"),
+        ({"requests": {"cpu": "1"}, "limits": {"cpu": "2", "memory": "1Gi"}}, "Burstable"),
+    ],
+)
+def test_the_native_sidecar_leaves_the_qos_class_as_it_is(resources, qos):
+    body = decode_pod(resources=resources)
+    assert qos_of(body["spec"]) == qos
+    assert qos_of(injected(body, SIDECAR)["spec"]) == qos
+
+
+def test_the_metrics_port_is_declared_only_where_one_was_chosen():
+    chosen = SidecarTemplate("a:1", "PEM", metrics_port=9500)
+    assert native(decode_pod(), chosen)["ports"][0]["containerPort"] == 9500
+    assert "ports" not in attached(injected(decode_pod()), chosen)
+
+
+# --- the sidecar in both forms --------------------------------------------------------------------
+
+
+@pytest.fixture(params=["attach", "sidecar"])
+def sidecar_of(request):
+    """Return the sidecar of a pod, in each form."""
+    if request.param == "sidecar":
+        return native
+    return lambda body, template=OWN_IMAGE: attached(injected(body), template)
+
+
+def test_the_sidecar_knows_the_operator_and_proves_who_it_is(sidecar_of):
+    sidecar = sidecar_of(decode_pod())
+    env = {entry["name"]: entry.get("value") for entry in sidecar["env"]}
+    assert env["WINDROW_OPERATOR_ADDRESS"] == "10.0.0.1:8443"
+    assert env["WINDROW_OPERATOR_CA"] == "PEM"
+    token = next(m for m in sidecar["volumeMounts"] if m["name"] == "windrow-token")
+    assert env["WINDROW_TOKEN_FILE"] == f"{token['mountPath']}/token"
+    assert token["readOnly"]
+
+
+def test_the_sidecar_asks_for_no_privilege(sidecar_of):
+    context = sidecar_of(decode_pod())["securityContext"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+def test_the_sidecar_runs_as_decodes_user_and_group(sidecar_of):
+    body = decode_pod(securityContext={"runAsUser": 1001})
+    body["spec"]["securityContext"] = {"runAsUser": 7, "runAsGroup": 8, "runAsNonRoot": True}
+    context = sidecar_of(body, TEMPLATE)["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"], context["runAsNonRoot"]) == (1001, 8, True)
+
+
+def test_without_a_known_user_only_decodes_own_image_is_run(sidecar_of):
+    with pytest.raises(Refusal, match="names no user"):
+        sidecar_of(decode_pod(), TEMPLATE)
+    assert sidecar_of(decode_pod())["image"] == "sglang"
+
+
+def test_shared_memory_and_the_served_model_are_mounted_and_nothing_else_of_decodes(sidecar_of):
+    mounts = [
+        {"name": "shm", "mountPath": "/dev/shm"},
+        {"name": "models", "mountPath": "/models"},
+        {"name": "secrets", "mountPath": "/secrets"},
+        {"name": "part", "mountPath": "/models/chat/part", "subPath": "a"},
+    ]
+    body = pod(args=[*DECODE_ARGS, "--model-path=/models/chat"], volumeMounts=mounts)
+    found = {m["mountPath"]: m.get("readOnly", False) for m in sidecar_of(body)["volumeMounts"]}
+    assert served_model(body) == "/models/chat"
+    assert found.pop("/dev/shm") is False
+    assert found.pop("/models") is True
+    assert set(found) == {"/run/windrow", "/var/run/secrets/windrow.dev"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("WINDROW_LOG_DIR", "/logs"), ("WINDROW_COPY_RATE", "2Gi")]
+)
+def test_what_decode_says_of_logs_and_rates_is_the_sidecars_too(name, value, sidecar_of):
+    said = {"name": name, "value": value}
+    assert said in sidecar_of(decode_pod(env=[said]))["env"]
+
+
+# --- the attached sidecar -------------------------------------------------------------------------
+
+
+def test_the_attached_sidecar_sees_decodes_processes_and_has_what_a_pod_can_take_later():
+    sidecar = attached(injected(decode_pod()))
+    assert sidecar["name"] == "windrow-1"
+    assert sidecar["targetContainerName"] == "main"
+    # What an ephemeral container may not have.
+    assert not {"resources", "ports", "restartPolicy", "livenessProbe"} & sidecar.keys()
+
+
+def test_the_next_attached_sidecar_has_the_next_name():
+    body = injected(decode_pod())
+    body["spec"]["ephemeralContainers"] = [{"name": "windrow-1"}, {"name": "debugger"}]
+    assert attached(body)["name"] == "windrow-2"
+
+
+def test_the_user_that_the_runtime_reports_is_taken_where_none_is_declared():
+    status = {"name": "main", "user": {"linux": {"uid": 0, "gid": 5}}}
+    context = attached(injected(decode_pod()), TEMPLATE, containerStatuses=[status])
+    assert context["securityContext"]["runAsUser"] == 0
+    assert context["securityContext"]["runAsGroup"] == 5
+
+
+def test_the_attached_sidecar_mounts_only_volumes_that_the_pod_was_made_with():
+    asked = SidecarSpec(volumes=[volume("rows", persistentVolumeClaim={"claimName": "rows"})])
+    for claims, there in ((frozenset({"rows"}), True), (frozenset(), False)):
+        body = injected(decode_pod(), asked, around=Surroundings({}, claims))
+        mounts = [mount["mountPath"] for mount in attached(body, asked=asked)["volumeMounts"]]
+        assert ("/rows" in mounts) is there

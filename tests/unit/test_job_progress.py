@@ -18,6 +18,28 @@ def test_rate_and_remaining_time_come_from_the_last_ten_seconds():
     assert meter.eta_s == pytest.approx(71)
 
 
+def test_reports_that_come_at_once_after_a_silence_are_no_burst_of_speed():
+    """An agent that was stopped for a minute reads what the worker wrote meanwhile at once."""
+    meter = ProgressMeter()
+    for second in range(10):
+        meter.add(second, report(step=second, tokens=1000 * second))
+    for waited in range(60):
+        meter.add(70 + waited * 1e-4, report(step=10 + waited, tokens=1000 * (10 + waited)))
+        assert meter.tokens_per_second <= 1000
+    assert meter.tokens_per_second == pytest.approx(1000, rel=0.02)
+    for second in range(71, 90):
+        meter.add(second, report(step=second, tokens=1000 * second))
+    assert meter.tokens_per_second == pytest.approx(1000, rel=0.02)
+
+
+def test_reports_that_come_at_once_at_the_start_have_no_rate_yet():
+    meter = ProgressMeter()
+    meter.add(0, report(step=0, tokens=0, total_steps=0))
+    meter.add(1.0, report(step=40, tokens=40_000))
+    meter.add(1.0001, report(step=41, tokens=41_000))
+    assert (meter.tokens_per_second, meter.eta_s) == (0, 0)
+
+
 def test_what_a_checkpoint_holds_was_not_done_by_this_worker():
     meter = ProgressMeter()
     assert meter.add(0, report(step=0, tokens=0, total_steps=0)) == 0

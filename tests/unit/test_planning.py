@@ -61,6 +61,7 @@ def test_a_slot_of_another_namespace_is_named_in_full():
     ("changes", "words"),
     [
         ({"attached": False}, "no sidecar attached"),
+        ({"silent": True}, "a sidecar that does not report"),
         ({"pod_gone": True}, "a pod that is ending"),
         ({"terms": None}, "no valid HarvestPolicy"),
         ({"terms": Terms(policy(mode="observe"), "observe")}, "mode observe"),

@@ -9,7 +9,18 @@ import pytest
 
 from windrow.conditions import LIFECYCLE, get_condition
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Base, Holder, Job, Policy, Progress, Run, RunState, Slot, Terms
+from windrow_operator.model import (
+    STALE_AFTER,
+    Base,
+    Holder,
+    Job,
+    Policy,
+    Progress,
+    Run,
+    RunState,
+    Slot,
+    Terms,
+)
 from windrow_operator.reconcile import NOTHING, Command, Patience, reconcile
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
@@ -228,12 +239,49 @@ def test_a_silent_sidecar_is_waited_for_and_then_the_job_moves(pod_gone, grace):
     life = Life().running()
     life.slots[KEY] = slot(attached=False, lost_at=NOW, pod_gone=pod_gone)
     life.slots["team/decode-1"] = slot("team/decode-1")
+    life.step(run(), NOW + STALE_AFTER)
     before = life.step(run(), NOW + grace - timedelta(seconds=1))
     assert (before.status, before.wake_at) == (None, NOW + grace)
     life.step(run(), NOW + grace)
     assert life.condition("Placed")["reason"] == "SlotLost"
     moved = life.step(None, NOW + grace)
     assert moved.commands == (Command("ASSIGN", "team/decode-1", 2),)
+
+
+AT_40 = Progress(40, 100, 2.0, tokens_per_second=9840, eta_seconds=72)
+
+
+@pytest.mark.parametrize("gone", [{"attached": False, "lost_at": NOW}, {"silent": True}])
+def test_what_a_worker_said_is_dropped_when_nothing_is_heard_of_it_for_ten_seconds(gone):
+    life = Life().running()
+    heard = run(seen_at=NOW, progress=AT_40)
+    life.step(heard)
+    assert {"step", "tokensPerSecond", "eta"} <= life.job.status.keys()
+    life.slots[KEY] = slot(**gone)
+
+    assert life.step(heard, later(seconds=9)).status is None
+    life.step(heard, later(seconds=10))
+    assert life.state == "Silent"
+    assert not {"step", "tokensPerSecond", "eta"} & life.job.status.keys()
+    assert not {"tokensPerSecond", "etaSeconds"} & life.job.status["progress"].keys()
+    running = life.condition("Running")
+    assert (running["status"], running["reason"]) == ("Unknown", "Silent")
+    assert "since 2025-01-01T12:00:00Z, when it was at step 40/100" in running["message"]
+    assert life.step(heard, later(seconds=11)).status is None
+
+    life.slots[KEY] = slot()
+    back = life.step(replace(heard, seen_at=later(seconds=12)), later(seconds=12))
+    assert (life.state, life.job.status["step"]) == ("Running", "40/100")
+    assert back.events == ()  # it never stopped
+
+
+def test_a_job_that_lost_its_slot_stands_at_its_checkpoint():
+    life = Life().running()
+    saved = replace(AT_40, checkpoint_step=25, checkpoint_path="/c25")
+    life.step(run(progress=saved))
+    life.step(run(RunState.LOST, progress=saved))
+    assert life.job.status["step"] == "25/100"
+    assert not {"tokensPerSecond", "etaSeconds"} & life.job.status["progress"].keys()
 
 
 def test_an_attached_sidecar_that_knows_nothing_of_the_job_has_lost_it():
@@ -246,7 +294,9 @@ def test_an_attached_sidecar_that_knows_nothing_of_the_job_has_lost_it():
 def test_a_restarted_operator_waits_for_the_sidecar_before_it_decides():
     life = Life().running()
     life.slots[KEY] = slot(attached=False, lost_at=NOW)
-    assert life.step(None, later(seconds=30)).status is None
+    life.step(None, later(seconds=30))
+    assert life.state == "Silent"
+    assert life.step(None, later(seconds=31)).status is None
     life.slots[KEY] = slot()
     life.step(run(), later(seconds=31))
     assert (life.state, life.job.epoch) == ("Running", 1)
@@ -263,9 +313,22 @@ def test_a_suspended_job_is_asked_to_stop_now_and_then_until_it_has():
     asked = run(stop_asked_at=NOW, stop_sent_at=NOW)
     assert life.step(asked, later(seconds=5)).commands == ()
     assert life.step(asked, later(seconds=10)).commands[0].action == "STOP"
-    life.step(run(RunState.STOPPED, progress=Progress(7, 100, checkpoint_path="/c")), later())
+    at = Progress(7, 100, checkpoint_step=6, checkpoint_path="/c6")
+    stopped = life.step(run(RunState.STOPPED, progress=at), later())
     assert life.state == "Suspended"
     assert life.job.slot == ""
+    # What it goes on from, which is not always the last step that ran.
+    assert [event.message for event in stopped.events] == ["Stopped at step 6, in /c6"]
+    assert life.job.status["step"] == "6/100"
+    assert life.job.status["progress"]["step"] == 6
+
+
+def test_a_job_that_is_stopped_before_its_first_checkpoint_says_so_and_is_at_step_0():
+    life = Life().running()
+    life.job = replace(life.job, spec=spec(suspend=True))
+    stopped = life.step(run(RunState.STOPPED, progress=Progress(3, 100)))
+    assert [event.message for event in stopped.events] == ["Stopped before the first checkpoint"]
+    assert life.job.status["step"] == "0/100"
 
 
 def test_a_worker_that_does_not_stop_is_aborted():

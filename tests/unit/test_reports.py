@@ -61,6 +61,16 @@ def test_an_epoch_that_is_over_is_ended(world):
     assert "u" not in world.runs
 
 
+def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(world):
+    reports.take_hello(world, POD, hello(), NOW, first=True)
+    live = world.slots[KEY]
+    assert not world.slot_views(NOW + timedelta(minutes=1))[KEY].silent  # none has come yet
+    reports.take_heartbeat(world, live, pb.SlotHeartbeat(batch=3), NOW)
+    assert live.current_beat(NOW + timedelta(seconds=10)).batch == 3
+    assert live.current_beat(NOW + timedelta(seconds=11)) is None
+    assert world.slot_views(NOW + timedelta(seconds=11))[KEY].silent
+
+
 def test_a_placement_that_the_first_hello_does_not_name_is_lost(world):
     reports.take_hello(world, POD, hello(), NOW, first=True)
     world.assign("u", 1, KEY, NOW)

@@ -26,7 +26,7 @@ def row_of(job: JobView) -> tuple[str, ...]:
     return (
         job.name,
         job.state,
-        f"{job.step}/{job.total_steps}" if job.total_steps else "-",
+        job.steps_done,
         f"{job.loss:.3f}" if job.loss is not None else "-",
         f"{job.tokens_per_second:,.0f}" if job.tokens_per_second else "-",
         f"{job.eta_s:.0f}s" if job.eta_s is not None and not job.finished else "-",

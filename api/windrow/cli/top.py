@@ -24,20 +24,24 @@ def _ms(seconds: float | None) -> str:
 
 def row_of(slot: SlotView) -> tuple[str, ...]:
     """Return a slot as a row under HEAD."""
-    over = slot.steps_over_objective / slot.steps if slot.steps else 0.0
+    figures = ("-",) * 7
+    if slot.reported:
+        figures = (
+            str(slot.batch),
+            f"{slot.context_tokens:,}",
+            str(slot.decode_units),
+            str(slot.finetune_units),
+            str(slot.chunks.kv),
+            str(slot.chunks.lent),
+            str(slot.chunks.free + slot.chunks.reserved),
+        )
     return (
         slot.name,
         _ms(slot.objective_s),
         _ms(slot.tpot_p50_s),
         _ms(slot.tpot_p99_s),
-        f"{over:.2%}",
-        str(slot.batch),
-        f"{slot.context_tokens:,}",
-        str(slot.decode_units),
-        str(slot.finetune_units),
-        str(slot.chunks.kv),
-        str(slot.chunks.lent),
-        str(slot.chunks.free + slot.chunks.reserved),
+        f"{slot.steps_over_objective / slot.steps:.2%}" if slot.steps else "-",
+        *figures,
         slot.job or (slot.breaker and f"({slot.breaker})") or ("-" if slot.ready else slot.why),
     )
 

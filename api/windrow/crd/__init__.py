@@ -5,7 +5,6 @@
 
 from windrow.crd.adapter import AdapterSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.common import (
-    ANNOTATION_INJECT,
     ANNOTATION_INJECTED_BY,
     ANNOTATION_POLICY,
     API_VERSION,
@@ -17,6 +16,7 @@ from windrow.crd.common import (
     HARVEST_SLOT,
     KINDS,
     LABEL_DECODE,
+    LABEL_INJECT,
     LATENCY_PROFILE,
     SIDECAR_CONTAINER,
     VERSION,
@@ -45,7 +45,6 @@ from windrow.crd.training import (
 from windrow.crd.values import format_duration, parse_duration, parse_quantity
 
 __all__ = [
-    "ANNOTATION_INJECT",
     "ANNOTATION_INJECTED_BY",
     "ANNOTATION_POLICY",
     "API_VERSION",
@@ -57,6 +56,7 @@ __all__ = [
     "HARVEST_SLOT",
     "KINDS",
     "LABEL_DECODE",
+    "LABEL_INJECT",
     "LATENCY_PROFILE",
     "SIDECAR_CONTAINER",
     "VERSION",

@@ -5,9 +5,18 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
-from windrow.crd.values import TEXT_MAX, Record, cel, invalid
+from windrow.crd.values import TEXT_MAX, Record, cel, invalid, untyped
 
 # Kinds that papers name and peft does not have, or that cannot be learned layer by layer.
 _REFUSED = {
@@ -28,32 +37,57 @@ def _pattern(text: str) -> str:
     return text
 
 
-def _names(text: str) -> str:
-    if not all(name.strip() for name in text.split(",")):
-        raise invalid(f"{text!r} holds an empty name", "Write names with commas between them.")
-    return text
+def _joined(value: object) -> object:
+    """Take a list of names as the text with commas that says the same."""
+    written = value.split(",") if isinstance(value, str) else value
+    if not isinstance(written, list):
+        raise invalid(f"{value!r} is neither a name nor a list of names", "Write some names.")
+    for name in written:
+        if not isinstance(name, str) or not name.strip() or "," in name:
+            problem = f"{value!r} holds {name!r}" if str(name).strip() else "holds an empty name"
+            raise invalid(problem, "Write names, as a list or with commas between them.")
+    return ",".join(name.strip() for name in written)
 
 
-Names = Annotated[str, AfterValidator(_names), Field(min_length=1, max_length=TEXT_MAX)]
+Names = Annotated[
+    str,
+    BeforeValidator(_joined),
+    Field(min_length=1, max_length=TEXT_MAX),
+    WithJsonSchema(
+        {
+            **untyped(items=256),
+            "pattern": r"^[^,]*[^,\s][^,]*(,[^,]*[^,\s][^,]*)*$",
+            "minLength": 1,
+            "maxLength": TEXT_MAX,
+            # No number is within these.
+            "minimum": 1,
+            "maximum": 0,
+        }
+    ),
+]
 Pattern = Annotated[str, AfterValidator(_pattern), Field(min_length=1, max_length=TEXT_MAX)]
 Rank = Annotated[int, Field(ge=1, le=1024)]
-Alpha = Annotated[int, Field(ge=1, le=65536)]
+# Other engines read an integer from the adapter's configuration, so one that is whole stays one.
+Alpha = Annotated[
+    float,
+    Field(gt=0, le=65536),
+    AfterValidator(lambda alpha: int(alpha) if alpha.is_integer() else alpha),
+    PlainSerializer(lambda alpha: alpha),
+]
 
 
 class LoraSpec(Record):
     """Low-rank adapters, as peft makes them."""
 
     rank: int = Field(default=16, ge=1, le=1024, description="Rank of the update.")
-    alpha: int = Field(
-        default=32, ge=1, le=65536, description="Scale: the update is multiplied by alpha / rank."
-    )
+    alpha: Alpha = Field(default=32, description="Scale: the update is multiplied by alpha / rank.")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout in front of the adapter, 0 up to below 1."
     )
     target_modules: Names = Field(
         default="all-linear",
         description="Which modules get an adapter: `all-linear` (on a mixture of experts: the "
-        "linear layers of attention), or names separated by commas (`q_proj,v_proj`; "
+        "linear layers of attention), or names, as a list or separated by commas (`q_proj,v_proj`; "
         "experts: `w1,w2,w3` or `gate_proj,up_proj,down_proj`).",
     )
     target_pattern: Pattern | None = Field(
@@ -62,7 +96,8 @@ class LoraSpec(Record):
         "modules, as peft takes it.",
     )
     exclude_modules: Names | None = Field(
-        default=None, description="Names, separated by commas, of targets that get no adapter."
+        default=None,
+        description="Names, a list or separated by commas, of targets that get no adapter.",
     )
     layers_to_transform: list[Annotated[int, Field(ge=0, le=1023)]] | None = Field(
         default=None,
@@ -91,8 +126,8 @@ class LoraSpec(Record):
     )
     modules_to_save: Names | None = Field(
         default=None,
-        description="Names, separated by commas, of modules that are trained and saved whole "
-        "(`lm_head`). Not the embeddings.",
+        description="Names, a list or separated by commas, of modules that are trained and "
+        "saved whole (`lm_head`). Not the embeddings.",
     )
     init_lora_weights: Literal["default", "gaussian"] = Field(
         default="default", description="How A starts; B starts at zero."
@@ -117,8 +152,8 @@ class Ia3Spec(Record):
 
     target_modules: Names | None = Field(
         default=None,
-        description="Names of modules separated by commas. Left out: keys, values and the last "
-        "linear layer of the MLP, as peft has them or by structure.",
+        description="Names of modules, a list or separated by commas. Left out: keys, values and "
+        "the last linear layer of the MLP, as peft has them or by structure.",
     )
     feedforward_modules: Names | None = Field(
         default=None,
@@ -197,4 +232,4 @@ class AdapterSpec(Record):
 
 def names(text: str | None) -> list[str]:
     """Return the names between the commas."""
-    return [name.strip() for name in text.split(",")] if text else []
+    return text.split(",") if text else []

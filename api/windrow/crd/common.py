@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from windrow.crd.values import NAME_MAX, Record, Timestamp
+from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
 
 GROUP: Final = "windrow.dev"
 VERSION: Final = "v1alpha1"
@@ -15,7 +16,7 @@ API_VERSION: Final = f"{GROUP}/{VERSION}"
 CATEGORY: Final = "windrow"
 
 LABEL_DECODE: Final = f"{GROUP}/decode"  # on injected pods: the one selector of the pod watch
-ANNOTATION_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled
+LABEL_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled, what a pod asks for
 ANNOTATION_INJECTED_BY: Final = f"{GROUP}/injected-by"  # the rule that matched
 ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over any selector
 FINALIZER: Final = f"{GROUP}/cleanup"
@@ -56,24 +57,101 @@ class Condition(Record):
     message: str = Field(max_length=32768, description="Why, in a sentence for people.")
 
 
+LABEL_KEY_PATTERN: Final = (
+    r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/)?"
+    r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+)
+LABEL_VALUE_PATTERN: Final = r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"
+_KEY_MAX: Final = NAME_MAX + 64
+_VALUE_MAX: Final = 63
+
+
+def _label_key(key: str) -> str:
+    if len(key) > _KEY_MAX or not re.fullmatch(LABEL_KEY_PATTERN, key):
+        raise invalid(f"{key!r} is no label key", "Write it like app or example.com/app.")
+    return key
+
+
+def _label_value(value: str) -> str:
+    if len(value) > _VALUE_MAX or not re.fullmatch(LABEL_VALUE_PATTERN, value):
+        raise invalid(
+            f"{value!r} is no label value",
+            "Write at most 63 letters, digits, - _ and . between letters or digits.",
+        )
+    return value
+
+
+def _label_keys(labels: dict[str, str]) -> dict[str, str]:
+    return {_label_key(key): value for key, value in labels.items()}
+
+
+LabelKey = Annotated[
+    str,
+    AfterValidator(_label_key),
+    WithJsonSchema({"type": "string", "maxLength": _KEY_MAX, "pattern": LABEL_KEY_PATTERN}),
+]
+LabelValue = Annotated[
+    str,
+    AfterValidator(_label_value),
+    WithJsonSchema({"type": "string", "maxLength": _VALUE_MAX, "pattern": LABEL_VALUE_PATTERN}),
+]
+
+
 class SelectorRequirement(Record):
     """One expression of a label selector."""
 
-    key: str = Field(max_length=NAME_MAX + 64, description="Label key.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "self.operator in ['In', 'NotIn'] == (has(self.values) && "
+                    "size(self.values) > 0)",
+                    "In and NotIn need values, Exists and DoesNotExist take none",
+                )
+            ]
+        }
+    )
+
+    key: LabelKey = Field(description="Label key.")
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"] = Field(
         description="How key and values relate."
     )
-    values: list[str] = Field(default_factory=list, description="Values for In and NotIn.")
+    values: list[LabelValue] = Field(
+        default_factory=list, max_length=64, description="Values for In and NotIn."
+    )
+
+    @model_validator(mode="after")
+    def _values_where_they_are_read(self) -> Self:
+        if (self.operator in ("In", "NotIn")) != bool(self.values):
+            raise invalid(
+                f"{self.operator} with {len(self.values)} values is no selector",
+                "In and NotIn need values, Exists and DoesNotExist take none.",
+            )
+        return self
 
 
 class LabelSelector(Record):
     """Which objects are meant, by their labels. Empty: all."""
 
-    match_labels: dict[str, str] = Field(
-        default_factory=dict, description="Labels that must have exactly these values."
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.matchLabels) || self.matchLabels.all(key, "
+                    f"key.matches(r'{LABEL_KEY_PATTERN}'))",
+                    "matchLabels holds a key that is no label key",
+                )
+            ]
+        }
+    )
+
+    match_labels: Annotated[dict[str, LabelValue], AfterValidator(_label_keys)] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Labels that must have exactly these values.",
     )
     match_expressions: list[SelectorRequirement] = Field(
-        default_factory=list, description="Expressions that must all hold."
+        default_factory=list, max_length=64, description="Expressions that must all hold."
     )
 
     def matches(self, labels: dict[str, str]) -> bool:

@@ -63,7 +63,12 @@ class OutputSpec(Record):
                 cel(
                     "!has(self.deploy) || !self.deploy.enabled",
                     "deploy.enabled is not supported yet: load the adapter by the engine's call",
-                )
+                ),
+                cel(
+                    r"!self.destination.matches('(^|/)\\.\\.(/|$)') && "
+                    r"!self.destination.matches('^(file:)?[./]*$')",
+                    "destination must name a directory below a volume, without ..",
+                ),
             ]
         }
     )
@@ -89,8 +94,8 @@ class FinetuneJobSpec(Record):
     )
     priority_class_name: Name | None = Field(
         default=None,
-        description="PriorityClass whose value orders the jobs that wait. A class that does not "
-        "exist counts as 0.",
+        description="PriorityClass whose value orders the jobs that wait. A job of a class that "
+        "does not exist is not placed.",
     )
     suspend: bool = Field(
         default=False,
@@ -202,8 +207,9 @@ class FinetuneJobStatus(Record):
     )
 
 
-# Rules that read spec and status, so they stand at the root of the resource. The four parts decide
-# what a checkpoint means: another value would resume a run that is no longer the same.
+# Rules that read spec and status, so they stand at the root of the resource. The five parts decide
+# what a checkpoint means: another value would resume a run that is no longer the same. What a
+# worker reads once, when it starts, can change between two workers.
 ROOT_RULES = [
     cel(
         "!has(oldSelf.status) || !has(oldSelf.status.epoch) || oldSelf.status.epoch == 0 || "
@@ -211,5 +217,11 @@ ROOT_RULES = [
         f"(!has(self.spec.{field}) || self.spec.{field} == oldSelf.spec.{field}))",
         f"spec.{field} cannot change once the job has been placed: make a new job",
     )
-    for field in ("model", "dataset", "adapter", "output")
+    for field in ("model", "dataset", "adapter", "training", "output")
+] + [
+    cel(
+        "!has(oldSelf.status) || !has(oldSelf.status.slot) || "
+        "self.spec.checkpoint == oldSelf.spec.checkpoint",
+        "spec.checkpoint cannot change while the job has a slot: set suspend to true first",
+    )
 ]

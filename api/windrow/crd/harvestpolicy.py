@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
-from datetime import UTC, datetime, time, tzinfo
+from datetime import UTC, datetime, time, timedelta, tzinfo
 from typing import Annotated, Final, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -15,9 +16,28 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.alias_generators import to_camel
 
 from windrow.crd.common import Condition, LabelSelector
-from windrow.crd.values import TEXT_MAX, Duration, Quantity, Record, cel, invalid
+from windrow.crd.values import (
+    NAME_MAX,
+    Duration,
+    Quantity,
+    Record,
+    cel,
+    format_duration,
+    invalid,
+)
+
+# The sidecar's own mounts and the kernel's file systems: a volume there would hide them.
+RESERVED_PATHS: Final = ("/run", "/var/run", "/proc", "/sys", "/dev")
+# A mount over one of these would hide one of those.
+_ABOVE_RESERVED: Final = ("/", "/var")
+# Kubernetes separates mount options by colons, so no mount path may hold one.
+PATH_PATTERN: Final = r"^(/[^/:]+)+$"
+_PATH_MAX: Final = 512
+_SHORTEST_TPOT: Final = timedelta(microseconds=100)
+_LONGEST_TPOT: Final = timedelta(minutes=1)
 
 HOURS_PATTERN: Final = (
     r"^([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]( [A-Za-z0-9_+/-]+)?$"
@@ -33,7 +53,12 @@ class HarvestHours:
         interval, _, zone = text.partition(" ")
         begin, end = interval.split("-")
         self.begin, self.end = time.fromisoformat(begin), time.fromisoformat(end)
-        self.zone: tzinfo = ZoneInfo(zone) if zone else UTC
+        if self.begin == self.end:
+            raise ValueError("begin and end are the same, so it is no interval")
+        try:
+            self.zone: tzinfo = ZoneInfo(zone) if zone else UTC
+        except (ZoneInfoNotFoundError, OSError) as error:  # OSError: a folder, like Europe
+            raise ValueError(f"there is no time zone {zone!r}") from error
 
     def contains(self, moment: datetime) -> bool:
         """Return whether the aware `moment` falls into the interval; begin counts, end does not."""
@@ -46,9 +71,10 @@ class HarvestHours:
 def _hours(text: str) -> str:
     try:
         HarvestHours(text)
-    except (ValueError, ZoneInfoNotFoundError) as error:
+    except ValueError as error:
         raise invalid(
-            f"{text!r}: {error}", "Write it like 20:00-08:00 Europe/Berlin (no zone: UTC)."
+            f"{text!r}: {error}",
+            "Write it like 20:00-08:00 Europe/Berlin (no zone: UTC), or leave it out for always.",
         ) from error
     return text
 
@@ -63,39 +89,103 @@ Hours = Annotated[
 class ObjectiveSpec(Record):
     """What serving must keep."""
 
-    tpot: Duration = Field(description="Time per output token that must be kept, like 40ms.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "duration(self.tpot) >= duration('100us') && "
+                    "duration(self.tpot) <= duration('1m')",
+                    "tpot must be between 100us and 1m",
+                ),
+                cel("!has(self.ttft)", "ttft is not supported yet: leave it out"),
+                cel("!has(self.deferralBound)", "deferralBound is not supported yet: leave it out"),
+            ]
+        }
+    )
+
+    tpot: Duration = Field(
+        description="Time per output token that must be kept, like 40ms. 100us to 1m."
+    )
     percentile: float = Field(
-        default=99, gt=0, lt=100, description="Which percentile of the TPOT the objective is for."
+        default=99,
+        ge=50,
+        le=99.99,
+        description="Which percentile of the TPOT the objective is for, 50 to 99.99.",
     )
     scope: Literal["perStep", "perRequest"] = Field(
         default="perStep",
         description="perStep: each decode step is judged; perRequest: a request's mean.",
     )
     ttft: Duration | None = Field(
-        default=None, description="Time to first token that must be kept, where prompts prefill."
+        default=None,
+        description="Time to first token that must be kept, where prompts prefill. v1alpha1 does "
+        "not keep one yet.",
     )
     deferral_bound: Duration | None = Field(
-        default=None, description="How long a policy that defers may hold a request back."
+        default=None,
+        description="How long a policy that defers may hold a request back. v1alpha1 has no such "
+        "policy yet.",
     )
+
+    @field_validator("tpot")
+    @classmethod
+    def _within_reason(cls, tpot: timedelta) -> timedelta:
+        if not _SHORTEST_TPOT <= tpot <= _LONGEST_TPOT:
+            raise invalid(
+                f"{format_duration(tpot)} is no time per output token",
+                "Write one between 100us and 1m, like 40ms.",
+            )
+        return tpot
+
+    @field_validator("ttft", "deferral_bound")
+    @classmethod
+    def _not_yet(cls, length: timedelta | None) -> timedelta | None:
+        if length is not None:
+            raise invalid("is not supported yet", "Leave it out.")
+        return length
 
 
 class LimitsSpec(Record):
     """How much may be harvested."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel("!has(self.hostMemory)", "hostMemory is not supported yet: leave it out"),
+                cel(
+                    "!has(self.hours) || self.hours.all(h, h.substring(0, 5) != "
+                    "h.substring(6, 11))",
+                    "hours that begin when they end are no interval: leave hours out for always",
+                ),
+            ]
+        }
+    )
+
     max_sm_percent: int = Field(
         default=100, ge=1, le=100, description="Most compute of a device (SMs, or cores of a host)."
     )
     max_memory_percent: int = Field(
-        default=50, ge=0, le=100, description="Most of the arena that may be lent."
+        default=50, ge=0, le=100, description="Most of the arena that may be lent; 0: nothing."
     )
     host_memory: Quantity | None = Field(
-        default=None, description="Most host memory of a worker, like 64Gi."
+        default=None,
+        description="Most host memory of a worker, like 64Gi. v1alpha1 does not limit it yet.",
     )
     hours: list[Hours] = Field(
         default_factory=list,
         max_length=16,
         description="When harvesting is allowed, like 20:00-08:00 Europe/Berlin. Empty: always.",
     )
+
+    @field_validator("host_memory")
+    @classmethod
+    def _not_yet(cls, n_bytes: int | None) -> int | None:
+        if n_bytes is not None:
+            raise invalid(
+                "is not supported yet",
+                "Leave it out, and limit the memory of the sidecar's container.",
+            )
+        return n_bytes
 
 
 class AccessSpec(Record):
@@ -116,13 +206,74 @@ class AccessSpec(Record):
 class ClaimSource(Record):
     """A PersistentVolumeClaim of the pod's namespace."""
 
-    claim_name: str = Field(max_length=253, description="Name of the claim.")
+    claim_name: str = Field(
+        min_length=1,
+        max_length=NAME_MAX,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+        description="Name of the claim.",
+    )
+
+
+def _absolute(path: str) -> str:
+    if not re.fullmatch(PATH_PATTERN, path) or posixpath.normpath(path) != path:
+        raise invalid(
+            f"{path!r} is no absolute path as Kubernetes mounts it",
+            "Write it like /data/rows: from the root, without . or .., : or a slash at the end.",
+        )
+    return path
+
+
+def _mount_path(path: str) -> str:
+    if path in _ABOVE_RESERVED or any(
+        path == reserved or path.startswith(f"{reserved}/") for reserved in RESERVED_PATHS
+    ):
+        raise invalid(
+            f"{path!r} belongs to the sidecar or to its kernel",
+            f"Mount it elsewhere than at /, /var, or in {', '.join(RESERVED_PATHS)}.",
+        )
+    return path
+
+
+_PATH_SCHEMA: Final = {"type": "string", "maxLength": _PATH_MAX, "pattern": PATH_PATTERN}
+AbsolutePath = Annotated[str, AfterValidator(_absolute), WithJsonSchema(_PATH_SCHEMA)]
+MountPath = Annotated[
+    str,
+    AfterValidator(_absolute),
+    AfterValidator(_mount_path),
+    WithJsonSchema(
+        {
+            **_PATH_SCHEMA,
+            "x-kubernetes-validations": [
+                cel(
+                    r"!self.matches('/\\.\\.?(/|$)')",
+                    "mountPath may not hold . or .. as a name",
+                ),
+                cel(
+                    f"!self.matches('^(/|/var|({'|'.join(RESERVED_PATHS)})(/.*)?)$')",
+                    f"mountPath may not be /, /var, or stand in {', '.join(RESERVED_PATHS)}: "
+                    "those belong to the sidecar or to its kernel",
+                ),
+            ],
+        }
+    ),
+]
 
 
 class HostPathSource(Record):
     """A directory of the node."""
 
-    path: str = Field(max_length=TEXT_MAX, description="Absolute path on the node.")
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    r"!self.path.matches('/\\.\\.?(/|$)')",
+                    "path may not hold . or .. as a name",
+                )
+            ]
+        }
+    )
+
+    path: AbsolutePath = Field(description="Absolute path on the node.")
 
 
 class VolumeSpec(Record):
@@ -142,7 +293,10 @@ class VolumeSpec(Record):
     name: str = Field(
         max_length=48, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", description="Name in the pod."
     )
-    mount_path: str = Field(max_length=TEXT_MAX, description="Where the sidecar sees it.")
+    mount_path: MountPath = Field(
+        description="Where the sidecar sees it: an absolute path, not / or /var, and not in "
+        f"{', '.join(RESERVED_PATHS)}. Adapters are written below one that is not readOnly."
+    )
     read_only: bool = Field(default=False, description="Mount it read-only.")
     persistent_volume_claim: ClaimSource | None = Field(
         default=None, description="A claim of the pod's namespace."
@@ -160,19 +314,52 @@ class VolumeSpec(Record):
 
 
 class SidecarSpec(Record):
-    """How the sidecar reaches the device."""
+    """How the sidecar comes into a pod and reaches the device."""
 
+    form: Literal["attach", "sidecar"] = Field(
+        default="attach",
+        description="attach: an ephemeral container, added while decode serves; it cannot delay or "
+        "stop decode. sidecar: a native sidecar with requests and limits of its own, made with the "
+        "pod after a check that the pod would still be admitted.",
+    )
     gpu_access: Literal["auto", "dra", "wrap", "env"] = Field(
         default="auto",
         description="How the worker gets at decode's GPU. auto: as the device needs it (a host "
         "device needs nothing). v1alpha1 supports auto.",
     )
     mps: bool = Field(
-        default=True, description="Whether decode and worker may share the GPU under MPS."
+        default=True,
+        description="Whether decode and worker may share the GPU under MPS. Read when a pod is "
+        "created.",
     )
     volumes: list[VolumeSpec] = Field(
-        default_factory=list, max_length=16, description="Volumes that the sidecars mount."
+        default_factory=list,
+        max_length=16,
+        description="Volumes that the sidecars mount. Read when a pod is created.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["name"],
+            "x-kubernetes-validations": [
+                cel(
+                    "self.all(v, self.exists_one(w, w.mountPath == v.mountPath))",
+                    "two volumes have one mountPath",
+                )
+            ],
+        },
     )
+
+    @field_validator("volumes")
+    @classmethod
+    def _apart(cls, volumes: list[VolumeSpec]) -> list[VolumeSpec]:
+        for field in ("name", "mount_path"):
+            values = [getattr(volume, field) for volume in volumes]
+            twice = next((value for value in values if values.count(value) > 1), None)
+            if twice is not None:
+                raise invalid(
+                    f"two volumes have the {to_camel(field)} {twice!r}",
+                    "Give each volume a name and a path of its own.",
+                )
+        return volumes
 
     @field_validator("gpu_access")
     @classmethod
@@ -200,7 +387,8 @@ class HarvestPolicySpec(Record):
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(
-        default_factory=SidecarSpec, description="How the sidecar reaches the device."
+        default_factory=SidecarSpec,
+        description="How the sidecar comes into a pod and reaches the device.",
     )
 
     def open_at(self, moment: datetime) -> bool:

@@ -55,7 +55,7 @@ class SlotJobStatus(Record):
 
 
 class HarvestSlotStatus(Record):
-    """What the sidecar last reported, and who has the slot."""
+    """What the sidecar reports, and who has the slot. Figures are absent while it is silent."""
 
     conditions: list[Condition] | None = Field(
         default=None, description="Whether the sidecar is attached and the slot can take jobs."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -32,7 +33,12 @@ def _place(text: str) -> str:
     remedy = (
         "Write a path on a volume that the decode pods mount (HarvestPolicy spec.sidecar.volumes)."
     )
-    return _reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy)
+    path = _reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy).removeprefix("file://")
+    if ".." in path.split("/"):
+        raise invalid(f"{text!r} climbs by ..", "Write the path that is meant.")
+    if posixpath.normpath(path).strip("/") in ("", "."):
+        raise invalid(f"{text!r} names no directory for an adapter", remedy)
+    return text
 
 
 def _source(text: str) -> str:

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from windrow.crd.values import Decimal, Record, cel, invalid
+from windrow.crd.values import BelowOne, NotNegative, Positive, Ratio, Record, cel, invalid
 
 
 class OptimizerSpec(Record):
     """AdamW and what happens to the gradient before it."""
 
-    model_config = ConfigDict(
-        json_schema_extra={
-            # The object's own default is judged before its fields have theirs, hence the `has`.
-            "x-kubernetes-validations": [
-                cel("!has(self.beta1) || double(self.beta1) < 1.0", "beta1 must be below 1"),
-                cel("!has(self.beta2) || double(self.beta2) < 1.0", "beta2 must be below 1"),
-                cel(
-                    "!has(self.maxGradientNorm) || double(self.maxGradientNorm) > 0.0",
-                    "maxGradientNorm must be above zero",
-                ),
-            ]
-        }
-    )
-
     type: Literal["adamw", "adamw8bit"] = Field(
         default="adamw",
         description="adamw: torch's, fused; adamw8bit: moments in 8 bits, by bitsandbytes.",
     )
-    weight_decay: Decimal = Field(default=0.0, ge=0, description="Decoupled decay, in quotes.")
-    beta1: Decimal = Field(default=0.9, ge=0, lt=1, description="Of the mean, in quotes.")
-    beta2: Decimal = Field(default=0.999, ge=0, lt=1, description="Of the square, in quotes.")
-    max_gradient_norm: Decimal = Field(
-        default=1.0, gt=0, description="Gradients are clipped to this norm, in quotes."
+    weight_decay: NotNegative = Field(default=0.0, description="Decoupled decay.")
+    beta1: BelowOne = Field(default=0.9, description="Of the mean, below 1.")
+    beta2: BelowOne = Field(default=0.999, description="Of the square, below 1.")
+    max_gradient_norm: Positive = Field(
+        default=1.0, description="Gradients are clipped to this norm."
     )
 
 
@@ -45,9 +30,7 @@ class EarlyStopSpec(Record):
     patience: int = Field(
         ge=1, le=1000, description="So many evaluations in a row without a better loss."
     )
-    min_delta: Decimal = Field(
-        default=0.0, ge=0, description="By how much a loss has to be lower, in quotes."
-    )
+    min_delta: NotNegative = Field(default=0.0, description="By how much a loss has to be lower.")
 
 
 class TrainingSpec(Record):
@@ -60,11 +43,13 @@ class TrainingSpec(Record):
                     "has(self.epochs) != has(self.maxSteps)",
                     "exactly one of epochs and maxSteps is wanted",
                 ),
-                cel("double(self.learningRate) > 0.0", "learningRate must be above zero"),
-                cel("double(self.warmupRatio) <= 1.0", "warmupRatio must be between 0 and 1"),
                 cel(
                     "!has(self.earlyStop) || has(self.evalEverySteps)",
                     "earlyStop needs evalEverySteps",
+                ),
+                cel(
+                    "!has(self.microBatchSize) || self.microBatchSize <= self.batchSize",
+                    "microBatchSize may not be above batchSize",
                 ),
             ]
         }
@@ -103,15 +88,14 @@ class TrainingSpec(Record):
         description="Of the frozen weights and activations; the adapter is kept in fp32. auto: as "
         "decode has them where weights are shared, else bf16 on a GPU and fp32 elsewhere.",
     )
-    learning_rate: Decimal = Field(
-        default=2e-4, description="Peak learning rate of AdamW, in quotes."
+    learning_rate: Positive = Field(
+        default=2e-4, description="Peak learning rate of AdamW, like 2e-4."
     )
     schedule: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="Course of the learning rate after the warm-up."
     )
-    warmup_ratio: Decimal = Field(
-        default=0.03,
-        description="Share of the steps in which the rate grows from zero, in quotes.",
+    warmup_ratio: Ratio = Field(
+        default=0.03, description="Share of the steps in which the rate grows from zero."
     )
     optimizer: OptimizerSpec = Field(
         default_factory=OptimizerSpec, description="AdamW and clipping."
@@ -133,20 +117,6 @@ class TrainingSpec(Record):
         default=17, ge=0, le=2**32 - 1, description="Seed of the order of rows and of the adapter."
     )
 
-    @field_validator("learning_rate")
-    @classmethod
-    def _rate_above_zero(cls, rate: float) -> float:
-        if not rate > 0 or not math.isfinite(rate):
-            raise invalid(f"{rate:g} is not above zero", 'Write a positive decimal, like "2e-4".')
-        return rate
-
-    @field_validator("warmup_ratio")
-    @classmethod
-    def _ratio_in_range(cls, ratio: float) -> float:
-        if not 0 <= ratio <= 1:
-            raise invalid(f"{ratio:g} is not between 0 and 1", 'Write a share, like "0.03".')
-        return ratio
-
     @model_validator(mode="after")
     def _one_length(self) -> Self:
         if (self.epochs is None) == (self.max_steps is None):
@@ -154,6 +124,15 @@ class TrainingSpec(Record):
             raise invalid(
                 f"exactly one of epochs and maxSteps is wanted, {found}",
                 "Keep one of the two.",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _part_of_a_batch(self) -> Self:
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise invalid(
+                f"microBatchSize {self.micro_batch_size} is above batchSize {self.batch_size}",
+                "Lower microBatchSize: it is a part of a batch.",
             )
         return self
 

@@ -1,13 +1,14 @@
 """How durations, quantities and decimals are written in our resources, and what they mean.
 
-Each type is a Python value inside and a string in YAML: Kubernetes advises against floating-point
-fields, and `40ms` says its unit.
+Durations and quantities are texts in YAML, since `40ms` says its unit. A decimal may be a number or
+a text: Kubernetes advises against floating-point fields, and people write `2e-4`.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Annotated, Final
 
@@ -22,7 +23,6 @@ NAME_MAX: Final = 253
 
 DURATION_PATTERN: Final = r"^([0-9]+(\.[0-9]+)?(us|ms|s|m|h))+$"
 QUANTITY_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)?$"
-DECIMAL_PATTERN: Final = r"^[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?$"
 
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _BYTES: Final = {
@@ -65,7 +65,10 @@ def parse_duration(text: str) -> timedelta:
     if not re.fullmatch(DURATION_PATTERN, text):
         raise ValueError(f"{text!r} is not a duration")
     parts = re.findall(r"([0-9.]+)(us|ms|s|m|h)", text)
-    return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    try:
+        return timedelta(seconds=sum(float(number) * _SECONDS[unit] for number, unit in parts))
+    except OverflowError as error:
+        raise ValueError(f"{text!r} is longer than any duration") from error
 
 
 def format_duration(length: timedelta) -> str:
@@ -106,18 +109,20 @@ def _quantity(value: object) -> int:
         ) from None
 
 
-def _decimal(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise invalid(f"{value!r} is not a number", 'Write a decimal in quotes, like "2e-4".')
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise invalid(
-            f"{value!r} is not a finite number", 'Write a decimal in quotes, like "2e-4".'
-        )
-    return number
+def _number(pattern: str, wanted: str, holds: Callable[[float], bool]) -> BeforeValidator:
+    """Read a number, or a text of the pattern; `wanted` says which ones hold."""
+    remedy = f"Write a number {wanted}, like 2e-4."
+
+    def read(value: object) -> float:
+        if isinstance(value, str) and re.fullmatch(pattern, value):
+            value = float(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid(f"{value!r} is not a number {wanted}", remedy)
+        if not (math.isfinite(value) and holds(value)):
+            raise invalid(f"{value!r} is not {wanted}", remedy)
+        return float(value)
+
+    return BeforeValidator(read)
 
 
 Duration = Annotated[
@@ -132,11 +137,64 @@ Quantity = Annotated[
     PlainSerializer(str, return_type=str),
     WithJsonSchema({"type": "string", "pattern": QUANTITY_PATTERN, "maxLength": 32}),
 ]
-Decimal = Annotated[
+
+
+def _number_schema(pattern: str, **bounds: float) -> WithJsonSchema:
+    return WithJsonSchema(
+        {**untyped(), "pattern": pattern, "maxLength": 32, "minimum": 0, **bounds}
+    )
+
+
+def untyped(*, items: int = 0) -> JsonDict:
+    """Return the schema of a value of several types: neither a boolean nor an object.
+
+    A structural schema can name one type or none, so what may not be is refused by bounds that
+    contradict each other. CEL does not see such a field.
+
+    Args:
+        items: that a list may have; 0: it may be none.
+    """
+    return {
+        "x-kubernetes-preserve-unknown-fields": True,
+        "not": {"enum": [True, False]},
+        "minItems": 1,
+        "maxItems": items,
+        "minProperties": 1,
+        "maxProperties": 0,
+    }
+
+
+# A schema cannot compute what a text is worth: the patterns take those that are within the bounds.
+_EXPONENT: Final = r"([eE][-+]?[0-9]{1,2})?"
+_NOT_NEGATIVE: Final = rf"^[0-9]+(\.[0-9]+)?{_EXPONENT}$"
+_POSITIVE: Final = rf"^([0-9]*[1-9][0-9]*(\.[0-9]+)?|[0-9]+\.[0-9]*[1-9][0-9]*){_EXPONENT}$"
+_BELOW_ONE: Final = r"^(0(\.[0-9]+)?([eE]-[0-9]{1,2})?|[0-9](\.[0-9]+)?[eE]-0?[1-9][0-9]?)$"
+_RATIO: Final = rf"^(1(\.0+)?|{_BELOW_ONE[2:-2]})$"
+_AsText = PlainSerializer(lambda number: f"{number:.12g}", return_type=str)
+
+NotNegative = Annotated[
     float,
-    BeforeValidator(_decimal),
-    PlainSerializer(lambda number: f"{number:.12g}", return_type=str),
-    WithJsonSchema({"type": "string", "pattern": DECIMAL_PATTERN, "maxLength": 32}),
+    _number(_NOT_NEGATIVE, "not below zero", lambda number: number >= 0),
+    _AsText,
+    _number_schema(_NOT_NEGATIVE),
+]
+Positive = Annotated[
+    float,
+    _number(_POSITIVE, "above zero", lambda number: number > 0),
+    _AsText,
+    _number_schema(_POSITIVE, exclusiveMinimum=0),
+]
+BelowOne = Annotated[
+    float,
+    _number(_BELOW_ONE, "from 0 to below 1", lambda number: 0 <= number < 1),
+    _AsText,
+    _number_schema(_BELOW_ONE, exclusiveMaximum=1),
+]
+Ratio = Annotated[
+    float,
+    _number(_RATIO, "between 0 and 1", lambda number: 0 <= number <= 1),
+    _AsText,
+    _number_schema(_RATIO, maximum=1),
 ]
 Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-time"})]
 

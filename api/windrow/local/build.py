@@ -1,4 +1,4 @@
-"""Builds etcd, kube-apiserver and kube-controller-manager once, into the cache."""
+"""Builds the executables of a control plane or of a node once, into the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from windrow.local.processes import Child, Command, Keeper
 from windrow.local.progress import Progress, Task
 from windrow.local.resources import resource_directory
 from windrow.local.toolchain import BY_HAND, Go, fetch_go, find_go
-from windrow.local.tools import NAMES, Tools, find_tools
+from windrow.local.tools import Tools, find_tools
 from windrow.local.tools_cache import (
+    CONTROL_PLANE,
     KUBERNETES_VERSION,
+    NODE,
     cache_directory,
     cache_root,
     is_whole,
@@ -39,15 +41,24 @@ _LOOK_EVERY_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Module:
-    """One Go module of tools/controlplane and what is built from it."""
+    """One Go module of a kit's folder and what is built from it."""
 
     folder: str
     programs: tuple[str, ...]
-    linker_flags: str
+    linker_flags: str = "-s -w"
+    tags: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the executables."""
+        return tuple(
+            self.folder if program == "." else program.rpartition("/")[2]
+            for program in self.programs
+        )
 
 
-def modules() -> tuple[Module, ...]:
-    """Return the modules to build."""
+def modules(kit: str = CONTROL_PLANE) -> tuple[Module, ...]:
+    """Return the modules to build for a control plane or a node."""
     major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
     # Both packages, since Helm and others read the second one's answer.
     stamps = [
@@ -60,13 +71,25 @@ def modules() -> tuple[Module, ...]:
             ("gitTreeState", "clean"),
         )
     ]
-    programs = (
-        "k8s.io/kubernetes/cmd/kube-apiserver",
-        "k8s.io/kubernetes/cmd/kube-controller-manager",
+    stamped = " ".join(["-s -w", *stamps])
+
+    def kubernetes(*programs: str) -> Module:
+        paths = tuple(f"k8s.io/kubernetes/cmd/{program}" for program in programs)
+        return Module("kubernetes", paths, stamped)
+
+    if kit == CONTROL_PLANE:
+        return Module("etcd", (".",)), kubernetes("kube-apiserver", "kube-controller-manager")
+    assert kit == NODE, kit
+    containerd = tuple(
+        f"github.com/containerd/containerd/v2/cmd/{program}"
+        for program in ("containerd", "containerd-shim-runc-v2", "ctr")
     )
     return (
-        Module("etcd", (".",), "-s -w"),
-        Module("kubernetes", programs, " ".join(["-s -w", *stamps])),
+        Module("pause", (".",)),
+        Module("containerd", containerd, tags="no_btrfs,no_devmapper,no_zfs"),
+        Module("coredns", (".",)),
+        Module("helm", ("helm.sh/helm/v4/cmd/helm",)),
+        kubernetes("kubelet", "kube-scheduler", "kube-proxy", "kubectl"),
     )
 
 
@@ -89,13 +112,15 @@ def ensure_tools(
     return built
 
 
-def build_tools(progress: Progress, environment: Mapping[str, str]) -> Path:
-    """Build into the cache, whole or not at all; returns the directory.
+def build_tools(
+    progress: Progress, environment: Mapping[str, str], kit: str = CONTROL_PLANE
+) -> Path:
+    """Build a kit into the cache, whole or not at all; returns the directory.
 
     Safe against a second process that builds at the same time (it waits) and against being killed
     (what is unfinished is not found, and the next call begins again with Go's own caches warm).
     """
-    directory, root = cache_directory(environment), cache_root(environment)
+    directory, root = cache_directory(environment, kit), cache_root(environment, kit)
     root.mkdir(parents=True, exist_ok=True)
     with _only_builder(root / "lock", progress):
         if is_whole(directory):
@@ -106,7 +131,7 @@ def build_tools(progress: Progress, environment: Mapping[str, str]) -> Path:
             shutil.rmtree(left_over, ignore_errors=True)
         # A supervisor, so that a compiler does not outlive a build that was killed.
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=root) as scratch, Keeper() as keeper:
-            finished = _Build(go, Path(scratch), keeper, progress).run()
+            finished = _Build(kit, go, Path(scratch), keeper, progress).run()
             shutil.rmtree(directory, ignore_errors=True)
             finished.rename(directory)
         if go.fetched:
@@ -118,6 +143,7 @@ def build_tools(progress: Progress, environment: Mapping[str, str]) -> Path:
 class _Build:
     """One run of the build: its toolchain, its scratch directory and its children."""
 
+    kit: str
     go: Go
     scratch: Path
     keeper: Keeper
@@ -128,26 +154,29 @@ class _Build:
         output = self.scratch / "bin"
         output.mkdir()
         # A copy, for the installed one may be read-only.
-        shutil.copytree(resource_directory("controlplane"), self.scratch / "src")
-        for module in modules():
+        shutil.copytree(resource_directory(self.kit), self.scratch / "src")
+        names: list[str] = []
+        for module in modules(self.kit):
             with self.progress.task(f"sources of {module.folder}") as task:
                 n_packages = self._fetch_sources(module, task)
             with self.progress.task(f"build of {module.folder}", total=n_packages) as task:
                 self._compile(module, output, task)
-        write_manifest(output, NAMES, self.go.version)
+            names += module.names
+        write_manifest(output, tuple(names), self.go.version, self.kit)
         return output
 
     def _fetch_sources(self, module: Module, task: Task) -> int:
         """Download what the programs consist of; returns the number of packages."""
         n_packages = 0
-        for line in self._lines_of(module, ["list", "-deps", *module.programs]):
+        for line in self._lines_of(module, ["list", "-deps", *_tags(module), *module.programs]):
             if line.startswith(_DOWNLOADING):
                 task.note(line.removeprefix(_DOWNLOADING))
             n_packages += bool(_PACKAGE.match(line))
         return n_packages
 
     def _compile(self, module: Module, output: Path, task: Task) -> None:
-        flags = ["-v", "-trimpath", f"-ldflags={module.linker_flags}", "-o", f"{output}/"]
+        flags = [*_tags(module), "-v", "-trimpath", f"-ldflags={module.linker_flags}"]
+        flags += ["-o", f"{output}/"]
         for line in self._lines_of(module, ["build", *flags, *module.programs]):
             if _PACKAGE.match(line):
                 task.advance()
@@ -165,6 +194,10 @@ class _Build:
             yield line
         if child.exited.result() != 0:
             raise _explained("\n".join(tail))
+
+
+def _tags(module: Module) -> list[str]:
+    return [f"-tags={module.tags}"] if module.tags else []
 
 
 def _follow(log: Path, child: Child) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -42,8 +43,16 @@ def make_signing_key(path: Path) -> None:
     write_private(path, _pem(ec.generate_private_key(ec.SECP256R1())))
 
 
-def make_server_files(directory: Path, *, name: str) -> ServerFiles:
-    """Write a throw-away authority and a certificate for `name`, localhost and 127.0.0.1."""
+def make_server_files(
+    directory: Path, *, name: str, also: Sequence[x509.GeneralName] = ()
+) -> ServerFiles:
+    """Write a throw-away authority and a certificate for `name`, localhost and 127.0.0.1.
+
+    Args:
+        directory: where the files go.
+        name: of the server and its authority.
+        also: more names of the server.
+    """
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority")])
     authority = (
@@ -61,6 +70,7 @@ def make_server_files(directory: Path, *, name: str) -> ServerFiles:
         x509.DNSName(name),
         x509.DNSName("localhost"),
         x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
+        *also,
     ]
     certificate = (
         _builder(subject, authority_name, key.public_key())

@@ -7,6 +7,7 @@ running however the run ends.
 from __future__ import annotations
 
 import base64
+import ipaddress
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from typing import Self
 
 import httpx
 import yaml
+from cryptography import x509
 
 from windrow.errors import WindrowError
 from windrow.local.certificates import (
@@ -47,6 +49,8 @@ CONTROLLERS = (
     "serviceaccount-controller",
     "root-ca-certificate-publisher-controller",
 )
+# Addresses of Services; the first one is the API server's own.
+SERVICES, FIRST_SERVICE = "10.96.0.0/16", "10.96.0.1"
 _TAIL_LINES = 20
 
 
@@ -67,6 +71,9 @@ class ControlPlaneSettings:
         nice: added to the niceness of all three, so that they yield to what is measured.
         cpus: CPUs that they may run on; empty: all.
         start_within: deadline for readiness.
+        pods_reach: pods reach the API server, at this address and by its Service; every
+            controller runs then. None: it is on the loopback interface, for processes of this
+            machine.
     """
 
     tools: Tools
@@ -76,6 +83,7 @@ class ControlPlaneSettings:
     nice: int = 5
     cpus: Sequence[int] = ()
     start_within: timedelta = timedelta(seconds=60)
+    pods_reach: str | None = None
 
 
 class ControlPlane:
@@ -153,7 +161,8 @@ class ControlPlane:
     def _start_components(self) -> None:
         assert self._directory is not None
         deadline = time.monotonic() + self._settings.start_within.total_seconds()
-        files = make_server_files(self._directory, name="kubernetes")
+        address = self._settings.pods_reach or LOOPBACK
+        files = make_server_files(self._directory, name="kubernetes", also=_service_names(address))
         with (
             ReservedPort(self._settings.port) as server_port,
             ReservedPort() as etcd_port,
@@ -161,7 +170,7 @@ class ControlPlane:
         ):
             self._start("etcd", self._etcd_arguments(etcd_port.number, peer_port.number))
             token = secrets.token_urlsafe(32)
-            self.server = f"https://{LOOPBACK}:{server_port.number}"
+            self.server = f"https://{address}:{server_port.number}"
             self.kubeconfig = self._directory / "kubeconfig"
             write_kubeconfig(self.kubeconfig, self.server, token, files.authority.read_bytes())
             arguments = self._apiserver_arguments(
@@ -221,10 +230,11 @@ class ControlPlane:
         )
         signing_key = self._directory / "service-accounts.key"
         make_signing_key(signing_key)
+        address = self._settings.pods_reach or LOOPBACK
         return [
             f"--etcd-servers=http://{LOOPBACK}:{etcd_port}",
-            f"--bind-address={LOOPBACK}",
-            f"--advertise-address={LOOPBACK}",
+            f"--bind-address={address}",
+            f"--advertise-address={address}",
             f"--secure-port={port}",
             "--permit-port-sharing",
             f"--cert-dir={self._directory}",
@@ -237,16 +247,20 @@ class ControlPlane:
             "--service-account-issuer=https://kubernetes.default.svc",
             f"--service-account-key-file={signing_key}",
             f"--service-account-signing-key-file={signing_key}",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            # A loopback address is no valid endpoint of the `kubernetes` service.
-            "--endpoint-reconciler-type=none",
+            f"--service-cluster-ip-range={SERVICES}",
+            *(
+                ["--allow-privileged=true", "--kubelet-preferred-address-types=InternalIP"]
+                if self._settings.pods_reach
+                # A loopback address is no valid endpoint of the `kubernetes` service.
+                else ["--endpoint-reconciler-type=none"]
+            ),
         ]
 
     def _manager_arguments(self, files: ServerFiles) -> list[str]:
         assert self._directory is not None
         return [
             f"--kubeconfig={self.kubeconfig}",
-            f"--controllers={','.join(CONTROLLERS)}",
+            f"--controllers={'*' if self._settings.pods_reach else ','.join(CONTROLLERS)}",
             f"--root-ca-file={files.authority}",
             "--leader-elect=false",
             "--secure-port=0",
@@ -286,6 +300,16 @@ class ControlPlane:
             self._keeper = None
         _remove(self._directory, but=self.log_dir if keep_logs else None)
         self._directory = None
+
+
+def _service_names(address: str) -> list[x509.GeneralName]:
+    """Return the names by which pods know the API server."""
+    names = ("kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local")
+    addresses = (address, FIRST_SERVICE)
+    return [
+        *(x509.DNSName(name) for name in names),
+        *(x509.IPAddress(ipaddress.ip_address(each)) for each in addresses),
+    ]
 
 
 def write_kubeconfig(path: Path, server: str, token: str, authority_pem: bytes) -> None:

@@ -41,6 +41,7 @@ from windrow.local.trace import Request
 from windrow.local.watcher import Watcher
 from windrow.views import JobView
 
+POLICY = "demo"
 PODS_WITHIN = timedelta(seconds=120)
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load and as much time again
 WARM_UP_S = 10.0
@@ -209,8 +210,9 @@ def log_tail(on: Stage, name: str) -> str:
 
 
 def serve(on: Stage) -> serving.Pods:
-    """Create the decode pods and return once they serve."""
+    """Create the decode pods under a policy that observes, and return once they serve."""
     pods = serving.plan_pods(on.devices, on.model)
+    serving.observe(on.client, pods, POLICY, on.settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
     serving.await_ready(on.client, pods, PODS_WITHIN)
@@ -236,7 +238,7 @@ def settle_objective(on: Stage, pods: serving.Pods) -> Objective:
 
 
 def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
-    """Serve the beginning of the load without any policy, and return the steps."""
+    """Serve the beginning of the load while nothing is harvested, and return the steps."""
     folder = on.settings.out / "warm-up"
     folder.mkdir()
     began_ns = time.monotonic_ns()
@@ -260,9 +262,10 @@ def steps_through_load(on: Stage) -> int:
 
 
 def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
-    """Apply a policy, start load and job together; return the job once both have ended."""
+    """Let the policy harvest, start load and job together; return the job once both have ended."""
     settings = on.settings
-    policy = manifests.harvest_policy("demo", objective.milliseconds, settings.policy)
+    serving.await_observed(on.client, pods, PODS_WITHIN)
+    policy = manifests.harvest_policy(POLICY, objective.milliseconds, settings.policy)
     on.client.apply_policy(policy)
     serving.await_slots(on.client, pods, PODS_WITHIN)
     measured = steps_through_load(on)

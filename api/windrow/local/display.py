@@ -115,6 +115,8 @@ def _slot(slot: SlotView, frame: Frame) -> RenderableType:
     late = slot.tpot_p99_s is not None and slot.tpot_p99_s * 1e3 > frame.objective_ms > 0
     first.append(f"{_ms(slot.tpot_p99_s)} ms", style=_BAD if late else _GOOD)
     first.append(f"  {sparkline(frame.tpot_history.get(slot.name, ())):<{HISTORY}}", style=_DIM)
+    if not slot.reported:
+        return first.append(f"  {slot.why}")
     first.append(f"  batch {slot.batch}  context {slot.context_tokens:,}  cores {_cores(slot)}")
     second = Text(f"{'':<10}memory ")
     cells = memory_cells(slot.chunks)
@@ -126,7 +128,7 @@ def _slot(slot: SlotView, frame: Frame) -> RenderableType:
     if slot.breaker:
         second.append(f"  not harvesting: {slot.breaker}", style=_BAD)
     elif frame.job is not None and slot.job == f"{frame.job.namespace}/{frame.job.name}":
-        second.append(f"  {frame.job.tokens_per_second:,.0f} tok/s harvested", style=_GOOD)
+        second.append(f"  {_rate(frame.job)} tok/s harvested", style=_GOOD)
     return Group(first, second)
 
 
@@ -139,7 +141,7 @@ def _job(job: JobView, losses: Sequence[float]) -> Text:
     line = Text.assemble(("job ", _DIM), (job.name, _HEAD), f"   {job.state}")
     if job.slot:
         line.append(f" on {job.slot.rpartition('/')[2]}")
-    line.append(f"   step {job.step}/{job.total_steps or '?'}")
+    line.append(f"   step {job.steps_done}")
     if job.loss is not None:
         line.append(f"   loss {job.loss:.3f}  {sparkline(losses)}")
     if job.eta_s is not None and not job.finished:
@@ -154,6 +156,10 @@ def _event(event: EventView) -> Text:
     )
 
 
+def _rate(job: JobView) -> str:
+    return f"{job.tokens_per_second:,.0f}" if job.tokens_per_second else "-"
+
+
 def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
@@ -164,12 +170,12 @@ def line(frame: Frame) -> str:
     parts += [
         f"{s.pod}: TPOT p50 {_ms(s.tpot_p50_s)} p99 {_ms(s.tpot_p99_s)} ms, batch {s.batch}, "
         f"cores {_cores(s)}, lent {s.chunks.lent} of {s.chunks.total} chunks"
+        if s.reported
+        else f"{s.pod}: {s.why}"
         for s in frame.slots
     ]
     if (job := frame.job) is not None:
         loss = "" if job.loss is None else f", loss {job.loss:.3f}"
         rate = f", {job.tokens_per_second:,.0f} tok/s" if job.tokens_per_second else ""
-        parts.append(
-            f"job {job.name}: {job.state}, step {job.step}/{job.total_steps or '?'}{loss}{rate}"
-        )
+        parts.append(f"job {job.name}: {job.state}, step {job.steps_done}{loss}{rate}")
     return "  |  ".join(parts)

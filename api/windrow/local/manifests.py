@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from windrow.crd import (
-    ANNOTATION_INJECT,
     API_VERSION,
     FINETUNE_JOB,
     HARVEST_POLICY,
+    LABEL_INJECT,
     format_duration,
 )
 from windrow.local.devices import Device
@@ -51,15 +51,16 @@ def decode_pod(decode: Decode) -> Json:
         ANNOTATION_CPUSET: decode.device.cpuset,
         ANNOTATION_NICE + DECODE_CONTAINER: "0",
     }
+    labels = {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"}
     if not decode.inject:
-        annotations[ANNOTATION_INJECT] = "disabled"
+        labels[LABEL_INJECT] = "disabled"
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": decode.name,
             "namespace": NAMESPACE,
-            "labels": {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"},
+            "labels": labels,
             "annotations": annotations,
         },
         "spec": {
@@ -90,7 +91,7 @@ def decode_pod(decode: Decode) -> Json:
     }
 
 
-def harvest_policy(name: str, objective_ms: float, policy: str) -> Json:
+def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "harvest") -> Json:
     """Return a policy over the demo's decode pods."""
     tpot = format_duration(timedelta(milliseconds=objective_ms))
     return {
@@ -100,7 +101,7 @@ def harvest_policy(name: str, objective_ms: float, policy: str) -> Json:
         "spec": {
             "selector": {"matchLabels": {"app": APP}},
             "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
-            "mode": "harvest",
+            "mode": mode,
             "policy": policy,
         },
     }

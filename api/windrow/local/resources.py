@@ -8,11 +8,11 @@ import windrow
 from windrow.errors import UserError
 
 # The wheel carries these folders of the checkout below `windrow/data` (CMakeLists.txt).
-_IN_CHECKOUT = {"crds": "crds", "controlplane": "tools/controlplane"}
+_IN_CHECKOUT = {"crds": "crds", "controlplane": "tools/controlplane", "node": "tools/node"}
 
 
 def resource_directory(name: str) -> Path:
-    """Return the folder `crds` or `controlplane`; raises UserError for a broken installation."""
+    """Return the folder `crds`, `controlplane` or `node`; raises UserError for a broken wheel."""
     package = Path(windrow.__file__).parent
     candidates = (package.parents[1] / _IN_CHECKOUT[name], package / "data" / name)
     for candidate in candidates:

@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 from kubernetes import client as k8s
 
 from windrow.client import WindrowClient
-from windrow.crd import LatencyProfileSpec
+from windrow.crd import LABEL_DECODE, LatencyProfileSpec
 from windrow.errors import Transient, WindrowError
 from windrow.local.devices import Device
-from windrow.local.manifests import NAMESPACE, Decode, decode_pod
+from windrow.local.manifests import NAMESPACE, Decode, decode_pod, harvest_policy
 from windrow.local.ports import LOOPBACK, ReservedPort
 from windrow.views import SlotView
 
 T = TypeVar("T")
 _POLL_S = 0.25
+_PLACEHOLDER_MS = 1000.0
 
 
 class NotReady(WindrowError):
@@ -72,6 +73,35 @@ def plan_pods(
     )
 
 
+def observe(client: WindrowClient, pods: Pods, name: str, policy: str, within: timedelta) -> None:
+    """Apply a policy that only observes, and return once new pods would be prepared under it.
+
+    Its objective is a placeholder: the real one follows from what is observed.
+    """
+    client.apply_policy(harvest_policy(name, _PLACEHOLDER_MS, policy, mode="observe"))
+    core = k8s.CoreV1Api(client.api)
+    probe = decode_pod(pods.decodes[0])
+
+    def is_prepared() -> bool:
+        made = core.create_namespaced_pod(NAMESPACE, probe, dry_run="All")
+        return LABEL_DECODE in made.metadata.labels
+
+    if not poll(is_prepared, bool, within):
+        raise NotReady(f"decode pods are not prepared under policy {name}", logs=["operator"])
+
+
+def await_observed(client: WindrowClient, pods: Pods, within: timedelta) -> None:
+    """Return once a sidecar of each pod has told of its slot."""
+    names = {decode.name for decode in pods.decodes}
+
+    def missing() -> set[str]:
+        return names - {slot.pod for slot in client.slots(namespace=NAMESPACE)}
+
+    if left := poll(missing, lambda found: not found, within):
+        message = f"no sidecar of {', '.join(sorted(left))} after {within}"
+        raise NotReady(message, logs=[*pods.logs, "operator"])
+
+
 def create(client: WindrowClient, pods: Pods) -> None:
     """Create the pods."""
     core = k8s.CoreV1Api(client.api)
@@ -80,7 +110,7 @@ def create(client: WindrowClient, pods: Pods) -> None:
 
 
 def await_ready(client: WindrowClient, pods: Pods, within: timedelta) -> None:
-    """Return once every pod is ready, its injected sidecar too."""
+    """Return once every pod is ready, and prepared for a sidecar where it should be."""
     core = k8s.CoreV1Api(client.api)
 
     def waiting() -> list[str]:
@@ -95,7 +125,7 @@ def await_ready(client: WindrowClient, pods: Pods, within: timedelta) -> None:
 def _is_ready(pod: Any, *, injected: bool) -> bool:  # noqa: ANN401 - the client's models are untyped
     if pod is None or pod.status is None:
         return False
-    if injected and not pod.spec.init_containers:
+    if injected and LABEL_DECODE not in pod.metadata.labels:
         return False
     conditions = pod.status.conditions or []
     return any(c.type == "Ready" and c.status == "True" for c in conditions)

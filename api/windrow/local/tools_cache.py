@@ -1,4 +1,4 @@
-"""The cache of control-plane executables: whole and proved by a manifest, or not there."""
+"""The cache of built executables: whole and proved by a manifest, or not there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from pathlib import Path
 
 KUBERNETES_VERSION = "v1.36.3"
 ETCD_VERSION = "v3.6.14"
+CONTAINERD_VERSION = "v2.4.2"
+COREDNS_VERSION = "v1.13.1"
+HELM_VERSION = "v4.2.4"
 MANIFEST = "manifest.json"
+
+# What is built together, by name: the versions that its folder is named after.
+CONTROL_PLANE, NODE = "controlplane", "node"
+_VERSIONS = {
+    CONTROL_PLANE: f"{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}",
+    NODE: f"{KUBERNETES_VERSION}-containerd-{CONTAINERD_VERSION}-coredns-{COREDNS_VERSION}"
+    f"-helm-{HELM_VERSION}",
+}
 
 
 @dataclass(frozen=True)
@@ -24,15 +35,15 @@ class BuiltFile:
     mtime_ns: int
 
 
-def cache_root(environment: Mapping[str, str]) -> Path:
+def cache_root(environment: Mapping[str, str], kit: str = CONTROL_PLANE) -> Path:
     """Return the directory below the user's cache that is ours; it need not exist."""
     base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
-    return Path(base).expanduser() / "windrow" / "controlplane"
+    return Path(base).expanduser() / "windrow" / kit
 
 
-def cache_directory(environment: Mapping[str, str]) -> Path:
+def cache_directory(environment: Mapping[str, str], kit: str = CONTROL_PLANE) -> Path:
     """Return where the executables of the wanted versions belong."""
-    return cache_root(environment) / f"{KUBERNETES_VERSION}-etcd-{ETCD_VERSION}"
+    return cache_root(environment, kit) / _VERSIONS[kit]
 
 
 def cached_tools(environment: Mapping[str, str]) -> Path | None:
@@ -41,11 +52,12 @@ def cached_tools(environment: Mapping[str, str]) -> Path | None:
     return directory if is_whole(directory) else None
 
 
-def write_manifest(directory: Path, names: tuple[str, ...], go_version: str) -> None:
+def write_manifest(
+    directory: Path, names: tuple[str, ...], go_version: str, kit: str = CONTROL_PLANE
+) -> None:
     """Seal a finished build; the manifest is the last file that is written."""
     manifest = {
-        "kubernetes": KUBERNETES_VERSION,
-        "etcd": ETCD_VERSION,
+        "versions": _VERSIONS[kit],
         "go": go_version,
         "files": [asdict(_describe(directory / name)) for name in names],
     }

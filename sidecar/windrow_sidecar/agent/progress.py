@@ -10,10 +10,13 @@ from windrow.proto import agent_pb2, attach_pb2
 
 # Long enough to span an optimizer step of a slow job, short enough that pauses show.
 _WINDOW_S = 10.0
+# Half of the interval at which a worker reports. Reports that waited for an agent that was stopped
+# come in one moment, and the work of minutes between them would look like that of microseconds.
+_SHORTEST_S = 0.5
 
 
 class ProgressMeter:
-    """Rates over the last ten seconds, pauses included."""
+    """Rates over the last ten seconds, or since the last report before; pauses included."""
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, agent_pb2.WorkerProgress]] = deque()
@@ -28,13 +31,14 @@ class ProgressMeter:
         fresh = report.tokens - self.latest.tokens if known else 0
         self.latest = report
         self._reports.append((now_s, report))
-        while now_s - self._reports[0][0] > _WINDOW_S:
+        # The one from before the window stays: after a silence the rate is over all of it.
+        while len(self._reports) > 1 and now_s - self._reports[1][0] >= _WINDOW_S:
             self._reports.popleft()
         return max(0, int(fresh))
 
     @property
     def tokens_per_second(self) -> float:
-        """0 until two reports have come."""
+        """0 until two reports have come, half a second apart."""
         return self._rate(lambda report: report.tokens)
 
     @property
@@ -63,4 +67,6 @@ class ProgressMeter:
         if len(self._reports) < 2:
             return 0.0
         (begin_s, first), (end_s, last) = self._reports[0], self._reports[-1]
-        return max(0, of(last) - of(first)) / (end_s - begin_s) if end_s > begin_s else 0.0
+        if end_s - begin_s < _SHORTEST_S:
+            return 0.0
+        return max(0, of(last) - of(first)) / (end_s - begin_s)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import Copies, Mark
-from windrow_sidecar.memory.allocator import LentBudget
+from windrow_sidecar.compute.torch_cuda import require_torch_cuda
+from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 
 # Distances between events are 32-bit floats in milliseconds: over a second, exact to 0.06 us.
 _ANCHOR_LASTS_NS = 1_000_000_000
@@ -25,47 +26,50 @@ class CudaDevice:
     Args:
         ordinal: among those that this process sees.
         field: that named it, for errors.
+        lent: what torch's memory there is taken from, all of it (default: torch's own allocator).
 
     Raises:
-        UserError: torch sees no such GPU.
+        UserError: torch sees no such GPU, or has used it already where `lent` is given.
     """
 
     queues = True
 
-    def __init__(self, ordinal: int = 0, *, field: str = "--device") -> None:
-        if not torch.cuda.is_available():
+    def __init__(
+        self, ordinal: int = 0, *, field: str = "--device", lent: LentBudget | None = None
+    ) -> None:
+        found = require_torch_cuda(field)
+        if ordinal >= found.gpus:
             raise UserError(
-                f"torch {torch.__version__} sees no GPU here",
-                field=field,
-                remedy="Write cpu, or use a machine with a GPU and a torch that is built for CUDA.",
-                reason="NoCudaDevice",
-            )
-        if ordinal >= torch.cuda.device_count():
-            raise UserError(
-                f"there is no cuda:{ordinal}, torch sees {torch.cuda.device_count()} GPU(s)",
+                f"there is no cuda:{ordinal}, torch sees {found.gpus} GPU(s)",
                 field=field,
                 remedy="Count from 0 among the GPUs that CUDA_VISIBLE_DEVICES leaves.",
                 reason="NoCudaDevice",
             )
+        if lent is not None:
+            # Before anything that makes torch initialise CUDA, as `set_device` does: its own
+            # allocator would stay then.
+            install(lent.allocator, device=ordinal)
         torch.cuda.set_device(ordinal)
         self.name, self.torch = f"cuda:{ordinal}", torch.device("cuda", ordinal)
         self._clock = _EventClock()
-        self._budget: LentBudget | None = None
+        self._lent = lent
 
     def mark(self) -> Mark:
         """Return an event behind what this thread has queued on its stream."""
         return _EventMark(self._clock, torch.cuda.current_stream(self.torch))
 
-    def take_from(self, budget: LentBudget) -> None:
-        """Let `free_bytes` answer from what decode has lent: torch allocates from nothing else."""
-        self._budget = budget
-
     def free_bytes(self) -> int:
         """Of what is lent; on a GPU of one's own, what the driver has left and torch has cached."""
-        if self._budget is not None:
-            return self._budget.free_bytes()
+        if self._lent is not None:
+            return self._lent.free_bytes()
         cached = torch.cuda.memory_reserved(self.torch) - torch.cuda.memory_allocated(self.torch)
         return int(torch.cuda.mem_get_info(self.torch)[0]) + cached
+
+    def peak_bytes(self) -> int:
+        """Of tensors."""
+        if self._lent is not None:  # torch's own figures raise then
+            return memory_stats(self.torch.index)["allocated_bytes.all.peak"]
+        return int(torch.cuda.max_memory_allocated(self.torch))
 
     def release_caches(self) -> None:
         """CuBLAS keeps a workspace for each stream, tens of MiB, in memory of torch's."""

@@ -46,6 +46,9 @@ class ComputeDevice(Protocol):
     def free_bytes(self) -> int:
         """Memory for tensors that may still be taken. Any thread."""
 
+    def peak_bytes(self) -> int:
+        """Most memory that this process has held there so far. Any thread."""
+
     def release_caches(self) -> None:
         """Give up memory that libraries keep for the next time."""
 

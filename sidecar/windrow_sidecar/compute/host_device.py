@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class HostDevice:
         """Memory of this machine that may still be taken."""
         return available_bytes()
 
+    def peak_bytes(self) -> int:
+        """The largest resident set of this process."""
+        # Kibibytes on Linux.
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
     def release_caches(self) -> None:
         """Freed memory that the C library keeps for its next allocations."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
@@ -101,3 +107,10 @@ def available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether memory was refused, by whichever allocator: the host has no type for it."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.base.model import ModelSilent
 from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced
 from windrow_sidecar.finetune.dataset.places import DatasetSilent
@@ -34,10 +33,3 @@ def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
     reason = Reason.OUT_OF_MEMORY if out_of_memory(error) else Reason.WORKER_ERROR
     detail = f"{type(error).__name__}: {error}{kept}"
     return WorkerEvent("FAILED", reason, detail), Ending.FAILED
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Whether memory was refused, by whichever allocator: the host has no type for it."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from windrow.crd import FinetuneJobSpec, parse_job_spec
+from windrow.documents import read_document
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
@@ -65,13 +64,8 @@ def read_job(path: Path) -> Job:
     Raises:
         UserError: the file cannot be read, or the spec in it cannot be honoured.
     """
-    try:
-        document: Any = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(
-            f"cannot be read: {error}", field=str(path), remedy="Name a FinetuneJob manifest."
-        ) from error
-    if not isinstance(document, dict) or not isinstance(document.get("spec"), dict):
+    document = read_document(path, "Name a FinetuneJob manifest.")
+    if not isinstance(document.get("spec"), dict):
         raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
     about = document.get("metadata") or document
     return Job(
@@ -94,7 +88,8 @@ class Session:
     shared_weights: bool
     origin: Origin
     keeping: Keeping
-    skipped_rows: int = 0
+    device: ComputeDevice
+    rows: Split
 
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
@@ -214,7 +209,7 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, rows.skipped)
+    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows)
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:

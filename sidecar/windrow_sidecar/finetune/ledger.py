@@ -18,7 +18,7 @@ from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import EvaluationDone, Outcome, Stage
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch
-from windrow_sidecar.finetune.training.scalars import Scalars, memory_bytes
+from windrow_sidecar.finetune.training.scalars import Scalars
 from windrow_sidecar.memory.allocator import memory_stats
 
 
@@ -72,7 +72,10 @@ class Ledger:
         self._tuned_loss = 0.0
         spec = session.job.spec
         self._scalars = Scalars(
-            folder.root, session.job.epoch, tensorboard=spec.training.tensorboard
+            folder.root,
+            session.job.epoch,
+            tensorboard=spec.training.tensorboard,
+            memory_bytes=session.device.peak_bytes,
         )
         self._writer = CheckpointWriter(
             folder, session.origin, keep=spec.checkpoint.keep, saved=self._saved
@@ -90,8 +93,7 @@ class Ledger:
         self._newest = self._folder.newest  # what was handed over takes memory
         if found is None:
             self._progress()
-            detail = f"from the beginning{self._left_out()}"
-            self._reporter.event(WorkerEvent("STARTED", Reason.STARTED, detail))
+            self._started(Reason.STARTED, "from the beginning")
             return
         found.check(self._session.origin)
         self._stream.restore(found.position, found.tensors)
@@ -99,8 +101,7 @@ class Ledger:
         self._scalars.begin(found.position.tokens_done)
         self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
         moved = found.origin.moved(self._session.origin)
-        detail = f"from step {found.position.step}, {found.path}{moved}{self._left_out()}"
-        self._reporter.event(WorkerEvent("STARTED", Reason.RESUMED, detail))
+        self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
 
     def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:
         """Note a tasklet."""
@@ -212,9 +213,10 @@ class Ledger:
         self._reporter.event(WorkerEvent("CHECKPOINTED", "", path))
         self._events.flush()
 
-    def _left_out(self) -> str:
-        skipped = self._session.skipped_rows
-        return f"; {skipped} wrong rows are left out" if skipped else ""
+    def _started(self, reason: Reason, where: str) -> None:
+        notes = self._session.rows.notes
+        detail = "; ".join((where, *notes))
+        self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))
 
     def _evaluated(self, tuned: float) -> None:
         base, self._tuned_loss = self._stream.position.base_eval_loss or 0.0, tuned
@@ -228,14 +230,17 @@ class Ledger:
         self._events.append(LossEvent(job.uid, job.epoch, step, stage, loss, time.monotonic_ns()))
 
     def _progress(self, **changed: float | int | str) -> None:
-        at = self._stream.position
+        at, rows = self._stream.position, self._session.rows
         self._standing.progress = replace(
             self._standing.progress,
             step=at.step,
             total_steps=self._stream.total_steps,
             loss=at.loss or 0.0,
             tokens=at.tokens_done,
-            skipped_rows=self._session.skipped_rows,
-            memory_bytes=memory_bytes(),
+            train_rows=len(rows.train),
+            held_out_rows=len(rows.held_out),
+            skipped_rows=rows.skipped,
+            cut_rows=rows.cut,
+            memory_bytes=self._session.device.peak_bytes(),
             **changed,  # type: ignore[arg-type]
         )

@@ -32,7 +32,10 @@ class Progress:
     checkpoint_path: str = ""
     held_chunks: int = 0
     busy_seconds: float = 0.0
+    train_rows: int = 0
+    held_out_rows: int = 0
     skipped_rows: int = 0
+    cut_rows: int = 0
     memory_bytes: int = 0
     allocator_held_bytes: int = 0
     allocator_requested_bytes: int = 0
@@ -49,6 +52,7 @@ class WorkerEvent:
     adapter_path: str = ""
     base_eval_loss: float = 0.0
     tuned_eval_loss: float = 0.0
+    notes: tuple[str, ...] = ()  # of STARTED: see `data.Split`; part of `detail` as well
 
 
 class Reporter(Protocol):

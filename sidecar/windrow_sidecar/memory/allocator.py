@@ -15,6 +15,7 @@ import torch
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, DeviceAllocator
+from windrow_sidecar.compute.torch_cuda import require_torch_cuda
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,11 @@ class LentBudget:
     def __init__(self, arena: Arena, owner: int, allocator: DeviceAllocator) -> None:
         self._arena, self._owner, self._allocator = arena, owner, allocator
         self._chunks: set[int] = set()
+
+    @property
+    def allocator(self) -> DeviceAllocator:
+        """Whose budget it is."""
+        return self._allocator
 
     @property
     def chunks(self) -> int:
@@ -91,7 +97,7 @@ def install(allocator: DeviceAllocator, *, device: int = 0) -> None:
     Raises:
         UserError: torch has no CUDA here, or has allocated on the device already.
     """
-    _require_cuda()
+    require_torch_cuda("device")
     pluggable = torch.cuda.memory.CUDAPluggableAllocator(
         _core.__file__, "windrow_torch_alloc", "windrow_free"
     )
@@ -128,14 +134,3 @@ def _address(symbol: str) -> int:
     """Of a C function of the native module."""
     function = getattr(ctypes.CDLL(_core.__file__), symbol)
     return ctypes.cast(function, ctypes.c_void_p).value or 0
-
-
-def _require_cuda() -> None:
-    if not torch.cuda.is_available():
-        raise UserError(
-            "torch sees no CUDA device, and on a CPU it has no hook for an allocator",
-            field="device",
-            remedy="Run the worker on a GPU, with a torch that is built for CUDA; on the host "
-            "driver nothing has to be installed.",
-            reason="NoCudaDevice",
-        )

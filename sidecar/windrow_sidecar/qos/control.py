@@ -54,6 +54,10 @@ class Controller:
         """None without a latency profile: nothing is harvested then."""
         return self._predictor
 
+    def set_predictor(self, predictor: Predictor) -> None:
+        """Predict with this one from the next decision on."""
+        self._predictor = predictor
+
     @property
     def in_flight_bound_us(self) -> int:
         """A quarter of the objective: so long at most after a revocation the worker still runs."""

@@ -42,10 +42,11 @@ def make_terms(
 ) -> Terms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
-    Limits of 0 mean that none was given (proto3 knows no absent number), as does a percentile of 0.
+    The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
+    be lent.
 
     Raises:
-        UserError: an unknown policy, mode or scope, or an objective that is not positive.
+        UserError: an unknown policy, mode or scope, or a number out of its range.
     """
     if not name:
         return None
@@ -65,15 +66,26 @@ def make_terms(
             field="spec.objective.tpot",
             remedy="Give a positive time per output token, for example 40ms.",
         )
+    for number, least, field in (
+        (percentile, 50, "spec.objective.percentile"),
+        (max_compute_percent, 1, "spec.limits.maxSmPercent"),
+        (max_memory_percent, 0, "spec.limits.maxMemoryPercent"),
+    ):
+        if not least <= number <= 100:
+            raise UserError(
+                f"{number:g} is no percentage from {least} to 100",
+                field=field,
+                remedy=f"Give a number from {least} to 100.",
+            )
     terms = Terms(
         name=name,
         policy=policy,
         mode=mode,
         objective_us=max(1, round(objective_seconds * 1e6)),
-        percentile=percentile or 99.0,
+        percentile=percentile,
         per_request=scope == "perRequest",
-        max_compute_percent=max_compute_percent or 100,
-        max_memory_percent=max_memory_percent or 100,
+        max_compute_percent=max_compute_percent,
+        max_memory_percent=max_memory_percent,
     )
     terms.make_policy()
     return terms

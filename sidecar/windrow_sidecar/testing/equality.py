@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from windrow_sidecar.finetune.layers.visit import Parts
 from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
 from windrow_sidecar.finetune.plan.orders import Order, layer_major
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
-from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
+from windrow_sidecar.finetune.stream import MicroLimits, StepDone, TaskletStream
 from windrow_sidecar.finetune.tasklets import Window
 from windrow_sidecar.finetune.training.course import Course
 from windrow_sidecar.finetune.training.data import IGNORED, BatchPlan, Example, Split
@@ -30,6 +29,7 @@ from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
 from windrow_sidecar.finetune.training.schedule import Schedule
 from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.testing.rounding import in_type_of
 
 STEPS, BATCH, SEED, RATE = 5, 5, 17, 1e-2
 
@@ -77,7 +77,10 @@ def tuned_model(
     frozen: FrozenLayers | None = None,
 ) -> Any:  # noqa: ANN401 - peft is untyped
     """Add the adapter, away from its start: a `lora_B` of zeros would hide the gradients of A."""
+    wide = all(p.dtype == torch.float64 for p in model.parameters())
     tuned = add_adapter(model, spec, frozen)
+    if wide:  # peft makes prefixes in fp32 whatever the base is in
+        tuned.double()
     draw = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for parameter in trainable(tuned).values():
@@ -111,21 +114,63 @@ def stream_of(
 
 def our_gradients(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> dict[str, Tensor]:  # noqa: ANN401
     """Return the gradients of the first batch, by parameter."""
-    stream = stream_of(tuned, rows, cut)
-    while (tasklet := stream.peek()) is not None and tasklet.phase is not Phase.OPTIMIZER:
-        stream.run(tasklet)
-    return {
-        name.removeprefix("sum/"): tensor.clone()
-        for name, tensor in stream.tensors().items()
-        if name.startswith("sum/")
-    }
+    with in_type_of(tuned):
+        stream = stream_of(tuned, rows, cut)
+        while (tasklet := stream.peek()) is not None and tasklet.phase is not Phase.OPTIMIZER:
+            stream.run(tasklet)
+        return {
+            name.removeprefix("sum/"): tensor.clone()
+            for name, tensor in stream.tensors().items()
+            if name.startswith("sum/")
+        }
 
 
-def pefts_gradients(tuned: Any, rows: tuple[Example, ...]) -> dict[str, Tensor]:  # noqa: ANN401
+def pefts_gradients(
+    tuned: Any,  # noqa: ANN401
+    rows: tuple[Example, ...],
+    padding: int = 0,
+) -> dict[str, Tensor]:
     """Return the gradients of the first batch the ordinary way: one padded batch with its mask."""
     tuned = copy.deepcopy(tuned).train()
-    PeftLoop(tuned, rows).backward(0)
+    with in_type_of(tuned):
+        PeftLoop(tuned, rows, padding).backward(0)
     return {name: p.grad for name, p in trainable(tuned).items() if p.grad is not None}
+
+
+# Of each kind (weights, both moments, losses, gradient norms) its tensors by name.
+Training = dict[str, dict[str, Tensor]]
+
+
+def our_training(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> Training:  # noqa: ANN401
+    """Train all steps; return what they leave behind and what they say."""
+    with in_type_of(tuned):
+        stream, steps = stream_of(tuned, rows, cut), []
+        while (tasklet := stream.peek()) is not None:
+            if isinstance(done := stream.run(tasklet), StepDone):
+                steps.append((float(done.position.loss or 0.0), done.facts.gradient_norm))
+    held: Training = {"parameter": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for entry, tensor in stream.tensors().items():
+        kind, _, name = entry.removeprefix("state/").partition("/")
+        held.setdefault(kind, {})[name] = tensor.clone()
+    return held | _said(steps)
+
+
+def pefts_training(tuned: Any, rows: tuple[Example, ...], padding: int = 0) -> Training:  # noqa: ANN401
+    """Train all steps of a copy the ordinary way; return the same as `our_training`."""
+    tuned = copy.deepcopy(tuned)
+    with in_type_of(tuned):
+        loop = PeftLoop(tuned, rows, padding)
+        steps = loop.train()
+    held: Training = {"parameter": {n: p.detach() for n, p in trainable(tuned).items()}}
+    for name, parameter in trainable(tuned).items():
+        for kind, value in loop.adamw.state[parameter].items():
+            held.setdefault(kind, {})[name] = value
+    return held | _said(steps)
+
+
+def _said(steps: Sequence[tuple[float, float]]) -> Training:
+    losses, norms = (torch.tensor(of, dtype=torch.float64) for of in zip(*steps, strict=True))
+    return {"loss": {"of each step": losses}, "gradient norm": {"of each step": norms}}
 
 
 class PeftLoop:
@@ -133,14 +178,19 @@ class PeftLoop:
 
     Dropout drops the units that ours drops, or nothing could be compared.
 
+    Args:
+        padding: tokens that each batch is padded by, beyond its longest row.
+
     Attributes:
         parameters: what is trained.
+        adamw: its optimizer.
     """
 
-    def __init__(self, tuned: Any, rows: tuple[Example, ...]) -> None:  # noqa: ANN401
-        self._tuned, self._rows = tuned, rows
+    def __init__(self, tuned: Any, rows: tuple[Example, ...], padding: int = 0) -> None:  # noqa: ANN401
+        self._tuned, self._rows, self._padding = tuned, rows, padding
         self._plan = BatchPlan(len(rows), BATCH, SEED)
         self.parameters = list(trainable(tuned).values())
+        self.adamw = torch.optim.AdamW(self.parameters, lr=RATE, weight_decay=0.0)
         self._keys = DropoutKeys()
         dropouts = [m for m in tuned.modules() if isinstance(m, nn.ModuleDict)]
         places = [(d, n) for d in dropouts for n, m in d.items() if isinstance(m, nn.Dropout)]
@@ -148,25 +198,27 @@ class PeftLoop:
             p = parent[name].p
             parent[name] = TokenDropout(float(p), self._keys, index)  # type: ignore[arg-type]
 
-    def train(self) -> None:
-        """Take all steps."""
+    def train(self) -> list[tuple[float, float]]:
+        """Take all steps; returns (loss, norm of the gradient before clipping) of each."""
         from transformers import get_scheduler
 
-        adamw = torch.optim.AdamW(self.parameters, lr=RATE, weight_decay=0.0)
-        schedule = get_scheduler("cosine", adamw, 0, STEPS)
+        schedule = get_scheduler("cosine", self.adamw, 0, STEPS)
         self._tuned.train()
+        said = []
         for step in range(STEPS):
-            adamw.zero_grad()
-            self.backward(step)
-            nn.utils.clip_grad_norm_(self.parameters, 1.0)
-            adamw.step()
+            self.adamw.zero_grad()
+            loss = self.backward(step)
+            norm = nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            self.adamw.step()
             schedule.step()
+            said.append((loss, float(norm)))
+        return said
 
     def backward(self, step: int) -> float:
         """Compute the gradients of a step; returns its loss."""
         numbers = self._plan.rows_of(step)
         batch = [self._rows[i] for i in numbers]
-        width = max(row.length for row in batch)
+        width = max(row.length for row in batch) + self._padding
         self._keys.at(SEED, step, numbers, Window(0, width))
         pads = [width - row.length for row in batch]
         pairs = list(zip(batch, pads, strict=True))
@@ -181,26 +233,3 @@ class PeftLoop:
             ).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
-
-
-@dataclass(frozen=True, slots=True)
-class Apart:
-    """How far tensors are from what they should be, in L2."""
-
-    of_norm: float  # all together, against the norm of all together
-    of_tensor: float  # the worst one, against its own norm
-
-
-def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
-    """Compare by name.
-
-    A tensor whose norm is below 1e-5 of all of them counts against that: its values are rounding
-    errors themselves (the bias of a key, which the softmax cancels).
-    """
-    if ours.keys() != theirs.keys():
-        raise KeyError(sorted(ours.keys() ^ theirs.keys()))
-    norm = math.sqrt(sum(float(t.double().square().sum()) for t in theirs.values()))
-    off = {name: float((ours[name].double() - theirs[name].double()).norm()) for name in theirs}
-    floor = 1e-5 * norm
-    worst = max(off[name] / max(floor, float(theirs[name].double().norm())) for name in off)
-    return Apart(math.sqrt(sum(value**2 for value in off.values())) / norm, worst)

@@ -1,4 +1,4 @@
-"""The life of one pod on the node: volumes, init containers, sidecars, containers, deletion."""
+"""The life of one pod on the node: volumes, containers of each kind, deletion."""
 
 from __future__ import annotations
 
@@ -67,10 +67,12 @@ class Pod:
         self._reporter = Reporter(services.api, seen, self._make_status)
         self._inits = [self._container(spec) for spec in seen["spec"].get("initContainers") or []]
         self._mains = [self._container(spec) for spec in seen["spec"]["containers"]]
+        self._ephemerals: dict[str, Container] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._stop_asked = asyncio.Event()
         self._stop_by = float("inf")
         self._finalise = False
+        self._has_begun = False  # the containers run, and none of them was asked to stop
 
     def update(self, seen: Json) -> None:
         """Take note of the object's newest form; a deletion begins to end the containers."""
@@ -79,6 +81,7 @@ class Pod:
         if "deletionTimestamp" in metadata:
             self._finalise = True
             self.ask_to_stop(metadata.get("deletionGracePeriodSeconds", 30))
+        self._begin_ephemerals()
 
     def ask_to_stop(self, grace_seconds: float) -> None:
         """End the containers within the grace; a shorter grace replaces a longer one."""
@@ -114,7 +117,12 @@ class Pod:
         renewing = asyncio.create_task(self._renew_tokens(), name=f"tokens of {self.uid}")
         try:
             if await self._initialise():
-                await _await_end([self._begin(container) for container in self._mains])
+                mains = [self._begin(container) for container in self._mains]
+                self._has_begun = True
+                self._begin_ephemerals()
+                await _await_end(mains)
+            self._has_begun = False
+            await self._stop_all(list(self._ephemerals.values()), self._grace_seconds)
             await self._stop_sidecars(time.monotonic() + self._grace_seconds)
         finally:
             await _cancel(renewing)
@@ -154,6 +162,15 @@ class Pod:
                 return False
         return True
 
+    def _begin_ephemerals(self) -> None:
+        """Run the ephemeral containers that were added since; they never start a second time."""
+        if not self._has_begun or self._stop_asked.is_set():
+            return
+        for spec in self._seen["spec"].get("ephemeralContainers") or []:
+            if spec["name"] not in self._ephemerals:
+                container = self._ephemerals[spec["name"]] = self._container(spec)
+                self._begin(container)
+
     def _begin(self, container: Container) -> asyncio.Task[None]:
         task = asyncio.create_task(container.run(), name=f"{container.name} of {self.uid}")
         self._tasks[container.name] = task
@@ -178,7 +195,8 @@ class Pod:
         return seconds
 
     async def _stop(self) -> None:
-        first = [*self._mains, *(init for init in self._inits if not init.is_sidecar)]
+        inits = [init for init in self._inits if not init.is_sidecar]
+        first = [*self._mains, *self._ephemerals.values(), *inits]
         if any(container.is_running for container in first):
             self._event("Normal", "Killing", "Stopping the containers")
         left = max(0.0, self._stop_by - time.monotonic())
@@ -197,7 +215,7 @@ class Pod:
             )
 
     def _kill_mains(self) -> None:
-        for container in self._mains:
+        for container in [*self._mains, *self._ephemerals.values()]:
             container.kill()
 
     # Containers ------------------------------------------------------------------------------
@@ -224,18 +242,21 @@ class Pod:
         policy: str = self._seen["spec"].get("restartPolicy", "Always")
         if spec in self._seen["spec"]["containers"]:
             return policy
+        if spec in (self._seen["spec"].get("ephemeralContainers") or []):
+            return "Never"
         if is_sidecar(spec):
             return "Always"
         return "Never" if policy == "Never" else "OnFailure"
 
     def _known(self, name: str) -> Record:
         status = self._seen.get("status", {})
-        inits, mains = status.get("initContainerStatuses"), status.get("containerStatuses")
-        known = {entry["name"]: entry for entry in [*(inits or []), *(mains or [])]}
+        kinds = ("initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses")
+        known = {entry["name"]: entry for kind in kinds for entry in status.get(kind) or []}
         return resumed(known.get(name), datetime.now(UTC))
 
     def _make_status(self) -> Json:
-        records = {container.name: container.record for container in [*self._inits, *self._mains]}
+        containers = [*self._inits, *self._mains, *self._ephemerals.values()]
+        records = {container.name: container.record for container in containers}
         return pod_status(self._seen, records, datetime.now(UTC))
 
     def _event(self, kind: str, reason: str, message: str) -> None:

@@ -69,6 +69,12 @@ def pod_status(pod: Json, records: Mapping[str, Record], now: datetime) -> Json:
     }
     if inits:
         status["initContainerStatuses"] = [_container_status(*init) for init in inits]
+    # They count neither for the phase nor for readiness.
+    added = [entry for entry in spec.get("ephemeralContainers") or [] if entry["name"] in records]
+    if added:
+        status["ephemeralContainerStatuses"] = [
+            _container_status(entry, records[entry["name"]]) for entry in added
+        ]
     return status
 
 

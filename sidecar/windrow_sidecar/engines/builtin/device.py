@@ -75,7 +75,7 @@ def open_device(settings: EngineSettings, threads: Threads) -> EngineDevice:
     dtype: torch.dtype = getattr(torch, settings.dtype)
     if settings.device == "cpu":
         return _host(settings, threads, dtype)
-    return _gpu(settings.device, dtype)
+    return open_gpu(settings.device, dtype)
 
 
 def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> None:
@@ -121,8 +121,12 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
     )
 
 
-def _gpu(name: str, dtype: torch.dtype) -> EngineDevice:
-    """Decode runs on every SM; only the worker's share is capped (`decode_partition: none`)."""
+def open_gpu(name: str, dtype: torch.dtype) -> EngineDevice:
+    """Return a GPU on whose every SM decode runs; only the worker's share is capped.
+
+    Raises:
+        UserError: it is not there.
+    """
     device = find_device(name)
     try:
         facts = _core.driver(name).facts

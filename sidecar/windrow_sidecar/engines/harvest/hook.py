@@ -49,6 +49,7 @@ class HarvestHook:
         log: EventLog | None = None,
     ) -> None:
         self._arena, self._page, self._clock, self._log = arena, arena.page, clock, log
+        self._levels = levels
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloModel] = solo_models(profile) if profile else {}
         predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
@@ -83,6 +84,27 @@ class HarvestHook:
         """The objective, where the policy judges requests and not steps; else 0."""
         terms = self.controller.terms
         return terms.objective_us if terms and terms.per_request else 0
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether there is anything to decide: a policy, or chunks that a worker still holds."""
+        return bool(self._new_terms) or self.controller.terms is not None or self._desk.holds_out
+
+    @property
+    def chunks_lacking(self) -> int:
+        """How many chunks more would have to be FREE for what the worker wants and may have."""
+        return self._desk.lacking
+
+    def set_profile(self, profile: Mapping[str, Any]) -> None:
+        """Decide by another latency profile from now on. Decode's thread, between two steps.
+
+        Raises:
+            UserError: it lacks a share that decode would have beside a worker.
+        """
+        solo = solo_models(profile)
+        self.controller.set_predictor(Predictor(self._levels, solo, co_run_model(profile)))
+        self._rate = HarvestRate(profile, solo, self._levels.units)
+        self._steady_until_ns = 0
 
     def set_terms(self, terms: Terms | None) -> None:
         """A policy has arrived, changed or gone."""

@@ -26,6 +26,13 @@ class LendingDesk:
         self._revoked_ns, self._draining_since_ns = 0, 0
         self._planned_ns, self._sized_ns = 0, 0
         self.target = 0
+        # Chunks that would have to be FREE before all of what the worker wants could be lent.
+        self.lacking = 0
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether a worker may still hold chunks."""
+        return self._owner != 0
 
     def admit(self, now_ns: int, tokens: int) -> None:
         """Count context tokens that joined."""
@@ -58,6 +65,11 @@ class LendingDesk:
             reserve=self._reserve,
             kv_short=kv_short,
             since_revoke_ns=now_ns - self._revoked_ns if self._revoked_ns else 1 << 62,
+        )
+        ceiling = min(wanted, limit)
+        beyond = max(0, ceiling - chunks.lent)
+        self.lacking = (
+            max(0, beyond + 2 * self._reserve - chunks.free - chunks.reserved) if ceiling else 0
         )
         if plan.revoke:
             self._revoke(now_ns, plan.revoke)

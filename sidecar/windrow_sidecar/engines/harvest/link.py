@@ -63,6 +63,10 @@ class AgentLink:
         """Count one request; called by the engine's thread."""
         self._requests_completed += 1
 
+    def set_profile(self, profile: Profile) -> None:
+        """Report this profile with the next figures, and whenever the agent is dialled again."""
+        self._profile = profile
+
     def close(self) -> None:
         """Hang up; waits for the thread for at most two seconds."""
         self._closed.set()
@@ -72,13 +76,16 @@ class AgentLink:
 
     def _run(self) -> None:
         backoff_s = _FIRST_BACKOFF_S
+        said = False
         while not self._closed.is_set():
-            if self._talk():
-                backoff_s = _FIRST_BACKOFF_S
+            if self._talk(quiet=said):
+                backoff_s, said = _FIRST_BACKOFF_S, False
+            else:  # where no agent ever comes, once is enough
+                said = True
             self._closed.wait(backoff_s)
             backoff_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
 
-    def _talk(self) -> bool:
+    def _talk(self, *, quiet: bool) -> bool:
         """One connection, from dialling to its end; whether the agent ever answered."""
         answered = False
         over = threading.Event()
@@ -90,7 +97,7 @@ class AgentLink:
                     answered = True
                     self._obey(command)
             except grpc.RpcError as error:
-                if not self._closed.is_set():
+                if not self._closed.is_set() and (answered or not quiet):
                     _log.info("no agent at %s: %s", self._target, error.code().name)
             finally:
                 over.set()
@@ -99,12 +106,15 @@ class AgentLink:
 
     def _reports(self, over: threading.Event) -> Iterator[agent_pb2.EngineReport]:
         yield agent_pb2.EngineReport(hello=self._hello)
-        if self._profile is not None:
-            profile = agent_pb2.EngineProfile(
-                key=self._profile.key, profile_json=self._profile.json
-            )
-            yield agent_pb2.EngineReport(profile=profile)
-        while not over.wait(self._interval_s) and not self._closed.is_set():
+        reported: Profile | None = None
+        while True:
+            if (profile := self._profile) is not None and profile is not reported:
+                reported = profile
+                yield agent_pb2.EngineReport(
+                    profile=agent_pb2.EngineProfile(key=profile.key, profile_json=profile.json)
+                )
+            if over.wait(self._interval_s) or self._closed.is_set():
+                return
             yield agent_pb2.EngineReport(stats=self._stats())
 
     def _stats(self) -> agent_pb2.EngineStats:

@@ -44,21 +44,11 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
     """Look at what peft made.
 
     Raises:
-        UserError: embeddings learn; or a rank is above the width of its module.
+        UserError: embeddings learn.
     """
     for name, parameter in tuned.named_parameters():
         if parameter.requires_grad and "embed" in name and not spec.adapter.type == "prefix":
             raise refused(option_of(name), f"{name} is an embedding, and those are frozen here", "")
-    for name, module in tuned.named_modules():
-        rank = getattr(module, "r", None)
-        widths = (getattr(module, "in_features", 0), getattr(module, "out_features", 0))
-        if isinstance(rank, dict) and rank and min(widths) and max(rank.values()) > min(widths):
-            raise refused(
-                "rank",
-                f"{max(rank.values())} is above the width {min(widths)} of {name}",
-                f"Write {min(widths)} or less.",
-                kind="lora",
-            )
 
 
 def option_of(parameter: str) -> str:
@@ -87,7 +77,8 @@ def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
             problem = "the weights of experts cannot be decomposed"
             return refused("useDora", problem, "Set it to false, or leave out the experts.")
         found: Any = settings.modules()
-        remedy = f"Write all-linear, or some of {', '.join(known)}."
+        others = "Write" if found == "all-linear" else "Write all-linear, or"
+        remedy = f"{others} some of {', '.join(known)}."
     else:
         named = settings.target_modules if isinstance(settings, Ia3Spec) else None
         found = names(named) or "this architecture"

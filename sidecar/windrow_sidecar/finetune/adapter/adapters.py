@@ -169,7 +169,11 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
         save_embedding_layers=False,
     )
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    weights = folder / WEIGHTS_FILE
+    weights.touch()
+    mode = weights.stat().st_mode  # that the umask gives; safetensors writes for its own user alone
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(mode)
     config = model.peft_config[ADAPTER].to_dict()
     config["inference_mode"] = True
     # peft keeps names in sets: targets, and those of experts that it takes as parameters.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,15 @@ from torch import Tensor, nn
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.compute.host_device import HostDevice, available_bytes
+from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.base.files import (
+    MODEL_FIELD,
+    check_files,
+    check_tensors,
+    unusable,
+    weight_files,
+)
 from windrow_sidecar.finetune.base.overlay import build_over
 from windrow_sidecar.finetune.base.precision import WeightForm, keep_differentiable
 from windrow_sidecar.finetune.remote import answers_later, is_of_client
@@ -31,7 +40,15 @@ log = logging.getLogger(__name__)
 
 # Of the memory that is free: what the frozen weights may take, the rest is for activations.
 WEIGHTS_SHARE = 0.8
-MODEL_FIELD = "spec.model.name"
+ADAPTER_CONFIG = "adapter_config.json"
+DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
+MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
+CONFIG_REMEDY = (
+    "Use the model's own config.json; its type has to be one that transformers has, without code "
+    "of the model's own."
+)
+QUANTISED_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
+TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
 
 
 class ModelSilent(Transient):
@@ -99,16 +116,24 @@ def find_model(name: str, revision: str) -> Path:
     """Return the directory of a model that is named by path or by its Hub name.
 
     Raises:
-        UserError: there is none, or it may not be read.
+        UserError: there is none, it may not be read, or a file of its weights is missing or cut
+            short.
         ModelSilent: the Hub does not answer; what is there already is used without it.
     """
     path = Path(name)
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith("."):
+            raise _not_found(f"{path} is not a directory")
+        path = _from_hub(name, revision)
+    if (path / ADAPTER_CONFIG).is_file():
+        raise _is_adapter(path)
+    if not (path / "config.json").is_file():
         raise _not_found(f"{path} holds no config.json")
-    if path.is_absolute() or name.startswith("."):
-        raise _not_found(f"{path} is not a directory")
+    check_files(path)
+    return path
+
+
+def _from_hub(name: str, revision: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -163,15 +188,16 @@ def load_base(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
+    with _told_as_unusable(str(directory / "config.json"), CONFIG_REMEDY):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    _check_kind(directory, config)
+    with _told_as_unusable(f"the tokenizer in {directory}", TOKENIZER_REMEDY):
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise _unsupported(directory, error) from error
     form, device = form or WeightForm(), device or HostDevice()
     frozen: FrozenLayers | None = None
     if random_weights is not None:
-        model = _made_up(config, form, device, random_weights)
+        with _told_as_unusable(str(directory)):
+            model = _made_up(config, form, device, random_weights)
     elif exported is not None:
         model = _over(directory, config, exported)
     elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
@@ -185,7 +211,27 @@ def load_base(
         model.to(device.torch)
     model.requires_grad_(requires_grad=False)
     found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
-    return BaseModel(model, config, tokenizer, exported is not None, frozen, found)
+    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found)
+
+
+def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
+    """Refuse what is no language model of one decoder, before anything is read.
+
+    Raises:
+        UserError: names the kind of model that it is.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    parts = [name for name in getattr(config, "sub_configs", {}) if name != "text_config"]
+    if architecture is None or (parts and architecture.config_class is type(config)):
+        says = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        of_parts = f" with {' and '.join(parts)}" if parts else ""
+        raise unusable(
+            f"{directory / 'config.json'} says {says}{of_parts}, which is no decoder-only "
+            "language model",
+            DECODER_REMEDY,
+        )
 
 
 def _made_up(
@@ -209,20 +255,40 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     options: dict[str, Any] = {"dtype": form.dtype, "trust_remote_code": False}
     if (quantised := form.config()) is not None:
         options["quantization_config"] = quantised
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, config=config, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unsupported(directory, error) from error
+    of_shards = sorted(directory.glob("*.safetensors"))
+    if of_shards and not weight_files(directory) and not any(directory.glob("*.bin*")):
+        raise unusable(
+            f"{directory} holds {of_shards[0].name}, but neither model.safetensors nor an index of "
+            "shards, model.safetensors.index.json"
+        )
+    stored_quantised = getattr(config, "quantization_config", None) is not None
+    remedy = QUANTISED_REMEDY if stored_quantised else MODEL_REMEDY
+    model: nn.Module
+    with _told_as_unusable(str(directory), remedy):
+        model, said = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            # Else it raises, without a name. None of them gets past the next line.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    check_tensors(
+        model,
+        str(directory),
+        missing=said["missing_keys"],
+        unexpected=said["unexpected_keys"],
+        misshaped=said["mismatched_keys"],
+    )
     keep_differentiable(model)
     return model
 
 
 def _over(directory: Path, config: Any, exported: ExportedWeights) -> nn.Module:  # noqa: ANN401
     """Build the model with decode's tensors as its parameters; nothing is copied."""
-    try:
-        return build_over(exported.tensors(), config, exported.dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _unsupported(directory, error) from error
+    with _told_as_unusable(str(directory)):
+        where = f"what decode serves of {directory}"
+        return build_over(exported.tensors(), config, exported.dtype, where)
 
 
 def _windowed(
@@ -235,14 +301,18 @@ def _windowed(
 ) -> tuple[nn.Module, FrozenLayers]:
     """Build a model of which memory holds some layers at a time."""
     try:
-        model, frozen = load_windowed(
-            directory, config, room_bytes=room, dtype=form.dtype, copier=copier, device=device
-        )
-    except (CannotWindow, OSError, ValueError) as error:
+        with _told_as_unusable(str(directory)):
+            model, frozen = load_windowed(
+                directory, config, room_bytes=room, dtype=form.dtype, copier=copier, device=device
+            )
+    except CannotWindow as error:
         copier.close()
         raise _too_large(
             directory, form, room, f"; its layers cannot take turns: {error}"
         ) from error
+    except UserError:
+        copier.close()
+        raise
     log.info("%d layers of the model are in memory at a time", frozen.capacity)
     return model, frozen
 
@@ -251,7 +321,7 @@ def _wanted_bytes(directory: Path, form: WeightForm) -> float:
     """What the whole model takes."""
     config = json.loads((directory / "config.json").read_text())
     stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
-    on_disk = sum(f.stat().st_size for f in directory.glob("*.safetensors"))
+    on_disk = sum(file.stat().st_size for file in weight_files(directory))
     return on_disk * form.bytes_per_weight / stored
 
 
@@ -290,10 +360,34 @@ def _not_found(problem: str) -> UserError:
     )
 
 
-def _unsupported(directory: Path, error: Exception) -> UserError:
-    return UserError(
-        f"{directory} cannot be loaded: {str(error).splitlines()[0]}",
-        field=MODEL_FIELD,
-        remedy="Use a decoder-only transformers checkpoint (safetensors) without code of its own.",
-        reason=Reason.MODEL_UNSUPPORTED,
+def _is_adapter(path: Path) -> UserError:
+    try:
+        base = json.loads((path / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, LookupError):
+        base = None
+    return unusable(
+        f"{path} holds an adapter ({ADAPTER_CONFIG}), which is no base model",
+        f"Name the model that it was made for{f': {base}' if base else ''}.",
     )
+
+
+@contextmanager
+def _told_as_unusable(what: str, remedy: str = MODEL_REMEDY) -> Iterator[None]:
+    """Tell whatever libraries raise while they read `what` as an error of whoever named it.
+
+    They raise anything: ImportError for a quantisation, KeyError for an activation, zero division.
+
+    Raises:
+        UserError: instead.
+        CannotWindow, MemoryError, torch.OutOfMemoryError, RuntimeError for want of memory: as is.
+    """
+    try:
+        yield
+    except (UserError, CannotWindow):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0].rstrip(".:")
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise unusable(f"{what} cannot be loaded: {kind}{said}", remedy) from error

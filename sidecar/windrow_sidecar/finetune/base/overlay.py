@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.finetune.base.files import check_tensors
+
 
 def build_over(
     tensors: Mapping[str, Tensor],
     config: Any,  # noqa: ANN401
     dtype: torch.dtype = torch.float32,
+    where: str = "the given weights",
 ) -> nn.Module:
     """Return the causal language model of a transformers configuration, in `dtype`.
 
@@ -20,19 +23,34 @@ def build_over(
     the host; then each parameter takes over what it stands for, wherever that lies.
 
     Raises:
-        ValueError: a parameter is missing, or had to be copied.
+        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ; `where`
+            says in the error whence the tensors are.
+        ValueError: a parameter had to be copied.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     state = {name: absent(tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    model: nn.Module = architecture.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype
+    model: nn.Module
+    model, said = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    check_tensors(
+        model,
+        where,
+        missing=said["missing_keys"],
+        unexpected=said["unexpected_keys"],
+        misshaped=said["mismatched_keys"],
     )
     stands_for = {state[name].data_ptr(): tensor for name, tensor in tensors.items()}
     copied = [name for name, p in model.named_parameters() if p.data_ptr() not in stands_for]
     if copied:
-        raise ValueError(f"the given weights lack {copied[0]} and {len(copied) - 1} more")
+        raise ValueError(f"{copied[0]} and {len(copied) - 1} more would have to be copied")
     for parameter in model.parameters():
         parameter.data = stands_for[parameter.data_ptr()]
     return model

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.layers.around import AroundLayer
 from windrow_sidecar.finetune.windows.calls import LayerCall
 
@@ -233,12 +234,16 @@ def asking(model: nn.Module) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except UserError:
         raise
-    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except Exception as error:
+        # Code of any model: it may raise anything.
+        if out_of_memory(error):
+            raise
         why = str(error).partition("\n")[0]
         raise unsupported(
-            model, f"it fails when its layers are called one by one ({why})"
+            model,
+            f"it fails when its layers are called one by one ({type(error).__name__}: {why})",
         ) from error
 
 

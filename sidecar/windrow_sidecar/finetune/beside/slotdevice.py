@@ -17,7 +17,7 @@ from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.compute.unshared import Unshared
 from windrow_sidecar.finetune.beside.allocations import AllocatedMemory
-from windrow_sidecar.memory.allocator import LentBudget, install
+from windrow_sidecar.memory.allocator import LentBudget
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +72,8 @@ def slot_device(
     from windrow_sidecar.compute.cuda_device import CudaDevice
 
     ordinal = int(arena.driver.partition(":")[2] or 0)
-    device = CudaDevice(ordinal, field="driver of decode's arena")
-    allocator = DeviceAllocator.over(arena)
-    install(allocator, device=ordinal)
-    budget = LentBudget(arena, epoch, allocator)
-    device.take_from(budget)
+    budget = LentBudget(arena, epoch, DeviceAllocator.over(arena))
+    device = CudaDevice(ordinal, field="driver of decode's arena", lent=budget)
     sharing = choose_sharing(look(arena.driver, environ))
     log.info("the GPU is shared in %s", f"{sharing.mode} mode: {sharing.reason}")
     host.release()  # its cores only launch; the share that counts is that of the GPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,9 +17,12 @@ from windrow_sidecar.finetune.remote import answers_later, is_of_client, lacks_c
 FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+DEFAULT_SPLIT = "train"
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 # What `datasets` writes beside rows.
 _NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
+# Files that one message names.
+_NAMED = 5
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -59,15 +62,22 @@ def local_path(place: str, *, field: str) -> Path:
     )
 
 
-def find_files(source: str, split: str = "train") -> list[DataFile]:
+def find_files(
+    source: str, split: str = "train", tell: Callable[[str], None] = lambda note: None
+) -> list[DataFile]:
     """Return the files of a source, sorted by path.
 
     Of a directory, the files with a known suffix; where some are named after a split, only those of
     `split`.
 
+    Args:
+        source: a path, a URL, or the name of a dataset on the Hub.
+        split: that is wanted.
+        tell: is told of files that look like rows and are not read.
+
     Raises:
-        UserError: it is not there, may not be read, holds no file of a known kind, or holds the
-            split in several folders, which are sets of their own.
+        UserError: it is not there, may not be read, holds no file of a known kind or of the split,
+            or holds the split in several folders, which are sets of their own.
         DatasetSilent: the place does not answer.
     """
     url = _url(source)
@@ -77,20 +87,25 @@ def find_files(source: str, split: str = "train") -> list[DataFile]:
         about = system.info(path)
         if about["type"] != "directory" and not system.isdir(path):
             _refuse_unknown(path, source)
+            _refuse_split_of_file(path, source, split)
             return [DataFile(system, path, source)]
-        found = sorted(p for p in system.find(path) if _holds_rows(p, path))
-    if not found:
+        found = sorted(p for p in system.find(path) if not _is_hidden(p[len(path) :]))
+    rows = [p for p in found if _suffix(p) and PurePosixPath(p).name not in _NO_ROWS]
+    if not rows:
+        others = f"; there are {_some(found, path)}" if found else ""
         raise UserError(
-            f"{source} holds no file that ends in {', '.join(SUFFIXES)}",
+            f"{source} holds no file that ends in {', '.join(SUFFIXES)}{others}",
             field=FIELD,
             remedy="Name the directory that holds the files.",
             reason=Reason.DATASET_EMPTY,
         )
     place = system.unstrip_protocol(path)
-    return [
-        DataFile(system, p, system.unstrip_protocol(p))
-        for p in _of_split(found, path, place, split)
-    ]
+    wanted, without = _of_split(rows, path, place, split)
+    unread = [*without, *(p for p in found if not _suffix(p) and _may_be_rows(p))]
+    if unread:
+        why = f"they name no split, or do not end in {', '.join(SUFFIXES)}"
+        tell(f"{source} holds files that are not read: {_some(unread, path)} ({why})")
+    return [DataFile(system, p, system.unstrip_protocol(p)) for p in wanted]
 
 
 @contextmanager
@@ -174,24 +189,40 @@ def _refuse_unknown(path: str, source: str) -> None:
         )
 
 
-def _of_split(paths: list[str], root: str, place: str, split: str) -> list[str]:
-    """Return the paths of `split`; all of them where none is named after a split.
+def _refuse_split_of_file(path: str, source: str, split: str) -> None:
+    """A split chooses among files: of one file it can only be what that is named after."""
+    if split not in (DEFAULT_SPLIT, _split_of(PurePosixPath(path).name, split)):
+        raise UserError(
+            f"{source} is one file, which holds no split {split!r}",
+            field="spec.dataset.split",
+            remedy="Leave it out, or name a directory whose files are named after splits.",
+            reason=Reason.DATASET_EMPTY,
+        )
 
-    `root`: their directory; `place`: what people read of it.
+
+def _of_split(paths: list[str], root: str, place: str, split: str) -> tuple[list[str], list[str]]:
+    """Return the paths of `split`, and those that are of none.
+
+    All of them are wanted where none is named after a split. `root`: their directory; `place`: what
+    people read of it.
     """
-    splits = {path: _split_of(path[len(root) :]) for path in paths}
-    if not any(splits.values()):
-        return paths
+    splits = {path: _split_of(path[len(root) :], split) for path in paths}
+    if not any(splits.values()) and split == DEFAULT_SPLIT:
+        return paths, []
     wanted = [path for path in paths if splits[path] == split]
     if not wanted:
+        named = sorted({s for s in splits.values() if s})
         raise UserError(
             f"{split!r} is no split of {place}",
             field="spec.dataset.split",
-            remedy=f"Write one of {', '.join(sorted({s for s in splits.values() if s}))}.",
+            remedy=f"Write one of {', '.join(named)}."
+            if named
+            else "Leave it out: none of the files is named after a split.",
             reason=Reason.DATASET_EMPTY,
         )
-    _refuse_several_sets(sorted({_folder_of(path[len(root) :]) for path in wanted}), place, split)
-    return wanted
+    folders = sorted({_folder_of(path[len(root) :], split) for path in wanted})
+    _refuse_several_sets(folders, place, split)
+    return wanted, [path for path in paths if not splits[path]]
 
 
 def _refuse_several_sets(folders: list[str], place: str, split: str) -> None:
@@ -206,17 +237,22 @@ def _refuse_several_sets(folders: list[str], place: str, split: str) -> None:
         )
 
 
-def _folder_of(path: str) -> str:
+def _folder_of(path: str, split: str) -> str:
     """Return what stands before the part of a path that names its split."""
     parts = PurePosixPath(path.lstrip("/")).parts
-    at = next(n for n, part in enumerate(parts) if _split_of(part))
+    at = next(n for n, part in enumerate(parts) if _split_of(part, split))
     return "/".join(parts[:at])
 
 
-def _split_of(path: str) -> str:
-    """Return the split in a path like `train/part.jsonl` or `val-00000.parquet`; "": none."""
+def _split_of(path: str, wanted: str) -> str:
+    """Return the split in a path like `train/part.jsonl` or `val-00000.parquet`; "": none.
+
+    `wanted` is one, whatever its name.
+    """
     for part in PurePosixPath(path).parts:
         first = re.split(r"[-_.]", part, maxsplit=1)[0]
+        if wanted in (first, PurePosixPath(part).stem):
+            return wanted
         if first in SPLITS:
             return first
     return ""
@@ -229,7 +265,19 @@ def _suffix(path: str) -> str:
     return name.suffix if name.suffix in SUFFIXES else ""
 
 
-def _holds_rows(path: str, root: str) -> bool:
-    parts = PurePosixPath(path[len(root) :]).parts
-    hidden = any(part.startswith((".", "_")) for part in parts)
-    return bool(_suffix(path)) and not hidden and parts[-1] not in _NO_ROWS
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in PurePosixPath(path.lstrip("/")).parts)
+
+
+def _may_be_rows(path: str) -> bool:
+    """Whether somebody may take a file for rows: all but what is written about them."""
+    name = PurePosixPath(path)
+    about = ("README", "LICENSE", "LICENCE", "NOTICE", "CITATION")
+    return name.suffix not in (".md", ".py", ".yaml", ".yml", ".lock") and name.stem not in about
+
+
+def _some(paths: list[str], root: str) -> str:
+    """Name the first few."""
+    names = [path[len(root) :].lstrip("/") for path in paths[:_NAMED]]
+    more = [f"{len(paths) - _NAMED} more"] if len(paths) > _NAMED else []
+    return ", ".join(names + more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from windrow_sidecar.finetune.dataset.places import find_files
 from windrow_sidecar.finetune.dataset.records import Record, read_records
 from windrow_sidecar.finetune.dataset.rows import row_of
 from windrow_sidecar.finetune.dataset.store import StoredRows, TokenFile
-from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.dataset.tokens import RowTokenizer, rows_are
 from windrow_sidecar.finetune.training.data import Example, Split, held_out_rows
 
 log = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class _WrongRows:
     skip: bool
     found: list[UserError] = field(default_factory=list)
     count: int = 0
+    first: str = ""
 
     def add(self, error: UserError) -> None:
         if error.reason != Reason.DATASET_INVALID or error.field.startswith("spec."):
@@ -52,10 +53,16 @@ class _WrongRows:
         self.count += 1
         if self.skip:
             log.warning("row left out: %s", error)
+            self.first = self.first or f"{error.field}: {error.problem}"
         else:
             self.found.append(error)
             if len(self.found) == NAMED:
                 self.settle()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what is left out, in a sentence."""
+        if self.first:
+            yield f"{rows_are(self.count)} wrong and left out (first {self.first})"
 
     def settle(self) -> None:
         """Raise what was found, as one error."""
@@ -92,7 +99,8 @@ def read_dataset(
         Transient: the place does not answer.
     """
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
-    for file in find_files(spec.source, spec.split):
+    notes: list[str] = []
+    for file in find_files(spec.source, spec.split, notes.append):
         for record in read_records(file):
             alive()
             try:
@@ -103,13 +111,20 @@ def read_dataset(
             _check_fits(example, limits)
             stored.add(example)
     wrong.settle()
-    tokenizer.tell()
+    notes += [*wrong.notes(), *tokenizer.notes()]
+    for note in notes:
+        log.warning("%s", note)
     if not len(stored):
         raise _empty(spec.source, wrong.count)
     held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
     kept = [row for row in range(len(stored)) if row not in held]
     return Split(
-        StoredRows(stored, kept), StoredRows(stored, sorted(held)), wrong.count, stored.digest
+        StoredRows(stored, kept),
+        StoredRows(stored, sorted(held)),
+        wrong.count,
+        tokenizer.cut,
+        tuple(notes),
+        stored.digest,
     )
 
 

@@ -114,13 +114,15 @@ def _instruction(fields: Fields, where: str) -> Row:
     given = fields.get("input") or ""
     if not isinstance(given, str):
         raise bad_row(where, "`input` is not text", "Write text or leave it out.")
-    material = f"### Input:\n{given}\n\n" if given else ""
+    material = f"### Input:\n{given}\n\n" if given.strip() else ""
     prompt = f"### Instruction:\n{task}\n\n{material}### Response:\n"
     return Row(where, prompt=prompt, answer=answer)
 
 
 def _completion(fields: Fields, where: str) -> Row:
-    prompt, answer = _text(fields, "prompt", where), _text(fields, "completion", where)
+    prompt, answer = (_text(fields, name, where, blank=True) for name in ("prompt", "completion"))
+    if not (prompt + answer).strip():
+        raise bad_row(where, "prompt and completion are blank", "Write text, or drop the row.")
     return Row(where, prompt=prompt, answer=answer)
 
 
@@ -128,10 +130,12 @@ def _plain(fields: Fields, where: str) -> Row:
     return Row(where, answer=_text(fields, "text", where))
 
 
-def _text(fields: Fields, name: str, where: str) -> str:
+def _text(fields: Fields, name: str, where: str, *, blank: bool = False) -> str:
+    """Return a field's text; `blank`: it may consist of blanks, as a part of the row's text."""
     value = fields.get(name)
-    if not isinstance(value, str) or not value:
-        found = "is missing" if name not in fields else "is empty or not text"
+    if not isinstance(value, str) or not (value if blank else value.strip()):
+        found = "is blank" if isinstance(value, str) else "is not text"
+        found = found if name in fields else "is missing"
         raise bad_row(
             where, f"`{name}` {found}", f"Write text in `{name}`, or set spec.dataset.format."
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Iterator
 from typing import Any
 
 from windrow.errors import UserError
@@ -12,7 +12,10 @@ from windrow_sidecar.finetune.dataset.records import bad_row
 from windrow_sidecar.finetune.dataset.rows import Row
 from windrow_sidecar.finetune.training.data import Example
 
-log = logging.getLogger(__name__)
+
+def rows_are(count: int) -> str:
+    """Begin a sentence about so many rows."""
+    return "1 row is" if count == 1 else f"{count} rows are"
 
 
 class RowTokenizer:
@@ -31,6 +34,9 @@ class RowTokenizer:
     def __init__(self, tokenizer: Any, *, max_length: int, learn_all: bool = False) -> None:  # noqa: ANN401
         self._tokenizer, self._max_length, self._learn_all = tokenizer, max_length, learn_all
         self._conversations = Conversations(tokenizer, learn_all=learn_all)
+        self.cut = 0  # rows so far that were longer than that
+        self._longest, self._longest_at = 0, ""
+        self._blank, self._first_blank = 0, ""
 
     def example(self, row: Row) -> Example:
         """Return the row's tokens.
@@ -49,16 +55,32 @@ class RowTokenizer:
         made = Example(tuple(ids[: self._max_length]), tuple(labels[: self._max_length]), row.where)
         if made.targets == 0:
             raise _nothing_left(row.where, len(ids), self._max_length)
+        if not row.turns and not row.answer.strip():
+            self._blank += 1
+            self._first_blank = self._first_blank or row.where
+        if len(ids) > self._max_length:
+            self.cut += 1
+            if len(ids) > self._longest:
+                self._longest, self._longest_at = len(ids), row.where
         return made
 
-    def tell(self) -> None:
-        """Log what was left out of the loss of the rows so far."""
+    def notes(self) -> Iterator[str]:
+        """Yield what is not learnt of the rows so far, in sentences."""
+        if self.cut:
+            yield (
+                f"{rows_are(self.cut)} cut to spec.training.maxSequenceLength, {self._max_length} "
+                f"tokens; the longest has {self._longest} ({self._longest_at})"
+            )
+        if self._blank:
+            yield (
+                f"{rows_are(self._blank)} completed by blanks alone (first {self._first_blank}): "
+                "the model learns to say nothing there"
+            )
         if self._conversations.rewritten:
-            log.warning(
-                "%d answers are not learnt: the model's chat template writes them otherwise once "
-                "later turns follow (first in %s). Give each its own row to learn them.",
-                self._conversations.rewritten,
-                self._conversations.first_rewritten,
+            yield (
+                f"{self._conversations.rewritten} answers are not learnt: the model's chat "
+                "template writes them otherwise once later turns follow (first in "
+                f"{self._conversations.first_rewritten}); give each its own row to learn them"
             )
 
     def _plain(self, row: Row) -> Rendered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import nn
 
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.finetune.base.files import check_tensors
 from windrow_sidecar.finetune.base.overlay import absent, build_over
 from windrow_sidecar.finetune.base.structure import find_layers
 from windrow_sidecar.finetune.residency.copying import Copier
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers, LayerWeights, weights_of
 from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
-from windrow_sidecar.finetune.residency.source import read, stored_tensors
+from windrow_sidecar.finetune.residency.source import Stored, read, stored_tensors
 
 
 class CannotWindow(ValueError):
@@ -37,10 +39,12 @@ def load_windowed(
 
     Raises:
         CannotWindow: says what is in the way.
+        UserError: a tensor is missing, unexpected or of another shape; a file is cut short.
         OSError: a file cannot be read.
     """
     stored = stored_tensors(directory)
     skeleton = _skeleton(config)
+    _check_stored(directory, skeleton, stored)
     prefixes = _prefixes(skeleton)
     tensors, rest = {}, 0
     for name, parameter in skeleton.state_dict(keep_vars=True).items():
@@ -52,7 +56,8 @@ def load_windowed(
             tensors[name] = read(stored[name], dtype)
             rest += tensors[name].nbytes
     try:
-        model = build_over(tensors, config, dtype).requires_grad_(requires_grad=False)
+        model = build_over(tensors, config, dtype, str(directory))
+        model.requires_grad_(requires_grad=False)
         layers = find_layers(model.get_decoder(), config)  # type: ignore[operator]
         weights = weights_of(layers, prefixes, stored)
     except (KeyError, ValueError) as error:
@@ -71,6 +76,45 @@ def load_windowed(
         make_slot=lambda n: torch.empty(n, dtype=torch.uint8, device=device.torch),
     )
     return model, frozen
+
+
+def _check_stored(directory: Path, skeleton: nn.Module, stored: dict[str, Stored]) -> None:
+    """Compare a model's parameters with what its files hold, without reading that.
+
+    Raises:
+        CannotWindow: the files keep its parameters under other names, in other pieces, or not as
+            floating-point numbers.
+        UserError: a tensor is missing, unexpected or of another shape.
+    """
+    if getattr(skeleton.config, "quantization_config", None) is not None:
+        raise CannotWindow("its files keep quantised weights")
+    state: dict[str, nn.Parameter] = skeleton.state_dict(keep_vars=True)
+    tied = getattr(skeleton, "all_tied_weights_keys", {})
+    missing = {
+        name
+        for name, parameter in state.items()
+        if isinstance(parameter, nn.Parameter) and not {name, tied.get(name)} & stored.keys()
+    }
+    ignored = getattr(skeleton, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = {
+        name
+        for name in stored.keys() - state.keys()
+        if not any(re.search(pattern, name) for pattern in ignored)
+        and not name.endswith("rotary_emb.inv_freq")  # of checkpoints from before transformers 4.32
+    }
+    if missing and unexpected:
+        raise CannotWindow(f"its files lack {min(missing)} and hold {min(unexpected)}")
+    check_tensors(
+        skeleton,
+        str(directory),
+        missing=missing,
+        unexpected=unexpected,
+        misshaped={
+            (name, stored[name].shape, tuple(parameter.shape))
+            for name, parameter in state.items()
+            if name in stored and stored[name].shape != tuple(parameter.shape)
+        },
+    )
 
 
 def _move(model: nn.Module, to: torch.device, layers: list[LayerWeights]) -> None:

@@ -6,18 +6,16 @@ nothing of a file counts as this process's memory, as its mapped pages would.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-# https://huggingface.co/docs/safetensors: a little-endian u64 of the header's length, the header.
-_LENGTH_BYTES = 8
+from windrow_sidecar.finetune.base.files import read_header, weight_files
+
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -41,9 +39,10 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Return every floating-point tensor of a checkpoint by name.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or is no safetensors file.
+        UserError: a file is missing, cut short, or no safetensors file.
+        OSError: a file cannot be read.
     """
-    return dict(found for path in sorted(directory.glob("*.safetensors")) for found in _of(path))
+    return dict(found for path in weight_files(directory) for found in _of(path))
 
 
 def read(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
@@ -95,13 +94,10 @@ class OpenFiles:
 
 
 def _of(path: Path) -> Iterator[tuple[str, Stored]]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        header: Mapping[str, dict[str, Any]] = json.loads(file.read(length))
-    for name, at in header.items():
-        if name == "__metadata__" or at["dtype"] not in _DTYPES:
+    header = read_header(path)
+    for name, at in header.tensors.items():
+        if at["dtype"] not in _DTYPES:
             continue
         begin, end = at["data_offsets"]
-        shape = tuple(at["shape"])
-        first = _LENGTH_BYTES + length + begin
+        first, shape = header.begin + begin, tuple(at["shape"])
         yield name, Stored(path, first, end - begin, shape, _DTYPES[at["dtype"]])

@@ -38,14 +38,20 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rows to train on and rows that are held out; `skipped` were wrong and are in neither.
+    """Rows to train on and rows that are held out.
 
-    `digest` is of the tokens and labels of all of them in their order; "" where nobody took it.
+    Attributes:
+        skipped: rows that were wrong and are in neither.
+        cut: rows that were longer than may be, and have lost their end.
+        notes: what else a user has to know of the dataset, in sentences, those two included.
+        digest: of the tokens and labels of all rows in their order; "" where nobody took it.
     """
 
     train: Sequence[Example]
     held_out: Sequence[Example]
     skipped: int = 0
+    cut: int = 0
+    notes: tuple[str, ...] = ()
     digest: str = ""
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from windrow.errors import UserError
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.stream import EvaluationDone, StepDone
 
 METRICS_FILE = "metrics.jsonl"
@@ -27,6 +25,7 @@ class Scalars:
         folder: of the job.
         epoch: of this worker.
         tensorboard: write those files as well.
+        memory_bytes: the most that the process has held of its device (default: of the host).
         clock: monotonic seconds.
 
     Raises:
@@ -39,8 +38,10 @@ class Scalars:
         epoch: int,
         *,
         tensorboard: bool,
+        memory_bytes: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._memory_bytes = memory_bytes or HostDevice().peak_bytes
         self._file, self._epoch, self._clock = folder / METRICS_FILE, epoch, clock
         self._tokens, self._at = 0, clock()
         self._board = _board(folder / TENSORBOARD_FOLDER) if tensorboard else None
@@ -58,7 +59,7 @@ class Scalars:
             **asdict(done.facts),
             "tokens": position.tokens_done,
             "tokens_per_second": (position.tokens_done - self._tokens) / seconds,
-            "memory_bytes": memory_bytes(),
+            "memory_bytes": self._memory_bytes(),
         }
         self._tokens, self._at = position.tokens_done, now
         self._write(position.step, figures)
@@ -76,14 +77,6 @@ class Scalars:
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
             self._board.flush()
-
-
-def memory_bytes() -> int:
-    """Return what this process holds on the device; without one, its largest resident set."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    # Kibibytes on Linux.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _board(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped

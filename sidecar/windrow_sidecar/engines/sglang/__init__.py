@@ -1,0 +1,1 @@
+"""Harvesting under SGLang: a plugin of the unmodified server, found by its entry point."""

@@ -1,0 +1,155 @@
+"""SGLang's paged KV allocator over chunks of an arena, of which some may be lent.
+
+With nothing lent it is the stock allocator: all chunks are held from the start, so the same pages
+are free in the same order, and an allocation costs one comparison more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from windrow_sidecar._core import Arena, Error
+from windrow_sidecar.engines.sglang.chunks import ChunkHoldings
+
+Fence = Callable[[], Callable[[int], bool]]
+"""Makes a check: whether nothing can write any more, at that time (ns), to pages freed before."""
+
+
+def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
+    """A subclass of SGLang's `PagedTokenToKVPoolAllocator` over `arena`; imports SGLang.
+
+    Chunks that it sets free wait behind `fence` before a worker can have them.
+    """
+    from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+
+    class LendingPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
+        """The stock allocator on the chunks that it holds; takes more when it runs short."""
+
+        def __init__(
+            self,
+            size: int,
+            page_size: int,
+            dtype: torch.dtype,
+            device: str,
+            kvcache: Any,  # noqa: ANN401
+            need_sort: bool,
+        ) -> None:
+            slots = arena.geometry.slots_per_chunk
+            self.chunks = ChunkHoldings(
+                arena, pages_per_chunk=slots // page_size, n_pages=size // page_size
+            )
+            self._parked: deque[tuple[Callable[[int], bool], list[int]]] = deque()
+            super().__init__(size, page_size, dtype, device, kvcache, need_sort)
+
+        @property
+        def lent_tokens(self) -> int:
+            """Tokens in chunks that a worker holds."""
+            return int(self.chunks.lent_pages * self.page_size)
+
+        def available_size(self) -> int:
+            """Tokens that could be had now; lent ones are not among them."""
+            ours = self.chunks.returned_pages + self._parked_pages()
+            return int(super().available_size()) + int(ours * self.page_size)
+
+        def clear(self) -> None:
+            """Free every page, but for those of lent chunks."""
+            super().clear()
+            self._parked.clear()
+            held = [page for c in self.chunks.held() for page in self.chunks.pages_of(c)]
+            if len(held) != self.num_pages:
+                self.free_pages = torch.tensor(held, dtype=torch.int64, device=self.device)
+
+        def alloc(self, need_size: int) -> torch.Tensor | None:
+            """Allocate whole pages (see SGLang)."""
+            self.hold(need_size // self.page_size)
+            return super().alloc(need_size)  # type: ignore[no-any-return]
+
+        def alloc_extend(
+            self,
+            prefix_lens: torch.Tensor,
+            prefix_lens_cpu: torch.Tensor,
+            seq_lens: torch.Tensor,
+            seq_lens_cpu: torch.Tensor,
+            last_loc: torch.Tensor,
+            extend_num_tokens: int,
+            num_new_pages: int | None = None,
+        ) -> torch.Tensor | None:
+            """Allocate for prompts (see SGLang)."""
+            self.hold(extend_num_tokens // self.page_size + len(prefix_lens) + 1)
+            return super().alloc_extend(  # type: ignore[no-any-return]
+                prefix_lens,
+                prefix_lens_cpu,
+                seq_lens,
+                seq_lens_cpu,
+                last_loc,
+                extend_num_tokens,
+                num_new_pages,
+            )
+
+        def alloc_decode(
+            self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+        ) -> torch.Tensor | None:
+            """Allocate one token a request (see SGLang)."""
+            self.hold(len(seq_lens))
+            return super().alloc_decode(seq_lens, seq_lens_cpu, last_loc)  # type: ignore[no-any-return]
+
+        def hold(self, n_pages: int) -> None:
+            """Have so many free pages at hand, as far as the arena gives chunks."""
+            if len(self.free_pages) + self.num_staged_pages >= n_pages:
+                return
+            while self._parked:
+                self._stage(page for c in self._parked.pop()[1] for page in self.chunks.pages_of(c))
+            try:
+                while len(self.free_pages) + self.num_staged_pages < n_pages:
+                    chunk = self.chunks.take()
+                    if chunk is None:
+                        return
+                    self._stage(self.chunks.pages_of(chunk))
+                    if self.chunks.was_lent(chunk):
+                        self._blank(chunk)
+            except Error:  # SGLang answers a short pool; it must not die of ours
+                return
+
+        def settle(self, now_ns: int) -> None:
+            """Give the arena what nothing writes to any more, and see what has come back."""
+            while self._parked and self._parked[0][0](now_ns):
+                for chunk in self._parked.popleft()[1]:
+                    self.chunks.give(chunk)
+            self.chunks.refresh()
+
+        def set_free(self, n_chunks: int, *, keep_pages: int) -> None:
+            """Take up to so many empty chunks out of use, leaving `keep_pages` free pages."""
+            n_chunks -= sum(len(chunks) for _, chunks in self._parked)
+            free = self.get_all_free_pages()
+            if n_chunks <= 0 or len(free) - keep_pages < self.chunks.pages_per_chunk:
+                return
+            where = free // self.chunks.pages_per_chunk
+            counts = torch.bincount(where, minlength=arena.geometry.chunks).tolist()
+            chosen = self.chunks.emptiest(counts, at_most=n_chunks, keep_pages=keep_pages)
+            if not chosen:
+                return
+            leaves = torch.isin(where, torch.tensor(chosen, device=free.device))
+            self.free_pages, _ = torch.sort(free[~leaves])
+            self.staged_pages.clear()
+            self.num_staged_pages = 0
+            self._parked.append((fence(), chosen))
+
+        def _parked_pages(self) -> int:
+            return sum(len(self.chunks.pages_of(c)) for _, some in self._parked for c in some)
+
+        def _blank(self, chunk: int) -> None:
+            """Zero what a worker has left: a kernel may multiply slots that it masks, by 0."""
+            slots = arena.geometry.slots_per_chunk
+            for buffer in (*self._kvcache.k_buffer, *self._kvcache.v_buffer):
+                buffer[chunk * slots : (chunk + 1) * slots].zero_()
+
+        def _stage(self, pages: Any) -> None:  # noqa: ANN401
+            staged = torch.tensor([*pages], dtype=torch.int64, device=self.device)
+            self.staged_pages.append(staged)
+            self.num_staged_pages += len(staged)
+
+    return LendingPagedAllocator

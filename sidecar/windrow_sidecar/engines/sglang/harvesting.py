@@ -1,0 +1,293 @@
+"""SGLang's decode steps as the step hook wants them, and the moments at which chunks change hands.
+
+Everything here runs on the scheduler's thread, between two of its own calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from json import dumps
+from typing import Any
+
+from windrow.errors import InvariantBroken, UserError
+from windrow.eventlog import EventLog, StepEvent
+from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.engines.harvest import AgentLink, HarvestHook
+from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.hook import FailClosed, StepFacts
+from windrow_sidecar.engines.profile import Subject, document
+from windrow_sidecar.engines.sglang.learning import SoloLearner
+from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.view import Decision
+
+_log = logging.getLogger(__name__)
+
+# How often chunks are looked after while steps follow each other, and an idle scheduler asks.
+_CHUNKS_EVERY_NS, _IDLE_EVERY_NS = 5_000_000, 5_000_000
+# How long an idle scheduler may sleep while somebody reads its heartbeat.
+IDLE_POLL_MS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the scheduler's steps are harvested with."""
+
+    inner: HarvestHook
+    hook: FailClosed
+    link: AgentLink
+    partition: Partition
+    splits: Levels
+    subject: Subject
+    arena: Arena
+    allocator: Any  # LendingPagedAllocator
+    log: EventLog | None
+    keep_profile: Callable[[Mapping[str, Any]], None]
+    reserved_tokens: int  # that each request is sure to find room for
+
+
+@dataclass(slots=True)
+class _Step:
+    """A decode step that has been launched and is not over."""
+
+    facts: StepFacts
+    decision: Decision
+    units: int
+    hook_ns: int
+    admitted: int
+
+
+class SchedulerHarvest:
+    """The seam between one scheduler and the step hook.
+
+    While no policy is known and nothing is lent it does nothing but ask whether that is still so.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        learner: SoloLearner | None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._parts, self._learner, self._clock = parts, learner, clock
+        self._step: _Step | None = None
+        self._number = 0
+        self._known: set[str] = set()
+        self._processed_ns = self._looked_ns = self._idle_ns = 0
+        self._hold_until_ns = 0
+        self._confined = False
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether anybody harvests or still holds chunks."""
+        return self._parts.inner.is_awake or self._parts.allocator.chunks.lent_pages > 0
+
+    @property
+    def holds_admission(self) -> bool:
+        """Whether the policy wants new requests to wait a moment longer."""
+        return self._hold_until_ns > self._clock()
+
+    def before_batch(self, scheduler: Any, batch: Any) -> None:  # noqa: ANN401
+        """A batch is about to be launched."""
+        now_ns = self._clock()
+        previous_ns = self._end_step(now_ns)
+        if not self.is_awake:
+            self.leave()
+            return
+        mode = batch.forward_mode
+        decodes = mode.is_decode()
+        if not (decodes or mode.is_extend()):
+            return
+        facts = self._facts(scheduler, batch, previous_ns or now_ns, decodes=decodes)
+        decision = self._take_share(self._parts.hook.before_step(facts), decodes=decodes)
+        self._hold_until_ns = decision.hold_admission_until_ns
+        self._parts.allocator.chunks.refresh()
+        if decodes:
+            units = self._units_of(decision)
+            hook_ns = self._clock() - now_ns
+            self._step = _Step(facts, decision, units, hook_ns, facts.admitted_tokens)
+
+    def after_batch(self, batch: Any) -> None:  # noqa: ANN401
+        """The tokens of a batch have been delivered."""
+        self._processed_ns = self._clock()
+        if self.is_awake:
+            for request in batch.reqs:
+                if request.finished():
+                    self._known.discard(request.rid)
+                    self._parts.link.request_completed()
+
+    def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
+        """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
+        now_ns = self._clock()
+        if now_ns - self._looked_ns < _CHUNKS_EVERY_NS or not self.is_awake:
+            return
+        self._looked_ns = now_ns
+        allocator = self._parts.allocator
+        allocator.settle(now_ns)
+        keep = self._pages_to_keep(scheduler)
+        allocator.hold(keep)
+        if self._parts.hook.failed:
+            allocator.chunks.reclaim_of_the_dead()
+        elif (lacking := self._parts.inner.chunks_lacking) > 0:
+            allocator.set_free(lacking, keep_pages=keep)
+
+    def idle(self) -> None:
+        """Nothing runs."""
+        now_ns = self._clock()
+        self._end_step(self._processed_ns or now_ns)
+        if now_ns - self._idle_ns < _IDLE_EVERY_NS:
+            return
+        self._idle_ns = now_ns
+        if not self.is_awake:
+            self.leave()
+            return
+        self._hold_until_ns = self._parts.hook.idle(now_ns).hold_admission_until_ns
+        self._parts.allocator.chunks.refresh()
+
+    def give_up(self, error: Exception) -> None:
+        """Something of ours has failed: revoke everything, and decode on all units."""
+        self._step, self._learner = None, None
+        self._hold_until_ns = 0
+        self._parts.hook.give_up(error)
+        self.leave()
+
+    def close(self) -> None:
+        """Hang up, then revoke what is granted."""
+        self._parts.link.close()
+        self._parts.hook.close()
+
+    def _facts(
+        self,
+        scheduler: Any,  # noqa: ANN401
+        batch: Any,  # noqa: ANN401
+        start_ns: int,
+        *,
+        decodes: bool,
+    ) -> StepFacts:
+        self._number += 1
+        if not decodes:
+            tokens = int(batch.extend_num_tokens or 0)
+            self._known.update(request.rid for request in batch.reqs)
+            return StepFacts(
+                self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
+            )
+        lengths = batch.seq_lens_cpu.tolist()
+        admitted = 0
+        for request, length in zip(batch.reqs, lengths, strict=True):
+            if request.rid not in self._known:
+                self._known.add(request.rid)
+                admitted += length
+        return StepFacts(
+            step=self._number,
+            start_ns=start_ns,
+            batch=len(lengths),
+            context_tokens=sum(lengths),
+            waiting=_waiting(scheduler),
+            admitted_tokens=admitted,
+            slo_debt_us=0,
+        )
+
+    def _take_share(self, decision: Decision, *, decodes: bool) -> Decision:
+        """Move to the units that the hook has decided on, or that are to be learned about."""
+        parts = self._parts
+        units = self._units_of(decision) if decodes else decision.decode_units
+        try:
+            parts.partition.activate(units or parts.splits.units)
+            self._confined = bool(units) and units != parts.splits.units
+        except InvariantBroken as error:
+            parts.hook.give_up(error)
+            with suppress(InvariantBroken):
+                parts.partition.activate(parts.splits.units)
+            return Decision()
+        return decision
+
+    def _units_of(self, decision: Decision) -> int:
+        units = decision.decode_units or self._parts.splits.units
+        alone = decision.finetune_units == 0 and units == self._parts.splits.units
+        if alone and self._learner is not None and self._parts.inner.controller.terms is not None:
+            return self._learner.units or units
+        return units
+
+    def _end_step(self, end_ns: int) -> int:
+        """Close the step that runs; returns when it ended, 0 where none did."""
+        step, self._step = self._step, None
+        if step is None:
+            return 0
+        latency_us = max(1, (end_ns - step.facts.start_ns) // 1000)
+        self._parts.hook.after_step(end_ns, latency_us)
+        if self._learner is not None and step.decision.finetune_units == 0:
+            self._learn(step, latency_us)
+        if self._parts.log is not None:
+            _, kv, lent, _, draining = self._parts.arena.counts()
+            self._parts.log.append(
+                StepEvent(
+                    step=step.facts.step,
+                    start_ns=step.facts.start_ns,
+                    end_ns=end_ns,
+                    batch=step.facts.batch,
+                    context_tokens=step.facts.context_tokens,
+                    admitted=int(step.admitted > 0),
+                    prefill_tokens=0,
+                    waiting=step.facts.waiting,
+                    decode_units=step.units,
+                    finetune_units=step.decision.finetune_units,
+                    predicted_us=step.decision.predicted_us,
+                    hook_us=step.hook_ns / 1000,
+                    chunks_kv=kv,
+                    chunks_lent=lent + draining,
+                )
+            )
+        return end_ns
+
+    def _learn(self, step: _Step, latency_us: int) -> None:
+        assert self._learner is not None
+        facts = step.facts
+        self._learner.add(step.units, facts.batch, facts.context_tokens, latency_us)
+        samples = self._learner.news()
+        if samples is None:
+            return
+        profile = document(self._parts.subject, samples, taken_at=datetime.now(UTC))
+        try:
+            self._parts.inner.set_profile(profile)
+        except UserError:
+            _log.exception("the steps seen so far make no latency profile")
+            return
+        _log.info("latency profile from %d kinds of steps", len(samples))
+        self._parts.link.set_profile(Profile(self._parts.subject.key, dumps(profile)))
+        self._parts.keep_profile(profile)
+
+    def leave(self) -> None:
+        """Nobody harvests: decode has the whole device."""
+        if self._confined:
+            self._confined = False
+            with suppress(InvariantBroken):
+                self._parts.partition.activate(self._parts.splits.units)
+
+    def _pages_to_keep(self, scheduler: Any) -> int:  # noqa: ANN401
+        """Free pages that are not lent: room for every request to grow while a worker lets go."""
+        allocator = self._parts.allocator
+        growth = _requests(scheduler) * self._parts.reserved_tokens // allocator.page_size
+        return max(int(allocator.chunks.pages_per_chunk), int(growth))
+
+
+def _waiting(scheduler: Any) -> int:  # noqa: ANN401
+    """Requests that find no KV. Those whose KV is on its way have theirs."""
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if queue is None:
+        return len(scheduler.waiting_queue)
+    arrived = sum(1 for entry in queue.queue if entry.waiting_for_input)
+    return len(queue.retracted_queue) + arrived
+
+
+def _requests(scheduler: Any) -> int:  # noqa: ANN401
+    """Requests that hold KV or are about to."""
+    n = len(scheduler.running_batch.reqs) + len(scheduler.waiting_queue)
+    queue = getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    if queue is not None:
+        n += len(queue.retracted_queue) + len(scheduler.disagg_decode_transfer_queue.queue)
+    return n

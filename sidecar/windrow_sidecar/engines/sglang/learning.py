@@ -1,0 +1,79 @@
+"""Decode's latency profile, learned from the steps that it takes anyway.
+
+A server that people use is not held up to be measured. While no worker runs beside it, decode takes
+some of its steps on each of the shares that it would have beside one; medians of those steps make
+the profile.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from statistics import median
+
+from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.solo import SoloSample
+
+# Steps in a row on one share: the first find the caches of other cores.
+_BLOCK, _DROPPED = 12, 2
+# Of a batch and a length of context, as many steps make a median; older ones are forgotten.
+_KEPT, _ENOUGH = 48, 8
+# Steps on each share before there is a profile at all.
+_STEPS_NEEDED = 40
+_CONTEXT_BUCKET = 512
+
+
+class SoloLearner:
+    """Collects steps of decode alone and says when they tell something new. One thread.
+
+    Attributes:
+        units: the share that decode should take while it is alone; 0: all units.
+    """
+
+    def __init__(self, levels: Levels) -> None:
+        self._shares = sorted({split.decode_units for split in levels.splits}, reverse=True)
+        self._all = levels.units
+        self._seen: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(
+            lambda: deque(maxlen=_KEPT)
+        )
+        self._steps = dict.fromkeys(self._shares, 0)
+        self._in_block, self._known = 0, 0
+        self.units = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every share has been seen often enough."""
+        return all(n >= _STEPS_NEEDED for n in self._steps.values())
+
+    def add(self, units: int, batch: int, context_tokens: int, latency_us: int) -> None:
+        """One step of decode alone on `units`, of at least one request."""
+        self._in_block += 1
+        if self._in_block > _DROPPED and units == (self.units or self._all):
+            self._steps[units] = self._steps.get(units, 0) + 1
+            bucket = (units, batch, context_tokens // _CONTEXT_BUCKET)
+            self._seen[bucket].append((context_tokens, latency_us))
+        if self._in_block >= _BLOCK:
+            self._in_block = 0
+            behind = min(self._shares, key=lambda share: self._steps[share])
+            self.units = 0 if self.complete else behind
+
+    def news(self) -> Sequence[SoloSample] | None:
+        """Samples for a new profile, when the steps since the last one cover new ground."""
+        if not self.complete or self._in_block:
+            return None
+        full = [key for key, steps in self._seen.items() if len(steps) >= _ENOUGH]
+        if len(full) <= self._known * 1.25:
+            return None
+        if {units for units, _, _ in full} != set(self._shares):
+            return None
+        self._known = len(full)
+        return [self._sample(key) for key in full]
+
+    def _sample(self, key: tuple[int, int, int]) -> SoloSample:
+        steps = self._seen[key]
+        return SoloSample(
+            units=key[0],
+            batch=key[1],
+            context_tokens=round(median(context for context, _ in steps)),
+            step_us=max(1.0, median(latency for _, latency in steps)),
+        )

@@ -1,0 +1,251 @@
+"""A model is trained over exactly the weights of its files, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Qwen2VLConfig,
+    T5Config,
+)
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.base.files import weight_files
+from windrow_sidecar.finetune.base.model import ExportedWeights, find_model, load_base
+from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
+SHARD = "model-00002-of-0000"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    save_random_llama(folder, tie_word_embeddings=False)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, whole):
+    """A copy of the model that may be broken."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def change(folder, *, without=(), **tensors) -> None:
+    file = folder / "model.safetensors"
+    kept = {name: t for name, t in load_file(file).items() if name not in without}
+    save_file(kept | tensors, file, metadata={"format": "pt"})
+
+
+def shard(folder) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="100KB")
+
+
+def cut(folder, file="model.safetensors", n_bytes=None) -> None:
+    path = next(folder.glob(f"{file}*"))
+    path.write_bytes(path.read_bytes()[: n_bytes or path.stat().st_size // 2])
+
+
+def name_another_shard(folder) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][NORM] = "nowhere.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def lose_a_tensor_of_a_shard(folder) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / index["weight_map"][NORM]
+    save_file({n: t for n, t in load_file(path).items() if n != NORM}, path)
+
+
+def configure(folder, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def make_classifier(folder) -> None:
+    LlamaForSequenceClassification(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
+
+
+def loaded(folder, **options):
+    return load_base(find_model(str(folder), "main"), **options)
+
+
+def exported(folder) -> ExportedWeights:
+    """The weights of the files as decode exports them."""
+    places, parts, end = {}, [], 0
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        places[name] = {"offset": end, "shape": list(tensor.shape), "dtype": "float32"}
+        parts.append(tensor.contiguous().flatten().view(torch.uint8))
+        end += tensor.nbytes
+    return ExportedWeights({"fingerprint": "f", "tensors": places}, torch.cat(parts))
+
+
+WAYS = {
+    "from files": lambda folder: loaded(folder),
+    "over decode's weights": lambda folder: loaded(folder, exported=exported(folder)),
+    "a few layers at a time": lambda folder: loaded(folder, room_bytes=500_000),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        ({"without": [UP]}, f"it lacks {UP}"),
+        ({"without": ["lm_head.weight"]}, "it lacks lm_head.weight"),
+        ({"without": [UP, NORM]}, f"it lacks {UP} and 1 more"),
+        ({"odd": torch.ones(3)}, "it holds odd, which is no tensor of this model"),
+        ({NORM: torch.ones(3)}, f"{NORM} has shape (3,), LlamaForCausalLM by its config.json has"),
+    ],
+)
+def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_refused_by_name(
+    folder, way, breaks, words
+):
+    change(folder, **breaks)
+    with pytest.raises(UserError) as refused:
+        WAYS[way](folder)
+    assert words in refused.value.problem
+    assert str(folder) in refused.value.problem
+    assert (refused.value.field, refused.value.reason) == ("spec.model.name", "ModelUnsupported")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tied_weights_are_rightly_absent(tmp_path, way):
+    model = save_random_llama(tmp_path, tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    base = WAYS[way](tmp_path)
+    assert torch.equal(base.model.lm_head.weight, model.model.embed_tokens.weight)
+    if base.frozen is not None:
+        base.frozen.close()
+
+
+def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=32, n_layer=2, n_head=2)).save_pretrained(
+        tmp_path
+    )
+    save_byte_tokenizer(tmp_path)
+    change(tmp_path, **{"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8)})
+    assert loaded(tmp_path).model is not None
+
+
+def test_shards_make_one_model_and_files_beside_them_count_for_nothing(folder):
+    whole_bytes = (folder / "model.safetensors").stat().st_size
+    shard(folder)
+    save_file({"other": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
+    assert len(weight_files(folder)) > 2
+    assert loaded(folder, room_bytes=2 * whole_bytes).frozen is None
+
+
+# How a folder is broken, and words of what is said of it.
+BROKEN = {
+    "half a file": (cut, r"model\.safetensors is cut short: it has \d+ of \d+ bytes. Copy the"),
+    "half a header": (lambda at: cut(at, n_bytes=99), r"cut short: it has 99 bytes. Copy the"),
+    "no weights in the file": (
+        lambda at: (at / "model.safetensors").write_bytes(bytes(64)),
+        r"model\.safetensors is no safetensors file. Copy the model again",
+    ),
+    "a pointer": (
+        lambda at: (at / "model.safetensors").write_text("version https://git-lfs.github.com/x\n"),
+        r"model\.safetensors is a pointer of Git LFS, not the file. Run git lfs pull",
+    ),
+    "no file": (
+        lambda at: (at / "model.safetensors").unlink(),
+        r"no file named model\.safetensors, or pytorch_model\.bin",
+    ),
+    "a shard is missing": (
+        lambda at: (shard(at), next(at.glob(f"{SHARD}*")).unlink()),
+        r"model-00002-of-\d+\.safetensors is missing, which model\.safetensors\.index\.json names",
+    ),
+    "half a shard": (
+        lambda at: (shard(at), cut(at, SHARD)),
+        r"model-00002-of-\d+\.safetensors is cut short",
+    ),
+    "another shard in the index": (
+        lambda at: (shard(at), name_another_shard(at)),
+        r"nowhere\.safetensors is missing, which model\.safetensors\.index\.json names",
+    ),
+    "a shard without a tensor": (
+        lambda at: (shard(at), lose_a_tensor_of_a_shard(at)),
+        r"lacks model\.norm\.weight, which .*index\.json says is in it",
+    ),
+    "a broken index": (
+        lambda at: (shard(at), (at / "model.safetensors.index.json").write_text("{")),
+        r"model\.safetensors\.index\.json is no index of shards",
+    ),
+    "no index": (
+        lambda at: (shard(at), (at / "model.safetensors.index.json").unlink()),
+        r"holds model-00001-of-\d+\.safetensors, but neither model\.safetensors nor an index",
+    ),
+    "a classifier": (
+        make_classifier,
+        r"config\.json says LlamaForSequenceClassification\): it lacks lm_head\.weight; it holds "
+        r"score\.weight, .* Use a checkpoint of a causal language model",
+    ),
+    "no configuration": (lambda at: (at / "config.json").unlink(), r"holds no config\.json"),
+    "a broken configuration": (
+        lambda at: (at / "config.json").write_text("{"),
+        r"config\.json cannot be loaded: .* not a valid JSON file. Use the model's own",
+    ),
+    "a configuration that divides by zero": (
+        lambda at: configure(at, num_attention_heads=0),
+        r"config\.json cannot be loaded: ZeroDivisionError",
+    ),
+    "an activation that nobody knows": (
+        lambda at: configure(at, hidden_act="nope"),
+        r"cannot be loaded: KeyError: 'nope'",
+    ),
+    "a type that nobody knows": (
+        lambda at: configure(at, model_type="gigallama"),
+        r"config\.json cannot be loaded: .*`gigallama`.* has to be one that transformers has",
+    ),
+    "images": (
+        lambda at: Qwen2VLConfig().save_pretrained(at),
+        r"config\.json says Qwen2VLConfig with vision_config, which is no decoder-only language",
+    ),
+    "an encoder": (
+        lambda at: T5Config(architectures=["T5ForConditionalGeneration"]).save_pretrained(at),
+        r"config\.json says T5ForConditionalGeneration, which is no decoder-only language model",
+    ),
+    "a library that is not here": (
+        lambda at: configure(at, quantization_config={"quant_method": "gptq", "bits": 4}),
+        r"cannot be loaded: ImportError: .*optimum.* spec\.model\.quantization quantises them",
+    ),
+    "no tokenizer": (
+        lambda at: [file.unlink() for file in at.glob("token*")],
+        r"the tokenizer in .* cannot be loaded: .* Copy the model's tokenizer\.json",
+    ),
+    "a broken tokenizer": (
+        lambda at: (at / "tokenizer.json").write_text("{"),
+        r"the tokenizer in .* cannot be loaded: .* Copy the model's tokenizer\.json",
+    ),
+    "an adapter": (
+        lambda at: (at / "adapter_config.json").write_text('{"base_model_name_or_path": "/base"}'),
+        r"holds an adapter .*, which is no base model. Name the model that it was made for: /base",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_folder_that_is_no_whole_model_is_the_users_error_with_file_and_remedy(folder, how):
+    breaks, words = BROKEN[how]
+    breaks(folder)
+    with pytest.raises(UserError, match=words) as refused:
+        loaded(folder)
+    assert str(folder) in refused.value.problem
+    assert refused.value.field == "spec.model.name"

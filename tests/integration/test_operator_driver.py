@@ -1,0 +1,98 @@
+"""One pass of the operator's driver, with others writing to the API server while it acts."""
+
+from datetime import UTC, datetime
+
+import pytest
+from operator_process import Cluster, install_crds
+
+from windrow.proto import attach_pb2 as pb
+from windrow_operator import reports
+from windrow_operator.driver import Driver
+from windrow_operator.events import Recorder
+from windrow_operator.kube import Kube
+from windrow_operator.metrics import Metrics
+from windrow_operator.reconcile import Patience
+from windrow_operator.world import World
+
+
+class InterruptedKube(Kube):
+    """The real client; calls `meanwhile` once, after the first status that is written."""
+
+    meanwhile = None
+
+    async def replace(self, path, body):
+        written = await super().replace(path, body)
+        if self.meanwhile is not None:
+            meanwhile, self.meanwhile = self.meanwhile, None
+            meanwhile()
+        return written
+
+
+@pytest.fixture
+def objects(kube, namespace):
+    """A Cluster without an operator process."""
+    install_crds(kube)
+    return Cluster(kube, namespace, operator=None)
+
+
+@pytest.fixture
+async def server(control_plane):
+    """An InterruptedKube."""
+    server = await InterruptedKube.connect(control_plane.kubeconfig)
+    yield server
+    await server.close()
+
+
+def now():
+    return datetime.now(UTC)
+
+
+def driver_of(world, server):
+    recorder = Recorder(server, now)
+    return Driver(world, server, recorder, Metrics(), patience=Patience(), clock=now)
+
+
+def with_slot(world, objects):
+    """Let the world hold a slot that takes any job."""
+    world.put_policy(objects.policy(access={}))
+    pod = objects.pod()
+    body = {"metadata": {**pod.metadata.to_dict(), "namespace": objects.namespace}}
+    body["metadata"].pop("deletion_timestamp")
+    known = world.put_pod(body)
+    slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, max_jobs=4)]
+    reports.take_hello(world, known, pb.SidecarHello(slots=slots), now(), first=True)
+    (live,) = world.slots.values()
+    reports.take_heartbeat(world, live, pb.SlotHeartbeat(engine_state="serving"), now())
+    return world
+
+
+async def test_a_decision_on_a_version_that_is_no_longer_the_newest_is_not_carried_out(
+    objects, server
+):
+    world = with_slot(World(now()), objects)
+    world.put_job(objects.job("first"))
+    world.put_job(objects.job("second"))
+    driver = driver_of(world, server)
+
+    def suspend_the_second():
+        objects.patch_job("second", suspend=True)
+        world.put_job(objects.get("finetunejobs", "second"))  # as the watch brings it
+
+    server.meanwhile = suspend_the_second
+    await driver.turn()
+    assert objects.status("first")["epoch"] == 1
+    assert "epoch" not in objects.status("second")
+
+    await driver.turn()
+    assert objects.status("second")["state"] == "Suspended"
+    assert "epoch" not in objects.status("second")
+
+
+async def test_a_policy_deleted_while_another_is_written_does_not_end_the_pass(objects, server):
+    world = World(now())
+    for name in ("one", "two"):
+        world.put_policy(objects.policy(name))
+    server.meanwhile = lambda: world.drop_policy(f"{objects.namespace}/two")
+    await driver_of(world, server).turn()
+    assert objects.get("harvestpolicies", "one")["status"]["pods"] == 0
+    assert "status" not in objects.get("harvestpolicies", "two")

@@ -1,0 +1,332 @@
+"""SGLang's real scheduler in one process, driven iteration by iteration by a script.
+
+`python scheduler_process.py SCRIPT.json RESULT.json` under SGLang's own environment. Nothing of the
+scheduler is replaced but its ends: requests come from the script at the iteration that it names, and
+what would go to the tokenizer is kept. So arrivals, batches and lending are the same in each run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from pathlib import Path
+
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
+SERVER = {
+    "model_path": str(MODEL),
+    "dtype": "float32",
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "skip_tokenizer_init": True,
+    "disable_cuda_graph": True,
+    "disable_radix_cache": True,
+    "max_total_tokens": 4096,
+    "page_size": 16,
+    "max_running_requests": 8,
+    "num_reserved_decode_tokens": 16,
+    "random_seed": 1,
+}
+
+
+def make_scheduler(server: dict):
+    import sglang.srt.managers.scheduler as module  # first, as where SGLang starts its scheduler
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import SpawnRanks, publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    load_plugins()
+    args = ServerArgs(**{**SERVER, **server})
+    ports = PortArgs.init_new(args)
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
+    module.configure_scheduler_process(args, 0)
+    return module.Scheduler(args, ports)
+
+
+class Outputs:
+    """Where the scheduler sends its answers."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+
+    def send_output(self, output, recv_obj=None) -> None:
+        for i, rid in enumerate(getattr(output, "rids", None) or []):
+            ids = getattr(output, "output_ids", None)
+            if ids is not None:
+                self.tokens.setdefault(rid, []).extend(int(t) for t in ids[i] or [])
+            reasons = getattr(output, "finished_reasons", None)
+            if reasons and reasons[i]:
+                self.ends[rid] = reasons[i]["type"]
+
+
+def request(spec: dict):
+    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=spec["tokens"], temperature=0, ignore_eos=True)
+    params.normalize(None)
+    extra = {}
+    if spec.get("disaggregated"):
+        extra = {"bootstrap_host": "2.2.2.2", "bootstrap_port": 8998, "bootstrap_room": spec["n"]}
+    return TokenizedGenerateReqInput(
+        rid=f"r{spec['n']}",
+        input_text=None,
+        input_ids=array("q", spec["prompt"]),
+        input_embeds=None,
+        mm_inputs=None,
+        token_type_ids=None,
+        sampling_params=params,
+        return_logprob=False,
+        logprob_start_len=-1,
+        top_logprobs_num=0,
+        token_ids_logprob=None,
+        stream=False,
+        **extra,
+    )
+
+
+class Script:
+    """Feeds the scheduler's loop, and looks at it once an iteration."""
+
+    def __init__(self, scheduler, script: dict) -> None:
+        self.scheduler, self.script = scheduler, script
+        self.outputs = Outputs()
+        self.waiting = sorted(script["requests"], key=lambda r: r["at"])
+        self.disaggregated = scheduler.server_args.disaggregation_mode == "decode"
+        if self.disaggregated:
+            transfer_known_kv(scheduler)
+        self.aborts = dict(script.get("aborts", {}))
+        self.n_requests = len(self.waiting)
+        self.iteration = self.quiet = 0
+        self.used: list[int] = []
+        self.most_lent = self.lendings = 0
+        self.last_ns = time.monotonic_ns()
+        self.longest_us = 0
+        self.chaos = None
+        if script.get("chaos"):
+            self.chaos = Chaos(scheduler, script["chaos"])
+        if script.get("worker"):
+            self.chaos = Worker(scheduler, script["worker"], self.outputs)
+        self.began_s = time.monotonic()
+        for name in ("send_to_tokenizer", "send_to_detokenizer"):
+            getattr(scheduler.ipc_channels, name).send_output = self.outputs.send_output
+
+    def ingest(self, *_args, **_kwargs) -> list:
+        """Stands for the scheduler's receiving end; called once an iteration."""
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self.iteration += 1
+        scheduler = self.scheduler
+        arrived = []
+        while self.waiting and self.waiting[0]["at"] <= self.iteration:
+            spec = self.waiting.pop(0)
+            arrived.append(request({**spec, "disaggregated": self.disaggregated}))
+        arrived += [AbortReq(rid=r) for r, at in self.aborts.items() if at == self.iteration]
+        scheduler.process_input_requests(arrived)
+        if self.chaos is not None:
+            self.chaos.stir(self.iteration)
+        self.used.append(scheduler.pool_stats_observer.get_pool_stats().full_num_used)
+        lent = getattr(scheduler.token_to_kv_pool_allocator, "lent_tokens", 0)
+        self.lendings += lent > 0
+        self.most_lent = max(self.most_lent, lent)
+        now_ns = time.monotonic_ns()
+        if scheduler.forward_ct > 8:
+            self.longest_us = max(self.longest_us, (now_ns - self.last_ns) // 1000)
+        self.last_ns = now_ns
+        self._maybe_end()
+        return arrived
+
+    def _maybe_end(self) -> None:
+        done = len(self.outputs.ends) >= self.n_requests
+        if isinstance(self.chaos, Worker):
+            done = self.chaos.is_over
+        elif until := self.script.get("until_file"):
+            done = Path(until).exists()
+        late = time.monotonic() - self.began_s > self.script.get("at_most_s", 120)
+        if self.script.get("endless") and not done and not self.waiting:
+            self._again()
+        if done or late:
+            self.waiting.clear()
+            if self.chaos is not None:
+                self.chaos.calm()
+            self.quiet += 1
+            if self.quiet > 400 or late:
+                self.scheduler.gracefully_exit = True
+
+
+    def _again(self) -> None:
+        """Keep three requests in the batch for as long as it takes."""
+        self.turn = getattr(self, "turn", 0) + 1
+        if self.turn - len(self.outputs.ends) <= 3:
+            prompt = list(b"The for statement is used to iterate over")
+            again = {"n": self.turn, "at": 0, "tokens": 24 + self.turn % 9, "prompt": prompt}
+            self.waiting.append(again)
+        else:
+            self.turn -= 1
+
+
+class Chaos:
+    """A worker's side of lending at random, in this process: it fills what it is lent with NaN."""
+
+    OWNER = 7
+
+    def __init__(self, scheduler, seed: int) -> None:
+        from windrow_sidecar._core import Arena
+
+        self.random = random.Random(seed)
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.arena = plugin().arena
+        self.peer = Arena.attach(str(plugin().run_dir.arena_socket()))
+        self.scheduler = scheduler
+
+    def stir(self, iteration: int) -> None:
+        if iteration % 3:
+            return
+        import torch
+
+        now_ns = time.monotonic_ns()
+        self.allocator.settle(now_ns)
+        if self.random.random() < 0.6:
+            self.allocator.set_free(self.random.randrange(1, 6), keep_pages=8)
+            self.allocator.settle(now_ns)
+            for chunk in self.arena.lend(self.random.randrange(1, 6), owner=self.OWNER):
+                at, n = self.peer.chunk_offset(chunk), self.peer.geometry.chunk_bytes
+                torch.from_dlpack(self.peer.tensor(at, n)).fill_(0xFF)
+        else:
+            self.arena.revoke(self.random.randrange(1, 8))
+            for chunk in self.peer.draining(self.OWNER):
+                self.peer.give_back(chunk, owner=self.OWNER)
+        self.allocator.chunks.refresh()
+
+    def calm(self) -> None:
+        self.arena.revoke(self.arena.geometry.chunks)
+        for chunk in self.peer.draining(self.OWNER):
+            self.peer.give_back(chunk, owner=self.OWNER)
+        self.allocator.chunks.refresh()
+
+
+class Worker:
+    """A worker process beside the scheduler that is stopped, and later killed, while it is lent to.
+
+    Every fault comes at an iteration at which chunks are lent, and ends at one at which requests
+    have been answered meanwhile.
+    """
+
+    OWNER, ANSWERS = 5, 4
+
+    def __init__(self, scheduler, wanted: int, outputs: Outputs) -> None:
+        from windrow_sidecar.qos.terms import make_terms
+
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.outputs, self.seen = outputs, []
+        self.phase, self.answered = "lending", 0
+        socket = str(plugin().run_dir.arena_socket())
+        words = ["windrow_sidecar.testing.page_worker", socket, str(self.OWNER), str(wanted)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "attached\n"
+        terms = make_terms(
+            name="chat",
+            policy="windrow",
+            mode="harvest",
+            objective_seconds=2.0,
+            percentile=99,
+            scope="perStep",
+            max_compute_percent=100,
+            max_memory_percent=80,
+        )
+        plugin().harvest._parts.inner.set_terms(terms)
+
+    def stir(self, _iteration: int) -> None:
+        lent, answers = self.allocator.lent_tokens, len(self.outputs.ends)
+        if self.phase == "lending" and lent:
+            self._turn("stopped", signal.SIGSTOP)
+        elif self.phase == "stopped" and answers >= self.answered + self.ANSWERS:
+            self._turn("going on", signal.SIGCONT)
+        elif self.phase == "going on" and lent and answers >= self.answered + self.ANSWERS:
+            self._turn("killed", signal.SIGKILL)
+            self.process.wait()
+        elif self.phase == "killed" and not lent and answers >= self.answered + self.ANSWERS:
+            self.phase = "over"
+
+    def calm(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase == "over"
+
+    def _turn(self, phase: str, number: int) -> None:
+        self.process.send_signal(number)
+        self.seen.append([phase, self.allocator.lent_tokens])
+        self.phase, self.answered = phase, len(self.outputs.ends)
+
+
+def transfer_known_kv(scheduler) -> None:
+    """Let SGLang's fake transfer write KV that depends on the place in the prompt alone."""
+    import torch
+    from sglang.srt.disaggregation.fake.conn import FakeKVReceiver
+
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    stock, size = FakeKVReceiver.send_metadata, pool.page_size
+    noise = torch.randn(64, size, *pool.k_buffer[0].shape[1:], generator=torch.manual_seed(3))
+
+    def send_metadata(receiver, kv_indices, *args, **kwargs):
+        for i, page in enumerate(kv_indices):
+            for buffer in (*pool.k_buffer, *pool.v_buffer):
+                buffer[int(page) * size : (int(page) + 1) * size] = noise[i]
+        return stock(receiver, kv_indices, *args, **kwargs)
+
+    FakeKVReceiver.send_metadata = send_metadata
+
+
+def plugin():
+    """The plugin of this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from windrow_sidecar.engines.sglang.compat import SCHEDULER
+
+    return HookRegistry._hooks[f"{SCHEDULER}.__init__"][0][1].__self__
+
+
+def main() -> None:
+    script = json.loads(Path(sys.argv[1]).read_text())
+    began_s = time.monotonic()
+    scheduler = make_scheduler(script.get("server", {}))
+    started_s = time.monotonic() - began_s
+    played = Script(scheduler, script)
+    scheduler.ingest_requests = played.ingest
+    scheduler.run_event_loop()
+    result = {
+        "tokens": played.outputs.tokens,
+        "ends": played.outputs.ends,
+        "used": played.used,
+        "iterations": played.iteration,
+        "most_lent": played.most_lent,
+        "iterations_lent": played.lendings,
+        "longest_us": played.longest_us,
+        "available": scheduler.token_to_kv_pool_allocator.available_size(),
+        "total": scheduler.max_total_num_tokens,
+        "started_s": started_s,
+        "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),
+        "faults": getattr(played.chaos, "seen", []),
+        "off": plugin().off if os.environ.get("WINDROW_RUN_DIR") else None,
+    }
+    Path(sys.argv[2]).write_text(json.dumps(result))
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)  # threads of libraries would hold the end up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+module windrow.dev/tools/node/pause
+
+go 1.26.0
