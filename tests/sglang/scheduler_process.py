@@ -1,8 +1,8 @@
 """SGLang's real scheduler in one process, driven iteration by iteration by a script.
 
 `python scheduler_process.py SCRIPT.json RESULT.json` under SGLang's own environment. Nothing of the
-scheduler is replaced but its ends: requests come from the script at the iteration that it names, and
-what would go to the tokenizer is kept. So arrivals, batches and lending are the same in each run.
+scheduler is replaced but its ends: requests come from the script at the iteration that it names,
+and what would go to the tokenizer is kept. So arrivals, batches and lending are the same each time.
 """
 
 from __future__ import annotations
@@ -160,7 +160,6 @@ class Script:
             self.quiet += 1
             if self.quiet > 400 or late:
                 self.scheduler.gracefully_exit = True
-
 
     def _again(self) -> None:
         """Keep three requests in the batch for as long as it takes."""
