@@ -161,7 +161,6 @@ class Script:
             if self.quiet > 400 or late:
                 self.scheduler.gracefully_exit = True
 
-
     def _again(self) -> None:
         """Keep three requests in the batch for as long as it takes."""
         self.turn = getattr(self, "turn", 0) + 1
