@@ -11,6 +11,8 @@ from kubernetes import client
 from operator_process import install_crds
 from waiting import wait_until
 
+from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
+
 
 def ended(kubeconfig=None, *arguments):
     environment = {key: value for key, value in os.environ.items() if key != "KUBECONFIG"}
@@ -53,19 +55,15 @@ def test_with_an_account_that_has_no_rights(control_plane, kube, namespace, tmp_
     assert "ClusterRole windrow-operator" in said
 
 
-def test_before_our_definitions_are_there_it_waits_and_says_for_what(control_plane, kube, tmp_path):
-    log = (tmp_path / "log").open("w+")
-    api = client.ApiextensionsV1Api(kube)
-    for item in api.list_custom_resource_definition().items:
-        api.delete_custom_resource_definition(item.metadata.name)
-    with subprocess.Popen(
-        [sys.executable, "-m", "windrow_operator", f"--kubeconfig={control_plane.kubeconfig}"],
-        stderr=log,
-    ) as process:
-        try:
+def test_before_our_definitions_are_there_it_waits_and_says_for_what(tools, tmp_path):
+    path = tmp_path / "log"
+    # A control plane of its own: the others' definitions are in use.
+    with ControlPlane(ControlPlaneSettings(tools)) as fresh, path.open("w") as log:
+        command = [sys.executable, "-m", "windrow_operator", f"--kubeconfig={fresh.kubeconfig}"]
+        with subprocess.Popen(command, stderr=log) as process:
             wanted = "has no finetunejobs, harvestpolicies, harvestslots, latencyprofiles"
-            wait_until(lambda: wanted in (tmp_path / "log").read_text(), "it says what is missing")
-            assert process.poll() is None
-        finally:
-            process.terminate()
-    log.close()
+            try:
+                wait_until(lambda: wanted in path.read_text(), "it says what is missing")
+                assert process.poll() is None
+            finally:
+                process.terminate()

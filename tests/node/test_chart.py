@@ -81,8 +81,6 @@ def test_pulling_decodes_own_image_ahead_is_refused_with_what_to_do(node):
 
 def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):
     install_crds(kube)
-    core = client.CoreV1Api(kube)
-    core.create_namespace({"metadata": {"name": NAMESPACE}}, dry_run="All")
     bodies = [
         body
         for body in objects(node, *ALL)
