@@ -120,7 +120,7 @@ class Handlers:
         if event["type"] == "DELETED":
             self._world.priorities.pop(body["metadata"]["name"], None)
         else:
-            self._world.priorities[body["metadata"]["name"]] = int(body.get("value", 0))
+            self._world.put_priority_class(body)
         self._seen()
 
     def _seen(self) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import urlencode
 
 import aiohttp
 import kopf
+import yaml
 from kubernetes.aio import client, config
 
 from windrow.crd import API_VERSION, Kind
@@ -41,10 +42,6 @@ class NotFound(ApiError):
     """There is no such object."""
 
 
-class Forbidden(ApiError):
-    """This account may not do that."""
-
-
 def kind_path(kind: Kind, namespace: str | None = None, name: str = "", sub: str = "") -> str:
     """Return the path of our own kinds: a collection, an object or a subresource."""
     where = f"/namespaces/{namespace}" if namespace else ""
@@ -59,27 +56,36 @@ class Kube:
         self._api = api
 
     @classmethod
-    async def connect(cls, kubeconfig: Path | None) -> Self:
-        """Return a client by `kubeconfig`; None: by the pod's service account, if this is a pod.
+    async def connect(cls, kubeconfig: str | Path, *, in_pod: bool = False) -> Self:
+        """Return a client; nothing is asked of the server yet.
+
+        Args:
+            kubeconfig: file with the credentials, or several with colons between them; empty:
+                those of the pod's service account, or kubectl's own file.
+            in_pod: whether there is a service account.
 
         Raises:
-            UserError: neither is there, or the file is no kubeconfig.
+            UserError: there are no credentials that can be read.
         """
         settings = client.Configuration()
         try:
-            if kubeconfig is None:
+            if not str(kubeconfig) and in_pod:
                 config.load_incluster_config(client_configuration=settings)
             else:
-                await config.load_kube_config(str(kubeconfig), client_configuration=settings)
-        except config.ConfigException as error:
-            where = f"by {kubeconfig}" if kubeconfig else "without a kubeconfig, outside of a pod"
+                path = str(kubeconfig) or None
+                await config.load_kube_config(path, client_configuration=settings)
+        except (config.ConfigException, OSError, yaml.YAMLError) as error:
             raise UserError(
-                f"there is no cluster to reach {where}: {error}",
-                field="--kubeconfig",
-                remedy="Name a kubeconfig, by the option or by KUBECONFIG.",
-                reason="NoCluster",
+                f"no cluster to work in: {error}",
+                field=str(kubeconfig) or "kubeconfig",
+                remedy="Name one by --kubeconfig or KUBECONFIG, or run the operator in a pod.",
             ) from error
         return cls(client.ApiClient(settings))
+
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return str(self._api.configuration.host)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -172,8 +178,6 @@ class Kube:
 def _error(status: int, message: str) -> ApiError:
     if status == 404:
         return NotFound(status, message)
-    if status == 403:
-        return Forbidden(status, message)
     return Conflict(status, message) if status == 409 else ApiError(status, message)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,8 @@ from windrow_operator.reconcile import Patience
 class Settings:
     """The command line, typed."""
 
-    kubeconfig: Path | None
+    kubeconfig: str  # empty: the pod's service account, or kubectl's own file
+    in_pod: bool
     namespace: str  # the operator's own: holds its Secret, is never injected
     host: str
     attach_port: int
@@ -38,19 +39,16 @@ class Settings:
     verbose: bool
 
 
-def parse(arguments: list[str] | None = None) -> Settings:
-    """Return the settings of a command line."""
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Return the settings of a command line in an environment."""
     parser = argparse.ArgumentParser(
         prog="python -m windrow_operator",
         description="Places FinetuneJobs on decode pods and keeps their state.",
     )
-    # Of several files that KUBECONFIG names, kubectl merges all; the first one is enough here.
-    named = os.environ.get("KUBECONFIG", "").partition(os.pathsep)[0]
     parser.add_argument(
         "--kubeconfig",
-        type=Path,
-        default=Path(named) if named else None,
-        help="default: KUBECONFIG, else the pod's service account",
+        default=environ.get("KUBECONFIG", ""),
+        help="default: KUBECONFIG, else the pod's service account, else kubectl's own",
     )
     parser.add_argument("--namespace", default="windrow-system", help="the operator's own")
     parser.add_argument("--attach-host", default="0.0.0.0", help="address to listen on")
@@ -109,13 +107,15 @@ def parse(arguments: list[str] | None = None) -> Settings:
         )
     parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
     parser.add_argument("--verbose", action="store_true", help="log debug messages")
-    return _settings(parser.parse_args(arguments))
+    in_pod = "KUBERNETES_SERVICE_HOST" in environ
+    return _settings(parser.parse_args(arguments), in_pod=in_pod)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
     scope = () if options.namespace_scope == "all" else tuple(options.namespace_scope.split(","))
     return Settings(
         kubeconfig=options.kubeconfig,
+        in_pod=in_pod,
         namespace=options.namespace,
         host=options.attach_host,
         attach_port=options.attach_port,
