@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,7 @@ class Session:
     keeping: Keeping
     device: ComputeDevice
     rows: Split
+    notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
 
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
@@ -223,7 +224,33 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows)
+    positions = ModelLimits.of(base.config).positions
+    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    return Session(
+        job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows, notes
+    )
+
+
+def without_effect(
+    spec: FinetuneJobSpec, rows: int, steps: int, positions: int | None
+) -> Iterator[str]:
+    """Say which fields do not do what they seem to, for so many rows, steps and positions."""
+    training, model = spec.training, spec.model
+    if training.batch_size > rows:
+        yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
+    if (training.eval_every_steps or 0) > steps:
+        never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
+        yield (
+            f"spec.training.evalEverySteps is {training.eval_every_steps}: no evaluation comes "
+            f"between the {steps} steps{never}"
+        )
+    if positions is not None and training.max_sequence_length > positions:
+        yield (
+            f"spec.training.maxSequenceLength is {training.max_sequence_length}, and the model has "
+            f"{positions} positions: a row that is longer than these ends the job"
+        )
+    if model.revision != "main" and Path(model.name).is_dir():
+        yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
