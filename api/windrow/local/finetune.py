@@ -258,9 +258,13 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
     return replace(
         told,
         adapter=event["adapter_path"] or told.adapter,
-        base_eval_loss=event["base_eval_loss"] or told.base_eval_loss,
-        tuned_eval_loss=event["tuned_eval_loss"] or told.tuned_eval_loss,
+        base_eval_loss=_newer(event["base_eval_loss"], told.base_eval_loss),
+        tuned_eval_loss=_newer(event["tuned_eval_loss"], told.tuned_eval_loss),
     )
+
+
+def _newer(said: float | None, known: float | None) -> float | None:
+    return known if said is None else said
 
 
 def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:
