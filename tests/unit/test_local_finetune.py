@@ -62,8 +62,8 @@ EVENT = {
     "kind": "STARTED",
     "detail": "",
     "adapter_path": "",
-    "base_eval_loss": 0.0,
-    "tuned_eval_loss": 0.0,
+    "base_eval_loss": None,
+    "tuned_eval_loss": None,
     "notes": [],
 }
 
@@ -91,11 +91,12 @@ def test_a_loss_that_is_not_known_yet_is_none():
 def test_events_are_kept_and_the_adapter_is_known_at_the_end():
     told = after(
         event(detail="from the beginning"),
-        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0),
+        event(kind="EVALUATED", base_eval_loss=3.0),
+        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0),
         event(kind="SUCCEEDED", adapter_path="/out"),
     )
     assert told.events[0] == "started: from the beginning"
-    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 2.0)
+    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 0.0)
     assert told.failure == ""
 
 
