@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean. The environment is made on first use (make setup).
+# make demo | test | check | lint | bench | clean. The environment is made on first use (make setup).
 VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
@@ -24,11 +24,12 @@ PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycac
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test test-sglang node test-node images soak lint bench proto figures constraints clean
+.PHONY: help setup demo sglang test check test-sglang node test-node images soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
@@ -88,16 +89,15 @@ $(VENV)/.cuda-headers: $(VENV)/.dependencies
 	    "$${release#*=}" || { echo "NVIDIA's headers cannot be had: their test is skipped"; exit 0; }; \
 	done; touch $@
 
-# Side by side what can be; then what has the machine alone; then what needs a library of its own.
 test: setup $(VENV)/.quantized $(VENV)/.cuda-headers
 ifeq ($(strip $(ARGS)),)
-	$(PY) -m pytest -m "not alone and not quantized and not sglang" --numprocesses auto --maxprocesses 4 \
-	  --dist loadfile --no-loadscope-reorder
-	$(PY) -m pytest -m "alone and not sglang"
-	PYTHONPATH=$(abspath $(VENV)/quantized) $(PY) -m pytest -m quantized tests/contract
+	$(PY) tools/run_tests.py test
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+check: lint
+	$(PY) tools/run_tests.py check
 
 test-sglang: sglang
 	$(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)

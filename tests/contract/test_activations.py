@@ -192,7 +192,7 @@ def test_evaluation_keeps_nothing_and_records_nothing():
 
 
 def test_the_documented_bytes_a_token_of_llama_8b_hold():
-    # SPECS: 92 KiB a token and layer with both inputs of the residual stream, and no product again.
+    # 92 KiB a token and layer with both inputs of the residual stream, and no product again.
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,

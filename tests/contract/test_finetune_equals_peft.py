@@ -91,6 +91,7 @@ def pefts_five_steps(trained):
     return pefts_training(trained[1], small_rows())
 
 
+@pytest.mark.equality
 @pytest.mark.parametrize("cut", [Cut(), Cut(Windows(7), max_tokens=64)], ids=["whole", "windows"])
 def test_weights_moments_losses_and_norms_of_five_steps_equal_those_of_peft(
     trained, pefts_five_steps, cut
@@ -107,6 +108,7 @@ def test_weights_moments_losses_and_norms_of_five_steps_equal_those_of_peft(
         assert apart(ours[kind], theirs[kind]).by_rounding, kind
 
 
+@pytest.mark.equality
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_in_fewer_bits_the_error_is_that_of_pefts_own_run(trained, dtype):
     architecture, _, _ = trained

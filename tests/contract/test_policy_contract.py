@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -84,7 +85,10 @@ def test_an_answer_stays_within_the_limits_and_is_repeatable(name, view, offer, 
         assert ctx.levels.splits[index].decode_units == decision.decode_units
     if shared and name != "static":
         bound = view.objective_us * (2 if ctx.per_request else 1)
-        assert ctx.predicted_us[index] * (1 + ctx.margin) <= bound * (1 + 1e-9)
+        # Two operations may be rounded otherwise in the policy.
+        assert ctx.predicted_us[index] * (1 + ctx.margin) <= bound * (
+            1 + 2 * sys.float_info.epsilon
+        )
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))

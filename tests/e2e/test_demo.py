@@ -86,9 +86,7 @@ def test_the_figures_are_those_of_the_raw_log(demo):
     serving = summary["serving"]
     assert serving["steps"] == len(took_ms) > 0
     assert serving["steps_over_objective"] == sum(ms > serving["objective_ms"] for ms in took_ms)
-    assert serving["tpot_ms"]["p50"] == pytest.approx(
-        took_ms[(len(took_ms) + 1) // 2 - 1], abs=1e-3
-    )
+    assert serving["tpot_ms"]["p50"] == round(took_ms[(len(took_ms) + 1) // 2 - 1], 3)
     assert summary["harvest"]["tokens"] == tokens > 0
 
 

@@ -76,6 +76,7 @@ from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
+from windrow_sidecar.testing.rounding import no_farther, relative
 
 torch.manual_seed(1)
 config = LlamaConfig(vocab=8, hidden=4096, intermediate=8, layers=2, heads=32, kv_heads=8,
@@ -91,13 +92,17 @@ lengths = torch.tensor([1, 17, 64, 65, 1000, 2048], device="cuda")
 table = torch.stack([torch.randperm(chunks * slots // 16)[:128] for _ in lengths]).cuda()
 q = torch.randn(len(lengths), 32, 128, dtype=torch.bfloat16, device="cuda") * 128**-0.5
 found = attend(1, q, lengths, table)
+ours, theirs = [], []
 for i, length in enumerate(lengths.tolist()):
     at = (table[i][:, None] * 16 + torch.arange(16, device="cuda")).flatten()[:length]
-    k, v = (s[1][at].view(length, 8, 128).transpose(0, 1).float()
+    k, v = (s[1][at].view(length, 8, 128).transpose(0, 1)
         for s in (cache.key_slots, cache.value_slots))
-    wanted = functional.scaled_dot_product_attention(q[i, :, None].float(), k, v, scale=1.0,
-        enable_gqa=True).flatten()
-    torch.testing.assert_close(found[i].float(), wanted, rtol=0, atol=2e-2)
+    plain, truth = (functional.scaled_dot_product_attention(
+        *(t.to(of) for t in (q[i, :, None], k, v)), scale=1.0, enable_gqa=True).flatten()
+        for of in (torch.bfloat16, torch.float64))
+    ours.append(relative(found[i], truth))
+    theirs.append(relative(plain, truth))
+assert no_farther(ours, theirs, torch.bfloat16), (ours, theirs)
 print("done")
 """
 

@@ -40,6 +40,7 @@ def checkpoint(request, tmp_path):
     return tmp_path, save_random_llama(tmp_path, **request.param)
 
 
+@pytest.mark.equality
 @torch.inference_mode()
 def test_decode_of_a_mixed_batch_equals_transformers_at_every_step(checkpoint):
     folder, reference = checkpoint

@@ -73,3 +73,37 @@ def test_dependencies_by_role_are_declared():
 def test_figures_in_the_readme_are_those_of_the_committed_results():
     checked = [sys.executable, str(ROOT / "tools" / "quote_figures.py"), "--check"]
     assert subprocess.run(checked).returncode == 0, "run `python tools/quote_figures.py`"
+
+
+# Notes that lie beside this repository, where no reader of it can look them up.
+ELSEWHERE = re.compile(r"\b(SPECS|STYLE)\b|\b(FACTS|DESIGN)(\.md\b| \d|: )")
+
+
+def test_no_file_cites_notes_that_are_not_in_this_repository():
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
+    cited = [
+        f"{name}:{number}: {line.strip()}"
+        for name in files.decode().split("\0")
+        if name and (ROOT / name).is_file() and ROOT / name != Path(__file__).resolve()
+        for number, line in enumerate((ROOT / name).read_text("utf-8", "ignore").splitlines(), 1)
+        if ELSEWHERE.search(line)
+    ]
+    assert cited == []
+
+
+# A file with its folder, as documents name it: from the root, or from a package on.
+NAMED = re.compile(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|pyi|h|cpp|proto|md|json|yaml|txt))`")
+
+
+def test_files_that_documents_name_exist():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True)
+    files = listed.stdout.decode().split()
+    documents = [name for name in files if name.endswith(".md") and name != "CHANGELOG.md"]
+    gone = [
+        f"{document}: {named}"
+        for document in documents
+        for named in NAMED.findall((ROOT / document).read_text())
+        if "NNNN" not in named and not any(f"/{file}".endswith(f"/{named}") for file in files)
+    ]
+    assert gone == []

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from windrow_sidecar.qos.reserve import (
     AdmissionRate,
     Demand,
@@ -26,14 +24,13 @@ CONVERSATION = Demand(
 
 
 def test_the_papers_formula_gives_17_mb():
-    assert harli_bytes(CONVERSATION) == pytest.approx(17e6, rel=0.02)
+    assert harli_bytes(CONVERSATION) == 128 * 131_072  # 16.8 MB
     assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128, formula="harli") == 1
 
 
 def test_with_the_prompts_of_the_conversation_trace_seven_chunks_are_needed():
-    assert traffic_bytes(CONVERSATION) - harli_bytes(CONVERSATION) == pytest.approx(
-        0.83e9, rel=0.01
-    )
+    prompts = traffic_bytes(CONVERSATION) - harli_bytes(CONVERSATION)
+    assert prompts == 6_352 * 131_072  # 0.83 GB
     assert reserve_chunks(CONVERSATION, chunk_bytes=CHUNK_BYTES, total=128) == 7
 
 

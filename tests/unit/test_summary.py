@@ -57,10 +57,9 @@ def test_serving_figures_are_those_of_the_steps_within_the_load(figures, window)
     assert 0 < len(took) < 120, "the log has steps outside of the load as well"
     assert serving["steps"] == len(took)
     assert serving["steps_over_objective"] == sum(ms > 12.0 for ms in took) > 0
-    assert serving["tpot_ms"]["p50"] == pytest.approx(
-        took[len(took) // 2 - 1 + len(took) % 2], abs=1e-3
-    )
-    assert serving["tpot_ms"]["p99"] == pytest.approx(took[-(len(took) // 100) - 1], abs=1e-3)
+    median = took[len(took) // 2 - 1 + len(took) % 2]
+    assert serving["tpot_ms"]["p50"] == round(median, 3)
+    assert serving["tpot_ms"]["p99"] == round(took[-(len(took) // 100) - 1], 3)
     assert serving["objective_ms"] == 12.0
 
 
@@ -79,9 +78,8 @@ def test_harvest_is_the_rate_between_optimizer_steps_within_the_load(figures, wi
         (alone[-1]["end_ns"] - alone[0]["end_ns"]) / 1e9
     )
     assert figures["harvest"]["tokens"] == steps[-1]["tokens_done"]
-    assert figures["harvest"]["tokens_per_second"] == pytest.approx(rate, abs=0.1)
-    assert figures["harvest"]["eta"] == pytest.approx(rate / dedicated, abs=1e-3)
-    assert figures["harvest"]["eta"] == pytest.approx(0.5, abs=0.01)
+    assert figures["harvest"]["tokens_per_second"] == pytest.approx(rate, abs=0.05)  # a tenth
+    assert figures["harvest"]["eta"] == pytest.approx(rate / dedicated, abs=5e-5)  # four places
 
 
 def test_losses_are_the_first_and_last_of_training_and_of_each_evaluation(figures):

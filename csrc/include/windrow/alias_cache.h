@@ -26,7 +26,7 @@ struct Alias {
 
 // Maps blocks to consecutive addresses, and keeps what it has mapped.
 //
-// On a GPU mapping a block costs about 40 us and unmapping it 26 (FACTS 2), so an alias that is not
+// On a GPU mapping a block costs about 40 us and unmapping it 26 (kvcached, on an A100), so an alias that is not
 // used any more stays mapped, also while its chunks are given back: the worker must not touch them
 // then, but when the same blocks are to be had again, the alias serves without a call. Aliases that
 // idle longest are unmapped when their number or the addresses run out.

@@ -38,7 +38,7 @@ struct TraceStep {
 };
 
 // A buddy allocator for everything below 2 MiB: leaves of 2 KiB, powers of two up to a whole block
-// (SPECS 1.1). It never touches the memory that it hands out, which may be a device's: all of its
+// (Harli's small pool). It never touches the memory that it hands out, which may be a device's: all of its
 // books lie beside it, 9 bytes a leaf.
 //
 // A freed piece first goes on a short list of its size, uncoalesced, from which the next request of
@@ -129,7 +129,7 @@ class SmallPool {
 };
 
 // How many blocks a pool needs for that iteration: what the trace holds at its peak, replayed
-// through a pool, and a tenth more (SPECS 1.1). Steps of kPoolBlockBytes and more are not the
+// through a pool, and a tenth more. Steps of kPoolBlockBytes and more are not the
 // pool's and are left out.
 [[nodiscard]] std::size_t sized_for(std::span<const TraceStep> trace);
 

@@ -4,7 +4,7 @@ Where the GPU has shares of SMs, a private MPS daemon is started before anybody 
 process is tried as its client. What makes a process its client stands in a file of the run
 directory, for the engine and for our workers; an engine that finds itself no client says so. A
 daemon that ends is not started again: decode would not become a client of the new one, so from then
-on workers run in the gaps that decode signals.
+on workers run only while decode runs no step.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ class Sharing:
     """How a GPU is shared, and the reason in words for whoever asks.
 
     Attributes:
-        mode: `spatial`: both at once, on shares of SMs. `temporal`: the worker launches only in the
-            gaps that decode signals.
+        mode: `spatial`: both at once, on shares of SMs. `temporal`: the worker launches only while
+            decode runs no step.
         reason: why it is so.
     """
 
@@ -30,7 +30,7 @@ class Ground:
         mps_missing: why there is no MPS daemon.
         decode_partition: `none`: decode runs on every SM and only the worker is capped. `green`: on
             the complement of the worker's share.
-        decode_sms: on which decode's share was measured to run.
+        decode_sms: on which decode's share was measured to run; empty: nobody has measured.
         finetune_sms: the worker's, at the same level.
     """
 

@@ -1,6 +1,6 @@
 """How much memory stays free at once for KV while the worker takes its time to give some back.
 
-Two formulas (SPECS 1.3): `harli`, the paper's, counts the tokens that running requests grow by;
+Two formulas: `harli`, that of the Harli paper, counts the tokens that running requests grow by;
 `traffic` counts the prompts as well that arrive meanwhile, for in a disaggregated pod they arrive
 whole. On the Azure conversation trace, with 50 ms to let go and a batch of 128 at 50 ms a token of
 Llama-3-8B, the first gives 17 MB and the second 7 chunks of 128 MiB.

@@ -1,0 +1,126 @@
+"""`make test` runs every pass, also after a red one, and its last lines say what was red."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = ROOT / "tools" / "run_tests.py"
+# As `tools/run_tests.py` calls itself, with other passes.
+CALL = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("run_tests", {tool!r})
+tool = sys.modules["run_tests"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+plain = ("-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".")
+names = sys.argv[1:]
+sys.exit(tool.run([tool.Pass(n, (f"test_{{n}}.py", *plain), {{"OF_PASS": n}}) for n in names]))
+"""
+FILES = {
+    "green": "def test_one(): pass\ndef test_two(): pass\n",
+    "red": "def test_bad(): assert False\ndef test_good(): pass\n",
+    "without": "import pytest\n@pytest.mark.skip\ndef test_not_here(): pass\n",
+    "killed": "import os\ndef test_it(): os.kill(os.getpid(), 9)\n",
+    "told": "import os\ndef test_environment(): assert os.environ['OF_PASS'] == 'told'\n",
+    "slow": "import time\ndef test_it():\n    open('begun', 'w').close()\n    time.sleep(60)\n",
+}
+
+
+@pytest.fixture
+def command(tmp_path):
+    for name, text in FILES.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    return [sys.executable, "-c", CALL.format(tool=str(TOOL))]
+
+
+def run(command, folder, *passes):
+    done = subprocess.run(
+        [*command, *passes], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_passes_after_a_red_one_run_and_the_summary_has_counts_names_and_seconds(command, tmp_path):
+    code, lines = run(command, tmp_path, "red", "green", "without", "told")
+    assert code == 1
+    closing = lines[next(i for i, line in enumerate(lines) if "summary of all passes" in line) :]
+    assert closing[1] == "FAILED test_red.py::test_bad (red)"
+    counts = [re.sub(r" in [0-9.]+s$", "", line).split(maxsplit=1) for line in closing[2:-1]]
+    assert counts == [
+        ["red", "1 failed, 1 passed"],
+        ["green", "2 passed"],
+        ["without", "1 skipped"],
+        ["told", "1 passed"],
+    ]
+    assert re.fullmatch(r"=+ 1 failed, 4 passed, 1 skipped in [0-9.]+s =+", closing[-1])
+
+
+def test_green_passes_end_with_success(command, tmp_path):
+    code, lines = run(command, tmp_path, "green", "told")
+    assert code == 0
+    assert re.fullmatch(r"=+ 3 passed in [0-9.]+s =+", lines[-1])
+
+
+def test_a_pass_that_dies_is_red_and_its_signal_is_the_exit_code(command, tmp_path):
+    code, lines = run(command, tmp_path, "red", "killed", "green")
+    assert code == 128 + signal.SIGKILL
+    assert "FAILED pytest itself ended with exit code 137 (killed)" in lines
+    assert "1 failed, 3 passed, 1 error" in lines[-1]
+
+
+def test_an_interrupt_ends_the_run_with_what_there_is_to_say(command, tmp_path):
+    process = subprocess.Popen(
+        [*command, "green", "slow", "told"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "begun").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "2 passed" in said.splitlines()[-1]
+    assert "test_told.py" not in said
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("run_tests", TOOL)
+    made = sys.modules["run_tests"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("marks", "passes"), [(set(), 1), ({"alone"}, 1), ({"quantized"}, 1), ({"sglang"}, 0)]
+)
+def test_each_test_belongs_to_one_pass_but_for_those_with_a_command_of_their_own(
+    tool, marks, passes
+):
+    first = [this.arguments[1] for this in tool.PASSES["test"] if this.arguments[1] != "equality"]
+    has = {mark: mark in marks for mark in ("alone", "quantized", "sglang")}
+    assert [eval(expression, {}, has) for expression in first].count(True) == passes
+
+
+def test_what_is_equality_lies_where_its_passes_look(tool):
+    marked = [
+        p for p in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.equality" in p.read_text()
+    ]
+    looked = [ROOT / place for place in tool.EQUALITY[2:]]
+    marked.remove(Path(__file__).resolve())
+    assert marked
+    assert all(any(path.is_relative_to(place) for place in looked) for path in marked)
+    assert all(path.exists() for path in (*looked, *map(ROOT.joinpath, tool.CORE)))

@@ -1,0 +1,167 @@
+"""Run the passes of the tests one after the other, also after a red one, and sum them up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+WIDTH = 80
+# What pytest calls them, in the order of its own last line.
+OUTCOMES = ("failed", "passed", "skipped", "error")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One call of pytest.
+
+    Attributes:
+        name: for the summary.
+        arguments: of pytest.
+        environment: beside this process's own.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+QUANTIZED = Path(sys.prefix) / "quantized"
+SIDE_BY_SIDE = (
+    *("--numprocesses", "auto", "--maxprocesses", "4"),
+    *("--dist", "loadfile", "--no-loadscope-reorder"),
+)
+EQUALITY = ("-m", "equality", "tests/contract", "tests/integration/test_engine_model.py")
+# Who owns a chunk, when the worker may run, what it learns, what decode answers.
+CORE = [
+    *(
+        f"tests/contract/test_{name}.py"
+        for name in (
+            "arena",
+            "arena_model",
+            "short_memory",
+            "policy_contract",
+            "runner",
+            "finetune_checkpoints",
+            "finetune_equals_peft",
+            "finetune_orders",
+        )
+    ),
+    "tests/integration/test_engine_model.py",
+]
+PASSES = {
+    "test": (
+        Pass("side by side", ("-m", "not alone and not quantized and not sglang", *SIDE_BY_SIDE)),
+        # They have the machine to themselves.
+        Pass("alone", ("-m", "alone and not sglang")),
+        # bitsandbytes lies beside the environment: peft imports it wherever it is.
+        Pass("quantized", ("-m", "quantized", "tests/contract"), {"PYTHONPATH": str(QUANTIZED)}),
+        # Rounding falls elsewhere in each of torch's families of kernels.
+        Pass("equality, plain kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "default"}),
+        Pass("equality, AVX2 kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "avx2"}),
+    ),
+    # Under it the whole "side by side" runs for ten minutes; these say most of what a change broke.
+    "check": (
+        Pass(
+            "units and core contracts",
+            (
+                "-m",
+                "not alone and not quantized",
+                *SIDE_BY_SIDE,
+                "tests/unit",
+                "tests/layout",
+                *CORE,
+            ),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a pass went."""
+
+    name: str
+    code: int
+    seconds: float
+    counts: Counter[str]
+    red: list[str]  # names of what failed, as pytest takes them
+
+
+def run(passes: Sequence[Pass], *options: str) -> int:
+    """Run them all; returns the worst of their exit codes. An interrupt ends the whole run.
+
+    `options`: handed to each call of pytest.
+    """
+    ran: list[Ran] = []
+    begun, interrupted = time.monotonic(), False
+    for this in passes:
+        print(f"{f' {this.name} ':#^{WIDTH}}", flush=True)
+        one, interrupted = _run(this, options)
+        ran.append(one)
+        if interrupted:
+            break
+    print("\n".join(_summary(ran, time.monotonic() - begun)), flush=True)
+    return max([one.code for one in ran] + [130 * interrupted])
+
+
+def _run(this: Pass, options: Sequence[str]) -> tuple[Ran, bool]:
+    begun, interrupted = time.monotonic(), False
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", *this.arguments, *options]
+        command += [f"--junit-xml={report}", "--override-ini=junit_family=xunit1"]
+        process = subprocess.Popen(command, env=os.environ | this.environment)
+        try:
+            code = process.wait()
+        except KeyboardInterrupt:
+            interrupted, code = True, process.wait()  # the terminal has told it as well
+        code = code if code >= 0 else 128 - code
+        counts, red = _read(report)
+        if code and not red and not interrupted:
+            counts["error"] += 1
+            red = [f"pytest itself ended with exit code {code}"]
+        return Ran(this.name, code, time.monotonic() - begun, counts, red), interrupted
+
+
+def _read(report: Path) -> tuple[Counter[str], list[str]]:
+    """Return counts by outcome and the names of what is red; a pass that died left no report."""
+    counts: Counter[str] = Counter()
+    red: dict[str, None] = {}
+    if not report.exists():
+        return counts, []
+    for suite in ElementTree.parse(report).iter("testsuite"):
+        of = {name: int(suite.get(name, 0)) for name in ("failures", "errors", "skipped")}
+        counts["passed"] += int(suite.get("tests", 0)) - sum(of.values())
+        counts.update(failed=of["failures"], error=of["errors"], skipped=of["skipped"])
+        for case in suite.iter("testcase"):
+            if case.find("failure") is not None or case.find("error") is not None:
+                place = case.get("file") or case.get("classname", "")
+                red["::".join(filter(None, (place, case.get("name"))))] = None
+    return counts, list(red)
+
+
+def _summary(ran: Sequence[Ran], seconds: float) -> Iterator[str]:
+    yield f"{' summary of all passes ':=^{WIDTH}}"
+    for one in ran:
+        for name in one.red:
+            yield f"FAILED {name} ({one.name})"
+    for one in ran:
+        yield f"{one.name:<28}{_counted(one.counts)} in {one.seconds:.1f}s"
+    total = sum((one.counts for one in ran), Counter[str]())
+    yield f"{f' {_counted(total)} in {seconds:.2f}s ':=^{WIDTH}}"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{counts[o]} {o}" for o in OUTCOMES if counts[o]) or "no tests ran"
+
+
+if __name__ == "__main__":
+    sys.exit(run(PASSES[sys.argv[1]]))
