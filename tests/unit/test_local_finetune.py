@@ -148,7 +148,7 @@ def test_fields_that_only_a_cluster_honours_are_told():
 @pytest.mark.parametrize(
     ("changed", "rows", "note"),
     [
-        ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
+        ({"batch_size": 9}, 8, "batchSize is 9, above the rows to train on (8): a step takes all"),
         ({"eval_every_steps": 5}, 99, "evalEverySteps is 5: no evaluation comes between the 4"),
         ({"max_sequence_length": 65}, 99, "is 65, and the model has 64 positions"),
         (
