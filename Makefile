@@ -24,7 +24,7 @@ PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycac
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test check test-sglang soak lint bench proto figures constraints clean
+.PHONY: help setup demo sglang test check test-sglang node test-node images soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
@@ -32,6 +32,9 @@ help:
 	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
+	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
+	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
+	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
 	@echo "make lint | bench | proto | figures | clean"
 
 $(VENV)/bin/python:
@@ -98,6 +101,22 @@ check: lint
 
 test-sglang: sglang
 	$(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)
+
+# Everything of the node ends with the command.
+node: setup
+	$(PY) -m windrow.local.realnode $(if $(strip $(ARGS)),-- $(ARGS))
+
+NAMES ?= operator
+images:
+	deploy/images/build.sh $(NAMES)
+
+# Status 3: this machine can run no node, and the line before says why.
+test-node: setup
+	@$(PY) -m windrow.local.realnode --check; status=$$?; \
+	if [ $$status -eq 3 ]; then echo "make test-node: skipped"; exit 0; fi; \
+	[ $$status -eq 0 ] || exit $$status; \
+	[ -e build/images/operator.tar ] || BASE=$(or $(BASE),debian) deploy/images/build.sh operator || exit 1; \
+	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
 
 soak: setup
 	@mkdir -p $(SANITIZED)

@@ -94,7 +94,7 @@ def run_here(engine: str, folder: Path, batches: Batches, steps: int) -> dict[st
     tokens = BATCH * batches.width
     peak = resident_bytes("VmHWM") - before
     if device.queues:
-        peak = int(torch.cuda.max_memory_allocated(device.torch))
+        peak = device.peak_bytes()
     return {"tokens_per_s": tokens / middle(times)[0], "peak": peak, "loss": first, **facts()}
 
 

@@ -39,6 +39,7 @@ class Reason(StrEnum):
     VALID = "Valid"
     INVALID_SPEC = "InvalidSpec"
     DESTINATION_IN_USE = "DestinationInUse"
+    PRIORITY_CLASS_NOT_FOUND = "PriorityClassNotFound"
     # Placed
     PLACED = "Placed"
     NO_SLOT = "NoSlot"
@@ -122,6 +123,12 @@ LIFECYCLE: Final = (
         "False",
         R.DESTINATION_IN_USE,
         "An older job writes to the same `spec.output.destination`.",
+    ),
+    Row(
+        T.ACCEPTED,
+        "False",
+        R.PRIORITY_CLASS_NOT_FOUND,
+        "There is no PriorityClass of the name in `spec.priorityClassName`.",
     ),
     Row(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
     Row(T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."),

@@ -32,10 +32,18 @@ def read_document(path: Path, remedy: str) -> dict[str, Any]:
     try:
         found = parse_document(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"cannot be read: {error}", field=str(path), remedy=remedy) from error
+        raise UserError(f"cannot be read: {_why(error)}", field=str(path), remedy=remedy) from error
     if not isinstance(found, dict):
         raise UserError("is not one YAML object", field=str(path), remedy=remedy)
     return found
+
+
+def _why(error: Exception) -> str:
+    """Say in one line what is wrong, and where."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1})"
+    said = error.strerror if isinstance(error, OSError) else ""
+    return said or " ".join(str(error).split())
 
 
 def parse_document(text: str) -> Any:  # noqa: ANN401 - whatever is written

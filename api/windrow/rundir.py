@@ -31,6 +31,10 @@ ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a 
 # S, taken over from D, optional: bytes a second that frozen layers may move, like 2Gi
 ENV_COPY_RATE = "WINDROW_COPY_RATE"
 
+# S, optional: directories that jobs may write besides the policy's volumes, with colons between
+# them. Set by a process node, whose pods have the machine's own files.
+ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"
+
 TOKEN_AUDIENCE = "windrow"
 PROTOCOL_VERSION = 1
 WORKER_LOG = "worker.log"  # in the directory of its job

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import sys
 import time
 
-from windrow.errors import WindrowError
+from windrow.errors import UserError, WindrowError
 from windrow_operator.app import serve
 from windrow_operator.settings import Settings, parse
 
@@ -44,11 +45,14 @@ def _configure_logging(settings: Settings) -> None:
 
 
 def main() -> int:
-    """Run the operator; return 0 when it was asked to end, 1 when it could not go on."""
-    settings = parse()
+    """Run the operator; return 0 when it was asked to end, 1 or 2 when it cannot go on."""
+    settings = parse(sys.argv[1:], os.environ)
     _configure_logging(settings)
     try:
         asyncio.run(serve(settings))
+    except UserError as error:
+        logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - the message says it all
+        return 2
     except (WindrowError, OSError) as error:
         logging.getLogger(__name__).error("%s", error)  # noqa: TRY400 - the message says it all
         return 1

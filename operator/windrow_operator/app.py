@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -16,13 +17,14 @@ from typing import Any
 from aiohttp import web
 
 from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import handlers, pki, webhook
+from windrow_operator import handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, kind_path
+from windrow_operator.kube import ApiError, Conflict, Kube, NotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.settings import Settings
@@ -32,7 +34,8 @@ from windrow_operator.world import World
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 0.7
-_START_SECONDS = 30.0
+# Between two looks at a cluster that lacks something: doubled each time.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
 _STORE_AGAIN_S = 2.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -62,9 +65,13 @@ class StateFile:
             return 0  # half-written by a process that was killed
 
     def write(self, state: dict[str, Any]) -> None:
-        """Write the file in one step; a reader never sees half of it."""
+        """Write the file in one step; a reader never sees half of it. Known ports stay in it."""
         if self.path is None:
             return
+        ports = {
+            f"{name}Port": self.earlier_port(name) for name in ("attach", "webhook", "metrics")
+        }
+        state = ports | state
         scratch = self.path.with_suffix(".tmp")
         scratch.write_text(json.dumps(state, indent=2))
         scratch.replace(self.path)
@@ -113,10 +120,20 @@ class App:
     async def run(self) -> None:
         """Serve until `stop` or until a part fails, which then is raised."""
         async with AsyncExitStack() as stack:
-            await self._load_patiently()
+            self._take_signals()
+            metrics_port = await self._bind(
+                "metrics",
+                self._settings.metrics_port,
+                lambda port: _serve_http(
+                    stack, self.metrics.application(), self._settings.host, port, None
+                ),
+            )
+            self._write_state(metricsPort=metrics_port, ready=False)
+            if not await self._load_patiently(metrics_port):
+                return
             # First, so that it ends last: kopf waits for every task that was made after its start.
             watching = await self._watch(stack)
-            ports = await self._listen(stack)
+            ports = await self._listen(stack, metrics_port)
             # Sidecars can come back from now on, so their grace begins here.
             self.world.started_at = utc_now()
             tasks = [
@@ -127,30 +144,51 @@ class App:
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
             stack.push_async_callback(_end, tasks[1:])
-            self._write_state(ports, ready=True)
-            stack.callback(self._write_state, ports, ready=False)
+            self.metrics.works()
+            self._write_state(
+                attachPort=ports.attach,
+                webhookPort=ports.webhook,
+                metricsPort=ports.metrics,
+                attachAddress=f"{self._settings.advertise_address}:{ports.attach}",
+                ready=True,
+            )
+            stack.callback(self._write_state, ready=False)
             log.info("ready: %s", ports)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
 
-    async def _load_patiently(self) -> None:
-        """Load; an API server that has just started, or just got our CRDs, refuses for a moment."""
-        deadline = asyncio.get_running_loop().time() + _START_SECONDS
-        while True:
+    async def _load_patiently(self, metrics_port: int) -> bool:
+        """Load once the cluster has what the operator needs; return False when asked to end."""
+        pause_s = _FIRST_PAUSE_S
+        while not self._stop.is_set():
             try:
-                return await self._load()
-            except ApiError as error:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                log.info("waiting for the API server: %s", error)
-            await asyncio.sleep(0.5)
+                await prerequisites.check(self._kube, self._settings.namespace)
+                await self._load()
+            except (UserError, ApiError) as error:
+                lacks = prerequisites.explain(error, self._kube.server)
+            else:
+                return True
+            log.warning("not ready, looked at again in %.1f s: %s", pause_s, lacks)
+            self.metrics.waits(lacks)
+            self._write_state(metricsPort=metrics_port, ready=False, lacks=lacks)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return False
+
+    def _take_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
 
     async def _load(self) -> None:
         """Know every object before a sidecar speaks: an unknown job would look stale."""
         await self._ensure_namespace()
         for body in await self._kube.list("/api/v1/namespaces"):
             self.world.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
+        for body in await self._kube.list("/apis/scheduling.k8s.io/v1/priorityclasses"):
+            self.world.put_priority_class(body)
         for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
             self.world.put_pod(body)
         for body in await self._kube.list(kind_path(HARVEST_POLICY)):
@@ -160,17 +198,16 @@ class App:
         await self.slots.load()
 
     async def _ensure_namespace(self) -> None:
-        body = {
-            "apiVersion": "v1",
-            "kind": "Namespace",
-            "metadata": {"name": self._settings.namespace},
-        }
+        """Make the operator's own namespace, unless it is there: in a pod it always is."""
+        name = self._settings.namespace
         try:
-            await self._kube.create("/api/v1/namespaces", body)
-        except Conflict:
-            log.debug("namespace %s is there", self._settings.namespace)
+            await self._kube.get(f"/api/v1/namespaces/{name}")
+        except NotFound:
+            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+            with contextlib.suppress(Conflict):
+                await self._kube.create("/api/v1/namespaces", body)
 
-    async def _listen(self, stack: AsyncExitStack) -> Ports:
+    async def _listen(self, stack: AsyncExitStack, metrics_port: int) -> Ports:
         settings = self._settings
         authority = await pki.load_authority(self._kube, settings.namespace, utc_now())
         hosts = [settings.advertise_address, *_LOOPBACK]
@@ -187,12 +224,18 @@ class App:
             operator_address=f"{settings.advertise_address}:{attach}",
             operator_ca=authority.certificate.decode(),
             image=settings.sidecar_image,
+            command=settings.sidecar_command,
             metrics_port=settings.sidecar_metrics_port,
             cpu=settings.sidecar_cpu,
             memory=settings.sidecar_memory,
         )
         hook = webhook.Webhook(
-            self.world, self._kube, lambda: template, self.metrics, settings.prepulled
+            self.world,
+            self._kube,
+            lambda: template,
+            self.metrics,
+            self.recorder.record,
+            settings.prepulled,
         )
         context = pki.server_context(server)
         webhook_port = await self._bind(
@@ -206,11 +249,6 @@ class App:
         )
         await registration.keep({policy.namespace for policy in self.world.policies.values()})
         self.driver.prepare_pods(registration, template)
-        metrics_port = await self._bind(
-            "metrics",
-            settings.metrics_port,
-            lambda port: _serve_http(stack, self.metrics.application(), settings.host, port, None),
-        )
         return Ports(attach, webhook_port, metrics_port)
 
     async def _bind(self, name: str, port: int, listen: Any) -> int:  # noqa: ANN401
@@ -238,22 +276,11 @@ class App:
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
         # kopf takes the signals for itself and then waits for seconds; they are ours.
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
+        self._take_signals()
         return task
 
-    def _write_state(self, ports: Ports, *, ready: bool) -> None:
-        self._state.write(
-            {
-                "pid": os.getpid(),
-                "ready": ready,
-                "attachPort": ports.attach,
-                "webhookPort": ports.webhook,
-                "metricsPort": ports.metrics,
-                "attachAddress": f"{self._settings.advertise_address}:{ports.attach}",
-            }
-        )
+    def _write_state(self, **facts: Any) -> None:  # noqa: ANN401 - JSON
+        self._state.write({"pid": os.getpid(), **facts})
 
     async def _write_slots(self) -> None:
         while True:
@@ -311,7 +338,7 @@ async def _end(tasks: list[asyncio.Task[Any]]) -> None:
 
 async def serve(settings: Settings) -> None:
     """Run the operator until SIGTERM or SIGINT."""
-    kube = await Kube.connect(settings.kubeconfig)
+    kube = await Kube.connect(settings.kubeconfig, in_pod=settings.in_pod)
     try:
         await App(settings, kube).run()
     finally:

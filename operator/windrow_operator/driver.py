@@ -225,7 +225,7 @@ class Driver:
             holder = Holder(job.uid, job.key, base)
             slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
             session.send(
-                pb.OperatorMessage(assign=self._assignment(job, command, live.facts.index))
+                pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
             )
             self._metrics.placements.inc()
             return
@@ -240,7 +240,7 @@ class Driver:
             )
         )
 
-    def _assignment(self, job: Job, command: Command, index: int) -> pb.Assign:
+    def _assignment(self, job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
         return pb.Assign(
             slot=index,
             job_namespace=job.namespace,
@@ -248,6 +248,7 @@ class Driver:
             job_uid=job.uid,
             epoch=command.epoch,
             spec_json=json.dumps(job.body["spec"]),
+            outputs=pb.Outputs(trees=slot.outputs),
         )
 
     # --- sidecars ---------------------------------------------------------------------------------
@@ -295,7 +296,7 @@ class Driver:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         body = await self._kube.get(path)
-        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar.volumes)
+        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar)
         patch = {
             # Another pod of the name, or one that changed since: refused, and decided again.
             "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},

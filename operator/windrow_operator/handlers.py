@@ -48,6 +48,8 @@ def operator_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False  # events are ours to word
     settings.peering.standalone = True
+    # The kinds are known; looking for new ones would need rights over all definitions.
+    settings.scanning.disabled = True
     settings.persistence.finalizer = f"{GROUP}/kopf"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=GROUP)
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=GROUP)
@@ -118,7 +120,7 @@ class Handlers:
         if event["type"] == "DELETED":
             self._world.priorities.pop(body["metadata"]["name"], None)
         else:
-            self._world.priorities[body["metadata"]["name"]] = int(body.get("value", 0))
+            self._world.put_priority_class(body)
         self._seen()
 
     def _seen(self) -> None:
@@ -162,6 +164,8 @@ async def watch(
         clusterwide=not namespaces,
         namespaces=namespaces,
         standalone=True,
+        # Else kopf asks for the name of a user that an image need not know.
+        identity=f"{GROUP}/operator",
         stop_flag=stop,
         ready_flag=ready,
     )

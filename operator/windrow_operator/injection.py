@@ -286,7 +286,7 @@ def inject(
     _add_volumes(spec, volumes)
     _prepare_decoder(decoder)
     if asked.form == "sidecar":
-        native = _native_sidecar(template, wanted, volumes)
+        native = _native_sidecar(template, wanted, asked)
         # Last: what fetches a model or waits for the network is not held up.
         _merge(spec.setdefault("initContainers", []), native)
     return Injection(rule, asked.form, _difference(pod, wanted), warnings)
@@ -366,10 +366,11 @@ def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
             exclude_none=True,
             include={"persistent_volume_claim", "host_path"},
         )
-        _merge(wanted, {"name": _volume_name(volume), **source})
+        _merge(wanted, {"name": volume_name(volume), **source})
 
 
-def _volume_name(volume: VolumeSpec) -> str:
+def volume_name(volume: VolumeSpec) -> str:
+    """Return the name that a volume of a policy has in a pod."""
     return f"windrow-{volume.name}"
 
 
@@ -384,12 +385,12 @@ def _prepare_decoder(container: Body) -> None:
 # --- the sidecar, in both forms -------------------------------------------------------------------
 
 
-def _native_sidecar(template: SidecarTemplate, pod: Body, volumes: Iterable[VolumeSpec]) -> Body:
+def _native_sidecar(template: SidecarTemplate, pod: Body, asked: SidecarSpec) -> Body:
     """Return the native sidecar: an init container that stays.
 
     It has no startup probe: the kubelet would hold decode back until that succeeds.
     """
-    container = _sidecar(template, pod, volumes) | {
+    container = _sidecar(template, pod, asked) | {
         "name": SIDECAR_CONTAINER,
         "restartPolicy": "Always",
     }
@@ -401,9 +402,7 @@ def _native_sidecar(template: SidecarTemplate, pod: Body, volumes: Iterable[Volu
     return container
 
 
-def attached_sidecar(
-    template: SidecarTemplate, pod: Mapping[str, Any], volumes: Iterable[VolumeSpec]
-) -> Body:
+def attached_sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec) -> Body:
     """Return the ephemeral container that a prepared, running `pod` gets next.
 
     Raises:
@@ -411,7 +410,7 @@ def attached_sidecar(
     """
     earlier = attached_sidecars(pod["spec"])
     number = _number(earlier[-1]) + 1 if earlier else 1
-    return _sidecar(template, pod, volumes) | {
+    return _sidecar(template, pod, asked) | {
         "name": f"{SIDECAR_CONTAINER}-{number}",
         "targetContainerName": decoder_of(pod)["name"],
     }
@@ -429,9 +428,7 @@ def _number(name: str) -> int:
     return int(number) if head == SIDECAR_CONTAINER and number.isdigit() else 0
 
 
-def _sidecar(
-    template: SidecarTemplate, pod: Mapping[str, Any], volumes: Iterable[VolumeSpec]
-) -> Body:
+def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec) -> Body:
     decoder = decoder_of(pod)
     own_image = template.image == DECODE_IMAGE
     env: list[Body] = [
@@ -445,13 +442,15 @@ def _sidecar(
         _field(rundir.ENV_POD_UID, "metadata.uid"),
         _field(rundir.ENV_NODE_NAME, "spec.nodeName"),
     ]
+    if not asked.mps:
+        env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
     container: Body = {
         "image": decoder.get("image", "") if own_image else template.image,
         "command": list(template.command),
         "env": env,
-        "volumeMounts": _mounts(pod, decoder, volumes),
+        "volumeMounts": _mounts(pod, decoder, asked.volumes),
         "securityContext": _security_context(pod, decoder, own_image=own_image),
     }
     if own_image:
@@ -472,12 +471,12 @@ def _mounts(
     ]
     mounts += [
         {
-            "name": _volume_name(volume),
+            "name": volume_name(volume),
             "mountPath": volume.mount_path,
             **({"readOnly": True} if volume.read_only else {}),
         }
         for volume in volumes
-        if _volume_name(volume) in there  # else it was left out when the pod was made
+        if volume_name(volume) in there  # else it was left out when the pod was made
     ]
     model = _option(decoder, "--model-path", "--model")
     taken = {mount["mountPath"].rstrip("/") for mount in mounts}

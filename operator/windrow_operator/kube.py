@@ -11,10 +11,11 @@ from urllib.parse import urlencode
 
 import aiohttp
 import kopf
+import yaml
 from kubernetes.aio import client, config
 
 from windrow.crd import API_VERSION, Kind
-from windrow.errors import Transient
+from windrow.errors import Transient, UserError
 
 Body = dict[str, Any]
 
@@ -55,14 +56,36 @@ class Kube:
         self._api = api
 
     @classmethod
-    async def connect(cls, kubeconfig: Path | None) -> Self:
-        """Return a client by `kubeconfig`, or by the pod's service account when it is None."""
+    async def connect(cls, kubeconfig: str | Path, *, in_pod: bool = False) -> Self:
+        """Return a client; nothing is asked of the server yet.
+
+        Args:
+            kubeconfig: file with the credentials, or several with colons between them; empty:
+                those of the pod's service account, or kubectl's own file.
+            in_pod: whether there is a service account.
+
+        Raises:
+            UserError: there are no credentials that can be read.
+        """
         settings = client.Configuration()
-        if kubeconfig is None:
-            config.load_incluster_config(client_configuration=settings)
-        else:
-            await config.load_kube_config(str(kubeconfig), client_configuration=settings)
+        try:
+            if not str(kubeconfig) and in_pod:
+                config.load_incluster_config(client_configuration=settings)
+            else:
+                path = str(kubeconfig) or None
+                await config.load_kube_config(path, client_configuration=settings)
+        except (config.ConfigException, OSError, yaml.YAMLError) as error:
+            raise UserError(
+                f"no cluster to work in: {error}",
+                field=str(kubeconfig) or "kubeconfig",
+                remedy="Name one by --kubeconfig or KUBECONFIG, or run the operator in a pod.",
+            ) from error
         return cls(client.ApiClient(settings))
+
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return str(self._api.configuration.host)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -41,6 +41,7 @@ class Metrics:
         self._memory = self._gauge(names.SLOT_MEMORY)
         self._tokens = self._gauge(names.SLOT_TOKENS)
         self._last_pass = time.monotonic()
+        self._lacks = "the operator starts"  # empty: it is ready
 
     def _gauge(self, metric: names.Metric) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
@@ -95,21 +96,33 @@ class Metrics:
             gauge.remove_by_labels(dict(zip(("namespace", "slot"), where, strict=True)))
         self._compute.remove_by_labels({"namespace": where[0], "slot": where[1]})
 
+    def waits(self, lacks: str) -> None:
+        """Note that the operator cannot work yet and that it waits, which is no reason to end."""
+        self._last_pass, self._lacks = time.monotonic(), lacks
+
+    def works(self) -> None:
+        """Note that the operator is at work."""
+        self._last_pass, self._lacks = time.monotonic(), ""
+
     def is_live(self) -> bool:
         """Return whether the driver still moves."""
         return time.monotonic() - self._last_pass < LIVE_WITHIN_SECONDS
 
     def application(self) -> web.Application:
-        """Return the HTTP application: `/metrics` and `/healthz`."""
+        """Return the HTTP application: `/metrics`, `/healthz` and `/readyz`."""
         application = web.Application()
         application.router.add_get("/metrics", self._serve)
         application.router.add_get("/healthz", self._health)
+        application.router.add_get("/readyz", self._readiness)
         return application
 
     async def _serve(self, _: web.Request) -> web.Response:
         return web.Response(
             body=generate_latest(self.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
+
+    async def _readiness(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self._lacks else 200, text=self._lacks or "ok")
 
     async def _health(self, _: web.Request) -> web.Response:
         live = self.is_live()

@@ -60,6 +60,7 @@ class Pod:
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     ending: bool = False  # deleted, or its containers have ended
+    volumes: frozenset[str] = frozenset()  # names of what it can mount
     version: int = 0  # of the object
     model: str = ""  # that the decode container's command line names
     sidecar: SidecarState = SidecarState()
@@ -196,6 +197,7 @@ class Slot:
     terms: Terms | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
+    outputs: tuple[str, ...] = ()  # directories that jobs may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,7 @@ class Job:
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0
+    priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # key of an older job that writes to the same place
 

@@ -11,6 +11,7 @@ import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from windrow.outputs import is_below
 from windrow_operator.model import Base, Holder, Job, Slot
 
 # A message lists so many slots one by one; a cluster may have thousands.
@@ -58,7 +59,13 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
 
 def refusal(job: Job, slot: Slot) -> str:
     """Return why `slot` cannot take `job`, in words that follow its name; empty: it can."""
-    return _unreachable(slot) or admission_refusal(job, slot) or _unfit(slot) or _crowded(job, slot)
+    return (
+        _unreachable(slot)
+        or admission_refusal(job, slot)
+        or _unfit(slot)
+        or _unwritable(job, slot)
+        or _crowded(job, slot)
+    )
 
 
 def admission_refusal(job: Job, slot: Slot) -> str:
@@ -127,6 +134,17 @@ def _unfit(slot: Slot) -> str:
     if slot.breaker:
         return f"gave up harvesting ({slot.breaker})"
     return "has no memory to lend" if slot.memory_full else ""
+
+
+def _unwritable(job: Job, slot: Slot) -> str:
+    """Return why the adapter cannot be written from the slot; empty: it can, as far as is known."""
+    if job.spec is None or (slot.outputs and is_below(slot.outputs, job.spec.output.destination)):
+        return ""
+    given = ", ".join(slot.outputs) or "none"
+    return (
+        f"cannot write {job.spec.output.destination}: of its policy's volumes its pod has to write "
+        f"to: {given}"
+    )
 
 
 def _praise(job: Job, slot: Slot) -> str:

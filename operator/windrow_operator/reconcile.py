@@ -65,6 +65,8 @@ class Actions:
 
 
 NOTHING = Actions()
+# A job's checkpoints belong to its UID, so a new one does not meet those of the old.
+_ANEW = "Mend it in a new job: one that has failed does not run again."
 
 
 def reconcile(
@@ -166,6 +168,12 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
 def _refusal(job: Job) -> tuple[Reason, str] | None:
     if job.spec is None:
         return Reason.INVALID_SPEC, job.error
+    if job.priority_class_missing:
+        return (
+            Reason.PRIORITY_CLASS_NOT_FOUND,
+            f"spec.priorityClassName: there is no PriorityClass {job.priority_class_missing!r}. "
+            "Create it, or name one that there is.",
+        )
     if job.destination_owner:
         return (
             Reason.DESTINATION_IN_USE,
@@ -245,7 +253,8 @@ def _stopped(run: Run) -> str:
 
 def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
     if run.user_error:
-        return _give_up(job, run, run.reason or Reason.INVALID_SPEC, run.detail, now, abort=False)
+        message = f"{run.detail.rstrip('.')}. {_ANEW}"
+        return _give_up(job, run, run.reason or Reason.INVALID_SPEC, message, now, abort=False)
     attempts = int(job.status.get("attempts") or 0) + 1
     limit = job.spec.backoff_limit if job.spec else 0
     if attempts > limit:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,8 @@ from windrow_operator.reconcile import Patience
 class Settings:
     """The command line, typed."""
 
-    kubeconfig: Path | None
+    kubeconfig: str  # empty: the pod's service account, or kubectl's own file
+    in_pod: bool
     namespace: str  # the operator's own: holds its Secret, is never injected
     host: str
     attach_port: int
@@ -25,6 +28,7 @@ class Settings:
     state_file: Path | None
     webhook_service: str  # empty: the webhook is registered by its URL
     sidecar_image: str
+    sidecar_command: tuple[str, ...]
     sidecar_metrics_port: int
     sidecar_cpu: str
     sidecar_memory: str
@@ -35,13 +39,17 @@ class Settings:
     verbose: bool
 
 
-def parse(arguments: list[str] | None = None) -> Settings:
-    """Return the settings of a command line."""
+def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """Return the settings of a command line in an environment."""
     parser = argparse.ArgumentParser(
         prog="python -m windrow_operator",
         description="Places FinetuneJobs on decode pods and keeps their state.",
     )
-    parser.add_argument("--kubeconfig", type=Path, help="default: the pod's service account")
+    parser.add_argument(
+        "--kubeconfig",
+        default=environ.get("KUBECONFIG", ""),
+        help="default: KUBECONFIG, else the pod's service account, else kubectl's own",
+    )
     parser.add_argument("--namespace", default="windrow-system", help="the operator's own")
     parser.add_argument("--attach-host", default="0.0.0.0", help="address to listen on")
     parser.add_argument(
@@ -80,6 +88,11 @@ def parse(arguments: list[str] | None = None) -> Settings:
         metavar="NAMESPACE/NAME",
         help="DaemonSet that has pulled the sidecar's image; native sidecars wait for it",
     )
+    parser.add_argument(
+        "--sidecar-command",
+        default="python -m windrow_sidecar.agent",
+        help="what the sidecar runs, where its image has Python elsewhere",
+    )
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
     default = Patience()
     for name, value, text in (
@@ -94,13 +107,15 @@ def parse(arguments: list[str] | None = None) -> Settings:
         )
     parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
     parser.add_argument("--verbose", action="store_true", help="log debug messages")
-    return _settings(parser.parse_args(arguments))
+    in_pod = "KUBERNETES_SERVICE_HOST" in environ
+    return _settings(parser.parse_args(arguments), in_pod=in_pod)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
     scope = () if options.namespace_scope == "all" else tuple(options.namespace_scope.split(","))
     return Settings(
         kubeconfig=options.kubeconfig,
+        in_pod=in_pod,
         namespace=options.namespace,
         host=options.attach_host,
         attach_port=options.attach_port,
@@ -110,6 +125,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         state_file=options.state_file,
         webhook_service=options.webhook_service,
         sidecar_image=options.sidecar_image,
+        sidecar_command=tuple(shlex.split(options.sidecar_command)),
         sidecar_metrics_port=options.sidecar_metrics_port,
         sidecar_cpu=options.sidecar_cpu,
         sidecar_memory=options.sidecar_memory,

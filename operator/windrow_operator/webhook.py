@@ -12,7 +12,7 @@ import base64
 import copy
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from windrow_operator.injection import (
 from windrow_operator.kube import ApiError, Kube, NotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Policy
+from windrow_operator.reconcile import Event
 from windrow_operator.world import World, pod_of
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def webhook_configuration(
     }
     common = {
         "admissionReviewVersions": ["v1"],
-        "sideEffects": "None",
+        "sideEffects": "NoneOnDryRun",  # events about what a pod does not get
         "failurePolicy": "Ignore",
         "reinvocationPolicy": "IfNeeded",
         "timeoutSeconds": TIMEOUT_SECONDS,
@@ -147,6 +148,7 @@ class Webhook:
         kube: asked whether claims are bound, and whether a changed pod would be admitted.
         template: what is the same in every sidecar.
         metrics: counts.
+        note: writes an event about an object.
         prepulled: DaemonSet of the operator's namespace, namespace/name, whose pods have the
             sidecar's image on their nodes; empty: there is none.
     """
@@ -157,10 +159,12 @@ class Webhook:
         kube: Kube,
         template: Callable[[], SidecarTemplate],
         metrics: Metrics,
+        note: Callable[[Body, Event], Coroutine[Any, Any, None]],
         prepulled: str = "",
     ) -> None:
         self._world, self._kube, self._template = world, kube, template
-        self._metrics, self._prepulled = metrics, prepulled
+        self._metrics, self._note, self._prepulled = metrics, note, prepulled
+        self._notes: set[asyncio.Task[None]] = set()  # on their way
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
@@ -179,7 +183,9 @@ class Webhook:
         warnings: list[str] = []
         try:
             async with asyncio.timeout(_DECIDE_SECONDS):
-                done = await self._decide(asked["object"], asked.get("namespace", ""))
+                done = await self._decide(
+                    asked["object"], asked.get("namespace", ""), dry_run=bool(asked.get("dryRun"))
+                )
         except Refusal as refusal:
             warnings, done = [str(refusal)], None
             self._metrics.not_injected(refusal.reason)
@@ -205,7 +211,7 @@ class Webhook:
             "response": answer,
         }
 
-    async def _decide(self, pod: Body, namespace: str) -> Injection | None:
+    async def _decide(self, pod: Body, namespace: str, *, dry_run: bool) -> Injection | None:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
         policy = policies.select(candidate, self._world.policies.values())
@@ -215,11 +221,23 @@ class Webhook:
             await self._shared_claims(namespace, sidecar),
         )
         done = inject(pod, self._template(), sidecar, around)
+        if policy is not None and done is not None and not dry_run:
+            self._tell(policy, candidate.name, done.warnings)
         if done is None or done.form == "attach" or _has_sidecar(pod):
             return done
         await self._require_image(policy)
         await self._require_admitted(pod, done, namespace)
         return done
+
+    def _tell(self, policy: Policy, pod: str, warnings: Iterable[str]) -> None:
+        """Say of the policy what a pod does not get by it. The pod is not held up for that."""
+        if (about := self._world.policy_bodies.get(policy.key)) is None:
+            return
+        for sentence in warnings:
+            event = Event("VolumeLeftOut", f"pod {pod}: {sentence}", warning=True)
+            task = asyncio.create_task(self._note(about, event))
+            self._notes.add(task)
+            task.add_done_callback(self._notes.discard)
 
     async def _shared_claims(self, namespace: str, sidecar: SidecarSpec | None) -> frozenset[str]:
         names = {

@@ -7,7 +7,6 @@ that lags behind a write cannot undo it.
 
 from __future__ import annotations
 
-import posixpath
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -16,9 +15,16 @@ from typing import Any
 from windrow.conditions import get_condition, is_finished
 from windrow.crd import FINALIZER, SIDECAR_CONTAINER, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
+from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
-from windrow_operator.injection import RUN_VOLUME, attached_sidecars, decoder_of, served_model
+from windrow_operator.injection import (
+    RUN_VOLUME,
+    attached_sidecars,
+    decoder_of,
+    served_model,
+    volume_name,
+)
 from windrow_operator.model import (
     ALIVE,
     STALE_AFTER,
@@ -123,6 +129,10 @@ class World:
         """Forget a pod that the API server no longer has."""
         self.pods.pop(uid, None)
 
+    def put_priority_class(self, body: Mapping[str, Any]) -> None:
+        """Keep the value of a PriorityClass."""
+        self.priorities[body["metadata"]["name"]] = int(body.get("value", 0))
+
     def charge(self, policy_key: str, seconds: float, now: datetime) -> None:
         """Count device seconds that a job held a slot of this policy."""
         day = _day(now)
@@ -179,6 +189,10 @@ class World:
             terms=self.terms(pod, now) if pod else None,
             holders=tuple(self._holder(uid) for uid in held),
             max_jobs=max(1, live.facts.max_jobs),
+            outputs=(
+                *live.facts.output_trees,
+                *(_outputs(pod, self.terms(pod, now)) if pod else ()),
+            ),
         )
 
     def holders(self) -> dict[str, list[str]]:
@@ -218,7 +232,8 @@ class World:
         spec, error = self._spec(body)
         deleted = metadata.get("deletionTimestamp")
         uid = metadata["uid"]
-        owner = owners.get(_destination(spec), uid) if spec else uid
+        priority_class = (spec and spec.priority_class_name) or ""
+        owner = owners.get(path_of(spec.output.destination), uid) if spec else uid
         return Job(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -231,7 +246,8 @@ class World:
             body=body,
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
-            priority=self.priorities.get((spec and spec.priority_class_name) or "", 0),
+            priority=self.priorities.get(priority_class, 0),
+            priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
             destination_owner=self._job_key(owner) if owner != uid else "",
         )
@@ -258,7 +274,7 @@ class World:
             if spec is None or is_finished(status.get("conditions")):
                 continue
             rank = (not status.get("epoch"), metadata["creationTimestamp"], self._job_key(uid))
-            place = _destination(spec)
+            place = path_of(spec.output.destination)
             if place not in owners or rank < owners[place][0]:
                 owners[place] = (rank, uid)
         return {place: uid for place, (_, uid) in owners.items()}
@@ -320,6 +336,7 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         labels=metadata.get("labels") or {},
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
+        volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
         version=int(metadata.get("resourceVersion") or 0),
         model=served_model(body),
         sidecar=_sidecar_state(body),
@@ -361,6 +378,16 @@ def is_waiting(body: Mapping[str, Any]) -> bool:
     return not is_finished(conditions) and (placed is None or placed["status"] != "True")
 
 
+def _outputs(pod: Pod, terms: Terms | None) -> tuple[str, ...]:
+    """Return where the policy's volumes stand that are in the pod and can be written."""
+    spec = terms.policy.spec if terms else None
+    return tuple(
+        volume.mount_path
+        for volume in (spec.sidecar.volumes if spec else ())
+        if not volume.read_only and volume_name(volume) in pod.volumes
+    )
+
+
 def _is_full(beat: pb.SlotHeartbeat) -> bool:
     known = beat.chunks_kv + beat.chunks_lent + beat.chunks_reserved + beat.chunks_free
     return known > 0 and beat.chunks_free + beat.chunks_lent == 0
@@ -375,10 +402,6 @@ def _is_newer(body: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
 def _version(body: Mapping[str, Any]) -> int:
     # Comparable since Kubernetes 1.35 (KEP-5504); etcd's revision in all versions before.
     return int(body["metadata"].get("resourceVersion") or 0)
-
-
-def _destination(spec: FinetuneJobSpec) -> str:
-    return posixpath.normpath(spec.output.destination.removeprefix("file://"))
 
 
 def _day(now: datetime) -> str:

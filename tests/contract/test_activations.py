@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -133,6 +134,19 @@ def test_what_is_kept_is_what_was_planned_and_is_gone_after_backward(architectur
         assert following.kept_bytes == plan.kept_bytes > 0
         out.sum().backward()
         assert following.kept_bytes == 0
+
+
+def test_what_was_recorded_of_a_call_holds_none_of_its_tensors():
+    """On a GPU beside decode they lie in lent chunks, which could never be given back."""
+    stack = make_stack("Llama", torch.bfloat16, 0.3)
+    args, kwargs = call_of(stack)
+    hidden = args[0].untyped_storage()._weak_ref()
+    recording = record(stack.layers[0], args, kwargs)
+    del args, kwargs
+    gc.collect()
+    assert recording.graph.ops
+    assert torch.UntypedStorage._expired(hidden)
+    torch.UntypedStorage._free_weak_ref(hidden)
 
 
 def test_a_relu_of_which_only_the_signs_are_read_costs_one_bit_an_element():

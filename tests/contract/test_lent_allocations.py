@@ -163,6 +163,31 @@ def test_a_chunk_that_is_empty_goes_back_and_the_job_is_not_touched(beside):
     job.close()
 
 
+class HoldsWorkspaces(HostDevice):
+    """A device whose libraries keep memory of the allocator's."""
+
+    def __init__(self, allocator: DeviceAllocator) -> None:
+        super().__init__()
+        self._allocator, self.workspace = allocator, allocator.allocate(6 * MIB)
+
+    def release_caches(self) -> None:
+        if self.workspace:
+            self._allocator.free(self.workspace)
+            self.workspace = 0
+
+
+def test_workspaces_of_libraries_leave_before_anything_of_the_job_is_moved(beside):
+    beside.lend(3)
+    job = beside.load()
+    device = beside.memory._device = HoldsWorkspaces(beside.allocator)
+    beside.decode.revoke(2)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert not device.workspace
+    assert job.log == ["replan"], "nothing of it was moved"
+    job.close()
+
+
 def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(beside):
     beside.lend(3)
     job = beside.load()

@@ -10,6 +10,7 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
+from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.device import OpenGate, OwnMemory
@@ -33,10 +34,11 @@ class Told:
     """A reporter with commands to give, who remembers."""
 
     def __init__(self, *commands) -> None:
-        self.commands, self.kinds = list(commands), []
+        self.commands, self.kinds, self.details = list(commands), [], []
 
     def event(self, event) -> None:
         self.kinds.append(event.kind)
+        self.details.append(event.detail)
 
     def take_command(self):
         return self.commands.pop(0) if self.commands else None
@@ -59,7 +61,7 @@ class Gate(OpenGate):
 class Started:
     """A tiny job with everything that runs it; a checkpoint is due after each step."""
 
-    def __init__(self, root, *commands) -> None:
+    def __init__(self, root, *commands, notes=()) -> None:
         self.tiny, self.told, self.gate, self.home = (
             tiny_job(),
             Told(*commands),
@@ -72,7 +74,10 @@ class Started:
         job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
         stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
         self.standing = standing
-        session = Session(job, self.tiny.model, stream, 16, False, Origin(), None, Split((), ()))
+        rows = Split((), ())
+        session = Session(
+            job, self.tiny.model, stream, 16, False, Origin(), None, HostDevice(), rows, notes
+        )
         events = EventLog(root / "log.jsonl", source="test")
         ledger = Ledger(session, self.folder, self.told, events, standing)
         memory = OwnMemory(stream, self.home)
@@ -83,13 +88,23 @@ class Started:
         self.runner.begin()
 
 
+def test_what_is_not_learnt_of_the_rows_stands_in_the_first_event_also_after_a_checkpoint(tmp_path):
+    notes = ("2 rows are cut", "1 row is wrong")
+    job = Started(tmp_path, "STOP", notes=notes)
+    assert job.told.details[0] == "from the beginning; 2 rows are cut; 1 row is wrong"
+    job.runner.cycle()
+    again = Started(tmp_path, notes=notes)
+    assert again.told.details[0].startswith("from step 0, ")
+    assert again.told.details[0].endswith("; 2 rows are cut; 1 row is wrong")
+
+
 def test_the_stream_does_not_wait_for_a_slow_disk(tmp_path, uninterrupted):
     job = Started(tmp_path, "CHECKPOINT")
     with (job.folder.root / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a disk that does not answer
         while job.tiny.stream.position.step < 3:
             assert job.runner.cycle() is None
-        assert job.told.kinds == ["STARTED"]
+        assert job.told.kinds == ["STARTED", "EVALUATED"]
     while (ending := job.runner.cycle()) is None:
         pass
     assert ending is Ending.SUCCEEDED

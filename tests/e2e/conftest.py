@@ -22,7 +22,7 @@ def farm(
     """Decode pods, `PODS` of the module or two, under a policy that always lets the worker run."""
     out = tmp_path_factory.mktemp("farm")
     events = out / "pods"
-    settings = ClusterSettings(log_dir=out / "logs", event_log_root=events)
+    settings = ClusterSettings(log_dir=out / "logs", event_log_root=events, outputs=(out,))
     with LocalCluster(settings, console=Console(stderr=True)) as cluster:
         client = WindrowClient(cluster.kubeconfig)
         n = getattr(request.module, "PODS", 2)

@@ -86,17 +86,35 @@ class OperatorProcess:
 class FakeSidecar:
     """One stream of a sidecar: says what the test says, and keeps what it is told."""
 
-    def __init__(self, address, authority, token, *, facts=True, running=(), pod_uid="", version=1):
+    def __init__(
+        self,
+        address,
+        authority,
+        token,
+        *,
+        facts=True,
+        running=(),
+        pod_uid="",
+        version=1,
+        outputs=("/out",),
+    ):
         credentials = grpc.ssl_channel_credentials(authority)
         self._channel = grpc.secure_channel(address, credentials)
         self._outbox = queue.SimpleQueue()
         self.told = deque()
         self.error = None
-        slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, chunks=128, tensor_parallel=1)]
+        slot = pb.SlotFacts(
+            index=0,
+            model="/m",
+            compute_units=2,
+            chunks=128,
+            tensor_parallel=1,
+            output_trees=outputs,
+        )
         hello = pb.SidecarHello(
             protocol_version=version,
             pod_uid=pod_uid,
-            slots=slots if facts else [],
+            slots=[slot] if facts else [],
             running=running,
         )
         self._outbox.put(pb.SidecarMessage(hello=hello))

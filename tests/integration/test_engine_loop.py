@@ -30,6 +30,7 @@ from windrow_sidecar.qos.view import Decision
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.faults import FaultyDriver
 from windrow_sidecar.testing.models import save_random_llama
+from windrow_sidecar.testing.step_seam import RecordingHook, check_calls
 
 
 class OneThread:
@@ -446,3 +447,13 @@ def test_a_profile_of_units_that_decode_cannot_have_is_not_taken(bench, caplog):
     with pytest.raises(InvariantBroken, match="does not run on 3 units"):
         measure(one.parts, [Point(2, 1, 40), Point(3, 1, 40)], effort)
     assert one.scheduler.is_empty
+
+
+def test_the_loop_keeps_the_contract_of_the_step_seam(bench):
+    one, hook = bench(), RecordingHook()
+    one.use(hook)
+    for n in range(5):
+        prompt = {"n_prompt": 20 + 30 * n, "kv_arrives": bool(n % 2)}
+        one.scheduler.submit(request(n, max_tokens=6 + n, **prompt))
+    one.run_dry()
+    assert check_calls(hook.calls) >= 10

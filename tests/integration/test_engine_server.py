@@ -22,9 +22,11 @@ from waiting import wait_until
 
 from windrow.crd import LatencyProfileSpec
 from windrow.eventlog import RequestEvent, StepEvent, read_events
+from windrow.proto import agent_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR, RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.engines.harvest.link import AgentLink
 from windrow_sidecar.testing.models import save_random_llama
 
 START_S, END_S = 90.0, 5.0
@@ -340,3 +342,40 @@ def test_an_unsupported_architecture_is_refused_with_what_is_supported(model, tm
 
 def run_to_its_end(argv: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=START_S, check=False)
+
+
+@pytest.mark.parametrize("lacks", ["cores", "run directory"])
+def test_a_server_that_cannot_be_harvested_serves_as_if_windrow_were_not_there(fresh, lacks):
+    allowed = os.sched_getaffinity(0)
+    with tempfile.TemporaryDirectory(prefix="wdr") as root:
+        run_dir = Path(root) if lacks == "cores" else Path(root) / "none"
+        if lacks == "cores":
+            os.sched_setaffinity(0, {min(allowed)})
+        try:
+            server = fresh(run_dir=run_dir)
+        finally:
+            os.sched_setaffinity(0, allowed)
+        server.wait()
+        answer = server.complete(prompt=PROMPT, max_tokens=4, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 4
+        assert list(Path(root).iterdir()) == []
+        (line,) = [x for x in server.output.read_text().splitlines() if "harvesting is off" in x]
+        wanted = {"cores": "1 core(s) cannot be shared", "run directory": "cannot write"}
+        assert wanted[lacks] in line
+
+
+def test_an_engine_that_no_agent_comes_to_says_so_once(tmp_path, caplog):
+    caplog.set_level("INFO", logger="windrow_sidecar.engines.harvest.link")
+    dialled = []
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "a.sock"))
+        listening.listen()
+        listening.settimeout(30)
+        link = AgentLink(tmp_path / "a.sock", agent_pb2.EngineHello(), hook=None)
+        link.start()
+        while len(dialled) < 3:
+            caller, _ = listening.accept()
+            caller.close()  # not an agent
+            dialled.append(caller)
+        link.close()
+    assert len(caplog.records) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +63,51 @@ def test_a_job_runs_to_its_adapter_and_leaves_its_curves(tmp_path):
     assert (said["step"], said["total_steps"], said["skipped_rows"]) == (3, 3, 1)
     assert said["tuned_eval_loss"] > 0
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
-    assert Path(said["report"]).is_file()
+    assert said["train_rows"] + said["held_out_rows"] == said["cut_rows"] == 12
+    skipped, cut = said["notes"]
+    assert skipped.startswith("1 row is wrong and left out (first ")
+    assert cut.startswith("12 rows are cut to spec.training.maxSequenceLength, 64 tokens")
+    report = Path(said["report"]).read_text()
+    assert all(html.escape(note) in report for note in said["notes"])
+    assert str(MODEL) in report
+    assert "<td>10 rows</td>" in report
+    assert len(report) < 50_000
     metrics = (tmp_path / "out" / ".windrow" / "job" / "metrics.jsonl").read_text().splitlines()
     stages = [json.loads(line).get("stage") for line in metrics]
     assert stages == ["base", None, None, "held-out", None, "tuned"]
+
+
+def lines_of(path: Path) -> list[str]:
+    command = [*COMMAND, path, "--units", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    folder = path.parent / "out"
+    said = re.sub(r"(step-0000000\d)-\d+", r"\1", done.stdout.replace(str(folder), "OUT"))
+    said = re.sub(r"(loss|lr|norm|before,) \d[\w.+-]*\w", r"\1 N", said)
+    return re.sub(r"[\d,]+ (tokens/s|s left)", r"N \1", said).splitlines()
+
+
+def test_a_console_says_each_thing_once_and_never_a_step_beyond_the_last(tmp_path):
+    path = manifest(tmp_path, maxSequenceLength=512, maxSteps=3)
+    shown = lines_of(path)
+    assert len(shown) == len(set(shown))
+    told = [line for line in shown if not line.startswith(("step ", "checkpointed: "))]
+    assert told == [
+        "started: from the beginning",
+        "evaluated: before the first step: held-out loss N",
+        "evaluated: step 2: held-out loss N",
+        "evaluated: held-out loss N before, N after",
+        "succeeded: 3 steps",
+        "adapter: OUT",
+        "report: OUT/.windrow/job/report.html",
+    ]
+    assert "checkpointed: OUT/.windrow/job/checkpoints/step-00000003" in shown
+    steps = [line for line in shown if line.startswith("step ")]
+    assert steps
+    assert all(re.match(r"step [123]/3, loss N, lr N, grad norm N", line) for line in steps)
+
+    shown = lines_of(manifest(tmp_path, maxSequenceLength=512, maxSteps=1))
+    assert "succeeded: 3 steps, of 1 that are asked for now" in shown
+    assert "step 3/3, loss N, lr -, grad norm -, - tokens/s" in shown
 
 
 def test_a_wrong_row_ends_it_with_file_line_and_remedy(tmp_path):
@@ -129,6 +172,21 @@ def test_a_run_that_only_measures_prints_its_figures_and_leaves_no_adapter(tmp_p
     assert not (tmp_path / "out" / "adapter_model.safetensors").exists()
 
 
+def test_a_link_out_of_the_working_directory_is_refused_before_anything_runs(tmp_path):
+    path, elsewhere = manifest(tmp_path / "here"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "here" / "link").symlink_to(elsewhere)
+    body = yaml.safe_load(path.read_text())
+    body["spec"]["output"]["destination"] = "link/tone"
+    path.write_text(yaml.safe_dump(body))
+    done = subprocess.run(
+        [*COMMAND, path], cwd=path.parent, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "spec.output.destination: link/tone leads by a link to" in done.stderr
+    assert list(elsewhere.iterdir()) == []
+
+
 def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
     path = manifest(tmp_path, colour=1)
     done = subprocess.run(
@@ -138,5 +196,5 @@ def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
         check=False,
     )
     assert done.returncode == 2
-    assert "spec.training.colour" in done.stderr
+    assert done.stderr.startswith(f"windrow: {path}: spec.training.colour: unknown field")
     assert not (tmp_path / "out").exists()

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from windrow.errors import UserError
 from windrow.eventlog import MarkEvent, read_events
-from windrow_sidecar.engines.harvest import HarvestSettings
+from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
+from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import Terms, make_terms
 from windrow_sidecar.qos.view import Action, Decision
-from windrow_sidecar.testing.stepping_engine import SteppingEngine
+from windrow_sidecar.testing.stepping_engine import PROFILE, UNITS, SteppingEngine
 
 pytestmark = pytest.mark.alone
 
@@ -223,3 +225,41 @@ def test_closing_revokes_and_pauses(decode):
         assert (grant.action, grant.chunks) == (Action.PAUSE, 0)
         assert grant.pause_epoch > granted.pause_epoch
         until(lambda: decode.arena.counts()[2] + decode.arena.counts()[4] == 0)
+
+
+def test_without_a_policy_and_with_nothing_lent_the_hook_sleeps(decode):
+    assert not decode.hook.is_awake
+    decode.hook.set_terms(TERMS)
+    assert decode.hook.is_awake
+    with worker_of(decode):
+        until(lambda: (decode.step(), decode.arena.counts()[2])[1])
+        decode.hook.set_terms(None)
+        decode.step()
+        assert decode.hook.is_awake  # chunks are out
+        until(lambda: (decode.step(), not decode.arena.counts()[2])[1])
+        until(lambda: (decode.step(), not decode.hook.is_awake)[1])
+
+
+def test_an_engine_that_keeps_its_chunks_hears_how_many_are_lacking(decode):
+    held = [decode.arena.take_kv() for _ in range(30)]  # two are left, for the reserve
+    decode.hook.set_terms(TERMS)
+    decode.step()
+    assert decode.hook.chunks_lacking == 0  # nobody wants any
+    with worker_of(decode, wanted=8):
+        lacking = until(lambda: (decode.step(), decode.hook.chunks_lacking)[1])
+        for chunk in held[-lacking:]:
+            decode.arena.return_kv(chunk)
+        until(lambda: (decode.step(), decode.arena.counts()[2] == 8)[1])
+        until(lambda: (decode.step(), decode.hook.chunks_lacking == 0)[1])
+
+
+def test_a_profile_that_comes_later_is_decided_by_from_then_on(decode):
+    hook = HarvestHook(decode.arena, host_levels(UNITS), None)
+    hook.set_terms(TERMS)
+    hook.idle(time.monotonic_ns())
+    assert hook.controller.why_paused == "no latency profile"
+    hook.set_profile(PROFILE)
+    with worker_of(decode):
+        until(lambda: hook.idle(time.monotonic_ns()).action == Action.GO)
+    with pytest.raises(UserError, match=r"no solo model for \[1\] units"):
+        hook.set_profile({"solo": PROFILE["solo"][1:]})

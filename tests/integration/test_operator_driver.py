@@ -59,7 +59,7 @@ def with_slot(world, objects):
     body = {"metadata": {**pod.metadata.to_dict(), "namespace": objects.namespace}}
     body["metadata"].pop("deletion_timestamp")
     known = world.put_pod(body)
-    slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, max_jobs=4)]
+    slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, max_jobs=4, output_trees=["/out"])]
     reports.take_hello(world, known, pb.SidecarHello(slots=slots), now(), first=True)
     (live,) = world.slots.values()
     reports.take_heartbeat(world, live, pb.SlotHeartbeat(engine_state="serving"), now())

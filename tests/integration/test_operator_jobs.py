@@ -238,7 +238,42 @@ def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
     sidecar.report(assigned, "FAILED", reason="DatasetInvalid", detail=detail, user_error=True)
     cluster.await_state("Failed")
     failed = cluster.condition("Failed")
-    assert (failed["reason"], failed["message"]) == ("DatasetInvalid", detail)
+    assert failed["reason"] == "DatasetInvalid"
+    assert (
+        failed["message"]
+        == f"{detail} Mend it in a new job: one that has failed does not run again."
+    )
+
+
+def test_a_job_that_failed_over_its_checkpoint_is_mended_by_a_new_one_as_its_message_says(placed):
+    cluster, sidecar, assigned = placed
+    detail = "/c7 cannot be gone on from: 8 was trained with, the job says 16."
+    sidecar.report(assigned, "FAILED", reason="CheckpointMismatch", detail=detail, user_error=True)
+    cluster.await_state("Failed")
+    assert "Mend it in a new job" in cluster.condition("Failed")["message"]
+    # The very same spec, to the same destination.
+    sidecar.beat()
+    destination = cluster.get("finetunejobs", "tone")["spec"]["output"]["destination"]
+    cluster.job("again", output={"destination": destination})
+    again = sidecar.next("assign")
+    assert (again.job_name, again.epoch) == ("again", 1)
+    assert again.job_uid != assigned.job_uid
+
+
+def test_a_job_of_a_priority_class_that_does_not_exist_is_not_placed_until_it_does(cluster, kube):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    name = f"batch-{cluster.namespace}"
+    cluster.job(priorityClassName=name)
+    cluster.await_state("Invalid")
+    assert cluster.condition("Accepted")["reason"] == "PriorityClassNotFound"
+    classes = client.SchedulingV1Api(kube)
+    classes.create_priority_class({"metadata": {"name": name}, "value": -10})
+    try:
+        assert sidecar.next("assign").job_name == "tone"
+    finally:
+        classes.delete_priority_class(name)
 
 
 def test_a_job_without_a_slot_says_why_each_refuses(cluster):
@@ -261,6 +296,56 @@ def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     accepted = cluster.condition("Accepted", "late")
     assert accepted["reason"] == "DestinationInUse"
     assert f"{cluster.namespace}/tone" in accepted["message"]
+
+
+def volume(name, **more):
+    return {"name": name, "mountPath": f"/{name}", "hostPath": {"path": "/srv"}, **more}
+
+
+def test_a_job_writes_only_to_volumes_of_the_policy_that_its_pod_has_to_write(cluster):
+    cluster.policy(sidecar={"volumes": [volume("data"), volume("rows", readOnly=True)]})
+    # A directory of the node is mounted only in a namespace that may have such pods.
+    label = {"pod-security.kubernetes.io/enforce": "privileged"}
+    cluster.core.patch_namespace(cluster.namespace, {"metadata": {"labels": label}})
+
+    def volumes_of_a_pod():
+        asks = {"windrow.dev/inject": "enabled"}
+        pod = cluster.create_pod("probe", asks, dry_run="All")
+        return {volume.name for volume in pod.spec.volumes}
+
+    wait_until(lambda: {"windrow-data", "windrow-rows"} <= volumes_of_a_pod(), "both volumes")
+    sidecar = cluster.attach(cluster.pod(), outputs=())
+    sidecar.beat()
+    cluster.job("elsewhere", output={"destination": "/rows/tone"})
+    wait_until(
+        lambda: (
+            "decode-0 cannot write /rows/tone: of its policy's volumes its pod has to write to: "
+            "/data" in cluster.condition("Placed", "elsewhere").get("message", "")
+        ),
+        "the slot's refusal in the condition",
+    )
+    cluster.job(output={"destination": "/data/tone"})
+    assigned = sidecar.next("assign")
+    assert (assigned.job_name, list(assigned.outputs.trees)) == ("tone", ["/data"])
+
+
+def test_a_volume_that_came_after_the_pod_is_not_written_to(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod(), outputs=())
+    sidecar.beat()
+    cluster.custom.patch_namespaced_custom_object(
+        "windrow.dev",
+        "v1alpha1",
+        cluster.namespace,
+        "harvestpolicies",
+        "chat",
+        {"spec": {"sidecar": {"volumes": [volume("data")]}}},
+    )
+    cluster.job(output={"destination": "/data/tone"})
+    wait_until(
+        lambda: "has to write to: none" in cluster.condition("Placed").get("message", ""),
+        "the slot's refusal in the condition",
+    )
 
 
 def test_a_finished_job_is_deleted_after_its_time(cluster):

@@ -128,6 +128,14 @@ def test_a_claim_that_is_not_there_is_left_out_with_a_warning(cluster, under_pol
     assert "windrow-data" not in {entry.name for entry in pod.spec.volumes}
     assert "claim none is not bound" in warning
 
+    def told():
+        events = cluster.core.list_namespaced_event(cluster.namespace).items
+        return [e for e in events if e.reason == "VolumeLeftOut"]
+
+    (event,) = wait_until(told, "an event about the policy")
+    assert (event.involved_object.kind, event.involved_object.name) == ("HarvestPolicy", "chat")
+    assert "pod decode-0: volume data of the policy is not mounted" in event.message
+
 
 def test_a_native_sidecar_is_part_of_the_pod_where_the_pod_is_still_admitted(cluster, under_policy):
     under_policy(sidecar={"form": "sidecar"})

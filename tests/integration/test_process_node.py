@@ -399,3 +399,44 @@ def test_however_the_node_ends_its_containers_end_and_its_successor_runs_them_ag
 
     assert wait_until(runs_again, "the containers run again").last_state.terminated
     pods.await_ready("decode-0")
+
+
+def test_an_ephemeral_container_runs_beside_decode_and_ends_with_the_pod(node, pods):
+    pods.create("decode-0", **decode_like_pod())
+    before = pods.await_ready("decode-0")
+    command = ["python", "-c", "import time; print('added', flush=True); time.sleep(600)"]
+    added = {"name": "windrow-1", "image": "none", "command": command}
+    added["targetContainerName"] = "decode"
+    pods.core.patch_namespaced_pod_ephemeralcontainers(
+        "decode-0", pods.namespace, {"spec": {"ephemeralContainers": [added]}}
+    )
+
+    def status():
+        found = pods.read("decode-0").status.ephemeral_container_statuses
+        return found[0] if found else None
+
+    running = wait_until(lambda: status() and status().state.running and status(), "it runs")
+    wait_until(lambda: "added" in node.log_of(pods.namespace, "decode-0", "windrow-1"), "its log")
+    # Killed, it stays ended: the next one has another name. The pod is ready all the while.
+    os.kill(int(running.container_id.removeprefix("process://")), signal.SIGKILL)
+    ended = wait_until(lambda: status().state.terminated, "it has ended")
+    assert ended.exit_code == 128 + signal.SIGKILL
+    second = {**added, "name": "windrow-2"}
+    pods.core.patch_namespaced_pod_ephemeralcontainers(
+        "decode-0", pods.namespace, {"spec": {"ephemeralContainers": [second]}}
+    )
+
+    def second_pid():
+        for found in pods.read("decode-0").status.ephemeral_container_statuses:
+            if found.name == "windrow-2" and found.state.running:
+                return int(found.container_id.removeprefix("process://"))
+        return None
+
+    pid = wait_until(second_pid, "the second one runs")
+    after = pods.await_ready("decode-0").status
+    assert after.container_statuses[0].container_id == (
+        before.status.container_statuses[0].container_id
+    )
+    pods.core.delete_namespaced_pod("decode-0", pods.namespace)
+    wait_until(lambda: pods.is_gone("decode-0"), "the pod is deleted")
+    assert not is_running(pid)

@@ -208,6 +208,24 @@ def test_the_end_of_decode_is_survived_by_a_checkpoint(pod):
     assert pod.agent.events[-1].reason == "SlotLost"
 
 
+def test_a_link_to_another_jobs_directory_is_refused_and_nothing_is_written(pod):
+    worker = pod.start()
+    folder = pod.run_dir.job_dir(UID)
+    other, link = pod.root / "volume" / "other", pod.root / "volume" / "tone"
+    other.mkdir(parents=True)
+    link.symlink_to(other)
+    job = json.loads((folder / "job.json").read_text())
+    job["spec"]["output"]["destination"] = str(link)
+    job["outputs"] = [str(pod.root / "volume")]
+    (folder / "job.json").write_text(json.dumps(job))
+    assert worker.wait(60) == Ending.USER_ERROR, pod.logs()
+    until(lambda: pod.agent.events, pod=pod)
+    event = pod.agent.events[-1]
+    assert (event.user_error, event.reason) == (True, "OutputNotWritable")
+    assert f"leads by a link to {other}" in event.detail
+    assert list(other.iterdir()) == []
+
+
 def test_bad_input_is_a_failure_that_names_the_field(pod):
     worker = pod.start()
     folder = pod.run_dir.job_dir(UID)

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent import futures
 from pathlib import Path
 
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
 UID = "3b1c"
 BLOCK = 128 * 1024
+GPU_BLOCK = 2 << 20  # what its virtual memory maps
 CHUNKS = 24
 # A worker on a machine with so little memory that layers of the model take turns there.
 IN_ROOM = (
@@ -41,11 +43,19 @@ IN_ROOM = (
 class Decode:
     """Decode as the worker sees it: an arena, beats, grants, lent chunks, exported weights."""
 
-    def __init__(self, run_dir: RunDir, *, weights: bool) -> None:
+    def __init__(self, run_dir: RunDir, *, weights: bool, driver: str = "host") -> None:
+        self._driver = driver
+        on_gpu = driver != "host"
         geometry = Geometry(
-            layers=6, kv_heads=4, head_dim=32, dtype_bytes=4, block_bytes=BLOCK, chunks=CHUNKS
+            layers=6,
+            kv_heads=4,
+            head_dim=32,
+            dtype_bytes=4,
+            block_bytes=GPU_BLOCK if on_gpu else BLOCK,
+            chunks=CHUNKS,
+            layout="token-major" if on_gpu else "per-layer",
         )
-        self.arena = Arena.create(geometry, reserved_chunks=1)
+        self.arena = Arena.create(geometry, reserved_chunks=1, driver=driver)
         if weights:
             self._export(run_dir)
         self.arena.serve(str(run_dir.arena_socket()))
@@ -97,7 +107,7 @@ class Decode:
         for name, tensor in tensors.items():
             places[name] = {"offset": end, "shape": list(tensor.shape), "dtype": "float32"}
             end += -(-tensor.numel() * 4 // 64) * 64
-        shared = SharedWeights.create(end)
+        shared = SharedWeights.create(end, driver=self._driver)
         storage = from_dlpack(shared.tensor())
         for name, tensor in tensors.items():
             at = places[name]["offset"]
@@ -164,14 +174,22 @@ class Agent(agent_pb2_grpc.AgentServicer):
 
 
 class Pod:
-    """One decode pod: starts workers in it."""
+    """One decode pod: starts workers in it, with this environment; `driver`: of decode's arena."""
 
-    def __init__(self, root: Path, *, weights: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        weights: bool = True,
+        driver: str = "host",
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._environ = environ
         self.root = root
         self.run_dir = RunDir(root)
         self.out = root / "out"
         self.agent = Agent(self.run_dir)
-        self.decode = Decode(self.run_dir, weights=weights)
+        self.decode = Decode(self.run_dir, weights=weights, driver=driver)
         self.workers: list[subprocess.Popen] = []
 
     def write_job(self, uid: str = UID, epoch: int = 1, **training) -> Path:
@@ -203,7 +221,7 @@ class Pod:
         """Start a worker for the job UID by this command."""
         self.write_job(epoch=epoch, **training)
         with (self.root / f"worker-{epoch}.log").open("ab") as log:
-            worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+            worker = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=self._environ)
         self.workers.append(worker)
         return worker
 

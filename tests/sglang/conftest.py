@@ -1,4 +1,4 @@
-"""SGLang runs in its own environment and in processes of its own: when a part of it fails, all die."""
+"""SGLang runs in its own environment and processes: when a part of it fails, all of it dies."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SGLang's real scheduler in one process, driven iteration by iteration by a script.
 
 `python scheduler_process.py SCRIPT.json RESULT.json` under SGLang's own environment. Nothing of the
-scheduler is replaced but its ends: requests come from the script at the iteration that it names, and
-what would go to the tokenizer is kept. So arrivals, batches and lending are the same in each run.
+scheduler is replaced but its ends: requests come from the script at the iteration that it names,
+and what would go to the tokenizer is kept. So arrivals, batches and lending are the same each time.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ class Outputs:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
+        self.updates: list[list] = []
 
     def send_output(self, output, recv_obj=None) -> None:
+        if type(output).__name__ == "UpdateWeightFromDiskReqOutput":
+            self.updates.append([output.success, output.message])
         for i, rid in enumerate(getattr(output, "rids", None) or []):
             ids = getattr(output, "output_ids", None)
             if ids is not None:
@@ -107,12 +110,13 @@ class Script:
         self.n_requests = len(self.waiting)
         self.iteration = self.quiet = 0
         self.used: list[int] = []
-        self.most_lent = self.lendings = 0
-        self.last_ns = time.monotonic_ns()
-        self.longest_us = 0
+        self.most_lent = self.lendings = self.idle_lent = 0
+        self.last_ns = time.thread_time_ns()
+        self.iterations_us: list[list[int]] = []  # batch, CPU time of the iteration before
         self.chaos = None
         if script.get("chaos"):
             self.chaos = Chaos(scheduler, script["chaos"])
+        self.recording = record_steps() if script.get("record") else None
         if script.get("worker"):
             self.chaos = Worker(scheduler, script["worker"], self.outputs)
         self.began_s = time.monotonic()
@@ -121,7 +125,7 @@ class Script:
 
     def ingest(self, *_args, **_kwargs) -> list:
         """Stands for the scheduler's receiving end; called once an iteration."""
-        from sglang.srt.managers.io_struct import AbortReq
+        from sglang.srt.managers.io_struct import AbortReq, UpdateWeightFromDiskReqInput
 
         self.iteration += 1
         scheduler = self.scheduler
@@ -129,6 +133,12 @@ class Script:
         while self.waiting and self.waiting[0]["at"] <= self.iteration:
             spec = self.waiting.pop(0)
             arrived.append(request({**spec, "disaggregated": self.disaggregated}))
+        if self.iteration == self.script.get("update_weights_at"):
+            arrived.append(
+                UpdateWeightFromDiskReqInput(
+                    model_path=scheduler.server_args.model_path, load_format="auto"
+                )
+            )
         arrived += [AbortReq(rid=r) for r, at in self.aborts.items() if at == self.iteration]
         scheduler.process_input_requests(arrived)
         if self.chaos is not None:
@@ -136,12 +146,13 @@ class Script:
         self.used.append(scheduler.pool_stats_observer.get_pool_stats().full_num_used)
         lent = getattr(scheduler.token_to_kv_pool_allocator, "lent_tokens", 0)
         self.lendings += lent > 0
+        self.idle_lent += lent > 0 and scheduler.is_fully_idle()
         self.most_lent = max(self.most_lent, lent)
-        now_ns = time.monotonic_ns()
-        if scheduler.forward_ct > 8:
-            self.longest_us = max(self.longest_us, (now_ns - self.last_ns) // 1000)
-        self.last_ns = now_ns
+        now_ns = time.thread_time_ns()  # of this thread: other work on the machine does not count
+        batch = scheduler.running_batch.batch_size()
+        self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000])
         self._maybe_end()
+        self.last_ns = time.thread_time_ns()
         return arrived
 
     def _maybe_end(self) -> None:
@@ -272,6 +283,26 @@ class Worker:
         self.phase, self.answered = phase, len(self.outputs.ends)
 
 
+def hooks() -> int:
+    """How many places of SGLang the plugin has hooked."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return len(HookRegistry._patched)
+
+
+def record_steps():
+    """Put a hook in place that keeps its calls; returns it."""
+    from dataclasses import replace
+
+    from windrow_sidecar.engines.hook import FailClosed
+    from windrow_sidecar.testing.step_seam import RecordingHook
+
+    harvest, recording = plugin().harvest, RecordingHook()
+    harvest._parts.inner.set_terms(None)  # something new to decide, which nobody takes up
+    harvest._parts = replace(harvest._parts, hook=FailClosed(recording))
+    return recording
+
+
 def transfer_known_kv(scheduler) -> None:
     """Let SGLang's fake transfer write KV that depends on the place in the prompt alone."""
     import torch
@@ -299,11 +330,16 @@ def plugin():
     return HookRegistry._hooks[f"{SCHEDULER}.__init__"][0][1].__self__
 
 
+def steps_of(recording) -> int:
+    from windrow_sidecar.testing.step_seam import check_calls
+
+    return check_calls(recording.calls)
+
+
 def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text())
-    began_s = time.monotonic()
     scheduler = make_scheduler(script.get("server", {}))
-    started_s = time.monotonic() - began_s
+    started_s = time.process_time()
     played = Script(scheduler, script)
     scheduler.ingest_requests = played.ingest
     scheduler.run_event_loop()
@@ -314,10 +350,14 @@ def main() -> None:
         "iterations": played.iteration,
         "most_lent": played.most_lent,
         "iterations_lent": played.lendings,
-        "longest_us": played.longest_us,
+        "idle_lent": played.idle_lent,
+        "iterations_us": played.iterations_us if script.get("timed") else None,
+        "hooks": hooks(),
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
         "total": scheduler.max_total_num_tokens,
-        "started_s": started_s,
+        "started_cpu_s": started_s,
+        "steps": steps_of(played.recording) if played.recording else None,
+        "updates": played.outputs.updates,
         "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),
         "faults": getattr(played.chaos, "seen", []),
         "off": plugin().off if os.environ.get("WINDROW_RUN_DIR") else None,

@@ -24,12 +24,12 @@ KINDS = {
 
 
 def conversation(n: int, seed: int, *, longest: int = 60) -> list[dict]:
-    """Requests that come a few iterations apart."""
+    """Requests that come a few iterations apart, with an idle time in the middle."""
     chance = random.Random(seed)
     return [
         {
             "n": i,
-            "at": 3 + 4 * i + chance.randrange(4),
+            "at": 3 + 4 * i + chance.randrange(4) + (2 * i >= n) * 3 * longest,
             "tokens": chance.randrange(8, longest),
             "prompt": [*TEXT[: chance.randrange(5, len(TEXT))]],
         }
@@ -56,6 +56,7 @@ def test_answers_and_sums_are_stock_ones_while_chunks_are_lent_at_random(
         "requests": conversation(40, 5),
         "aborts": {"r7": 40, "r20": 99},
         "chaos": 3,  # what is lent is filled with NaN, all of it
+        "record": True,  # and check the contract of the step seam
     }
     lending = play(script, run_dir)
     assert lending["iterations_lent"] > 40
@@ -64,8 +65,15 @@ def test_answers_and_sums_are_stock_ones_while_chunks_are_lent_at_random(
     assert len(lending["tokens"]) >= 38
     assert lending["ends"] == stock["ends"]
     assert lending["used"] == stock["used"]
+    assert lending["idle_lent"] > 10  # SGLang looks for leaks whenever it is idle
     assert lending["available"] == lending["total"] == stock["total"]
     assert lending["off"] == ""
+    assert lending["steps"] > 100
+
+
+def test_without_a_run_directory_nothing_of_sglang_is_touched(stock):
+    assert stock["hooks"] == 0
+    assert "windrow:" not in stock["log"]
 
 
 def test_requests_that_find_no_memory_are_retracted_and_answered_all_the_same(play, run_dir):

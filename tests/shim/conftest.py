@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,9 +23,11 @@ class Shim:
     """The two libraries, and processes that have them."""
 
     folder: Path
-    environ: dict[str, str] = field(default_factory=dict)
 
-    def environment(self, **more: str) -> dict[str, str]:
+    def environment(self, *, computes: bool = False, **more: str) -> dict[str, str]:
+        """Of such a process; `computes`: its operators give results (see `kernels_on_host`)."""
+        if computes:
+            more = {"PYTHONPATH": str(HERE / "site"), **more}
         without = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
         return without | {
             "LD_PRELOAD": str(self.folder / "cudart.so"),
@@ -34,17 +36,21 @@ class Shim:
             **more,
         }
 
-    def run(self, code: str, *arguments: object, **environ: str) -> str:
-        """Run a piece of Python in a process of its own; returns what it printed."""
+    def run(self, code: str, *arguments: object, computes: bool = False, **environ: str) -> str:
+        """Run a piece of Python in a process of its own; returns what it printed.
+
+        The test fails where it ends otherwise than well, or breaks a rule of CUDA's.
+        """
         done = subprocess.run(
             [sys.executable, "-c", code, *map(str, arguments)],
-            env=self.environment(**environ),
+            env=self.environment(computes=computes, **environ),
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+        assert "rule broken" not in done.stderr, done.stderr[-6000:]
         return done.stdout.strip()
 
 

@@ -15,6 +15,11 @@
 
 static atomic_llong launches;
 
+/* The stand-in's own of what is defined here as well. */
+static void* of_standin(const char* name) {
+  return dlsym(dlopen(STANDIN, RTLD_NOW | RTLD_LOCAL), name);
+}
+
 API long long windrow_shim_triton_launches(void) {
   return launches;
 }
@@ -67,17 +72,28 @@ API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus* status)
 }
 
 /* Modules: what Triton compiled must be a program for a GPU, an ELF file. */
+/* Windrow's own module is text, and the stand-in's to run. */
+static struct CUmod_st {
+  char of_triton;
+} compiled;
+
 API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  *module = (CUmodule)image;
-  return memcmp(image, "\177ELF", 4) == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_IMAGE;
-}
-API CUresult cuModuleUnload(CUmodule module) {
-  (void)module;
+  if (memcmp(image, "\177ELF", 4) != 0) {
+    return ((CUresult (*)(CUmodule*, const void*))of_standin("cuModuleLoadData"))(module, image);
+  }
+  *module = &compiled;
   return CUDA_SUCCESS;
 }
+API CUresult cuModuleUnload(CUmodule module) {
+  return module == &compiled ? CUDA_SUCCESS
+                             : ((CUresult (*)(CUmodule))of_standin("cuModuleUnload"))(module);
+}
 API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
-  (void)name;
-  *function = (CUfunction)module;
+  typedef CUresult (*Call)(CUfunction*, CUmodule, const char*);
+  if (module != &compiled) {
+    return ((Call)of_standin("cuModuleGetFunction"))(function, module, name);
+  }
+  *function = (CUfunction)&compiled;
   return CUDA_SUCCESS;
 }
 API CUresult cuFuncGetAttribute(int* value, CUfunction_attribute attribute, CUfunction function) {
@@ -106,16 +122,12 @@ API CUresult cuOccupancyMaxActiveClusters(int* n, CUfunction function, const CUl
 }
 
 API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
-  (void)device;
   switch (attribute) {
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
       *value = from_environment("WINDROW_SHIM_CAPABILITY", 8);
       break;
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
       *value = 0;
-      break;
-    case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-      *value = 132;
       break;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
       *value = 32;
@@ -130,7 +142,8 @@ API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUde
       *value = 65536;
       break;
     default:
-      *value = 1;
+      return ((CUresult (*)(int*, int, int))of_standin("cuDeviceGetAttribute"))(value, attribute,
+                                                                              device);
   }
   return CUDA_SUCCESS;
 }
@@ -151,11 +164,7 @@ API CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, C
 API CUresult cuGetProcAddress_v2(const char* name, void** found, int version, cuuint64_t flags,
                                  CUdriverProcAddressQueryResult* result) {
   typedef CUresult (*Get)(const char*, void**, int, cuuint64_t, CUdriverProcAddressQueryResult*);
-  void* standin = dlopen(STANDIN, RTLD_NOW | RTLD_LOCAL);
-  const Get get = standin ? (Get)dlsym(standin, "cuGetProcAddress_v2") : NULL;
-  if (get == NULL) {
-    return CUDA_ERROR_NOT_FOUND;
-  }
+  const Get get = (Get)of_standin("cuGetProcAddress_v2");
   if (strcmp(name, "cuPointerGetAttribute") == 0) {
     *found = (void*)cuPointerGetAttribute;
     return CUDA_SUCCESS;

@@ -1,6 +1,17 @@
-"""What a worker beside decode asks of torch's CUDA as it starts, with our allocator in place."""
+"""A worker beside decode on a GPU, from its first call of torch's: with our allocator in place."""
 
 from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from worker_pod import Pod, lend_what_is_wanted, until
+
+from windrow_sidecar import _core
+from windrow_sidecar.finetune.runner import Ending
 
 SLOT = """
 import sys
@@ -21,16 +32,105 @@ import torch
 """
 
 
-def test_a_worker_takes_torchs_memory_from_lent_chunks_from_its_first_tensor(shim, tmp_path):
-    found = shim.run(
-        SLOT
-        + """
+def test_torch_takes_memory_from_lent_chunks_from_its_first_tensor_on(shim, tmp_path):
+    counts = tmp_path / "counts"
+    code = """
 tensor = torch.zeros(1 << 20, device=slot.device.torch)
-assert tensor.is_cuda
-assert worker.chunk_offset(0) >= 0
-held = slot.memory.held_chunks, slot.device.free_bytes(), slot.device.peak_bytes()
-print(*held, slot.memory._budget.used_bytes() >= tensor.nbytes)
-""",
-        tmp_path,
+print(slot.memory.held_chunks, slot.device.peak_bytes() >= tensor.nbytes)
+left = slot.device.free_bytes()
+del tensor
+torch.cuda.empty_cache()
+print(slot.device.free_bytes() - left)
+"""
+    found = shim.run(SLOT + code, tmp_path, WINDROW_SHIM_COUNTS=str(counts))
+    assert found.split() == ["8", "True", str(4 << 20)]
+    assert json.loads(counts.read_text())["most_device_bytes"] == 0, "torch has memory of its own"
+
+
+def test_a_tensor_of_decodes_weights_does_not_come_before_the_allocator(shim, tmp_path):
+    """DLPack asks torch for the current stream, which initialises CUDA."""
+    code = """
+from torch.utils.dlpack import from_dlpack
+from windrow_sidecar._core import SharedWeights
+shared = SharedWeights.create(1 << 20, driver="cuda")
+weights = from_dlpack(shared.tensor())
+weights.zero_()
+print(weights.device, int(weights[:8].cpu().sum()))
+"""
+    assert shim.run(SLOT + code, tmp_path) == "cuda:0 0"
+    early = SLOT.replace(
+        "slot = slot_device",
+        "import torch; torch.from_dlpack(worker.tensor(0, 16))\nslot = slot_device",
     )
-    print(found)
+    with pytest.raises(AssertionError, match="Install the allocator before"):
+        shim.run(early, tmp_path)
+
+
+def test_a_stream_of_a_partition_outlives_it_while_torch_computes_there(shim):
+    code = """
+import gc, torch
+from windrow_sidecar.compute.cuda import CudaPartition
+def move(partition):
+    partition.activate(partition.levels()[0])
+for _ in range(3):
+    move(CudaPartition("finetune"))
+    gc.collect()
+    torch.cuda.current_stream().synchronize()
+assert torch.cuda.current_stream() != torch.cuda.default_stream()
+"""
+    shim.run(code)
+
+
+@pytest.fixture
+def pod(shim, standin: Path, tmp_path_factory) -> Iterator[Pod]:
+    """Decode in this process over the stand-in; its workers have the shim, and compute."""
+    _core.use_libcuda(str(standin))
+    root = tmp_path_factory.mktemp("p")
+    environ = shim.environment(computes=True, WINDROW_SHIM_COUNTS=str(root / "counts"))
+    pod = Pod(root, driver="cuda", environ=environ)
+    yield pod
+    pod.close()
+    _core.use_libcuda("libcuda.so.1")
+
+
+def started(pod: Pod, **training) -> subprocess.Popen:
+    """A worker with everything that decode can lend."""
+    worker = pod.start(**training)
+    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)
+    pod.decode.go(units=132)
+    lend_what_is_wanted(pod, worker)
+    return worker
+
+
+def step_of(pod: Pod) -> int:
+    return pod.agent.progress[-1].step if pod.agent.progress else 0
+
+
+@pytest.mark.alone
+def test_a_job_learns_beside_decode_with_all_of_its_memory_in_lent_chunks(pod):
+    worker = started(pod)
+    until(lambda: worker.poll() is not None, pod=pod, within=120)
+    assert worker.returncode == Ending.SUCCEEDED, pod.logs()
+    assert "rule broken" not in pod.logs()
+    last = pod.agent.events[-1]
+    assert (last.kind, pod.agent.kinds().count("CHECKPOINTED")) == ("SUCCEEDED", 5)
+    assert last.tuned_eval_loss < last.base_eval_loss
+    assert pod.agent.progress[-1].memory_bytes > 1 << 20
+    assert pod.decode.arena.counts()[2] == 0, "chunks stayed behind"
+    pod.decode.arena.check()
+    (counts,) = [json.loads(line) for line in (pod.root / "counts").read_text().splitlines()]
+    assert counts["most_device_bytes"] == 0, "torch has memory of its own"
+
+
+@pytest.mark.alone
+def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod):
+    worker = started(pod, maxSteps=100_000)
+    until(lambda: step_of(pod) >= 2, pod=pod, worker=worker)
+    arena = pod.decode.arena
+    arena.revoke(arena.geometry.chunks)
+    until(lambda: not (arena.counts()[2] or arena.counts()[4]), pod=pod, worker=worker)
+    arena.check()
+    at = step_of(pod)
+    arena.lend(arena.geometry.chunks - 1, owner=1)
+    until(lambda: step_of(pod) > at + 1, pod=pod, worker=worker)
+    assert "rule broken" not in pod.logs()

@@ -12,7 +12,7 @@ from windrow.errors import Transient
 from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.plan.orders import ORDERS
 
-COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor")
+COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject")
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
     "kind": "FinetuneJob",

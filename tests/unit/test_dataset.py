@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from functools import cache
 
 import pyarrow as pa
@@ -80,6 +81,11 @@ def write(tmp_path, *lines: str):
             "chat",
             '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{"id": 1}]}]}',
             "messages[0] has `tool_calls`, which is not learnt",
+        ),
+        (
+            "chat",
+            '{"messages": [{"role": "assistant", "content": "a", "weight": 0}]}',
+            "messages[0] has the `weight` 0",
         ),
         ("instruction", '{"instruction": "x"}', "`output` is missing"),
         ("instruction", '{"instruction": "", "output": "y"}', "`instruction` is blank"),
@@ -246,12 +252,37 @@ def test_a_tokenizer_without_a_chat_template_is_refused_for_chat_only(tmp_path):
     assert read(write(tmp_path, '{"text": "a"}'), template=None).train
 
 
+def test_a_file_without_rows_beside_others_is_told(tmp_path):
+    write(tmp_path, '{"text": "a"}')
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (note,) = read(tmp_path).notes
+    assert note == f"{tmp_path / 'empty.jsonl'} holds no row"
+
+
 def test_rows_lie_on_disk_and_are_read_by_number(tmp_path):
     source = write(tmp_path, *(json.dumps({"text": "ab" * (i + 1)}) for i in range(6)))
     rows = read(source).train
     assert list(lengths_of(rows)) == lengths_of(list(rows))
     assert rows[4].where == f"{source}:5"
     assert [e.where for e in rows[1:3]] == [f"{source}:2", f"{source}:3"]
+
+
+def test_a_row_takes_32_bytes_of_memory_with_its_place_in_the_order_of_two_epochs(tmp_path):
+    n = 5000
+    write(tmp_path, *(json.dumps({"text": "ab"}) for _ in range(n)))
+    read(tmp_path)  # what libraries keep is kept by now
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        made = read(tmp_path)
+        plan = BatchPlan(n, 8, 1)
+        plan.rows_of(0), plan.rows_of(plan.steps_per_epoch)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(made.train) == n
+    # An array that grows has an eighth more than it needs.
+    assert (after - before) / n <= 32 * 9 / 8 + 1
 
 
 def test_a_row_whose_labels_are_all_masked_is_named():

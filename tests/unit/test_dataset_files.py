@@ -106,6 +106,26 @@ def test_files_beside_the_rows_that_are_not_read_are_told(tmp_path):
     assert "c/d.tsv, e0.csv, e1.csv, 7 more (" in told(tmp_path)[1][0]
 
 
+@pytest.mark.parametrize(
+    "name", ["Test.jsonl", "data_test.jsonl", "testing.jsonl", "x/my-val.json"]
+)
+def test_a_file_that_may_be_of_another_split_and_is_read_is_told(tmp_path, name):
+    put(tmp_path / "rows.jsonl", "jsonl", [])
+    put(tmp_path / name, "jsonl", [])
+    found, (note,) = told(tmp_path)
+    assert found == sorted(["rows.jsonl", name])
+    assert note.startswith(f"{tmp_path}: read as rows of the split 'train', though")
+    assert f"another: {name} (" in note
+
+
+def test_a_file_that_is_read_packed_and_unpacked_is_told(tmp_path):
+    put(tmp_path / "rows.jsonl", "jsonl", [])
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b""))
+    assert told(tmp_path)[1] == [
+        f"{tmp_path}: read packed and unpacked, so their rows count twice: rows.jsonl.gz"
+    ]
+
+
 def test_rows_alone_are_read_without_a_word(tmp_path):
     put(tmp_path / "train.jsonl", "jsonl", [])
     put(tmp_path / "test.jsonl", "jsonl", [])

@@ -62,6 +62,17 @@ def test_a_key_that_overrules_a_merged_one_is_written_once():
     assert parse_document("a: &a {x: 1, y: 1}\nb: {<<: *a, x: 2}")["b"] == {"x": 2, "y": 1}
 
 
+def test_what_is_wrong_is_said_in_one_line_with_the_place(tmp_path):
+    (tmp_path / "job.yaml").write_text("a: 1\nb: [1,\nc: }\n")
+    with pytest.raises(
+        UserError, match=r"job\.yaml: cannot be read: .* \(line 3\)\. Mend it\.$"
+    ) as no:
+        read_document(tmp_path / "job.yaml", "Mend it.")
+    assert "\n" not in str(no.value)
+    with pytest.raises(UserError, match=r"none: cannot be read: No such file or directory\. "):
+        read_document(tmp_path / "none", "Name another.")
+
+
 @pytest.mark.parametrize("text", ["a: 1\n---\nb: 2", "[1]", "", "{", "[" * 100_000])
 def test_what_is_not_one_object_is_refused(tmp_path, text):
     (tmp_path / "job.yaml").write_text(text)

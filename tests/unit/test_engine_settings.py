@@ -64,7 +64,7 @@ def test_on_a_gpu_sizes_types_and_kernels_are_a_gpus_unless_they_are_named(tmp_p
     host, gpu = parse(tmp_path), parse(tmp_path, "--device", "cuda")
     assert (host.device, host.dtype, host.decode_step) == ("cpu", "float32", "gathered")
     assert (gpu.device, gpu.dtype, gpu.decode_step) == ("cuda:0", "bfloat16", "static")
-    assert (host.attention_backend, gpu.attention_backend) == ("torch", "triton")
+    assert (host.attention_backend, gpu.attention_backend) == ("torch", "auto")
     assert (host.block_bytes, gpu.block_bytes) == (128 << 10, 2 << 20)
     named = parse(tmp_path, "--device=cuda:1", "--dtype=float32", "--attention-backend=torch")
     assert (named.device, named.dtype, named.attention_backend) == ("cuda:1", "float32", "torch")

@@ -119,9 +119,14 @@ def test_the_figures_of_each_step_are_lines_of_json(tmp_path):
     now[0] = 12.0
     at = Position(7, loss=1.5, tokens_done=1400, judged=Judged())
     scalars.step(StepDone(at, StepFacts(1e-3, 0.5)))
+    now[0] = 32.0
     scalars.evaluation(7, EvaluationDone(Stage.HELD_OUT_EVALUATION, 2.5))
-    step, evaluation = lines(tmp_path)
+    now[0] = 33.0
+    later = Position(8, loss=1.4, tokens_done=1500, judged=Judged())
+    scalars.step(StepDone(later, StepFacts(1e-3, 0.5)))
+    step, evaluation, after = lines(tmp_path)
     assert step["tokens_per_second"] == 200.0
+    assert after["tokens_per_second"] == 100.0, "an evaluation's time is not the next step's"
     assert (step["step"], step["loss"], step["learning_rate"]) == (7, 1.5, 1e-3)
     assert (step["gradient_norm"], step["epoch"]) == (0.5, 2)
     assert step["memory_bytes"] > 1 << 20

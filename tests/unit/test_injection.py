@@ -64,7 +64,7 @@ def native(body, template=OWN_IMAGE):
 
 
 def attached(body, template=OWN_IMAGE, asked=ATTACH, **status):
-    return attached_sidecar(template, {**body, "status": status}, asked.volumes)
+    return attached_sidecar(template, {**body, "status": status}, asked)
 
 
 # --- who is meant ---------------------------------------------------------------------------------
@@ -334,6 +334,17 @@ def test_the_user_that_the_runtime_reports_is_taken_where_none_is_declared():
     context = attached(injected(decode_pod()), TEMPLATE, containerStatuses=[status])
     assert context["securityContext"]["runAsUser"] == 0
     assert context["securityContext"]["runAsGroup"] == 5
+
+
+@pytest.mark.parametrize("may", [True, False])
+def test_a_sidecar_that_may_not_share_by_mps_is_told_in_both_forms(may):
+    prepared = injected(decode_pod(), ATTACH)
+    for sidecar in (
+        attached(prepared, asked=SidecarSpec(mps=may)),
+        injected(decode_pod(), SidecarSpec(form="sidecar", mps=may))["spec"]["initContainers"][-1],
+    ):
+        env = {entry["name"]: entry.get("value") for entry in sidecar["env"]}
+        assert env.get("WINDROW_MPS") == (None if may else "off")
 
 
 def test_the_attached_sidecar_mounts_only_volumes_that_the_pod_was_made_with():

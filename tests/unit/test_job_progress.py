@@ -1,9 +1,18 @@
 """How far and how fast a job is, from its worker's reports once a second."""
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
-from windrow.proto import agent_pb2
+from windrow.proto import agent_pb2, attach_pb2
+from windrow.rundir import RunDir
+from windrow_sidecar.agent.exporter import _jobs
+from windrow_sidecar.agent.jobrun import JobRun
 from windrow_sidecar.agent.progress import ProgressMeter
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.finetune.beside.agentlink import _progress_message
+from windrow_sidecar.finetune.report import Progress
 
 
 def report(step, tokens, total_steps=100):
@@ -53,3 +62,19 @@ def test_a_worker_that_begins_anew_counts_from_its_first_step():
     meter = ProgressMeter()
     meter.add(0, report(step=0, tokens=0))
     assert meter.add(1, report(step=1, tokens=1500)) == 1500
+
+
+def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
+    run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
+    jobs = SimpleNamespace(harvested_tokens=0, worker_starts=1, worker_exits={}, going=[run])
+
+    def metrics() -> set[str]:
+        families = _jobs([SimpleNamespace(index=0, jobs=jobs)])
+        return {family.name for family in families if family.samples}
+
+    figures = {"windrow_job_loss", "windrow_job_learning_rate", "windrow_job_gradient_norm"}
+    run.meter.add(0.0, _progress_message(Progress(total_steps=4)))
+    assert not figures & metrics()
+    told = Progress(1, 4, loss=2.0, learning_rate=0.0, gradient_norm=0.5)
+    run.meter.add(1.0, _progress_message(told))
+    assert figures <= metrics()

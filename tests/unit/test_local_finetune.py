@@ -7,8 +7,18 @@ from dataclasses import replace
 
 import pytest
 
+from windrow.cli.finetune import _state
+from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow.local.curves import read_metrics, write_curves
+from windrow.local.curves import (
+    Table,
+    flat,
+    of_bytes,
+    of_seconds,
+    read_metrics,
+    thinned,
+    write_curves,
+)
 from windrow.local.finetune import (
     LocalJob,
     Pace,
@@ -17,16 +27,30 @@ from windrow.local.finetune import (
     last_error,
     read_local_job,
     understood,
+    without_cluster,
 )
+from windrow_sidecar.finetune.job import read_job, without_effect
 
+SPEC = parse_job_spec(
+    {
+        "model": {"name": "/m"},
+        "dataset": {"source": "/rows.jsonl"},
+        "training": {"maxSteps": 4, "evalEverySteps": 2},
+        "output": {"destination": "/out"},
+    }
+)
 PROGRESS = {
     "step": 0,
     "total_steps": 0,
-    "loss": 0.0,
-    "learning_rate": 0.0,
+    "loss": None,
+    "learning_rate": None,
+    "gradient_norm": None,
     "tokens": 0,
     "memory_bytes": 1,
+    "train_rows": 9,
+    "held_out_rows": 1,
     "skipped_rows": 0,
+    "cut_rows": 0,
     "checkpoint_path": "",
 }
 EVENT = {
@@ -35,6 +59,7 @@ EVENT = {
     "adapter_path": "",
     "base_eval_loss": 0.0,
     "tuned_eval_loss": 0.0,
+    "notes": [],
 }
 
 
@@ -64,9 +89,32 @@ def test_events_are_kept_and_the_adapter_is_known_at_the_end():
         event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0),
         event(kind="SUCCEEDED", adapter_path="/out"),
     )
-    assert told.events[0] == "STARTED from the beginning"
+    assert told.events[0] == "started: from the beginning"
     assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 2.0)
     assert told.failure == ""
+
+
+def test_nothing_is_said_twice_and_each_note_has_a_line_of_its_own():
+    started = event(detail="from step 2; a; b", notes=["a", "b"])
+    saved = event(kind="CHECKPOINTED", detail="/out/step-2")
+    told = after(started, saved, saved, event(kind="SUCCEEDED", detail="2 steps"))
+    assert told.events == (
+        *("started: from step 2", "note: a", "note: b"),
+        *("checkpointed: /out/step-2", "succeeded: 2 steps"),
+    )
+    assert told.notes == ("a", "b")
+
+
+def test_what_no_step_has_told_is_a_dash():
+    still = Pace(clock=lambda: 0.0)
+    assert _state(after(), still) == ""
+    assert _state(after(progress(total_steps=4)), still) == (
+        "step 0/4, loss -, lr -, grad norm -, - tokens/s"
+    )
+    resumed = progress(total_steps=4, step=2, loss=2.5)
+    assert _state(after(resumed), still) == "step 2/4, loss 2.500, lr -, grad norm -, - tokens/s"
+    ran = progress(total_steps=4, step=1, loss=2.5, learning_rate=0.0, gradient_norm=0.1234)
+    assert "lr 0.00e+00, grad norm 0.123" in _state(after(ran), still)
 
 
 def test_a_failure_is_kept_with_its_detail():
@@ -83,6 +131,53 @@ def test_the_pace_leaves_out_loading_and_what_a_checkpoint_held():
     assert pace.see(Told(step=15, total_steps=30, tokens=2000)) == (100.0, 30.0)
 
 
+def test_fields_that_only_a_cluster_honours_are_told():
+    assert without_cluster(SPEC) == []
+    spec = SPEC.model_copy(update={"suspend": True, "active_deadline_seconds": 60})
+    assert without_cluster(spec) == [
+        "without a cluster, nothing follows from spec.suspend, spec.activeDeadlineSeconds"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changed", "rows", "note"),
+    [
+        ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
+        ({"eval_every_steps": 5}, 99, "evalEverySteps is 5: no evaluation comes between the 4"),
+        ({"max_sequence_length": 65}, 99, "is 65, and the model has 64 positions"),
+        (
+            {"eval_every_steps": 5, "early_stop": EarlyStopSpec(patience=1)},
+            99,
+            "between the 4 steps, and spec.training.earlyStop never acts",
+        ),
+    ],
+)
+def test_what_does_not_do_what_it_seems_to_is_told(changed, rows, note):
+    short = SPEC.training.model_copy(update={"max_sequence_length": 64})
+    fits = SPEC.model_copy(update={"training": short})
+    wrong = SPEC.model_copy(update={"training": short.model_copy(update=changed)})
+    (said,) = without_effect(wrong, rows, 4, 64)
+    assert note in said
+    assert not list(without_effect(fits, 99, 4, 64))
+
+
+def test_a_revision_of_a_folder_is_told(tmp_path):
+    model = SPEC.model.model_copy(update={"name": str(tmp_path), "revision": "v2"})
+    (said,) = without_effect(SPEC.model_copy(update={"model": model}), 99, 4, None)
+    assert said == f"spec.model.revision is v2: the folder {tmp_path} has none"
+
+
+def test_the_place_of_a_file_url_is_the_path_that_it_means(tmp_path):
+    manifest = tmp_path / "job.json"
+    head = {"apiVersion": "windrow.dev/v1alpha1", "kind": "FinetuneJob", "metadata": {"name": "j"}}
+    spec = SPEC.model_dump(by_alias=True, exclude_none=True, mode="json")
+    spec["output"]["destination"] = f"file://{tmp_path}/a%20b"
+    manifest.write_text(json.dumps({**head, "spec": spec}))
+    assert (
+        read_local_job(manifest).destination == tmp_path / "a b" == read_job(manifest).destination
+    )
+
+
 def test_a_manifest_of_another_kind_is_refused(tmp_path):
     manifest = tmp_path / "job.yaml"
     manifest.write_text("apiVersion: v1\nkind: Pod\n")
@@ -91,7 +186,7 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path):
 
 
 def test_manifests_of_one_destination_are_refused_before_a_worker_starts(tmp_path):
-    jobs = [LocalJob(tmp_path / f"{n}.yaml", n, tmp_path, tmp_path / "out") for n in "ab"]
+    jobs = [LocalJob(tmp_path / f"{n}.yaml", n, tmp_path, tmp_path / "out", SPEC) for n in "ab"]
     with pytest.raises(UserError, match=r"a\.yaml and .*b\.yaml would both write to") as refused:
         check_apart(jobs)
     assert refused.value.field == "spec.output.destination"
@@ -110,20 +205,66 @@ def test_the_last_word_of_a_log_is_not_what_a_library_says_of_leaks(tmp_path):
     assert last_error(log) == "it is empty"
 
 
-def test_a_step_that_ran_twice_is_drawn_once_and_the_page_needs_no_network(tmp_path):
+def metrics_of(folder, lines):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_step_that_ran_twice_is_drawn_once(tmp_path):
     lines = [
         {"step": 1, "loss": 3.0},
         {"step": 2, "loss": 2.9},
         {"step": 2, "loss": 2.8},
         {"step": 2, "eval_loss": 2.7, "stage": "held-out"},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = read_metrics(tmp_path)
-    assert [line.get("loss") for line in found] == [3.0, 2.8, None]
-    page = write_curves(tmp_path, "a <job>", [("state", "Succeeded")]).read_text()
-    assert "a &lt;job&gt;" in page
-    assert "Norm of the gradient" in page
-    assert 'src="http' not in page
+    metrics_of(tmp_path, lines)
+    assert [line.get("loss") for line in read_metrics(tmp_path)] == [3.0, 2.8, None]
+    page = write_curves(tmp_path, "j", "").read_text()
+    assert page.count("<title>step 2: 2.8</title>") == 1
+    assert "step 2: 2.9" not in page
+    assert "held-out rows" in page
+
+
+def test_the_page_needs_no_network_and_says_what_is_written_as_it_is(tmp_path):
+    metrics_of(tmp_path, [{"step": 1, "loss": 3.0}])
+    facts = Table("Outcome", [("State", "<b>")])
+    page = write_curves(tmp_path, "a <job>", "x & y", notes=["<i>"], facts=[facts]).read_text()
+    for written in ("a &lt;job&gt;", "x &amp; y", "<li>&lt;i&gt;</li>", "<td>&lt;b&gt;</td>"):
+        assert written in page
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_a_page_of_many_steps_is_small_and_keeps_the_extremes(tmp_path):
+    def loss(step):
+        return 99.0 if step == 7777 else 1 + 1 / step
+
+    points = [(step, loss(step)) for step in range(1, 100_001)]
+    kept = thinned(points)
+    assert len(kept) <= 800
+    assert (7777, 99.0) in kept
+    assert kept == sorted(kept)
+    figures = ("loss", "learning_rate", "gradient_norm", "tokens_per_second", "memory_bytes")
+    metrics_of(tmp_path, [{"step": n, **dict.fromkeys(figures, y)} for n, y in points[:20_000]])
+    assert write_curves(tmp_path, "j", "").stat().st_size < 300_000
+
+
+def test_figures_that_are_not_there_or_not_finite_leave_a_dash(tmp_path):
+    nan = float("nan")
+    metrics_of(tmp_path, [{"step": 0, "eval_loss": 2.0, "stage": "base"}, {"step": 1, "loss": nan}])
+    page = write_curves(tmp_path, "j", "").read_text()
+    assert "<title>step 0: 2</title>" in page
+    assert page.count("- (no step ran)") == 4
+    assert "nan" not in page
+
+
+def test_figures_have_units_for_people():
+    assert [of_bytes(n) for n in (0, 1023, 2**20, 1.5 * 2**40)] == [
+        *("0 B", "1023 B", "1 MiB", "1.5 TiB")
+    ]
+    assert [of_seconds(s) for s in (0.04, 59.9, 61, 3600, 18_120)] == [
+        *("0.0 s", "59.9 s", "1 min 01 s", "1 h 00 min", "5 h 02 min")
+    ]
+    assert flat({"a": 1, "b": {"c": True, "d": "x"}}) == [("a", "1"), ("b.c", "true"), ("b.d", "x")]
 
 
 def test_a_job_without_figures_has_no_curves(tmp_path):

@@ -34,7 +34,11 @@ def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
 
 
 def slot(name="decode-0", tokens=1000.0, **changes):
-    values = {"terms": Terms(policy(), "harvest"), "predicted_tokens_per_second": tokens}
+    values = {
+        "terms": Terms(policy(), "harvest"),
+        "predicted_tokens_per_second": tokens,
+        "outputs": ("/o",),
+    }
     return Slot(f"team/{name}", **{**values, **changes})
 
 
@@ -62,6 +66,8 @@ def test_a_slot_of_another_namespace_is_named_in_full():
     [
         ({"attached": False}, "no sidecar attached"),
         ({"silent": True}, "a sidecar that does not report"),
+        ({"outputs": ()}, "cannot write /o: of its policy's volumes its pod has to write to: none"),
+        ({"outputs": ("/other", "/on")}, "its pod has to write to: /other, /on"),
         ({"pod_gone": True}, "a pod that is ending"),
         ({"terms": None}, "no valid HarvestPolicy"),
         ({"terms": Terms(policy(mode="observe"), "observe")}, "mode observe"),

@@ -48,7 +48,11 @@ def slot(key=KEY, **changes):
     policy = Policy(
         "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
     )
-    values = {"terms": Terms(policy, "harvest"), "predicted_tokens_per_second": 9600.0}
+    values = {
+        "terms": Terms(policy, "harvest"),
+        "predicted_tokens_per_second": 9600.0,
+        "outputs": ("/o",),
+    }
     return Slot(key, **{**values, **changes})
 
 
@@ -133,6 +137,17 @@ def test_an_invalid_job_is_not_placed_and_names_the_field():
     assert "rank" in life.condition("Accepted")["message"]
 
 
+def test_a_job_of_a_priority_class_that_does_not_exist_waits_until_it_does():
+    life = Life(priority_class_missing="batch")
+    life.step()
+    assert life.state == "Invalid"
+    accepted = life.condition("Accepted")
+    assert accepted["reason"] == "PriorityClassNotFound"
+    assert "no PriorityClass 'batch'" in accepted["message"]
+    life.job = replace(life.job, priority_class_missing="")
+    life.placed()
+
+
 def test_a_job_whose_destination_belongs_to_another_is_refused_until_that_one_ends():
     life = Life(destination_owner="team/first")
     life.step()
@@ -208,7 +223,8 @@ def test_an_error_of_the_user_is_final_at_once():
     life = Life().placed()
     life.step(run(RunState.FAILED, reason="DatasetInvalid", detail="row 17", user_error=True))
     assert life.condition("Failed")["reason"] == "DatasetInvalid"
-    assert life.condition("Failed")["message"] == "row 17"
+    told = "row 17. Mend it in a new job: one that has failed does not run again."
+    assert life.condition("Failed")["message"] == told
 
 
 def test_a_rejection_is_no_failure():

@@ -11,7 +11,8 @@ import sys
 
 import typer
 
-from windrow.cli import clusters, doctor, finetune, jobs, memory, plan, top
+from windrow.cli import clusters, doctor, finetune, inject, jobs, memory, plan, top
+from windrow.cli import run as running
 from windrow.errors import Transient, UserError, WindrowError
 
 EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
@@ -37,11 +38,13 @@ app.command("up")(clusters.up)
 app.command("down")(clusters.down)
 app.command("finetune")(finetune.finetune)
 app.command("plan")(plan.plan)
+app.command("inject")(inject.inject)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
 app.command("adapter")(jobs.adapter)
+app.command("run", context_settings={"ignore_unknown_options": True})(running.run)
 app.command("doctor")(doctor.doctor)
 app.add_typer(memory.app, name="memory")
 

@@ -10,11 +10,15 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line, table
 from windrow.errors import Transient, UserError
+
+# A minute of checks, and what a first compilation may take on a busy machine.
+GPU_WITHIN_S = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +31,56 @@ class Finding:
     remedy: str = ""
 
 
-def doctor(as_json: Json = False, kubeconfig: Kubeconfig = None) -> None:
+def doctor(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Try everything that a GPU must have, in a minute.")
+    ] = False,
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+) -> None:
     """Check Python, compiler, native module, torch, cores, memory, control plane, GPU, cluster.
 
     Ends with 1 when something is missing that the demo needs. GPU and cluster need not be there.
+    With --gpu: driver, torch, MPS, memory between processes, shares of SMs, Triton and pinned
+    memory instead, each tried on the first GPU; ends with 1 where one fails.
 
-    Example: windrow doctor
+    Example: windrow doctor --gpu
     """
+    if gpu:
+        findings = _gpu_checks()
+        _show(findings, as_json=as_json)
+        if any(not finding.ok for finding in findings):
+            raise typer.Exit(1)
+        return
     findings = [check() for check in (_python, _compiler, _native, _torch, _cores, _memory, _tools)]
     failed = any(not finding.ok for finding in findings)
     findings += [*_gpu(), _cluster(kubeconfig)]
+    _show(findings, as_json=as_json)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(findings: list[Finding], *, as_json: bool) -> None:
     if as_json:
         print_json(findings)
     else:
         rows = [(f.what, "ok" if f.ok else "missing", f.found, f.remedy) for f in findings]
         print_line(table(("WHAT", "STATE", "FOUND", "REMEDY"), rows))
-    if failed:
-        raise typer.Exit(1)
+
+
+def _gpu_checks() -> list[Finding]:
+    """What `windrow_sidecar.compute.gpu_check` finds; a fault of the GPU's ends it, not us."""
+    command = [sys.executable, "-m", "windrow_sidecar.compute.gpu_check"]
+    try:
+        run = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=GPU_WITHIN_S
+        )
+    except subprocess.TimeoutExpired:
+        return [Finding("gpu", f"no answer in {GPU_WITHIN_S} s", ok=False, remedy="See nvidia-smi")]
+    if run.returncode:
+        said = (run.stderr.strip().splitlines() or ["the checks ended without a word"])[-1]
+        return [Finding("gpu", said, ok=False, remedy="make setup; see nvidia-smi")]
+    return [Finding(**check) for check in json.loads(run.stdout.splitlines()[-1])["checks"]]
 
 
 def _python() -> Finding:

@@ -68,6 +68,9 @@ def finetune(
     if fresh:
         for job in jobs:
             local.forget(job)
+    for job in jobs if not as_json else ():
+        for note in local.without_cluster(job.spec):
+            print_line(f"note: {job.name}: {note}")
     begun = time.monotonic()
     names = [job.name for job in jobs]
     with (
@@ -131,14 +134,20 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None
         lines = [_Lines(title, pace) for title, pace in zip(titles, paces, strict=True)]
         yield lambda n, told: lines[n].show(told)
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}"))
-    with Progress(*columns, console=console) as bar:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[state]}", markup=False),
+    )
+    with Progress(*columns, console=console, expand=True) as bar:
         tasks = [bar.add_task(f"{title}loading", total=None, state="") for title in titles]
         shown = [0] * len(names)
 
         def show(n: int, told: Told) -> None:
             for event in told.events[shown[n] :]:
-                bar.console.print(titles[n] + event, highlight=False)
+                # As it is: brackets of a path are no markup, and a path is not broken up.
+                line = f"{titles[n]}{event}"
+                bar.console.print(line, highlight=False, markup=False, soft_wrap=True)
             shown[n] = len(told.events)
             bar.update(
                 tasks[n],
@@ -157,31 +166,43 @@ class _Lines:
     pace: Any
     shown: int = 0
     due: float = 0.0
+    step: int = 0
 
     def show(self, told: Told) -> None:
-        for event in told.events[self.shown :]:
+        state = _state(told, self.pace)
+        fresh = told.events[self.shown :]
+        # Before an event a line says where it stands; else one comes every ten seconds.
+        if told.step > self.step and (fresh or time.monotonic() >= self.due):
+            print_line(self.title + state)
+            self.step, self.due = told.step, time.monotonic() + _LINE_EVERY_S
+        for event in fresh:
             print_line(self.title + event)
         self.shown = len(told.events)
-        state = _state(told, self.pace)
-        if told.step and time.monotonic() >= self.due:
-            print_line(self.title + state)
-            self.due = time.monotonic() + _LINE_EVERY_S
 
 
 def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
+    """Say where a job stands; what no step has told is a dash."""
     rate, left = pace.see(told)
-    parts = [f"step {told.step}/{told.total_steps}"]
-    if told.loss is not None:
-        parts.append(f"loss {told.loss:.3f}")
-    if rate:
-        parts.append(f"{rate:,.0f} tokens/s")
-    if left is not None:
-        parts.append(f"{left:.0f} s left")
-    return ", ".join(parts)
+    if not told.total_steps:
+        return ""
+    parts = (
+        f"step {told.step}/{told.total_steps}",
+        f"loss {_written(told.loss, '.3f')}",
+        f"lr {_written(told.learning_rate, '.2e')}",
+        f"grad norm {_written(told.gradient_norm, '.3g')}",
+        f"{_written(rate or None, ',.0f')} tokens/s",
+    )
+    ahead = [f"{left:.0f} s left"] if left else []
+    return ", ".join((*parts, *ahead))
+
+
+def _written(figure: float | None, how: str) -> str:
+    return "-" if figure is None else format(figure, how)
 
 
 def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, Any]:
-    from windrow.local.curves import read_metrics, write_curves
+    from windrow.local.curves import read_metrics
+    from windrow.local.finetune import without_cluster
 
     state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
     result: dict[str, Any] = {
@@ -191,10 +212,16 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
         "step": told.step,
         "total_steps": told.total_steps,
         "loss": told.loss,
+        "learning_rate": told.learning_rate,
+        "gradient_norm": told.gradient_norm,
         "base_eval_loss": told.base_eval_loss,
         "tuned_eval_loss": told.tuned_eval_loss,
         "tokens": told.tokens,
+        "train_rows": told.train_rows,
+        "held_out_rows": told.held_out_rows,
         "skipped_rows": told.skipped_rows,
+        "cut_rows": told.cut_rows,
+        "notes": [*without_cluster(job.spec), *told.notes],
         "memory_bytes": told.memory_bytes,
         "seconds": round(seconds, 1),
         "checkpoint": told.checkpoint,
@@ -204,26 +231,62 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
     }
     # One that did not begin has the curves of an earlier run, at most.
     if told.total_steps and read_metrics(job.folder):
-        rows = [(k.replace("_", " "), str(v)) for k, v in result.items() if v not in ("", None)]
-        result["report"] = str(write_curves(job.folder, f"Windrow: {job.name}", rows))
+        result["report"] = str(_write_report(job, told, result))
     return result
 
 
+def _write_report(job: LocalJob, told: Told, result: dict[str, Any]) -> Path:
+    from windrow.local.curves import Table, flat, of_bytes, of_seconds, write_curves
+
+    spec, done = job.spec, told.tokens - (told.tokens_at_first or 0)
+    seconds = result["seconds"]
+    ended = [
+        ("State", result["state"]),
+        ("Steps", f"{told.step:,} of {told.total_steps:,}"),
+        ("Training loss, last step", _written(told.loss, ".4f")),
+        ("Held-out loss before", _written(told.base_eval_loss, ".4f")),
+        ("Held-out loss after", _written(told.tuned_eval_loss, ".4f")),
+        ("Tokens", f"{told.tokens:,}, {done:,} of them in this run"),
+        ("This run took", f"{of_seconds(seconds)}, loading and evaluations included"),
+        ("Memory, peak", of_bytes(told.memory_bytes)),
+        ("Adapter", told.adapter or "-"),
+        ("Checkpoint", told.checkpoint or "-"),
+    ]
+    rows = [
+        ("Model", f"{spec.model.name}, revision {spec.model.revision}"),
+        ("Weights", f"{spec.training.precision}, quantization {spec.model.quantization}"),
+        ("Rows from", f"{spec.dataset.source}, format {spec.dataset.format}"),
+        ("Trained on", f"{told.train_rows:,} rows"),
+        ("Held out", f"{told.held_out_rows:,} rows"),
+        ("Cut", f"{told.cut_rows:,} rows, to {spec.training.max_sequence_length:,} tokens"),
+        ("Wrong, left out", f"{told.skipped_rows:,} rows"),
+    ]
+    adapter = flat(spec.adapter.settings.model_dump(by_alias=True, exclude_none=True))
+    training = spec.training.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return write_curves(
+        job.folder,
+        f"Windrow: {job.name}",
+        result["message"],
+        notes=result["notes"],
+        facts=(Table("Outcome", ended), Table("Model and rows", rows)),
+        settings=(
+            Table(f"Adapter: {spec.adapter.type}", adapter),
+            Table("Training", flat(training)),
+        ),
+    )
+
+
 def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
+    """Say what no event has said yet."""
     from windrow.local.finetune import last_error
 
     if not alone:
         print_line(f"{result['name']}: {result['state']}")
-    if told.failure:
-        print_line(f"windrow: {told.failure}")
-    elif not told.ended:
+    if not told.ended:
         last = last_error(Path(result["log"]))
         print_line(f"windrow: the worker ended without a word; see {result['log']}: {last}")
     if result["state"] == "Stopped":
-        print_line("stopped; the same command resumes from the checkpoint")
-    if result["tuned_eval_loss"] is not None and result["state"] == "Succeeded":
-        base, tuned = result["base_eval_loss"], result["tuned_eval_loss"]
-        print_line(f"held-out loss {base:.3f} before, {tuned:.3f} after")
+        print_line("the same command resumes from the checkpoint")
     for word in ("adapter", "report"):
         if result[word]:
             print_line(f"{word}: {result[word]}")

@@ -49,6 +49,12 @@ def _joined(value: object) -> object:
     return ",".join(name.strip() for name in written)
 
 
+def _patterns(numbers: dict[str, Any]) -> dict[str, Any]:
+    for name in numbers:
+        _pattern(name)
+    return numbers
+
+
 Names = Annotated[
     str,
     BeforeValidator(_joined),
@@ -105,12 +111,12 @@ class LoraSpec(Record):
         max_length=1024,
         description="Numbers of the layers that get an adapter; all, where it is left out.",
     )
-    rank_pattern: dict[str, Rank] | None = Field(
+    rank_pattern: Annotated[dict[str, Rank], AfterValidator(_patterns)] | None = Field(
         default=None,
         max_length=256,
         description="Other ranks for some modules, by name or regular expression.",
     )
-    alpha_pattern: dict[str, Alpha] | None = Field(
+    alpha_pattern: Annotated[dict[str, Alpha], AfterValidator(_patterns)] | None = Field(
         default=None,
         max_length=256,
         description="Other scales for some modules, by name or regular expression.",

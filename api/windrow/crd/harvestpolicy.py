@@ -329,8 +329,8 @@ class SidecarSpec(Record):
     )
     mps: bool = Field(
         default=True,
-        description="Whether decode and worker may share the GPU under MPS. Read when a pod is "
-        "created.",
+        description="Whether decode and worker may share the GPU under MPS. Read when a sidecar "
+        "comes into a pod.",
     )
     volumes: list[VolumeSpec] = Field(
         default_factory=list,

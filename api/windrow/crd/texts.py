@@ -19,6 +19,9 @@ READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "http", "https", "s3")
 def _not_blank(text: str) -> str:
     if not text.strip():
         raise invalid("is empty", "Write a value or leave the field out.")
+    if text != text.strip() or any(ord(letter) < 32 for letter in text):
+        problem = f"{text!r} begins or ends with a blank, or holds a control character"
+        raise invalid(problem, "Take it out.")
     return text
 
 
@@ -26,6 +29,8 @@ def _reachable(text: str, schemes: tuple[str, ...], verb: str, remedy: str) -> s
     scheme = urlsplit(_not_blank(text)).scheme
     if scheme not in schemes:
         raise invalid(f"{text!r}: nothing here can {verb.format(f'{scheme}://')}", remedy)
+    if text.startswith("~"):
+        raise invalid(f"{text!r}: only a shell knows whose home ~ is", "Write the whole path.")
     return text
 
 

@@ -28,6 +28,7 @@ from windrow.local.processes import Command, Keeper
 from windrow.local.progress import progress_for
 from windrow.local.service import Service
 from windrow.local.state import running_kubeconfig
+from windrow.rundir import ENV_OUTPUT_TREES
 
 __all__ = ["ClusterError", "ClusterSettings", "LocalCluster", "running_kubeconfig"]
 
@@ -54,6 +55,7 @@ class ClusterSettings:
         port: of the API server; 0: any free one.
         node_name: of the Node that runs the pods.
         node_environment: variables for each container.
+        outputs: directories that jobs may write besides the working directory.
         operator_arguments: more of them.
         nice: added to the niceness of all but the pods.
         cpus: CPUs of control plane and operator; empty: all. Not decode's, where it is measured.
@@ -66,6 +68,7 @@ class ClusterSettings:
     port: int = 0
     node_name: str = "process-node"
     node_environment: Mapping[str, str] = field(default_factory=dict)
+    outputs: tuple[Path, ...] = ()
     operator_arguments: tuple[str, ...] = ()
     nice: int = 5
     cpus: Sequence[int] = ()
@@ -206,8 +209,13 @@ class LocalCluster:
             *(f"--name={self._settings.node_name}", f"--dir={directory}"),
             f"--logs={self.log_dir}",
             *([f"--log-root={root.absolute()}"] if root else []),
-            *(f"--env={name}={value}" for name, value in self._settings.node_environment.items()),
+            *(f"--env={name}={value}" for name, value in self._node_environment().items()),
         ]
+
+    def _node_environment(self) -> dict[str, str]:
+        # Its pods have this machine's files: jobs may write the working tree, and what was named.
+        trees = (Path.cwd(), *(path.absolute() for path in self._settings.outputs))
+        return {ENV_OUTPUT_TREES: ":".join(map(str, trees)), **self._settings.node_environment}
 
     def _operator_is_ready(self, state: Path) -> bool:
         try:

@@ -163,7 +163,9 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
     (settings.out / PODS).mkdir(parents=True)
     log_dir = settings.out / "logs"
     others = bystanders(held)
-    asked = ClusterSettings(log_dir=log_dir, event_log_root=settings.out / PODS, cpus=others)
+    asked = ClusterSettings(
+        log_dir=log_dir, event_log_root=settings.out / PODS, outputs=(settings.out,), cpus=others
+    )
     with Keeper() as keeper, LocalCluster(asked, console=console) as cluster, on_cpus(others):
         client = WindrowClient(cluster.kubeconfig)
         watcher = Watcher(

@@ -8,21 +8,28 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import unquote, urlsplit
 
 from windrow.client import check_head, read_manifest
-from windrow.crd import FINETUNE_JOB, parse_job_spec
+from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, Held, check_free
+from windrow.outputs import check_alone
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
 # Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
 SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
+# Of `Progress`, as they are told.
+_FIGURES = (
+    *("loss", "learning_rate", "gradient_norm", "tokens", "memory_bytes"),
+    *("train_rows", "held_out_rows", "skipped_rows", "cut_rows"),
+)
 # Kinds of events after which a job does nothing more.
 ENDS = ("SUCCEEDED", "STOPPED", "FAILED")
 
@@ -35,6 +42,7 @@ class LocalJob:
     name: str
     folder: Path  # checkpoints, metrics.jsonl, worker.log, report.html
     destination: Path
+    spec: FinetuneJobSpec
 
 
 @dataclass(frozen=True)
@@ -45,14 +53,19 @@ class Told:
     total_steps: int = 0
     loss: float | None = None
     learning_rate: float | None = None
+    gradient_norm: float | None = None
     tokens: int = 0
     memory_bytes: int = 0
+    train_rows: int = 0
+    held_out_rows: int = 0
     skipped_rows: int = 0
+    cut_rows: int = 0
+    notes: tuple[str, ...] = ()  # of the dataset
     checkpoint: str = ""
     adapter: str = ""
     base_eval_loss: float | None = None
     tuned_eval_loss: float | None = None
-    events: tuple[str, ...] = ()  # `KIND detail`
+    events: tuple[str, ...] = ()  # `kind: detail`, each said once
     failure: str = ""
     ended: str = ""  # kind of the last event, where it was one of the ends
     tokens_at_first: int | None = field(default=None, repr=False)
@@ -65,11 +78,32 @@ def read_local_job(manifest: Path) -> LocalJob:
         UserError: it is none, or its spec is wrong.
     """
     body = read_manifest(manifest)
-    check_head(body, FINETUNE_JOB)
-    spec = parse_job_spec(body.get("spec", {}))
-    destination = Path(spec.output.destination.removeprefix("file://"))
-    uid = str(body["metadata"].get("uid", manifest.stem))
-    return LocalJob(manifest, body["metadata"]["name"], destination / ".windrow" / uid, destination)
+    try:
+        check_head(body, FINETUNE_JOB)
+        spec = parse_job_spec(body.get("spec", {}))
+    except UserError as error:
+        where = f"{manifest}: {error.field}"
+        raise UserError(error.problem, field=where, remedy=error.remedy) from error
+    place = spec.output.destination
+    place = unquote(urlsplit(place).path) if place.startswith("file:") else place
+    destination = check_alone(Path(place))
+    uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]
+    return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
+
+
+# Of a spec, what only a cluster does.
+_OF_CLUSTER = (
+    *("suspend", "priority_class_name", "backoff_limit", "active_deadline_seconds"),
+    "ttl_seconds_after_finished",
+)
+
+
+def without_cluster(spec: FinetuneJobSpec) -> list[str]:
+    """Say which fields of a spec mean nothing here, where it has any."""
+    fields = FinetuneJobSpec.model_fields
+    named = [name for name in _OF_CLUSTER if getattr(spec, name) != fields[name].default]
+    listed = ", ".join(f"spec.{fields[name].alias}" for name in named)
+    return [f"without a cluster, nothing follows from {listed}"] if named else []
 
 
 def forget(job: LocalJob) -> None:
@@ -208,19 +242,16 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
             told,
             step=now["step"],
             total_steps=now["total_steps"],
-            loss=now["loss"] if now["step"] else None,
-            learning_rate=now["learning_rate"] if now["step"] else None,
-            tokens=now["tokens"],
-            memory_bytes=now["memory_bytes"],
-            skipped_rows=now["skipped_rows"],
+            **{name: now[name] for name in _FIGURES},
             checkpoint=now["checkpoint_path"],
             tokens_at_first=first,
         )
     event = said["event"]
     told = replace(
         told,
-        events=(*told.events, f"{event['kind']} {event['detail']}".strip()),
+        events=(*told.events, *_said_first(told, event)),
         ended=event["kind"] if event["kind"] in ENDS else "",
+        notes=tuple(event["notes"]) or told.notes,
     )
     if event["kind"] == "FAILED":
         return replace(told, failure=event["detail"])
@@ -230,6 +261,18 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
         base_eval_loss=event["base_eval_loss"] or told.base_eval_loss,
         tuned_eval_loss=event["tuned_eval_loss"] or told.tuned_eval_loss,
     )
+
+
+def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of an event that were not said yet: notes have lines of their own.
+
+    The last checkpoint is often that of the last step, which has been told.
+    """
+    notes = event["notes"]
+    detail = event["detail"].removesuffix("".join(f"; {note}" for note in notes))
+    lines = [f"{event['kind'].lower()}: {detail}".removesuffix(": ")]
+    lines += [f"note: {note}" for note in notes]
+    yield from (line for line in lines if line not in told.events)
 
 
 @dataclass

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -51,6 +52,8 @@ _PACKAGES = {
 _CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
 _CNI_PACKAGE = "containernetworking-plugins"
 _CGROUPS = Path("/sys/fs/cgroup")
+# Names of what a run keeps outside of its namespaces; its process id follows.
+_RUN, _GROUP = "run-", "windrow-node-"
 _READY_WITHIN_S = 120.0
 _TAIL_LINES = 30
 
@@ -127,35 +130,61 @@ def install_packages() -> None:
 # --- from outside ---------------------------------------------------------------------------------
 
 
-def run(command: Sequence[str], console: Console) -> int:
-    """Bring up a node, run `command` on it, end the node; return the command's exit status.
+def check() -> None:
+    """Install what can be, and refuse a machine that cannot run a node.
 
     Raises:
-        UserError: the machine cannot run a node, or its executables cannot be built.
+        UserError: with all that is missing.
     """
     install_packages()
     if lacks := missing():
         raise UserError(
             f"this machine cannot run a node: {'; '.join(lacks)}", reason="NodeNotPossible"
         )
+
+
+def run(command: Sequence[str], console: Console) -> int:
+    """Bring up a node, run `command` on it, end the node; return the command's exit status.
+
+    Raises:
+        UserError: the machine cannot run a node, or its executables cannot be built.
+    """
+    check()
     progress = progress_for(console)
     tools, built = ensure_tools(progress), build_tools(progress, os.environ, NODE)
-    name = f"windrow-node-{os.getpid()}"
+    name = f"{_GROUP}{os.getpid()}"
+    _forget_killed_runs(built.parent)
     # Beside the cache: an overlay cannot lie on another overlay, as a container's /tmp may.
-    root = Path(tempfile.mkdtemp(prefix="run-", dir=built.parent))
+    root = Path(tempfile.mkdtemp(prefix=f"{_RUN}{os.getpid()}-", dir=built.parent))
     plan = {"root": str(root), "bin": str(built), "tools": str(tools.etcd.parent), "cgroup": name}
     inside = [sys.executable, "-m", "windrow.local.realnode", f"--inside={json.dumps(plan)}"]
     namespaces = ["--net", "--mount", "--pid", "--ipc", "--uts", "--propagation=private"]
+    # A run that is told to end cleans up as well; one that is killed, the next run does.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    unshared = ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc"]
     try:
-        with _cgroup(name):
-            unshared = ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc"]
-            with subprocess.Popen([*unshared, *inside, "--", *command]) as child:
-                try:
-                    return child.wait()
-                except KeyboardInterrupt:
-                    return child.wait()  # the command had the signal as well
+        with _cgroup(name), subprocess.Popen([*unshared, *inside, "--", *command]) as child:
+            try:
+                return child.wait()
+            except KeyboardInterrupt:
+                return child.wait()  # the command had the signal as well
+            finally:
+                child.kill()  # and with it all that it started
     finally:
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _forget_killed_runs(cache: Path) -> None:
+    for folder in cache.glob(f"{_RUN}*"):
+        if not _is_process(folder.name.removeprefix(_RUN).partition("-")[0]):
+            shutil.rmtree(folder, ignore_errors=True)
+    for folder in [*_CGROUPS.glob(f"{_GROUP}*"), *_CGROUPS.glob(f"*/{_GROUP}*")]:
+        if not _is_process(folder.name.removeprefix(_GROUP)):
+            _remove_cgroup(folder)
+
+
+def _is_process(pid: str) -> bool:
+    return Path("/proc", pid).exists()
 
 
 @contextlib.contextmanager
@@ -499,12 +528,16 @@ def main() -> int:
         description="Run a command on a real Kubernetes node that exists as long as it runs.",
     )
     parser.add_argument("--inside", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help="only say whether it can be")
     parser.add_argument("command", nargs="*", help="default: a shell, with KUBECONFIG set")
     options = parser.parse_args()
     command = options.command or [os.environ.get("SHELL", "/bin/sh")]
     try:
         if options.inside:
             return _run_inside(options.inside, command)
+        if options.check:
+            check()
+            return 0
         return run(command, Console(stderr=True))
     except UserError as error:
         print(error, file=sys.stderr)

@@ -52,7 +52,7 @@ class SidecarHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
-    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason")
+    __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class SlotFacts(_message.Message):
     MAX_JOBS_FIELD_NUMBER: _ClassVar[int]
     SHARING_FIELD_NUMBER: _ClassVar[int]
     SHARING_REASON_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TREES_FIELD_NUMBER: _ClassVar[int]
     index: int
     engine: str
     engine_version: str
@@ -87,7 +88,8 @@ class SlotFacts(_message.Message):
     max_jobs: int
     sharing: str
     sharing_reason: str
-    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ...) -> None: ...
+    output_trees: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OperatorHello(_message.Message):
     __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds")
@@ -122,20 +124,28 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
     JOB_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     job_namespace: str
     job_name: str
     job_uid: str
     epoch: int
     spec_json: str
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ...) -> None: ...
+    outputs: Outputs
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ...) -> None: ...
+
+class Outputs(_message.Message):
+    __slots__ = ("trees",)
+    TREES_FIELD_NUMBER: _ClassVar[int]
+    trees: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trees: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobCommand(_message.Message):
     __slots__ = ("job_uid", "epoch", "action", "reason")

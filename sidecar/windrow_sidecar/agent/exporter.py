@@ -193,12 +193,15 @@ def _jobs(slots: list[Slot]) -> Iterator[Family]:
     def each(of: Callable[[JobRun], float]) -> Rows:
         return [((i, r.assign.job_namespace, r.assign.job_name), of(r)) for i, r in runs]
 
+    def known(of: Callable[[JobRun], float]) -> Rows:
+        """Leave out what no step has told yet."""
+        return [row for row in each(of) if not math.isnan(row[1])]
+
     yield _gauge(m.JOB_STEP, each(lambda r: r.meter.latest.step))
     yield _gauge(m.JOB_STEPS, each(lambda r: r.meter.latest.total_steps))
-    losses = each(lambda r: r.meter.latest.loss)
-    yield _gauge(m.JOB_LOSS, [row for row in losses if not math.isnan(row[1])])
-    yield _gauge(m.JOB_LEARNING_RATE, each(lambda r: r.meter.latest.learning_rate))
-    yield _gauge(m.JOB_GRADIENT_NORM, each(lambda r: r.meter.latest.grad_norm))
+    yield _gauge(m.JOB_LOSS, known(lambda r: r.meter.latest.loss))
+    yield _gauge(m.JOB_LEARNING_RATE, known(lambda r: r.meter.latest.learning_rate))
+    yield _gauge(m.JOB_GRADIENT_NORM, known(lambda r: r.meter.latest.grad_norm))
     yield _gauge(m.JOB_MEMORY, each(lambda r: r.meter.latest.memory_bytes))
     yield _gauge(m.JOB_SKIPPED_ROWS, each(lambda r: r.meter.latest.skipped_rows))
     yield _gauge(m.JOB_RATE, each(lambda r: r.meter.tokens_per_second))

@@ -18,6 +18,7 @@ from windrow.rundir import (
     ENV_NODE_NAME,
     ENV_OPERATOR_ADDRESS,
     ENV_OPERATOR_CA,
+    ENV_OUTPUT_TREES,
     ENV_POD_NAME,
     ENV_POD_NAMESPACE,
     ENV_POD_UID,
@@ -66,6 +67,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         max_jobs=_jobs(args.max_jobs),
         copy_rate=_copy_rate(args.copy_rate),
         mps=_mps(args.mps),
+        output_trees=tuple(tree for tree in args.output_trees.split(":") if tree),
         standby=args.standby,
         grace_s=args.grace_seconds,
     )
@@ -140,6 +142,11 @@ class _Flags:
             "--copy-rate",
             ENV_COPY_RATE,
             "bytes a second that layers which take turns may move, like 2Gi; none: no limit",
+        )
+        self._add(
+            "--output-trees",
+            ENV_OUTPUT_TREES,
+            "directories that jobs may write besides the policy's volumes, with colons between",
         )
         self._add(
             "--mps",

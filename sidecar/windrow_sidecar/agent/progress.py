@@ -20,7 +20,9 @@ class ProgressMeter:
 
     def __init__(self) -> None:
         self._reports: deque[tuple[float, agent_pb2.WorkerProgress]] = deque()
-        self.latest = agent_pb2.WorkerProgress(loss=math.nan)
+        self.latest = agent_pb2.WorkerProgress(
+            loss=math.nan, learning_rate=math.nan, grad_norm=math.nan
+        )
 
     def add(self, now_s: float, report: agent_pb2.WorkerProgress) -> int:
         """Take a report; returns how many tokens were done since the one before."""

@@ -195,6 +195,7 @@ class Slot:
             max_jobs=self.max_jobs(),
             sharing=sharing.mode if sharing else "",
             sharing_reason=sharing.reason if sharing else "",
+            output_trees=self._settings.output_trees,
         )
 
     def heartbeat(self) -> attach_pb2.SlotHeartbeat:

@@ -13,6 +13,10 @@ from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
 
+# Whose stream torch computes on, by driver: torch keeps its number only, and a partition that ends
+# takes its streams along.
+_in_use: dict[str, _core.Partition] = {}
+
 # Each level is a set of graphs on decode's side and a cache of activations on the worker's.
 MOST_LEVELS = 6
 
@@ -47,8 +51,8 @@ class CudaPartition:
         use_stream: Callable[[int], None] = _use_torch_stream,
     ) -> None:
         try:
-            gpu = _core.driver(driver) if isinstance(driver, str) else driver
-            self._shares = gpu.partition()
+            self._gpu = _core.driver(driver) if isinstance(driver, str) else driver
+            self._shares = self._gpu.partition()
         except _core.DriverUnavailable as error:
             raise UserError(
                 str(error),
@@ -103,6 +107,7 @@ class CudaPartition:
         if stream != self._active:
             self._use_stream(stream)
             self._active = stream
+            _in_use[self._gpu.name] = self._shares
 
     def _groups_of(self, level: int) -> int:
         if level not in self._groups:

@@ -5,6 +5,7 @@ Nothing here waits for the whole device; a mark is an event behind what its thre
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -18,6 +19,11 @@ from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 
 # Distances between events are 32-bit floats in milliseconds: over a second, exact to 0.06 us.
 _ANCHOR_LASTS_NS = 1_000_000_000
+# An interrupt between two looks at the clock makes one of them worthless, hardly all.
+_TRIES = 3
+# Two buffers of 4 MiB and eight of 16 KiB, as torch has them before Hopper, where it takes 32 MiB:
+# on six levels of SMs that would be 192 MiB of what decode lends.
+CUBLAS_WORKSPACES = ":4096:2:16:8"
 
 
 class CudaDevice:
@@ -46,12 +52,14 @@ class CudaDevice:
                 reason="NoCudaDevice",
             )
         if lent is not None:
+            # Read when cuBLAS is first used, of which torch keeps a workspace for each stream.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
             # Before anything that makes torch initialise CUDA, as `set_device` does: its own
             # allocator would stay then.
             install(lent.allocator, device=ordinal)
         torch.cuda.set_device(ordinal)
         self.name, self.torch = f"cuda:{ordinal}", torch.device("cuda", ordinal)
-        self._clock = _EventClock()
+        self._clock = _EventClock(self.torch)
         self._lent = lent
 
     def mark(self) -> Mark:
@@ -83,6 +91,10 @@ class CudaDevice:
         """Pinned memory: from other memory a copy would go through a buffer of the driver's."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
+    def host_copy_bytes(self, n_bytes: int) -> int:
+        """The next power of two: torch pins no other sizes."""
+        return 1 << max(0, n_bytes - 1).bit_length()
+
     def copies(self) -> Copies:
         """Return a stream of its own, outside of every share: a share would slow its copies."""
         return _StreamCopies(self._clock, torch.cuda.Stream(self.torch))  # type: ignore[no-untyped-call]
@@ -94,29 +106,41 @@ class _Anchor:
 
     event: torch.cuda.Event
     ns: int
+    within_ns: int  # twice as far off as its time can be
 
 
 class _EventClock:
     """Hands out anchors: events have no times, only distances. Any thread; any anchor is right."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._anchor: _Anchor | None = None
+        # Nothing else is ever queued there: an event is reached at once, whatever computes.
+        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def anchor(self, stream: torch.cuda.Stream) -> _Anchor:
+    def anchor(self) -> _Anchor:
         """Return one that was passed before anything that is queued from now on."""
         anchor = self._anchor
         if anchor is None or time.monotonic_ns() - anchor.ns > _ANCHOR_LASTS_NS:
-            event = _timed_event(stream)
-            event.synchronize()
-            anchor = self._anchor = _Anchor(event, time.monotonic_ns())
+            anchor = self._anchor = min(
+                (self._try() for _ in range(_TRIES)), key=lambda tried: tried.within_ns
+            )
         return anchor
+
+    def _try(self) -> _Anchor:
+        """Record an event between two looks at the host's clock."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        before_ns = time.monotonic_ns()
+        event.record(self._idle)
+        event.synchronize()
+        after_ns = time.monotonic_ns()
+        return _Anchor(event, (before_ns + after_ns) // 2, after_ns - before_ns)
 
 
 class _EventMark:
     """An event on a stream (see `Mark`)."""
 
     def __init__(self, clock: _EventClock, stream: torch.cuda.Stream) -> None:
-        self._anchor = clock.anchor(stream)
+        self._anchor = clock.anchor()
         self.event = _timed_event(stream)
 
     def done(self) -> bool:

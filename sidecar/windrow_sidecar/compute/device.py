@@ -58,6 +58,9 @@ class ComputeDevice(Protocol):
     def host_copy(self, n_bytes: int) -> Tensor:
         """Host memory (uint8) from which copies to the device run at the link's rate."""
 
+    def host_copy_bytes(self, n_bytes: int) -> int:
+        """What `host_copy` takes of the host's memory for so many."""
+
     def copies(self) -> Copies:
         """Return a way to copy beside the computation. Any thread, one at a time."""
 

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from windrow_sidecar.compute.device import Copies, Mark
 
+# What allocators that have no type for it say: torch's of the host, and ours over lent chunks.
+_REFUSERS = ("DefaultCPUAllocator", "the budget of ")
+
 
 @dataclass(slots=True)  # frozen, it takes longer to make, and each tasklet has two
 class HostMark:
@@ -75,6 +78,10 @@ class HostDevice:
         """Any host memory serves."""
         return torch.empty(n_bytes, dtype=torch.uint8)
 
+    def host_copy_bytes(self, n_bytes: int) -> int:
+        """As many."""
+        return n_bytes
+
     def copies(self) -> Copies:
         """Return copies that are done when they return."""
         return HostCopies(self)
@@ -113,4 +120,5 @@ def out_of_memory(error: Exception) -> bool:
     """Whether memory was refused, by whichever allocator: the host has no type for it."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return any(allocator in said for allocator in _REFUSERS)

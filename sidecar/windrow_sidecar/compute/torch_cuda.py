@@ -115,7 +115,7 @@ def require_torch_cuda(field: str) -> TorchCuda:
         raise UserError(
             f"torch sees no GPU here: {found.missing}",
             field=field,
-            remedy=f"{found.remedy} Without a GPU, use the device cpu.",
+            remedy=f"{found.remedy} Without a GPU, use the host (cpu).",
             reason="NoCudaDevice",
         )
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
+from windrow.outputs import check_alone, check_within
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
@@ -44,18 +45,29 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One placement of one FinetuneJob."""
+    """One placement of one FinetuneJob.
+
+    Attributes:
+        outputs: what may be written; None: the worker is alone on a machine, under its user's
+            rights.
+    """
 
     namespace: str
     name: str
     uid: str
     epoch: int
     spec: FinetuneJobSpec
+    outputs: tuple[Path, ...] | None = None
 
     @property
     def destination(self) -> Path:
-        """The directory that gets the adapter."""
-        return local_path(self.spec.output.destination, field="spec.output.destination")
+        """The directory that gets the adapter.
+
+        Raises:
+            UserError: the job may not write there.
+        """
+        place = local_path(self.spec.output.destination, field="spec.output.destination")
+        return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
 
 
 def read_job(path: Path) -> Job:
@@ -68,12 +80,14 @@ def read_job(path: Path) -> Job:
     if not isinstance(document.get("spec"), dict):
         raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
     about = document.get("metadata") or document
+    outputs = document.get("outputs")
     return Job(
         namespace=str(about.get("namespace", "default")),
         name=str(about.get("name", path.stem)),
         uid=str(about.get("uid", path.stem)),
         epoch=int(document.get("epoch", 1)),
         spec=parse_job_spec(document["spec"]),
+        outputs=None if outputs is None else tuple(map(Path, outputs)),
     )
 
 
@@ -90,6 +104,7 @@ class Session:
     keeping: Keeping
     device: ComputeDevice
     rows: Split
+    notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
 
     def micro_batch_tokens(self, most: int) -> int:
         """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
@@ -209,7 +224,33 @@ def open_session(
     if between is not None:
         between_modules(stack.layers, between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
-    return Session(job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows)
+    positions = ModelLimits.of(base.config).positions
+    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    return Session(
+        job, tuned, stream, needs.longest, base.shared, origin, keeping, device, rows, notes
+    )
+
+
+def without_effect(
+    spec: FinetuneJobSpec, rows: int, steps: int, positions: int | None
+) -> Iterator[str]:
+    """Say which fields do not do what they seem to, for so many rows, steps and positions."""
+    training, model = spec.training, spec.model
+    if training.batch_size > rows:
+        yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
+    if (training.eval_every_steps or 0) > steps:
+        never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
+        yield (
+            f"spec.training.evalEverySteps is {training.eval_every_steps}: no evaluation comes "
+            f"between the {steps} steps{never}"
+        )
+    if positions is not None and training.max_sequence_length > positions:
+        yield (
+            f"spec.training.maxSequenceLength is {training.max_sequence_length}, and the model has "
+            f"{positions} positions: a row that is longer than these ends the job"
+        )
+    if model.revision != "main" and Path(model.name).is_dir():
+        yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
 
 
 def check_packing(stack: DecoderStack, *, prefix: bool) -> None:

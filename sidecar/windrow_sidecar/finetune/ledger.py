@@ -132,8 +132,7 @@ class Ledger:
         if isinstance(outcome, EvaluationDone):
             self._loss(outcome.stage.value, outcome.loss)
             self._scalars.evaluation(self._stream.position.step, outcome)
-            if outcome.stage is Stage.TUNED_EVALUATION:
-                self._evaluated(outcome.loss)
+            self._evaluated(outcome)
             return
         at = outcome.position
         self._loss("training", at.loss or 0.0)
@@ -214,28 +213,37 @@ class Ledger:
         self._events.flush()
 
     def _started(self, reason: Reason, where: str) -> None:
-        notes = self._session.rows.notes
+        notes = self._session.notes
         detail = "; ".join((where, *notes))
         self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))
 
-    def _evaluated(self, tuned: float) -> None:
-        base, self._tuned_loss = self._stream.position.base_eval_loss or 0.0, tuned
-        detail = f"held-out loss {base:.4f} before, {tuned:.4f} after"
+    def _evaluated(self, done: EvaluationDone) -> None:
+        """Tell a loss on the held-out rows; both are known once the last one is."""
+        base, step = self._stream.position.base_eval_loss or 0.0, self._stream.position.step
+        if done.stage is Stage.TUNED_EVALUATION:
+            self._tuned_loss = done.loss
+            detail = f"held-out loss {base:.4f} before, {done.loss:.4f} after"
+        else:
+            when = f"step {step}" if step else "before the first step"
+            detail = f"{when}: held-out loss {done.loss:.4f}"
         self._reporter.event(
-            WorkerEvent("EVALUATED", "", detail, base_eval_loss=base, tuned_eval_loss=tuned)
+            WorkerEvent(
+                "EVALUATED", "", detail, base_eval_loss=base, tuned_eval_loss=self._tuned_loss
+            )
         )
 
     def _loss(self, stage: str, loss: float) -> None:
         job, step = self._session.job, self._stream.position.step
         self._events.append(LossEvent(job.uid, job.epoch, step, stage, loss, time.monotonic_ns()))
 
-    def _progress(self, **changed: float | int | str) -> None:
+    def _progress(self, **changed: float | str | None) -> None:
         at, rows = self._stream.position, self._session.rows
         self._standing.progress = replace(
             self._standing.progress,
             step=at.step,
-            total_steps=self._stream.total_steps,
-            loss=at.loss or 0.0,
+            # A checkpoint may be of a later step than the job asks for by now.
+            total_steps=max(self._stream.total_steps, at.step),
+            loss=at.loss,
             tokens=at.tokens_done,
             train_rows=len(rows.train),
             held_out_rows=len(rows.held_out),

@@ -20,13 +20,13 @@ EventKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far the job is (`WorkerProgress`)."""
+    """How far the job is (`WorkerProgress`). What no step has told yet is None."""
 
     step: int = 0
     total_steps: int = 0
-    loss: float = 0.0
-    learning_rate: float = 0.0
-    gradient_norm: float = 0.0
+    loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
     tokens: int = 0
     checkpoint_step: int = 0
     checkpoint_path: str = ""
@@ -52,7 +52,7 @@ class WorkerEvent:
     adapter_path: str = ""
     base_eval_loss: float = 0.0
     tuned_eval_loss: float = 0.0
-    notes: tuple[str, ...] = ()  # of STARTED: see `data.Split`; part of `detail` as well
+    notes: tuple[str, ...] = ()  # of STARTED: see `job.Session`; part of `detail` as well
 
 
 class Reporter(Protocol):

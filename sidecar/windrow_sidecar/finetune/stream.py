@@ -230,7 +230,11 @@ class TaskletStream:
             self._tokens_seen += tasklet.real_tokens
         if tasklet.phase is Phase.LOSS and not math.isfinite(self._visit.loss):
             where = ", ".join(self._examples[row].where for row in self._visit.rows[:3])
-            raise NotFinite(f"the loss of step {tasklet.step + 1} is not finite (rows {where})")
+            training = self._stage is Stage.TRAINING
+            step = (
+                f"step {tasklet.step + 1}" if training else f"an evaluation at step {tasklet.step}"
+            )
+            raise NotFinite(f"the loss of {step} is not finite (rows {where})")
         return self._commit(self._visit) if self._visit.frontier.done else None
 
     def break_off(self, tasklet: Tasklet) -> None:

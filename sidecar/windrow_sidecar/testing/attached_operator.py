@@ -110,8 +110,10 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         self._orders.put_nowait(message)
 
     def set_policy(self, **fields: Any) -> None:  # noqa: ANN401 - of PolicyConfig
-        """Send a PolicyConfig."""
-        self.say(attach_pb2.OperatorMessage(policy=attach_pb2.PolicyConfig(**fields)))
+        """Send a PolicyConfig; its numbers are those of a HarvestPolicy that says nothing."""
+        numbers = {"percentile": 99, "max_compute_percent": 100, "max_memory_percent": 50}
+        policy = attach_pb2.PolicyConfig(**{**numbers, **fields})
+        self.say(attach_pb2.OperatorMessage(policy=policy))
 
     def assign(
         self,

@@ -152,16 +152,14 @@ def make_decoder(settings: EngineSettings, model: LlamaModel, units: int) -> Dec
 def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttention, LayerOps]:
     config, cache = model.config, model.cache
     on_gpu = model.device.type == "cuda"
-    if backend == "torch":
+    missing = "" if backend == "torch" else _triton_missing(model.device)
+    if missing and backend == "triton":
+        raise _no_triton(missing)
+    if missing:
+        _log.warning("--attention-backend torch is used, which is slower: %s", missing)
+    if missing or backend == "torch":
         attention = TorchPagedAttention(config, cache, fixed=on_gpu)
         return attention, TorchOps(config, cache, model.rotary)
-    try:
-        import triton
-    except ImportError as error:
-        raise _no_triton(f"it cannot be imported ({error})") from error
-    # Before the kernels are imported: what they are, compiled or interpreted, is settled then.
-    if not (on_gpu or triton.knobs.runtime.interpret):
-        raise _no_triton("it has no compiler for the host")
     from windrow_sidecar.engines.builtin.llama.triton_ops import TritonOps
     from windrow_sidecar.engines.builtin.step.triton_attention import TritonPagedAttention
 
@@ -169,6 +167,23 @@ def _kernels(backend: str, model: LlamaModel, units: int) -> tuple[PagedAttentio
         TritonPagedAttention(config, cache, units=units),
         TritonOps(config, cache, model.rotary),
     )
+
+
+def _triton_missing(device: torch.device) -> str:
+    """Say why Triton's kernels cannot run there; "" where they can, as was tried on a GPU."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
+    # Before the kernels are imported: what they are, compiled or interpreted, is settled then.
+    if triton.knobs.runtime.interpret:
+        return ""
+    if device.type != "cuda":
+        return "Triton has no compiler for the host"
+    from windrow_sidecar.compute.triton_launch import NEEDS, try_triton
+
+    why = try_triton(device)
+    return f"Triton cannot launch a kernel here ({why}); it needs {NEEDS}" if why else ""
 
 
 def _fill(folder: Path, seed: int | None, layout: Layout, storage: torch.Tensor) -> None:
@@ -182,7 +197,7 @@ def _fill(folder: Path, seed: int | None, layout: Layout, storage: torch.Tensor)
 
 def _no_triton(why: str) -> UserError:
     return UserError(
-        f"Triton was asked for, and {why}",
+        why,
         field="--attention-backend",
         remedy="Use --attention-backend torch.",
         reason="NoTriton",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ import torch
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow_sidecar._core import Arena, LiveTensorsError
+from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
@@ -79,6 +81,9 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     signals = _Signals()
     signals.install()
     threads = Threads(settings.threads)
+    if why := _why_alone(settings):
+        _log.warning("harvesting is off, decode serves alone: %s", why)
+        settings = replace(settings, run_dir=None, profile="none")
     device = open_device(settings, threads)
     with ExitStack() as on_exit:
         arena = make_arena(settings, config, device)
@@ -87,6 +92,24 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         if log is not None:
             on_exit.callback(LogFlusher(log).close)
         return _run(settings, config, device, threads, front, arena, log, signals)
+
+
+def _why_alone(settings: EngineSettings) -> str:
+    """Return why this process cannot be harvested although its pod was prepared; empty: it can.
+
+    Decode comes first: what only a finetune worker would need never keeps a server from serving.
+    """
+    if settings.run_dir is None:
+        return ""
+    root = settings.run_dir.root
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"this user cannot write to the run directory {root}"
+    if settings.device == "cpu":
+        try:
+            HostPartition.from_affinity("decode", set_threads=lambda _: None)
+        except UserError as error:
+            return str(error)
+    return ""
 
 
 def _run(

@@ -51,7 +51,8 @@ class EngineSettings:
     device: str = "cpu"  # "cpu", "cuda:N"
     dtype: str = "float32"  # of weights and KV, as torch names it
     decode_step: str = "gathered"  # "gathered", "static"
-    attention_backend: str = "torch"  # of the static step: "torch", "triton"
+    # Of the static step: "torch", "triton"; "auto" on a GPU: triton where it can launch a kernel.
+    attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
 
     @classmethod
@@ -64,6 +65,7 @@ class EngineSettings:
         log_dir = environment.get(ENV_LOG_DIR)
         _check(given)
         on_gpu = given.device != "cpu"
+        host_attention = _chosen(given.attention_backend, "torch")
         arena_bytes, block_bytes = _SIZES["cuda" if on_gpu else "cpu"]
         return cls(
             model_path=given.model_path,
@@ -87,7 +89,7 @@ class EngineSettings:
             device="cuda:0" if given.device == "cuda" else given.device,
             dtype=_chosen(given.dtype, "bfloat16" if on_gpu else "float32"),
             decode_step=_chosen(given.decode_step, "static" if on_gpu else "gathered"),
-            attention_backend=_chosen(given.attention_backend, "triton" if on_gpu else "torch"),
+            attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
         )
 
@@ -126,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
         "--attention-backend",
         choices=["auto", "torch", "triton"],
         default="auto",
-        help="of the static step; auto: triton on a GPU, torch on the host",
+        help="of the static step; auto: torch on the host, triton on a GPU where it can launch a "
+        "kernel, else torch",
     )
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000)

@@ -209,7 +209,8 @@ class SchedulerHarvest:
     def _units_of(self, decision: Decision) -> int:
         units = decision.decode_units or self._parts.splits.units
         alone = decision.finetune_units == 0 and units == self._parts.splits.units
-        if alone and self._learner is not None and self._parts.inner.controller.terms is not None:
+        terms = self._parts.inner.controller.terms
+        if alone and self._learner is not None and terms is not None and terms.mode == "harvest":
             return self._learner.units or units
         return units
 

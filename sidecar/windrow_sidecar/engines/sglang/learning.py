@@ -21,6 +21,8 @@ _KEPT, _ENOUGH = 48, 8
 # Steps on each share before there is a profile at all.
 _STEPS_NEEDED = 40
 _CONTEXT_BUCKET = 512
+# Once there is a profile, one block in so many goes to a share that has not seen such a batch yet.
+_ONE_BLOCK_IN = 4
 
 
 class SoloLearner:
@@ -37,7 +39,7 @@ class SoloLearner:
             lambda: deque(maxlen=_KEPT)
         )
         self._steps = dict.fromkeys(self._shares, 0)
-        self._in_block, self._known = 0, 0
+        self._in_block, self._blocks, self._known = 0, 0, 0
         self.units = 0
 
     @property
@@ -53,9 +55,18 @@ class SoloLearner:
             bucket = (units, batch, context_tokens // _CONTEXT_BUCKET)
             self._seen[bucket].append((context_tokens, latency_us))
         if self._in_block >= _BLOCK:
-            self._in_block = 0
-            behind = min(self._shares, key=lambda share: self._steps[share])
-            self.units = 0 if self.complete else behind
+            self._in_block, self._blocks = 0, self._blocks + 1
+            self.units = self._next_share(batch, context_tokens // _CONTEXT_BUCKET)
+
+    def _next_share(self, batch: int, context_bucket: int) -> int:
+        """Where the next steps should run, after some with that batch and context."""
+        if not self.complete:
+            return min(self._shares, key=lambda share: self._steps[share])
+        if self._blocks % _ONE_BLOCK_IN:
+            return 0
+        seen = {share: len(self._seen[share, batch, context_bucket]) for share in self._shares}
+        behind = min(self._shares, key=lambda share: seen[share])
+        return behind if seen[behind] < _ENOUGH else 0
 
     def news(self) -> Sequence[SoloSample] | None:
         """Samples for a new profile, when the steps since the last one cover new ground."""

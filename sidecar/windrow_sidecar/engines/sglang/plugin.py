@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,7 +79,7 @@ class Plugin:
     allocator_class: type[Any] | None = None
     harvest: SchedulerHarvest | None = None
     scheduler: Any = None
-    fingerprint: str = field(default="")
+    fingerprint: str = ""  # of the served checkpoint
 
     def make_scheduler(
         self,
@@ -297,6 +297,7 @@ class Plugin:
 
     def _open(self, scheduler: Any, allocator: Any, ground: _Ground) -> None:  # noqa: ANN401
         from windrow.eventlog import EventLog
+        from windrow_sidecar.engines.builtin.logflush import LogFlusher
         from windrow_sidecar.engines.harvest import AgentLink, HarvestHook, HarvestSettings
         from windrow_sidecar.engines.harvest.link import Profile
         from windrow_sidecar.engines.hook import FailClosed
@@ -334,17 +335,18 @@ class Plugin:
             keep_profile=self._keep_profile,
             reserved_tokens=self.args.num_reserved_decode_tokens,
         )
-        self.arena.serve(str(self.run_dir.arena_socket()))
+        # All of it before a worker can attach.
         if self.weights is not None:
             self.arena.export("weights", self.weights.shared.fd, n_bytes=self.weights.n_bytes)
             self.weights.write_manifest(self.run_dir.weights_manifest(), self.fingerprint)
         else:
             self.run_dir.weights_manifest().unlink(missing_ok=True)
+        self.arena.serve(str(self.run_dir.arena_socket()))
         learner = None if profile else SoloLearner(ground.splits)
         self.harvest = SchedulerHarvest(parts, learner)
         with ground.background_threads():
             if log is not None:
-                _flush_for_ever(log)
+                LogFlusher(log)  # its thread writes for as long as this process lives
             link.start()
         g = self.arena.geometry
         _log.info(
@@ -364,7 +366,7 @@ class Plugin:
             pid=os.getpid(),
             engine=subject.engine,
             engine_version=subject.engine_version,
-            model=str(_served_folder(self.args)),
+            model=str(self.args.model_path),
             model_fingerprint=subject.model_fingerprint,
             device=subject.device,
             driver=subject.driver,
@@ -435,8 +437,11 @@ class Plugin:
 
     def _keep_profile(self, profile: Mapping[str, Any]) -> None:
         draft = self._profile_path().with_suffix(".tmp")
-        draft.write_text(json.dumps(profile))
-        os.replace(draft, self._profile_path())
+        try:
+            draft.write_text(json.dumps(profile))
+            os.replace(draft, self._profile_path())
+        except OSError as error:
+            _log.warning("windrow: the latency profile is not kept for the next start: %s", error)
 
     def _guarded(self, what: str, call: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
         try:
@@ -487,10 +492,6 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
         )
 
 
-def _served_folder(args: Any) -> str:  # noqa: ANN401
-    return str(args.model_path)
-
-
 def _model_folder(args: Any) -> Path:  # noqa: ANN401
     """The directory of the served checkpoint; a Hub model's is in the cache by now."""
     path = Path(args.model_path)
@@ -506,9 +507,3 @@ def _model_folder(args: Any) -> Path:  # noqa: ANN401
             local_files_only=True,
         )
     )
-
-
-def _flush_for_ever(log: Any) -> None:  # noqa: ANN401
-    from windrow_sidecar.engines.builtin.logflush import LogFlusher
-
-    LogFlusher(log)

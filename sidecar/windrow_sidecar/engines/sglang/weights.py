@@ -54,8 +54,12 @@ class SharedModel:
 
     def make_private(self) -> None:
         """Give the model memory of its own again, so that its weights can be replaced."""
+        own: dict[int, torch.Tensor] = {}  # tied parameters stay tied
         for parameter in self.model.parameters():
-            parameter.data = parameter.data.clone()
+            at = parameter.data_ptr()
+            if at not in own:
+                own[at] = parameter.data.clone()
+            parameter.data = own[at]
 
 
 def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: ANN401

@@ -7,7 +7,7 @@ is computed and no memory is taken: real weights and arguments enter as stand-in
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,21 +111,21 @@ def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
     for module in layer.modules():
         if isinstance(module, TokenDropout):
             module.prepare(leaf.device)  # else it would remember a stand-in of its keys
-    scribe = _Scribe(layer, args, kwargs)
-    try:
-        with (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.enable_grad(),
-            looking_on_paper(),
-            torch.random.fork_rng(devices=[]),
-            AtDropouts(scribe.inside_dropout),
-            torch.autograd.graph.saved_tensors_hooks(scribe.pack, scribe.unpack),
-            scribe,
-        ):
-            out = layer(*args, **kwargs)
-    except _NOT_ON_PAPER as error:
-        raise CannotRecord((str(error) or type(error).__name__).splitlines()[0]) from error
-    return scribe.finish(out[0] if isinstance(out, tuple) else out)
+    with closing(_Scribe(layer, args, kwargs)) as scribe:
+        try:
+            with (
+                FakeTensorMode(allow_non_fake_inputs=True),
+                torch.enable_grad(),
+                looking_on_paper(),
+                torch.random.fork_rng(devices=[]),
+                AtDropouts(scribe.inside_dropout),
+                torch.autograd.graph.saved_tensors_hooks(scribe.pack, scribe.unpack),
+                scribe,
+            ):
+                out = layer(*args, **kwargs)
+        except _NOT_ON_PAPER as error:
+            raise CannotRecord((str(error) or type(error).__name__).splitlines()[0]) from error
+        return scribe.finish(out[0] if isinstance(out, tuple) else out)
 
 
 class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -231,6 +231,14 @@ class _Scribe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tuple(look.storage for look in self._looks),
             storage_bytes,
         )
+
+    def close(self) -> None:
+        """Hold no tensor any more.
+
+        Graphs of stand-ins hold this object by its hooks, and it holds them: a circle that Python's
+        collector does not see, and in it the real arguments of the call.
+        """
+        self._alive.clear()
 
     def _number(self, tensor: Tensor, *, there: bool = False) -> int:
         look = Look.of(tensor)

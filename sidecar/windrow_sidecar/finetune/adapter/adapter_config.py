@@ -17,6 +17,7 @@ from windrow_sidecar.finetune.adapter.targets import (
     has_experts,
     ia3_targets,
     linear_names,
+    target_names,
 )
 
 
@@ -76,6 +77,13 @@ def bad_targets(spec: FinetuneJobSpec, why: str, known: list[str]) -> UserError:
         if "use_dora" in why:
             problem = "the weights of experts cannot be decomposed"
             return refused("useDora", problem, "Set it to false, or leave out the experts.")
+        for option, ours in (("rank_pattern", "rankPattern"), ("alpha_pattern", "alphaPattern")):
+            if option in why:
+                return refused(ours, said, "Name modules that get an adapter.")
+        if settings.target_pattern is not None:
+            problem = f"{settings.target_pattern!r} cannot be adapted: {said}"
+            remedy = f"Match the whole name of a module, like .*{known[-1]}."
+            return refused("targetPattern", problem, remedy)
         found: Any = settings.modules()
         others = "Write" if found == "all-linear" else "Write all-linear, or"
         remedy = f"{others} some of {', '.join(known)}."
@@ -111,6 +119,8 @@ def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # n
         targets = linear_names(model, attention_only=has_experts(model))
     _check_layers(lora, model)
     _check_embeddings(lora, model)
+    if lora.modules() not in ("all-linear", lora.target_pattern):
+        _check_names("targetModules", lora.target_modules, model)
     _check_names("excludeModules", lora.exclude_modules, model)
     _check_names("modulesToSave", lora.modules_to_save, model)
     if "lm_head" in names(lora.modules_to_save) and model.config.tie_word_embeddings:  # type: ignore[union-attr]
@@ -140,6 +150,7 @@ def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # n
 def _ia3(ia3: Ia3Spec, model: nn.Module, common: dict[str, Any]) -> Any:  # noqa: ANN401
     from peft import IA3Config
 
+    _check_names("targetModules", ia3.target_modules, model, kind="ia3")
     targets: list[str] | None = names(ia3.target_modules)
     feedforward: list[str] | None = names(ia3.feedforward_modules)
     if not targets:
@@ -221,9 +232,12 @@ def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) ->
             )
 
 
-def _check_names(option: str, text: str | None, model: nn.Module) -> None:
+def _check_names(option: str, text: str | None, model: nn.Module, *, kind: str = "lora") -> None:
     """Every name has to be one of the model's; peft passes over the others in silence."""
-    known = {name.rpartition(".")[2] for name, _ in model.named_modules()} | expert_names(model)
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    experts = expert_names(model)
     for name in names(text):
-        if name.rpartition(".")[2] not in known:
-            raise refused(option, f"the model has no module {name!r}", "Name another, or none.")
+        if name not in experts and not any(module.endswith(f".{name}") for module in modules):
+            known = f"Name some of {', '.join(target_names(model))}."
+            remedy = known if option == "targetModules" else "Name another, or none."
+            raise refused(option, f"the model has no module {name!r}", remedy, kind=kind)

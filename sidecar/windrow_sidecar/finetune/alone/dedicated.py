@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,14 +28,9 @@ from windrow_sidecar.finetune.residency.hiding import micro_batches_a_visit
 from windrow_sidecar.finetune.stream import MicroLimits, StepDone
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS
 
-if TYPE_CHECKING:
-    from windrow_sidecar.compute.cuda import CudaPartition
-
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
 # enough there to hide what queueing it costs Python, about half a millisecond.
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
-# Shares that this process computes on, by device.
-_PARTITIONS: dict[str, CudaPartition] = {}
 
 
 def measure_alone(options: argparse.Namespace) -> int:
@@ -86,10 +80,8 @@ def take_units(device: ComputeDevice, units: int | None) -> int:
         return device.total_units()
     from windrow_sidecar.compute.cuda import CudaPartition
 
-    # Kept for good: the stream that torch computes on is its.
-    partition = _PARTITIONS.setdefault(device.name, CudaPartition("finetune", device.name))
     try:
-        partition.activate(units)
+        CudaPartition("finetune", device.name).activate(units)
     except UnknownLevel as error:
         raise UserError(str(error), field="--units", remedy="Choose one of them.") from error
     return units

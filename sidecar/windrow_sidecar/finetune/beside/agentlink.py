@@ -7,6 +7,7 @@ commands up between two tasklets.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -162,9 +163,9 @@ def _progress_message(now: Progress) -> agent_pb2.WorkerProgress:
     return agent_pb2.WorkerProgress(
         step=now.step,
         total_steps=now.total_steps,
-        loss=now.loss,
-        learning_rate=now.learning_rate,
-        grad_norm=now.gradient_norm,
+        loss=_told(now.loss),
+        learning_rate=_told(now.learning_rate),
+        grad_norm=_told(now.gradient_norm),
         tokens=now.tokens,
         checkpoint_step=now.checkpoint_step,
         checkpoint_path=now.checkpoint_path,
@@ -175,3 +176,8 @@ def _progress_message(now: Progress) -> agent_pb2.WorkerProgress:
         allocator_held_bytes=now.allocator_held_bytes,
         allocator_requested_bytes=now.allocator_requested_bytes,
     )
+
+
+def _told(figure: float | None) -> float:
+    """Return what no step has told yet as NaN: 0 would be a figure."""
+    return math.nan if figure is None else figure

@@ -166,7 +166,9 @@ class AllocatedMemory:
         self._budget.settle()
         residents = self._job.residents if self._job else None
         shrinks = [residents.shrink] * residents.layers if residents else []
-        for step in (*shrinks, self._spill, self._move_out, self._stow):
+        # Workspaces of libraries first: they cost nothing but to be made again.
+        steps = (self._device.release_caches, *shrinks, self._spill, self._move_out, self._stow)
+        for step in steps:
             if not self._budget.asked_back():
                 return
             step()
@@ -194,4 +196,5 @@ class AllocatedMemory:
         if self._job is not None:
             self._job.stream.stow(away=True)
             self._stowed = True
+        # Moving has computed: a buffer of another type is converted on its way.
         self._device.release_caches()

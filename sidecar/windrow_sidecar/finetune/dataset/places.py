@@ -21,6 +21,8 @@ DEFAULT_SPLIT = "train"
 SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 # What `datasets` writes beside rows.
 _NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
+# Words by which other tools name a split, and we do not.
+_SPLIT_LIKE = ("training", "testing", "evaluation")
 # Files that one message names.
 _NAMED = 5
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -99,13 +101,21 @@ def find_files(
             remedy="Name the directory that holds the files.",
             reason=Reason.DATASET_EMPTY,
         )
-    place = system.unstrip_protocol(path)
+    place = _named(system, path)
     wanted, without = _of_split(rows, path, place, split)
     unread = [*without, *(p for p in found if not _suffix(p) and _may_be_rows(p))]
     if unread:
         why = f"they name no split, or do not end in {', '.join(SUFFIXES)}"
-        tell(f"{source} holds files that are not read: {_some(unread, path)} ({why})")
-    return [DataFile(system, p, system.unstrip_protocol(p)) for p in wanted]
+        tell(f"{place} holds files that are not read: {_some(unread, path)} ({why})")
+    if doubtful := [p for p in wanted if _looks_like_another_split(p[len(path) :], split)]:
+        tell(
+            f"{place}: read as rows of the split {split!r}, though their names may say another: "
+            f"{_some(doubtful, path)} (a split is what a file's or folder's name begins with)"
+        )
+    plain = {p: str(PurePosixPath(p).with_suffix("")) for p in wanted if _is_packed(p)}
+    if twice := [p for p, unpacked in plain.items() if unpacked in wanted]:
+        tell(f"{place}: read packed and unpacked, so their rows count twice: {_some(twice, path)}")
+    return [DataFile(system, p, _named(system, p)) for p in wanted]
 
 
 @contextmanager
@@ -260,9 +270,23 @@ def _split_of(path: str, wanted: str) -> str:
 
 def _suffix(path: str) -> str:
     name = PurePosixPath(path)
-    if name.suffix in COMPRESSED:
+    if _is_packed(path):
         name = name.with_suffix("")
     return name.suffix if name.suffix in SUFFIXES else ""
+
+
+def _looks_like_another_split(path: str, split: str) -> bool:
+    words = set(re.split(r"[^a-z]+", path.lower()))
+    return split not in words and bool(words & {*SPLITS, *_SPLIT_LIKE} - {split})
+
+
+def _named(system: Any, path: str) -> str:  # noqa: ANN401 - fsspec's
+    """Return what people read of a path: a local one as it is, another with its scheme."""
+    return str(system.unstrip_protocol(path)).removeprefix("file://")
+
+
+def _is_packed(path: str) -> bool:
+    return PurePosixPath(path).suffix in COMPRESSED
 
 
 def _is_hidden(path: str) -> bool:

@@ -101,8 +101,10 @@ def read_dataset(
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
     notes: list[str] = []
     for file in find_files(spec.source, spec.split, notes.append):
+        holds_any = False
         for record in read_records(file):
             alive()
+            holds_any = True
             try:
                 example = _example(record, spec.format, tokenizer)
             except UserError as error:
@@ -110,6 +112,8 @@ def read_dataset(
                 continue
             _check_fits(example, limits)
             stored.add(example)
+        if not holds_any:
+            notes.append(f"{file.name} holds no row")
     wrong.settle()
     notes += [*wrong.notes(), *tokenizer.notes()]
     for note in notes:

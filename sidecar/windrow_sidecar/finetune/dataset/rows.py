@@ -98,6 +98,12 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
                 f"{name} has `{call}`, which is not learnt",
                 "Write the call into `content` as the model writes it, or drop the row.",
             )
+    if turn["role"] == "assistant" and turn.get("weight", 1) != 1:
+        raise bad_row(
+            where,
+            f"{name} has the `weight` {turn['weight']}, and every answer counts the same here",
+            "Take `weight` out, or make a row of its own for each answer that shall be learnt.",
+        )
     if not isinstance(turn.get("content"), str):
         raise bad_row(where, f"{name} has no `content` that is text", "Write the turn's text.")
     if turn["role"] == "assistant" and not turn["content"].strip():

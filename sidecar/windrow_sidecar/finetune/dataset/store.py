@@ -1,6 +1,6 @@
 """Where tokenized rows lie: in a file without a name, mapped, so that large sets need no memory.
 
-A row takes 8 bytes a token on disk and 20 bytes in memory, whatever its length.
+A row takes 8 bytes a token and its place on disk, and 24 bytes in memory, whatever its length.
 """
 
 from __future__ import annotations

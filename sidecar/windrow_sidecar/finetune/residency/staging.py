@@ -35,7 +35,7 @@ class Staging:
 
     Args:
         device: that they are copied to.
-        room_bytes: that kept copies may take.
+        room_bytes: of host memory that kept copies may take.
         files: what is not kept is read from.
     """
 
@@ -63,8 +63,8 @@ class Staging:
         """
         if (kept := self._kept.get(piece)) is not None:
             return kept
-        if piece.n_bytes <= self._room:
-            self._room -= piece.n_bytes
+        if (taken := self._device.host_copy_bytes(piece.n_bytes)) <= self._room:
+            self._room -= taken
             made = self._kept[piece] = self._device.host_copy(piece.n_bytes)
             self._read(made, piece)
             return made

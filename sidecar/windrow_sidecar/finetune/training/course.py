@@ -76,11 +76,12 @@ class Course:
 
     def told(self, judged: Judged, step: int, *, of: int) -> str:
         """Say how a training of `of` steps has ended after `step` of them."""
+        length = f"{step} steps" if step <= of else f"{step} steps, of {of} that are asked for now"
         if not self.patience:
-            return f"{of} steps"
+            return length
         best = f"the adapter is that of step {judged.best_step}"
-        if step == of:
-            return f"{of} steps; {best}"
+        if step >= of:
+            return f"{length}; {best}"
         evaluations = "evaluation" if judged.since_best == 1 else "evaluations"
         why = f"no better loss for {judged.since_best} {evaluations}"
         return f"{step} of {of} steps: {why}; {best}"

@@ -7,6 +7,7 @@ a resumed job reads what the interrupted one would have read.
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -76,14 +77,15 @@ class BatchPlan:
         """Row numbers of step `step` (the first is 0)."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = _order(self.rows, self.seed, epoch)
-        return order[index * self.batch : (index + 1) * self.batch]
+        return tuple(order[index * self.batch : (index + 1) * self.batch])
 
 
 @lru_cache(maxsize=2)
-def _order(rows: int, seed: int, epoch: int) -> tuple[int, ...]:
-    order = list(range(rows))
+def _order(rows: int, seed: int, epoch: int) -> array[int]:
+    """Return the row numbers, shuffled; 4 bytes each, since sets may be large."""
+    order = array("i", range(rows))
     random.Random(f"order:{seed}:{epoch}").shuffle(order)
-    return tuple(order)
+    return order
 
 
 def held_out_rows(rows: int, *, eval_fraction: float, seed: int) -> frozenset[int]:

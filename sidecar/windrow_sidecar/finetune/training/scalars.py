@@ -65,8 +65,9 @@ class Scalars:
         self._write(position.step, figures)
 
     def evaluation(self, step: int, done: EvaluationDone) -> None:
-        """Write a loss on the held-out rows."""
+        """Write a loss on the held-out rows; its time is not that of the step that comes next."""
         self._write(step, {"eval_loss": done.loss, "stage": done.stage.value})
+        self._at = self._clock()
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         line = {"step": step, **figures, "epoch": self._epoch, "unix_seconds": time.time()}

@@ -54,7 +54,8 @@ class GraphRunner:
                     self._compute(bucket)
             torch.cuda.current_stream().wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=side):
+            # Other threads may take memory meanwhile: with `global` that would end the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 self._compute(bucket)
             pool = pool or graph.pool()
             self._graphs[bucket] = graph

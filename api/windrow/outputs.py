@@ -1,0 +1,82 @@
+"""Where a job may write its adapter: below the places that it was given, with links followed."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+
+_FIELD = "spec.output.destination"
+
+
+def path_of(destination: str) -> str:
+    """Return the path of a destination, which may be a `file://` URL, without needless parts."""
+    return posixpath.normpath(destination.removeprefix("file://"))
+
+
+def is_below(trees: Iterable[str], destination: str) -> bool:
+    """Return whether a destination lies in one of `trees` by its name; a relative one may."""
+    path = path_of(destination)
+    if not posixpath.isabs(path):
+        return True
+    return any(f"{path}/".startswith(f"{posixpath.normpath(tree)}/") for tree in trees)
+
+
+def check_within(destination: Path, trees: Sequence[Path]) -> Path:
+    """Return the directory that a worker beside decode writes to, without any link in it.
+
+    A link would lead out of a volume, or into the directory of another job, whose name is compared
+    with this one as it was written.
+
+    Args:
+        destination: as the job names it; a relative one stands below the working directory.
+        trees: what may be written.
+
+    Raises:
+        UserError: it is in none of `trees`, or a link leads elsewhere.
+    """
+    place = Path(os.path.abspath(destination))
+    around = [tree for tree in trees if place.is_relative_to(tree)]
+    if not around:
+        given = ", ".join(map(str, trees)) or "nothing"
+        raise _refusal(
+            f"{destination} is not in what this slot may write, which is {given}",
+            "Name a directory on a volume of the HarvestPolicy (spec.sidecar.volumes) that is not "
+            "readOnly.",
+        )
+    tree = max(around, key=lambda tree: len(tree.parts))
+    if not tree.is_dir():
+        raise _refusal(
+            f"{tree} is not there: the volume is not mounted in this pod",
+            "Start the pod anew, so that it gets the volumes of its policy.",
+        )
+    named, actual = tree.resolve() / place.relative_to(tree), place.resolve()
+    if actual != named:
+        raise _refusal(f"{destination} leads by a link to {actual}", "Name a path without links.")
+    return actual
+
+
+def check_alone(destination: Path) -> Path:
+    """Return the directory that a worker alone on a machine writes to.
+
+    Raises:
+        UserError: it is relative and leads by a link out of the working directory, or it is the
+            root of the file system.
+    """
+    actual, here = destination.resolve(), Path.cwd().resolve()
+    if actual == Path(actual.anchor):
+        raise _refusal(f"{destination} is the root of the file system", "Name a directory.")
+    if not destination.is_absolute() and not actual.is_relative_to(here):
+        raise _refusal(
+            f"{destination} leads by a link to {actual}, out of the working directory",
+            f"Write {actual} if that is meant.",
+        )
+    return destination
+
+
+def _refusal(problem: str, remedy: str) -> UserError:
+    return UserError(problem, field=_FIELD, remedy=remedy, reason=Reason.OUTPUT_NOT_WRITABLE)

@@ -1,0 +1,144 @@
+"""What the operator needs of a cluster before it can work: its kinds, and the right to act.
+
+Asked at the start, so that what is missing is named in one line. Otherwise a kind that nobody
+installed would look like one without objects, and a missing right would show in the middle of a
+placement.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from windrow.crd import (
+    FINETUNE_JOB,
+    GROUP,
+    HARVEST_POLICY,
+    HARVEST_SLOT,
+    KINDS,
+    LATENCY_PROFILE,
+    VERSION,
+)
+from windrow.errors import UserError
+from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.pki import SECRET
+from windrow_operator.webhook import CONFIGURATION
+
+_REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+
+
+@dataclass(frozen=True, slots=True)
+class Right:
+    """What the operator does to a resource."""
+
+    verbs: tuple[str, ...]
+    resource: str  # with its subresource: pods/status
+    group: str = ""
+    name: str = ""  # of the one object that is meant
+    own: bool = False  # in the operator's own namespace only
+
+    def __str__(self) -> str:
+        """Return it in the words of a role."""
+        where = f"{self.resource}.{self.group}" if self.group else self.resource
+        return f"{', '.join(self.verbs)} {where}{f' {self.name}' if self.name else ''}"
+
+
+# What is asked of every cluster. Native sidecars take more, and say so when one is wanted.
+RIGHTS: tuple[Right, ...] = (
+    Right(("list", "watch", "get", "patch", "delete"), FINETUNE_JOB.plural, GROUP),
+    Right(("update",), f"{FINETUNE_JOB.plural}/status", GROUP),
+    Right(("list", "watch"), HARVEST_POLICY.plural, GROUP),
+    Right(("update",), f"{HARVEST_POLICY.plural}/status", GROUP),
+    Right(("list", "create", "patch"), HARVEST_SLOT.plural, GROUP),
+    Right(("patch",), f"{HARVEST_SLOT.plural}/status", GROUP),
+    Right(("create", "patch"), LATENCY_PROFILE.plural, GROUP),
+    Right(("list", "watch", "get"), "pods"),
+    Right(("patch",), "pods/ephemeralcontainers"),
+    Right(("get",), "persistentvolumeclaims"),
+    Right(("list", "watch", "get"), "namespaces"),
+    Right(("create",), "events"),
+    Right(("create",), "secrets", own=True),
+    Right(("get",), "secrets", name=SECRET, own=True),
+    Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
+    Right(("create",), "tokenreviews", "authentication.k8s.io"),
+    Right(
+        ("patch",),
+        "mutatingwebhookconfigurations",
+        "admissionregistration.k8s.io",
+        name=CONFIGURATION,
+    ),
+)
+
+
+async def check(kube: Kube, own_namespace: str) -> None:
+    """Return if the operator can work.
+
+    Raises:
+        UserError: kinds are not installed, or rights are missing; names them.
+        ApiError: the API server cannot be asked.
+    """
+    if missing := await _missing_kinds(kube):
+        raise UserError(
+            f"the API server does not know {' and '.join(missing)}",
+            remedy="Install the custom resource definitions: kubectl apply -f crds/.",
+        )
+    if refused := await _missing_rights(kube, own_namespace):
+        raise UserError(
+            f"the operator's account may not {'; '.join(map(str, refused))}",
+            remedy="Install the chart, whose ClusterRole windrow-operator allows it.",
+        )
+
+
+async def _missing_kinds(kube: Kube) -> list[str]:
+    try:
+        served = await kube.get(f"/apis/{GROUP}/{VERSION}")
+    except NotFound:
+        served = {}
+    known = {found["name"] for found in served.get("resources", ())}
+    return [kind.kind for kind in KINDS if kind.plural not in known]
+
+
+async def _missing_rights(kube: Kube, own_namespace: str) -> list[Right]:
+    asked = [(right, verb) for right in RIGHTS for verb in right.verbs]
+    answers = await asyncio.gather(
+        *(_may(kube, verb, right, own_namespace) for right, verb in asked)
+    )
+    refused: dict[Right, list[str]] = {}
+    for (right, verb), allowed in zip(asked, answers, strict=True):
+        if not allowed:
+            refused.setdefault(right, []).append(verb)
+    return [replace(right, verbs=tuple(verbs)) for right, verbs in refused.items()]
+
+
+async def _may(kube: Kube, verb: str, right: Right, own_namespace: str) -> bool:
+    resource, _, subresource = right.resource.partition("/")
+    attributes = {
+        "verb": verb,
+        "group": right.group,
+        "resource": resource,
+        "subresource": subresource,
+        "name": right.name,
+        "namespace": own_namespace if right.own else "",
+    }
+    review = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    answer = await kube.create(_REVIEWS, review)
+    return bool(answer["status"]["allowed"])
+
+
+def explain(error: UserError | ApiError, server: str) -> str:
+    """Return what keeps the operator from working, in one line with its remedy."""
+    if isinstance(error, UserError):
+        return str(error)
+    if error.status in (401, 403):
+        return (
+            f"the API server at {server} does not accept the operator's credentials: {error}. "
+            "Give it others by --kubeconfig or KUBECONFIG, or mend its service account."
+        )
+    return (
+        f"the API server at {server} does not answer: {error}. Start it, or name another cluster "
+        "by --kubeconfig or KUBECONFIG."
+    )

@@ -1,0 +1,75 @@
+"""What the webhook would do with a pod, offline: `python -m windrow_operator.preview`.
+
+Reads `{"pod": ..., "policy": ... or null}` from stdin and writes JSON: rule, form, operations of
+the patch, warnings, and why the pod is left alone where it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from windrow.crd import parse_policy_spec
+from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.injection import (
+    LABEL_POD_SECURITY,
+    Refusal,
+    SidecarTemplate,
+    Surroundings,
+    inject,
+    matching_rule,
+)
+from windrow_operator.policies import policy_of, selects
+from windrow_operator.world import pod_of
+
+
+def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what would happen to `pod` in a namespace with `policy`; None: one that selects it."""
+    rule = matching_rule(pod)
+    sidecar: SidecarSpec | None
+    if policy is None:
+        sidecar = parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}}).sidecar
+    else:
+        spec = parse_policy_spec(policy.get("spec") or {})
+        named = {"namespace": "default", "uid": "", "name": "policy", **policy["metadata"]}
+        candidate = {
+            **pod,
+            "metadata": {**pod.get("metadata", {}), "namespace": named["namespace"]},
+        }
+        chosen = selects(policy_of({**policy, "metadata": named}), pod_of(candidate))
+        sidecar = spec.sidecar if chosen else None
+    # Claims and directories are looked at when the pod is made; here they are taken to be there.
+    volumes = sidecar.volumes if sidecar else []
+    claims = {v.persistent_volume_claim.claim_name for v in volumes if v.persistent_volume_claim}
+    around = Surroundings({LABEL_POD_SECURITY: "privileged"}, frozenset(claims))
+    template = SidecarTemplate("windrow-operator.windrow-system.svc:8443", "(PEM)")
+    try:
+        done = inject(pod, template, sidecar, around)
+    except Refusal as refusal:
+        return {"rule": rule, "touched": False, "why": str(refusal), "reason": refusal.reason}
+    if done is None:
+        why = (
+            "no rule of a stack matches, and no label asks for it, or one forbids it"
+            if not rule
+            else "the policy does not select it"
+        )
+        return {"rule": rule, "touched": False, "why": why, "reason": "NotAsked"}
+    return {
+        "rule": done.rule,
+        "touched": bool(done.patch),
+        "form": done.form,
+        "patch": done.patch,
+        "warnings": list(done.warnings),
+    }
+
+
+def main() -> int:
+    """Answer one question."""
+    asked = json.load(sys.stdin)
+    json.dump(preview(asked["pod"], asked["policy"]), sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

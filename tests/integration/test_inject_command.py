@@ -1,0 +1,58 @@
+"""`windrow inject` says what a pod would get, and why not where it gets nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from decode_pods import DECODE_PODS, OTHER_ENGINES
+
+from windrow import cli
+
+POLICY = {
+    "apiVersion": "windrow.dev/v1alpha1",
+    "kind": "HarvestPolicy",
+    "metadata": {"name": "chat"},
+    "spec": {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}},
+}
+
+
+def asked(tmp_path, body, *arguments, policy=None):
+    path = tmp_path / "pod.yaml"
+    path.write_text(yaml.safe_dump(body))
+    more = []
+    if policy is not None:
+        (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
+        more = ["--policy", str(tmp_path / "policy.yaml")]
+    return cli.run(["inject", "-f", str(path), *more, *arguments])
+
+
+def test_it_prints_each_change_and_that_the_sidecar_comes_later(tmp_path, capsys):
+    template = DECODE_PODS["rbg"][0]
+    body = {"kind": "StatefulSet", "spec": {"template": template}}
+    assert asked(tmp_path, body) == 0
+    said = capsys.readouterr().out
+    assert "decodes by rule `rbg`, form attach" in said
+    assert "/run/windrow" in said
+    assert "attached later" in said
+
+
+@pytest.mark.parametrize(
+    ("body", "policy", "why"),
+    [
+        (OTHER_ENGINES["llm-d with vLLM"], None, "cannot drive"),
+        (DECODE_PODS["rbg"][0], POLICY, "the policy does not select it"),
+        ({"metadata": {}, "spec": {"containers": [{"name": "w"}]}}, None, "no rule"),
+    ],
+)
+def test_it_says_why_a_pod_is_left_as_it_is(tmp_path, capsys, body, policy, why):
+    assert asked(tmp_path, body, "--json", policy=policy) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["touched"] is False
+    assert why in answer["why"]
+
+
+def test_a_manifest_without_a_pod_ends_with_two(tmp_path, capsys):
+    assert asked(tmp_path, {"kind": "Service", "spec": {}}) == cli.EXIT_USAGE
+    assert "is a Service without a pod" in capsys.readouterr().err

@@ -1,0 +1,271 @@
+"""The whole chain on a real node: the chart, a decode pod, an attached sidecar, a job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from kubernetes import client
+from waiting import wait_until
+
+from windrow.crd import API_VERSION
+
+ROOT = Path(__file__).resolve().parents[2]
+ARCHIVE = ROOT / "build" / "images" / "operator.tar"
+NAMESPACE = "serving"
+WITHIN_S = 150
+PORT = 8001
+
+
+def helm(*arguments):
+    done = subprocess.run(["helm", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def chart(node, kube):
+    """The chart, installed with the operator's own image and rights."""
+    if not ARCHIVE.exists():
+        pytest.skip("no image of the operator: `make images` builds it")
+    ctr = [f"{node.bin}/ctr", "--address", node.containerd, "--namespace", "k8s.io"]
+    subprocess.run([*ctr, "images", "import", ARCHIVE], check=True, capture_output=True)
+    python = f"{ROOT}/.venv/bin/python -m windrow_sidecar.agent"
+    folder = str(ROOT / "deploy" / "helm" / "windrow")
+    command = ["upgrade", "--install", "windrow", folder, "--namespace", "windrow-system"]
+    command += ["--create-namespace", "--wait", "--timeout", "120s"]
+    command += ["--set", "image.pullPolicy=Never", "--set", f"sidecar.command={python}"]
+    try:
+        helm(*command)
+    except AssertionError:
+        print_logs(kube)
+        raise
+    yield command
+    print_logs(kube)
+
+
+def print_logs(kube):
+    core = client.CoreV1Api(kube)
+    for pod in core.list_namespaced_pod("windrow-system").items:
+        print(core.read_namespaced_pod_log(pod.metadata.name, "windrow-system")[-8000:])
+
+
+def volumes():
+    """This machine's programs, by the places where Python looks for them."""
+    python = Path(os.path.realpath(sys.executable)).parents[1]
+    places = {"usr": "/usr", "etc": "/etc", "repo": str(ROOT), "python": str(python)}
+    return {name: path for name, path in places.items() if path not in ("/usr/local",)}
+
+
+@pytest.fixture(scope="module")
+def serving(chart, kube, image, tmp_path_factory):
+    """A namespace with a policy; its decode pod serves. Yields the folder for adapters."""
+    core, custom = client.CoreV1Api(kube), client.CustomObjectsApi(kube)
+    out = tmp_path_factory.mktemp("out")
+    # What says that directories of the node may be mounted here.
+    labels = {"pod-security.kubernetes.io/enforce": "privileged"}
+    core.create_namespace({"metadata": {"name": NAMESPACE, "labels": labels}})
+    mounted = {**volumes(), "out": str(out)}
+    policy = {
+        "apiVersion": API_VERSION,
+        "kind": "HarvestPolicy",
+        "metadata": {"name": "chat"},
+        "spec": {
+            "selector": {"matchLabels": {"app": "chat"}},
+            "objective": {"tpot": "2s"},
+            "sidecar": {
+                "volumes": [
+                    {"name": name, "mountPath": path, "hostPath": {"path": path}}
+                    for name, path in mounted.items()
+                    if path != str(ROOT)  # of decode's model, so the sidecar has it already
+                ]
+            },
+        },
+    }
+    custom.create_namespaced_custom_object(
+        "windrow.dev", "v1alpha1", NAMESPACE, "harvestpolicies", policy
+    )
+    hooks = client.AdmissionregistrationV1Api(kube)
+    wait_until(
+        lambda: (
+            "policy.windrow.dev"
+            in {
+                hook.name
+                for hook in hooks.read_mutating_webhook_configuration("windrow-operator").webhooks
+                or ()
+            }
+        ),
+        "the operator registers for the policy's namespace",
+    )
+    wait_until(
+        lambda: (
+            "windrow-run"
+            in {
+                v.name
+                for v in core.create_namespaced_pod(
+                    NAMESPACE, decode_pod(image, mounted), dry_run="All"
+                ).spec.volumes
+            }
+        ),
+        "decode pods are prepared",
+    )
+    core.create_namespaced_pod(NAMESPACE, decode_pod(image, mounted))
+    wait_until(lambda: is_ready(core), "decode serves", seconds=WITHIN_S)
+    yield out
+    pod = core.read_namespaced_pod("decode", NAMESPACE)
+    for container in ("decode", *(c.name for c in pod.spec.ephemeral_containers or ())):
+        print(container, core.read_namespaced_pod_log("decode", NAMESPACE, container=container))
+    core.delete_namespace(NAMESPACE)
+
+
+def decode_pod(image, mounted):
+    # As much as it asks for, and no more: a Guaranteed pod.
+    resources = {"cpu": "1500m", "memory": "4Gi"}
+    container = {
+        "name": "decode",
+        "image": image,
+        "imagePullPolicy": "Never",
+        "command": [f"{ROOT}/.venv/bin/python", "-m", "windrow_sidecar.engines.builtin"],
+        "args": [
+            f"--model-path={ROOT}/models/windrow-tiny",
+            "--disaggregation-mode=decode",
+            "--disaggregation-transfer-backend=fake",
+            "--host=0.0.0.0",
+            f"--port={PORT}",
+        ],
+        "resources": {"requests": resources, "limits": {"cpu": "2", "memory": "4Gi"}},
+        "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 1},
+        "volumeMounts": [
+            {"name": f"of-{name}", "mountPath": path}
+            for name, path in mounted.items()
+            if name != "out"
+        ],
+    }
+    return {
+        "metadata": {"name": "decode", "labels": {"app": "chat"}},
+        "spec": {
+            "terminationGracePeriodSeconds": 3,
+            "containers": [container],
+            "volumes": [
+                {"name": f"of-{name}", "hostPath": {"path": path}}
+                for name, path in mounted.items()
+                if name != "out"
+            ],
+        },
+    }
+
+
+def read(core):
+    return core.read_namespaced_pod("decode", NAMESPACE)
+
+
+def is_ready(core):
+    return any(c.type == "Ready" and c.status == "True" for c in read(core).status.conditions or ())
+
+
+def submit(kube, name, out, steps):
+    job = {
+        "apiVersion": API_VERSION,
+        "kind": "FinetuneJob",
+        "metadata": {"name": name},
+        "spec": {
+            "model": {"name": f"{ROOT}/models/windrow-tiny"},
+            "dataset": {
+                "source": f"{ROOT}/examples/support-tone/train.jsonl",
+                "format": "chat",
+            },
+            "adapter": {"type": "lora", "lora": {"rank": 4, "targetModules": "all-linear"}},
+            "training": {"maxSteps": steps, "batchSize": 4, "learningRate": "2e-4"},
+            "checkpoint": {"everySteps": 4, "keep": 2},
+            "output": {"destination": f"{out}/{name}"},
+        },
+    }
+    where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs")
+    client.CustomObjectsApi(kube).create_namespaced_custom_object(*where, job)
+
+
+def status(kube, name):
+    where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs", name)
+    return client.CustomObjectsApi(kube).get_namespaced_custom_object(*where).get("status") or {}
+
+
+def answers(core):
+    address = read(core).status.pod_ip
+    body = {"model": "m", "prompt": "A coffee machine", "max_tokens": 8}
+    url = f"http://{address}:{PORT}/v1/completions"
+    answer = httpx.post(url, json=body, timeout=60, trust_env=False)
+    return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
+
+
+def ends(kube, name):
+    found = status(kube, name)
+    assert found.get("state") not in ("Failed", "Invalid"), found
+    return found if found.get("state") == "Succeeded" else None
+
+
+@pytest.mark.timeout(500)
+def test_a_job_is_harvested_by_an_attached_sidecar_that_is_replaced_when_it_dies(serving, kube):
+    core = client.CoreV1Api(kube)
+    assert not read(core).spec.ephemeral_containers, "nothing is attached before a job waits"
+    submit(kube, "tone", serving, steps=24)
+    wait_until(
+        lambda: (status(kube, "tone").get("progress") or {}).get("step", 0) >= 6,
+        "the job has made six steps",
+        seconds=WITHIN_S,
+    )
+    assert answers(core)
+    agents = [pid for pid in Path("/proc").iterdir() if pid.name.isdigit() and is_agent(pid)]
+    assert agents
+    for pid in agents:
+        os.kill(int(pid.name), 9)
+    done = wait_until(lambda: ends(kube, "tone"), "the job succeeds", seconds=WITHIN_S)
+    assert (serving / "tone" / "adapter_model.safetensors").is_file()
+    assert done["epoch"] >= 1
+    pod = read(core)
+    assert {c.name for c in pod.spec.ephemeral_containers} == {"windrow-1", "windrow-2"}
+    (decode,) = pod.status.container_statuses
+    assert decode.restart_count == 0
+    assert is_ready(core)
+    assert answers(core)
+
+
+def is_agent(process):
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"windrow_sidecar.agent" in words
+
+
+def test_the_charts_own_test_passes_and_an_upgrade_keeps_the_policy(chart, kube, serving):
+    helm("test", "windrow", "--namespace", "windrow-system", "--timeout", "60s")
+    before = kinds(kube)
+    helm(*chart)
+    assert kinds(kube) == before
+
+
+def test_uninstalling_leaves_serving_and_what_users_made(chart, kube, serving):
+    core = client.CoreV1Api(kube)
+    helm("uninstall", "windrow", "--namespace", "windrow-system", "--wait")
+    assert is_ready(core)
+    assert answers(core)
+    assert "chat" in kinds(kube)["harvestpolicies"]
+    hooks = client.AdmissionregistrationV1Api(kube).list_mutating_webhook_configuration().items
+    assert "windrow-operator" not in {hook.metadata.name for hook in hooks}
+
+
+def kinds(kube):
+    custom = client.CustomObjectsApi(kube)
+    return {
+        plural: {
+            item["metadata"]["name"]
+            for item in custom.list_namespaced_custom_object(
+                "windrow.dev", "v1alpha1", NAMESPACE, plural
+            )["items"]
+        }
+        for plural in ("harvestpolicies", "finetunejobs")
+    }

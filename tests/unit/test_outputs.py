@@ -1,0 +1,102 @@
+"""Where a job may write, with real directories and links."""
+
+from pathlib import Path
+
+import pytest
+
+from windrow.errors import UserError
+from windrow.outputs import check_alone, check_within, is_below, path_of
+
+
+@pytest.mark.parametrize(
+    ("destination", "path"),
+    [("file:///a/b", "/a/b"), ("/a//b/./c/", "/a/b/c"), ("a/b/", "a/b"), ("/a/b", "/a/b")],
+)
+def test_one_directory_has_one_path(destination, path):
+    assert path_of(destination) == path
+
+
+@pytest.mark.parametrize(
+    ("destination", "below"),
+    [
+        ("/data/tone", True),
+        ("file:///data/tone", True),
+        ("/data", True),
+        ("/data2/tone", False),
+        ("/", False),
+        ("out/tone", True),  # the worker knows below what
+    ],
+)
+def test_a_destination_is_in_a_tree_by_its_whole_names(destination, below):
+    assert is_below(["/mnt", "/data"], destination) is below
+
+
+@pytest.fixture
+def volume(tmp_path):
+    """A volume with a directory of another job, and its mount, which is itself a link."""
+    (tmp_path / "disk" / "other").mkdir(parents=True)
+    (tmp_path / "mount").symlink_to(tmp_path / "disk")
+    return tmp_path / "mount"
+
+
+def test_a_directory_of_a_volume_is_taken_as_it_really_is(volume, tmp_path):
+    assert check_within(volume / "tone", [volume]) == tmp_path / "disk" / "tone"
+    assert check_within(volume / "deep" / "tone", [tmp_path / "no", volume]).name == "tone"
+
+
+@pytest.mark.parametrize("link_to", ["other", "/etc", "../elsewhere"])
+def test_a_link_below_a_volume_is_refused_wherever_it_leads(volume, link_to):
+    (volume / "tone").symlink_to(link_to)
+    for place in (volume / "tone", volume / "tone" / "deeper"):
+        with pytest.raises(UserError, match="leads by a link to"):
+            check_within(place, [volume])
+
+
+def test_outside_of_the_volumes_is_refused_with_what_there_is(volume, tmp_path):
+    with pytest.raises(UserError) as refused:
+        check_within(tmp_path / "disk2" / "tone", [volume])
+    assert str(volume) in refused.value.problem
+    assert (refused.value.field, refused.value.reason) == (
+        "spec.output.destination",
+        "OutputNotWritable",
+    )
+    with pytest.raises(UserError, match="which is nothing"):
+        check_within(volume / "tone", [])
+
+
+def test_climbing_out_of_a_volume_is_refused(volume):
+    with pytest.raises(UserError, match="is not in what this slot may write"):
+        check_within(volume / ".." / "elsewhere", [volume])
+
+
+def test_a_volume_that_is_not_mounted_is_said_to_be_missing(tmp_path):
+    with pytest.raises(UserError, match="not mounted in this pod"):
+        check_within(tmp_path / "data" / "tone", [tmp_path / "data"])
+
+
+def test_a_relative_destination_stands_in_the_working_directory(volume, monkeypatch):
+    monkeypatch.chdir(volume)
+    place = volume.resolve()
+
+    assert check_within(Path("tone"), [place]) == place / "tone"
+    assert check_alone(Path("tone")) == Path("tone")
+
+
+def test_alone_a_link_may_not_lead_a_relative_path_out_of_the_working_directory(
+    tmp_path, monkeypatch
+):
+
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    Path("out").symlink_to(tmp_path / "there")
+    with pytest.raises(UserError, match="out of the working directory"):
+        check_alone(Path("out/tone"))
+    # Named in full it is meant.
+    assert check_alone(tmp_path / "here" / "out" / "tone").name == "tone"
+
+
+def test_alone_the_root_of_the_file_system_is_refused_also_by_a_link(tmp_path):
+    (tmp_path / "root").symlink_to("/")
+    with pytest.raises(UserError, match="the root of the file system"):
+        check_alone(tmp_path / "root")

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from windrow.errors import UserError
+from windrow_sidecar.engines.sglang import compat
+
+
+def arguments(**changed):
+    """A command line that the plugin takes, as SGLang's ServerArgs has it."""
+    plain = {
+        **{name: fine for name, fine, _ in compat._PLAIN},
+        "disaggregation_mode": "decode",
+        "page_size": 16,
+        "kv_cache_dtype": "auto",
+        "attention_backend": "triton",
+        "decode_attention_backend": None,
+    }
+    return SimpleNamespace(**{**plain, **changed})
+
+
+def test_a_plain_decode_server_is_taken():
+    compat.check_arguments(arguments())
+    compat.check_arguments(arguments(disaggregation_mode="null", enable_pdmux=None))
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"page_size": 1}, "--page-size"),
+        ({"page_size": None}, "--page-size"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"attention_backend": "trtllm_mha"}, "--attention-backend"),
+        ({"decode_attention_backend": "cutlass_mla"}, "--decode-attention-backend"),
+        ({"tp_size": 2}, "--tp-size"),
+        ({"pp_size": 2}, "--pp-size"),
+        ({"dp_size": 4}, "--dp-size"),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_memory_saver": True}, "--enable-memory-saver"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"cpu_offload_gb": 8}, "--cpu-offload-gb"),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+    ],
+)
+def test_what_the_plugin_does_not_know_is_refused_by_its_flag_with_a_remedy(changed, field):
+    with pytest.raises(UserError) as refused:
+        compat.check_arguments(arguments(**changed))
+    assert refused.value.field == field
+    assert refused.value.remedy
+
+
+def test_an_untested_version_is_refused_unless_the_user_insists():
+    compat.check_version(compat.TESTED[-1], insisted=False)
+    compat.check_version("0.9.99", insisted=True)
+    with pytest.raises(UserError, match=r"SGLang 0\.9\.99 .*WINDROW_SGLANG_UNTESTED=1"):
+        compat.check_version("0.9.99", insisted=False)
+
+
+def resolving(without: str = "", changed: str = ""):
+    """An SGLang in which every name is as expected, but for these."""
+
+    def resolve(path: str):
+        if path == without:
+            raise AttributeError(path)
+        parameters = dict(compat.NAMES)[path]
+        if path == changed:
+            parameters = ("self", "something_else")
+        found = {}
+        exec(f"def call({', '.join(parameters)}, *more): pass", found)
+        return found["call"]
+
+    return resolve
+
+
+def test_names_that_are_as_expected_pass():
+    compat.check_names(resolving())
+
+
+@pytest.mark.parametrize("path", [path for path, _ in compat.NAMES])
+def test_each_name_that_is_missing_is_refused_by_name(path):
+    with pytest.raises(UserError, match=path.rpartition(".")[2]):
+        compat.check_names(resolving(without=path))
+
+
+@pytest.mark.parametrize("path", [path for path, wanted in compat.NAMES if len(wanted) > 1])
+def test_each_name_that_takes_other_arguments_is_refused(path):
+    with pytest.raises(UserError, match="something_else"):
+        compat.check_names(resolving(changed=path))

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from windrow_sidecar.engines.sglang.learning import SoloLearner
+from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.solo import fit_solo
+
+
+def took_us(units: int, batch: int, context: int) -> int:
+    return round((1000 + 200 * max(batch, 4) + context) * 2 / units)
+
+
+def learned(learner: SoloLearner, steps: int, batches=(4, 6, 8), contexts=(100, 700, 1300)):
+    """Decode alone for so many steps, on the shares that the learner asks for."""
+    found, asked = [], set()
+    for i in range(steps):
+        units = learner.units or 2
+        asked.add(units)
+        batch, context = batches[i // 100 % len(batches)], contexts[i // 300 % len(contexts)]
+        learner.add(units, batch, context, took_us(units, batch, context))
+        if (news := learner.news()) is not None:
+            found.append(news)
+    return found, asked
+
+
+def test_every_share_is_tried_and_the_profile_is_that_of_the_machine():
+    found, asked = learned(SoloLearner(host_levels(2)), 6000)
+    assert asked == {1, 2}
+    for units, fit in fit_solo(found[-1]).items():
+        for batch, context in ((4, 100), (8, 1300), (6, 700)):
+            wanted = took_us(units, batch, context)
+            # Medians of whole microseconds, of contexts that share a bucket exactly.
+            assert abs(fit.model.predict_us(batch, context) - wanted) <= 2
+
+
+def test_there_is_no_profile_before_each_share_has_been_seen_often_enough():
+    found, _ = learned(SoloLearner(host_levels(2)), 60)
+    assert found == []
+
+
+def test_decode_has_all_units_again_once_enough_is_known():
+    learner = SoloLearner(host_levels(2))
+    learned(learner, 3000, batches=(4,), contexts=(100,))
+    assert learner.complete
+    shares = set()
+    for _ in range(100):
+        shares.add(learner.units)
+        learner.add(2, 4, 100, took_us(2, 4, 100))
+    assert shares == {0}
+
+
+def test_a_batch_that_one_share_has_not_seen_is_shown_to_it_in_a_quarter_of_the_steps():
+    learner = SoloLearner(host_levels(2))
+    learned(learner, 400, batches=(4,), contexts=(100,))
+    on_one = 0
+    for _ in range(192):  # until it knows: two blocks of 12, of which two steps each do not count
+        on_one += learner.units == 1
+        learner.add(learner.units or 2, 16, 100, took_us(learner.units or 2, 16, 100))
+    assert 12 <= on_one <= 48
+
+
+def test_a_new_profile_comes_only_with_new_ground():
+    learner = SoloLearner(host_levels(2))
+    first, _ = learned(learner, 400, batches=(4,), contexts=(100,))
+    again, _ = learned(learner, 400, batches=(4,), contexts=(100,))
+    assert (len(first), again) == (1, [])
+    wider, _ = learned(learner, 2000, batches=(2, 4, 8, 12), contexts=(100, 2000))
+    assert wider
+
+
+def test_the_first_steps_after_a_move_do_not_count():
+    learner = SoloLearner(host_levels(2))
+    for i in range(2000):
+        units = learner.units or 2
+        moved = i % 12 < 2
+        learner.add(units, 4, 100, 9_000_000 if moved else took_us(units, 4, 100))
+        if (news := learner.news()) is not None:
+            break
+    assert {sample.step_us for sample in news} == {took_us(1, 4, 100), took_us(2, 4, 100)}

@@ -1,0 +1,59 @@
+"""The plugin where there is no SGLang: what it does before it touches any of it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+
+from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow_sidecar.engines.sglang import plugin
+
+
+def test_without_a_run_directory_sglang_is_not_even_imported(monkeypatch):
+    monkeypatch.delenv(ENV_RUN_DIR, raising=False)
+    plugin.register()
+    assert "sglang" not in sys.modules
+
+
+def test_a_process_without_a_scheduler_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv(ENV_RUN_DIR, str(tmp_path))
+    plugin.register()
+    assert "sglang" not in sys.modules
+
+
+class MLATokenToKVPool:
+    """A pool that the plugin does not know."""
+
+
+def test_a_model_whose_kv_is_of_another_kind_is_named_once(caplog, tmp_path):
+    ours = plugin.Plugin(RunDir(tmp_path), {})
+    allocator = SimpleNamespace(get_kvcache=MLATokenToKVPool)
+    ours.scheduler = SimpleNamespace(token_to_kv_pool_allocator=allocator)
+    with caplog.at_level(logging.ERROR):
+        ours._guarded("not started", ours._start)
+        ours._guarded("not started", ours._start)
+    (record,) = caplog.records
+    assert "the model's KV lies in a MLATokenToKVPool" in record.getMessage()
+    assert record.exc_info is None
+    assert ours.off
+
+
+def test_what_fails_by_surprise_is_told_with_its_trace_and_stays_here(caplog, tmp_path):
+    ours = plugin.Plugin(RunDir(tmp_path), {})
+
+    def breaks() -> None:
+        raise ZeroDivisionError("of the plugin")
+
+    with caplog.at_level(logging.ERROR):
+        ours._guarded_step(breaks)
+    (record,) = caplog.records
+    assert "harvesting is off, a step hook failed: of the plugin" in record.getMessage()
+    assert record.exc_info is not None
+
+
+def test_a_profile_that_cannot_be_kept_is_no_reason_to_stop(caplog, tmp_path):
+    ours = plugin.Plugin(RunDir(tmp_path / "gone"), {})
+    ours._keep_profile({"key": "k"})
+    assert ours.off == ""
+    assert "not kept for the next start" in caplog.text
