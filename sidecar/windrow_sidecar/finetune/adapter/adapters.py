@@ -25,6 +25,7 @@ from windrow_sidecar.finetune.model.key_values import Prefix
 from windrow_sidecar.finetune.model.structure import find_layers
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.training.checkpoint import told_by_system
 
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -173,7 +174,8 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     weights = folder / WEIGHTS_FILE
     weights.touch()
     mode = weights.stat().st_mode  # that the umask gives; safetensors writes for its own user alone
-    save_file(tensors, weights, metadata={"format": "pt"})
+    with told_by_system(weights):
+        save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(mode)
     config = model.peft_config[ADAPTER].to_dict()
     config["inference_mode"] = True

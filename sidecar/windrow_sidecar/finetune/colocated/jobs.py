@@ -220,6 +220,7 @@ class WorkerJobs:
             job_state.report,
             events,
             take=self._orders.put,
+            orphaned=self.ask_to_stop,
         )
         pending = PendingJob(order, job_state, self._until_told.enter_context(agent), events)
         job_state.stall.watch(lambda found: self._stuck(pending, found))
@@ -238,12 +239,18 @@ class WorkerJobs:
         newest: Callable[[], Checkpoint | None] | None = None,
     ) -> JobHandle:
         stream, job_state = context.session.stream, pending.job_state
-        ledger = Ledger(context.session, folder, pending.agent, pending.events, job_state, newest)
+        ledger = Ledger(
+            context.session, folder, pending.agent, pending.events, job_state, newest, forgets=True
+        )
+        estimates, weights = slot.estimates, stream.weights
         return JobHandle(
             context.session.job.name,
             stream,
             context.memory,
-            Runner(stream, slot.gate, context.memory, ledger, pending.agent, job_state),
+            Runner(
+                *(stream, slot.gate, context.memory, ledger, pending.agent, job_state),
+                expected_s=lambda tasklet: estimates.expected_s(tasklet, weights),
+            ),
             failed=lambda error: self._tell_failure(pending, error),
             ended=lambda ending: self._left(slot, context, pending, ending),
             acts=self._turn_of(pending),
@@ -253,7 +260,7 @@ class WorkerJobs:
         return self._turn.of(pending.order.job_uid, pending.order.epoch)
 
     def _tell_failure(self, pending: PendingJob, error: Exception) -> Ending:
-        event, ending = failure(error, pending.job_state.progress.checkpoint_path)
+        event, ending = failure(error, pending.job_state.last_checkpoint)
         pending.agent.event(event)
         return ending
 
@@ -279,7 +286,7 @@ class WorkerJobs:
 
         Decode takes the memory of a process that has ended.
         """
-        event, ending = failure(found, pending.job_state.progress.checkpoint_path)
+        event, ending = failure(found, pending.job_state.last_checkpoint)
         if (loading := self._loading.get(pending)) is not None:
             if not loading.give_up((event, ending)):  # it has got ready just now
                 pending.job_state.stall.watch(lambda found: self._stuck(pending, found))

@@ -61,7 +61,7 @@ class WorkerSlot:
 
     def __init__(self, epoch: int, arena: Arena, ground: SlotDevice, load: Load) -> None:
         self._epoch, self._arena, self._ground, self._load = epoch, arena, ground, load
-        self._estimates = Estimates()
+        self.estimates = Estimates()
         self._base: BaseModel | None = None
         self._base_of: JobSpec | None = None
         self._residents: Residents | None = None
@@ -73,7 +73,7 @@ class WorkerSlot:
         self.gate = GrantGate(
             arena.page,
             ground.partition,
-            self._estimates,
+            self.estimates,
             self._offer_facts,
             decode_lives=arena.owner_lives,
             device=ground.device,
@@ -195,7 +195,7 @@ class WorkerSlot:
         self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
     ) -> JobContext:
         assert self._lent is not None
-        shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
+        shared = Shared(self.gate, self.estimates, self._ground, self._lent, self._residents)
         context = JobContext(job, base, shared, job_state, rows)
         self._contexts.append(context)
         return context

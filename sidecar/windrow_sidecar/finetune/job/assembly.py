@@ -18,13 +18,12 @@ from torch import Tensor
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
-from windrow.outputs import check_alone, check_within
+from windrow.outputs import check_alone, check_within, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.reach import check_reach
-from windrow_sidecar.finetune.data.places import local_path
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
@@ -74,7 +73,7 @@ class JobSpec:
         Raises:
             UserError: the job may not write there.
         """
-        place = local_path(self.spec.output.destination, field="spec.output.destination")
+        place = Path(path_of(self.spec.output.destination))
         return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
 
 
@@ -272,7 +271,10 @@ def without_effect(
     """Say which fields do not do what they seem to, for so many rows, steps and positions."""
     training, model = spec.training, spec.model
     if training.batch_size > rows:
-        yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
+        yield (
+            f"spec.training.batchSize is {training.batch_size}, above the rows to train on "
+            f"({rows}): a step takes all of them"
+        )
     if (training.eval_every_steps or 0) > steps:
         never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
         yield (

@@ -9,17 +9,25 @@ from windrow_sidecar.finetune.data.places import DatasetSilent
 from windrow_sidecar.finetune.job.report import WorkerEvent
 from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model.loading import ModelSilent
-from windrow_sidecar.finetune.training.checkpoint import Fenced
+from windrow_sidecar.finetune.training.checkpoint import Fenced, is_disk_full, no_room
 from windrow_sidecar.finetune.training.health import Unhealthy
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
-def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
-    """Return the event that reports an error, and how the worker ends."""
+def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
+    """Return the event that reports an error, and how the worker ends.
+
+    `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
+    """
     if isinstance(error, UserError):
         event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
         return event, Ending.USER_ERROR
-    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else "; no checkpoint yet"
+    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
+    if checkpoint == "":
+        kept = "; no checkpoint yet, so the next attempt begins at step 0"
+    if isinstance(error, OSError) and is_disk_full(error):
+        detail = f"{no_room(error)}{kept}"
+        return WorkerEvent("FAILED", Reason.DISK_FULL, detail), Ending.FAILED
     if isinstance(error, Fenced):
         return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
     if isinstance(error, Unhealthy):
