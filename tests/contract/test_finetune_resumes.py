@@ -238,8 +238,9 @@ def test_a_job_that_runs_already_is_not_run_a_second_time_until_its_process_is_g
         assert first.stdout.readline() == b"claimed\n"
         with pytest.raises(Fenced, match=f"process {first.pid} on .* is training this job"):
             JobFolder(tmp_path, UID, 1).claim()
-        folder = tmp_path / ".windrow" / UID
-        job = LocalJob(tmp_path / "job.yaml", UID, folder, tmp_path, small_spec())
+        job = LocalJob(
+            tmp_path / "job.yaml", UID, tmp_path / ".windrow" / UID, tmp_path, small_spec()
+        )
         with pytest.raises(UserError, match=f"process {first.pid} on") as refused:
             forget(job)
         assert refused.value.field == "--fresh"

@@ -62,8 +62,8 @@ EVENT = {
     "kind": "STARTED",
     "detail": "",
     "adapter_path": "",
-    "base_eval_loss": 0.0,
-    "tuned_eval_loss": 0.0,
+    "base_eval_loss": None,
+    "tuned_eval_loss": None,
     "notes": [],
 }
 
@@ -91,11 +91,12 @@ def test_a_loss_that_is_not_known_yet_is_none():
 def test_events_are_kept_and_the_adapter_is_known_at_the_end():
     told = after(
         event(detail="from the beginning"),
-        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0),
+        event(kind="EVALUATED", base_eval_loss=3.0),
+        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0),
         event(kind="SUCCEEDED", adapter_path="/out"),
     )
     assert told.events[0] == "started: from the beginning"
-    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 2.0)
+    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 0.0)
     assert told.failure == ""
 
 
@@ -147,7 +148,7 @@ def test_fields_that_only_a_cluster_honours_are_told():
 @pytest.mark.parametrize(
     ("changed", "rows", "note"),
     [
-        ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
+        ({"batch_size": 9}, 8, "batchSize is 9, above the rows to train on (8): a step takes all"),
         ({"eval_every_steps": 5}, 99, "evalEverySteps is 5: no evaluation comes between the 4"),
         ({"max_sequence_length": 65}, 99, "is 65, and the model has 64 positions"),
         (

@@ -61,6 +61,14 @@ def test_an_epoch_that_is_over_is_ended(world):
     assert "u" not in world.runs
 
 
+def test_a_loss_of_zero_is_a_loss_and_one_that_is_not_said_stays_known(world):
+    world.assign("u", 1, KEY, NOW)
+    said = event("EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0)
+    reports.take_event(world, [KEY], said, NOW)
+    reports.take_event(world, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
+    assert (world.runs["u"].base_loss, world.runs["u"].tuned_loss) == (3.0, 0.0)
+
+
 def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(world):
     reports.take_hello(world, POD, hello(), NOW, first=True)
     live = world.slots[KEY]

@@ -15,13 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote, urlsplit
 
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, Held, check_free, wait_for_orphan
-from windrow.outputs import check_alone
+from windrow.outputs import check_alone, path_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -89,9 +88,7 @@ def read_local_job(manifest: Path) -> LocalJob:
     except UserError as error:
         where = f"{manifest}: {error.field}"
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
-    place = spec.output.destination
-    place = unquote(urlsplit(place).path) if place.startswith("file:") else place
-    destination = check_alone(Path(place))
+    destination = check_alone(Path(path_of(spec.output.destination)))
     uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]
     return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
 
@@ -298,9 +295,13 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
     return replace(
         told,
         adapter=event["adapter_path"] or told.adapter,
-        base_eval_loss=event["base_eval_loss"] or told.base_eval_loss,
-        tuned_eval_loss=event["tuned_eval_loss"] or told.tuned_eval_loss,
+        base_eval_loss=_newer(event["base_eval_loss"], told.base_eval_loss),
+        tuned_eval_loss=_newer(event["tuned_eval_loss"], told.tuned_eval_loss),
     )
+
+
+def _newer(said: float | None, known: float | None) -> float | None:
+    return known if said is None else said
 
 
 def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:

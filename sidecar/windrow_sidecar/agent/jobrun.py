@@ -127,8 +127,10 @@ class JobRun:
         event = self._event(kind, reason, detail)
         event.user_error = said.user_error
         event.adapter_path = said.adapter_path
-        event.base_eval_loss = said.base_eval_loss
-        event.tuned_eval_loss = said.tuned_eval_loss
+        if said.HasField("base_eval_loss"):
+            event.base_eval_loss = said.base_eval_loss
+        if said.HasField("tuned_eval_loss"):
+            event.tuned_eval_loss = said.tuned_eval_loss
         await self._tell(event)
 
     # What it is told

@@ -86,7 +86,7 @@ class Ledger:
         self._newest = newest or folder.newest
         self._session, self._stream, self._folder = session, session.stream, folder
         self._reporter, self._events, self._standing = reporter, events, standing
-        self._tuned_loss = 0.0
+        self._tuned_loss: float | None = None
         spec = session.job.spec
         self._scalars = Scalars(
             folder.root,
@@ -233,7 +233,7 @@ class Ledger:
                 Reason.COMPLETED,
                 self._stream.told,
                 adapter_path=str(self._folder.destination),
-                base_eval_loss=self._stream.position.base_eval_loss or 0.0,
+                base_eval_loss=self._stream.position.base_eval_loss,
                 tuned_eval_loss=self._tuned_loss,
             )
         )
@@ -288,10 +288,11 @@ class Ledger:
 
     def _evaluated(self, done: EvaluationDone) -> None:
         """Tell a loss on the held-out rows; both are known once the last one is."""
-        base, step = self._stream.position.base_eval_loss or 0.0, self._stream.position.step
+        base, step = self._stream.position.base_eval_loss, self._stream.position.step
         if done.stage is Stage.TUNED_EVALUATION:
             self._tuned_loss = done.loss
-            detail = f"held-out loss {base:.4f} before, {done.loss:.4f} after"
+            before = "unknown" if base is None else f"{base:.4f}"
+            detail = f"held-out loss {before} before, {done.loss:.4f} after"
         else:
             when = f"step {step}" if step else "before the first step"
             detail = f"{when}: held-out loss {done.loss:.4f}"

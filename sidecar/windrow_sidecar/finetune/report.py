@@ -52,8 +52,8 @@ class WorkerEvent:
     detail: str = ""
     user_error: bool = False
     adapter_path: str = ""
-    base_eval_loss: float = 0.0
-    tuned_eval_loss: float = 0.0
+    base_eval_loss: float | None = None  # None: not known yet; a loss may be 0
+    tuned_eval_loss: float | None = None
     notes: tuple[str, ...] = ()  # of STARTED: see `job.Session`; part of `detail` as well
 
 
