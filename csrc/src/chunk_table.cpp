@@ -74,9 +74,9 @@ void ChunkTable::format(void* memory, std::int64_t chunks, std::int64_t reserve)
 ChunkTable::ChunkTable(void* memory, std::int64_t chunks, Side side)
     : head_(static_cast<Head*>(memory)), chunks_(chunks), side_(side) {
   auto* base = static_cast<std::byte*>(memory);
-  words_ = reinterpret_cast<std::atomic<std::uint64_t>*>(base + sizeof(Head));
+  words_ = reinterpret_cast<SharedWord<std::uint64_t>*>(base + sizeof(Head));
   since_ns_ =
-      reinterpret_cast<std::atomic<std::int64_t>*>(base + sizeof(Head) + words_bytes(chunks));
+      reinterpret_cast<SharedWord<std::int64_t>*>(base + sizeof(Head) + words_bytes(chunks));
 }
 
 Counts ChunkTable::counts() const {
@@ -254,7 +254,7 @@ bool ChunkTable::swap(std::int64_t chunk, const ChunkWord& seen, ChunkState to,
   const ChunkWord next{.state = to, .owner = owner, .epoch = seen.epoch + 1};
   std::uint64_t expected = seen.pack();
   // Release hands over what the last user wrote into the chunk; acquire lets the next one see it.
-  if (!words_[chunk].compare_exchange_strong(expected, next.pack(), std::memory_order_acq_rel)) {
+  if (!words_[chunk].compare_exchange(expected, next.pack(), std::memory_order_acq_rel)) {
     return false;
   }
   since_ns_[chunk].store(monotonic_ns(), std::memory_order_relaxed);

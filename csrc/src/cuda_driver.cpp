@@ -113,7 +113,7 @@ std::unique_ptr<Partition> CudaDriver::partition(std::span<const int> units) {
   if (!units.empty() && units.size() != facts().compute_units.size()) {
     throw std::invalid_argument("the SMs of a GPU are shared whole: name none of them");
   }
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!shares_) {
     shares_ = std::make_shared<GreenShares>(context_);
   }

@@ -12,6 +12,9 @@ cuda::AllocationProperties allocation_properties(const CudaContext& context) {
   properties.type = cuda::kAllocationPinned;
   properties.handle_types = cuda::kHandlePosixDescriptor;
   properties.location = {.type = cuda::kLocationDevice, .id = context.device()};
+  // Prefill writes KV over RDMA, and only such memory can be registered for it.
+  properties.rdma_capable =
+      context.attribute(cuda::DeviceAttribute::kRdmaOfVirtualMemorySupported) != 0 ? 1 : 0;
   return properties;
 }
 

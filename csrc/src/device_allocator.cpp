@@ -59,24 +59,24 @@ DeviceAllocator::~DeviceAllocator() {
 }
 
 void DeviceAllocator::lend(std::int64_t chunk) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   budget_.lend(chunk);
 }
 
 void DeviceAllocator::drain(std::int64_t chunk) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   budget_.drain(chunk);
   trim_pools(nullptr);
 }
 
 void DeviceAllocator::shrink_to(std::int64_t chunks) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   budget_.shrink_to(chunks);
   trim_pools(nullptr);
 }
 
 std::vector<std::int64_t> DeviceAllocator::take_quiet() {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (budget_.draining_chunks() > 0) {
     release_done();
     trim_pools(nullptr);
@@ -91,7 +91,7 @@ std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
   for (bool is_retry = false;; is_retry = true) {
     Events waited_for;
     {
-      const std::scoped_lock lock(mutex_);
+      const MutexLock lock(mutex_);
       release_done();
       if (std::byte* address = try_allocate(bytes, stream); address != nullptr) {
         const Size size = size_at(address);
@@ -119,7 +119,7 @@ std::byte* DeviceAllocator::allocate(std::size_t bytes, StreamId stream) {
 }
 
 void DeviceAllocator::free(std::byte* address) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   const Size size = size_of(address);
   if (const auto recorded = recorded_.find(address); recorded != recorded_.end()) {
     deferred_.emplace(address, deferred_behind(recorded->second));
@@ -133,7 +133,7 @@ void DeviceAllocator::free(std::byte* address) {
 }
 
 void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   static_cast<void>(size_of(address));
   if (segments_.at(slot(address)).stream == stream) {
     return;
@@ -146,40 +146,40 @@ void DeviceAllocator::record_stream(const std::byte* address, StreamId stream) {
 }
 
 std::size_t DeviceAllocator::keep_small(std::size_t blocks, StreamId stream) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return pool_of(stream).pool.keep(blocks);
 }
 
 void DeviceAllocator::release_cached() {
   std::shared_ptr<const Event> everything;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     release_done();
     trim_pools(nullptr);
     everything = epochs_.close();
   }
   everything->wait();
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   aliases_.clear();
 }
 
 AllocatorStats DeviceAllocator::stats() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return stats_;
 }
 
 MappingCalls DeviceAllocator::mapping_calls() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return aliases_.calls();
 }
 
 std::string DeviceAllocator::describe_budget() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return describe_locked();
 }
 
 void DeviceAllocator::check() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   std::unordered_set<BlockId> used;
   std::int64_t reserved = 0;
   for (const auto& [slot, segment] : segments_) {

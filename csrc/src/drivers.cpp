@@ -3,20 +3,21 @@
 #include <charconv>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
 #include "windrow/cuda_driver.h"
 #include "windrow/host_driver.h"
+#include "windrow/mutex.h"
 
 namespace windrow {
 namespace {
 
 struct Registry {
-  std::mutex mutex;
-  std::string library = kLibcuda;
-  std::map<std::pair<std::string, int>, std::unique_ptr<CudaDriver>> drivers;
+  Mutex mutex;
+  std::string library WINDROW_GUARDED_BY(mutex) = kLibcuda;
+  std::map<std::pair<std::string, int>, std::unique_ptr<CudaDriver>> drivers
+      WINDROW_GUARDED_BY(mutex);
 };
 
 // Never taken down: arenas may live until the process ends, and so must what they were made with.
@@ -48,7 +49,7 @@ Driver& named_driver(const std::string& name) {
   }
   const int ordinal = ordinal_of(name);
   Registry& all = registry();
-  const std::scoped_lock lock(all.mutex);
+  const MutexLock lock(all.mutex);
   auto& driver = all.drivers[{all.library, ordinal}];
   if (!driver) {
     driver = std::make_unique<CudaDriver>(all.library, ordinal);
@@ -57,7 +58,7 @@ Driver& named_driver(const std::string& name) {
 }
 
 void use_libcuda(const std::string& library) {
-  const std::scoped_lock lock(registry().mutex);
+  const MutexLock lock(registry().mutex);
   registry().library = library;
 }
 

@@ -34,34 +34,34 @@ void FaultPlan::add(Fault fault) {
   if (fault.left < 1) {
     throw std::invalid_argument("the first call is number 1");
   }
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   faults_.push_back(std::move(fault));
 }
 
 void FaultPlan::clear() {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   faults_.clear();
 }
 
 std::int64_t FaultPlan::calls(DriverCall call) const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return counts_[static_cast<std::size_t>(call)];
 }
 
 std::int64_t FaultPlan::calls() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return std::accumulate(counts_.begin(), counts_.end(), std::int64_t{0});
 }
 
 std::int64_t FaultPlan::fired() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   return fired_;
 }
 
 bool FaultPlan::reach(DriverCall call) {
   std::vector<Fault> due;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     ++counts_[static_cast<std::size_t>(call)];
     std::vector<Fault> later;
     for (Fault& fault : faults_) {

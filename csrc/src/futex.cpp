@@ -13,13 +13,13 @@
 namespace windrow {
 namespace {
 
-const void* low_half(const std::atomic<std::uint64_t>& word) {
+const void* low_half(const SharedWord<std::uint64_t>& word) {
   return &word;
 }
 
 }  // namespace
 
-Woken futex_wait(const std::atomic<std::uint64_t>& word, std::uint64_t seen,
+Woken futex_wait(const SharedWord<std::uint64_t>& word, std::uint64_t seen,
                  std::int64_t deadline_ns) {
   const timespec deadline{.tv_sec = static_cast<time_t>(deadline_ns / 1'000'000'000),
                           .tv_nsec = static_cast<long>(deadline_ns % 1'000'000'000)};
@@ -39,7 +39,7 @@ Woken futex_wait(const std::atomic<std::uint64_t>& word, std::uint64_t seen,
   throw errno_error("waiting on the shared page");
 }
 
-void futex_wake_all(const std::atomic<std::uint64_t>& word) {
+void futex_wake_all(const SharedWord<std::uint64_t>& word) {
   ::syscall(SYS_futex, low_half(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 

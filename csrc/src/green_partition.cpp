@@ -124,7 +124,7 @@ std::vector<cuda::DeviceResource> GreenShares::resources(Partition::Side side, i
 }
 
 const GreenShares::Share& GreenShares::share(Partition::Side side, int groups) {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   auto& share = shares_[{side, groups}];
   if (!share && groups == this->groups()) {
     share = std::make_unique<Share>(*context_, green_, total_units_);

@@ -10,7 +10,7 @@ constexpr int kMostNamed = 5;
 }  // namespace
 
 std::string LeasedMapping::describe_live() const {
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   if (live_.empty()) {
     return {};
   }
@@ -34,12 +34,12 @@ Lease::Lease(std::shared_ptr<LeasedMapping> mapping, std::int64_t offset, std::i
     throw std::out_of_range(std::to_string(bytes) + " bytes at offset " + std::to_string(offset) +
                             " are not inside of the mapping's " + std::to_string(size));
   }
-  const std::scoped_lock lock(mapping_->mutex_);
+  const MutexLock lock(mapping_->mutex_);
   entry_ = mapping_->live_.insert(mapping_->live_.end(), {offset, bytes});
 }
 
 Lease::~Lease() {
-  const std::scoped_lock lock(mapping_->mutex_);
+  const MutexLock lock(mapping_->mutex_);
   mapping_->live_.erase(entry_);
 }
 

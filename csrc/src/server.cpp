@@ -100,13 +100,13 @@ void ArenaServer::add(const std::string& name, SizedFd fd) {
   if (name.empty() || name.size() >= sizeof(Request::name)) {
     throw std::invalid_argument("the name '" + name + "' must have 1 to 63 bytes");
   }
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   named_.insert_or_assign(name, std::move(fd));
 }
 
 std::vector<pid_t> ArenaServer::peers() const {
   std::vector<pid_t> pids;
-  const std::scoped_lock lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const Peer& peer : peers_) {
     if (!peer.attached) {
       continue;
@@ -125,8 +125,11 @@ void ArenaServer::run() {
   for (;;) {
     std::vector<pollfd> entries{{.fd = stop_.get(), .events = POLLIN, .revents = 0},
                                 {.fd = listener_.get(), .events = POLLIN, .revents = 0}};
-    for (const Peer& peer : peers_) {
-      entries.push_back({.fd = peer.socket.get(), .events = POLLIN, .revents = 0});
+    {
+      const MutexLock lock(mutex_);
+      for (const Peer& peer : peers_) {
+        entries.push_back({.fd = peer.socket.get(), .events = POLLIN, .revents = 0});
+      }
     }
     if (::poll(entries.data(), entries.size(), -1) < 0) {
       continue;
@@ -135,9 +138,9 @@ void ArenaServer::run() {
       return;
     }
     // From the back, so that erasing leaves the indices before it alone.
-    for (std::size_t i = peers_.size(); i-- > 0;) {
-      if (entries[i + 2].revents != 0 && !answer(peers_[i])) {
-        const std::scoped_lock lock(mutex_);
+    for (std::size_t i = entries.size() - 2; i-- > 0;) {
+      if (entries[i + 2].revents != 0 && !answer(peer_at(i))) {
+        const MutexLock lock(mutex_);
         peers_.erase(peers_.begin() + static_cast<std::ptrdiff_t>(i));
       }
     }
@@ -145,6 +148,11 @@ void ArenaServer::run() {
       welcome();
     }
   }
+}
+
+ArenaServer::Peer& ArenaServer::peer_at(std::size_t index) {
+  const MutexLock lock(mutex_);
+  return peers_[index];
 }
 
 void ArenaServer::welcome() {
@@ -169,7 +177,7 @@ void ArenaServer::welcome() {
       send_reply(socket.get(), reply, {});
       return;
     }
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     peers_.push_back({std::move(socket), identity.pid});
   } catch (const Error& error) {
     // The peer is gone already; serving the others goes on.
@@ -178,6 +186,7 @@ void ArenaServer::welcome() {
 }
 
 bool ArenaServer::make_room() {
+  const MutexLock lock(mutex_);
   if (peers_.size() < kMostPeers) {
     return true;
   }
@@ -186,7 +195,6 @@ bool ArenaServer::make_room() {
   if (idle == peers_.end()) {
     return false;
   }
-  const std::scoped_lock lock(mutex_);
   peers_.erase(idle);
   return true;
 }
@@ -222,7 +230,7 @@ bool ArenaServer::answer(Peer& peer) {
 
 void ArenaServer::send_shared(Peer& peer, const Request& request, Reply& reply) {
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     peer.attached = true;
   }
   std::vector<int> batch;
@@ -247,7 +255,7 @@ void ArenaServer::send_named(const Peer& peer, const Request& request, Reply& re
   OwnedFd copy;
   std::string known;
   {
-    const std::scoped_lock lock(mutex_);
+    const MutexLock lock(mutex_);
     if (const auto found = named_.find(request.name.data()); found != named_.end()) {
       copy = found->second.fd.duplicate();
       reply.named_bytes = found->second.bytes;

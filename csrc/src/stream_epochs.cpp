@@ -24,7 +24,7 @@ bool StreamEpochs::ended(Epoch epoch) {
 
 std::shared_ptr<const Event> StreamEpochs::close() {
   const std::vector<StreamId> known(known_.begin(), known_.end());
-  const std::shared_ptr<const Event> event = streams_->record_all(known);
+  std::shared_ptr<const Event> event = streams_->record_all(known);
   closed_.push_back({current_, event});
   ++current_;
   return event;

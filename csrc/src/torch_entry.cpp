@@ -3,21 +3,21 @@
 #include <array>
 #include <cstdint>
 #include <cstdio>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "windrow/error.h"
+#include "windrow/mutex.h"
 
 namespace windrow {
 namespace {
 
 // Never destroyed: torch frees tensors in destructors of its own that may run later.
 struct Registry {
-  std::mutex mutex;
-  std::array<std::shared_ptr<DeviceAllocator>, kMostDevices> allocators;
+  Mutex mutex;
+  std::array<std::shared_ptr<DeviceAllocator>, kMostDevices> allocators WINDROW_GUARDED_BY(mutex);
 };
 
 Registry& registry() {
@@ -37,7 +37,7 @@ std::size_t require_device(int device) {
 
 std::shared_ptr<DeviceAllocator> allocator_of(int device) {
   const std::size_t index = require_device(device);
-  const std::scoped_lock lock(registry().mutex);
+  const MutexLock lock(registry().mutex);
   if (!registry().allocators[index]) {
     throw Error("no allocator serves device " + std::to_string(device) +
                 "; call windrow_sidecar.memory.allocator.install first");
@@ -46,7 +46,7 @@ std::shared_ptr<DeviceAllocator> allocator_of(int device) {
 }
 
 std::vector<std::shared_ptr<DeviceAllocator>> all_allocators() {
-  const std::scoped_lock lock(registry().mutex);
+  const MutexLock lock(registry().mutex);
   std::vector<std::shared_ptr<DeviceAllocator>> all;
   for (const auto& allocator : registry().allocators) {
     if (allocator) {
@@ -90,7 +90,7 @@ bool guarded(const char* what, Call call) noexcept {
 
 void serve_device(int device, std::shared_ptr<DeviceAllocator> allocator) {
   const std::size_t index = require_device(device);
-  const std::scoped_lock lock(registry().mutex);
+  const MutexLock lock(registry().mutex);
   // Swapped, so that the one before ends outside of the lock.
   std::swap(registry().allocators[index], allocator);
 }

@@ -146,11 +146,17 @@ def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
     progress = run.progress
     if event.HasField("progress"):
         progress = _merged(progress, event.progress)
+    if event.kind == pb.JobEvent.WARNED:
+        return replace(run, seen_at=now, progress=progress, trouble=(event.reason, event.detail))
+    trouble = run.trouble
+    if event.kind == pb.JobEvent.CHECKPOINTED and trouble is not None:
+        trouble = ("", event.detail)
     return replace(
         run,
         state=state,
         since=now if state is not run.state else run.since,
         seen_at=now,
+        trouble=trouble,
         reason=event.reason,
         detail=event.detail,
         user_error=event.user_error,

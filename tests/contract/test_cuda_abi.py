@@ -49,6 +49,8 @@ SAME(cuda::DeviceAttribute::kVirtualMemorySupported,
      CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED);
 SAME(cuda::DeviceAttribute::kPosixDescriptorSupported,
      CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED);
+SAME(cuda::DeviceAttribute::kRdmaOfVirtualMemorySupported,
+     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
 SAME(cuda::kAllocationPinned, CU_MEM_ALLOCATION_TYPE_PINNED);
 SAME(cuda::kHandlePosixDescriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
 SAME(cuda::kLocationDevice, CU_MEM_LOCATION_TYPE_DEVICE);
@@ -59,6 +61,7 @@ SAME(cuda::kPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE);
 SAME(cuda::kMemoryTypeHost, CU_MEMORYTYPE_HOST);
 SAME(cuda::kMemoryTypeDevice, CU_MEMORYTYPE_DEVICE);
 SAME(cuda::kStreamNonBlocking, CU_STREAM_NON_BLOCKING);
+SAME(cuda::kEventBlockingSync, CU_EVENT_BLOCKING_SYNC);
 SAME(cuda::kEventDisableTiming, CU_EVENT_DISABLE_TIMING);
 SAME(cuda::kGreenDefaultStream, CU_GREEN_CTX_DEFAULT_STREAM);
 SAME(cuda::kResourceSm, CU_DEV_RESOURCE_TYPE_SM);
@@ -66,6 +69,10 @@ SAME(sizeof(cuda::AllocationProperties), sizeof(CUmemAllocationProp));
 SAME(sizeof(cuda::AccessDesc), sizeof(CUmemAccessDesc));
 SAME(sizeof(cuda::DeviceResource), sizeof(CUdevResource));
 SAME(offsetof(cuda::AllocationProperties, location), offsetof(CUmemAllocationProp, location));
+SAME(offsetof(cuda::AllocationProperties, compression),
+     offsetof(CUmemAllocationProp, allocFlags));
+SAME(offsetof(cuda::AllocationProperties, rdma_capable),
+     offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable));
 SAME(offsetof(cuda::AccessDesc, flags), offsetof(CUmemAccessDesc, flags));
 SAME(offsetof(cuda::DeviceResource, sm), offsetof(CUdevResource, sm));
 SAME(offsetof(cuda::DeviceResource::Sm, count), offsetof(CUdevSmResource, smCount));

@@ -120,15 +120,17 @@ async def test_where_no_process_becomes_a_client_the_daemon_goes_and_the_reason_
     assert pod.run_dir.read_mps_environment() == {}
 
 
-async def test_a_daemon_that_has_clients_stays_although_the_next_process_is_none(pod):
+async def test_clients_of_a_daemon_that_is_taken_over_prove_it_and_nobody_else_is_tried(pod):
     first = pod.daemon()
     first.start()
     pod.put_clients(41)
     sharing = await pod.share(GPU, pod.daemon(), connects=False)
-    assert sharing.sharing.mode == "temporal"
+    assert sharing.sharing.mode == "spatial"
+    assert pod.run_dir.read_mps_environment()
     assert first.alive()
     pod.put_clients()
-    first.stop()
+    await sharing.close()
+    first._process.wait(20)
 
 
 async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):

@@ -286,6 +286,17 @@ TEST(CudaDriverTest, ADriverThatIsTooOldIsToldByItsVersion) {
   ::unsetenv("WINDROW_STANDIN_CUDA");
 }
 
+TEST(CudaDriverTest, MemoryIsFitForRdmaWhereTheGpuSupportsIt) {
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  const auto before = Standin::counts().rdma_handles;
+  const auto fit = driver.create(1, "test");
+  EXPECT_EQ(Standin::counts().rdma_handles, before + 1);
+  const testing::StandinSetting without("WINDROW_STANDIN_RDMA", "0");
+  const auto plain = driver.create(1, "test");
+  EXPECT_EQ(Standin::counts().rdma_handles, before + 1);
+  EXPECT_EQ(Standin::violations(), "");
+}
+
 TEST(CudaDriverTest, AProcessIsAnMpsClientWhereItsContextIs) {
   CudaDriver driver(WINDROW_STANDIN, 0);
   EXPECT_FALSE(driver.facts().is_mps_client);

@@ -128,6 +128,16 @@ async def test_a_failed_job_says_why_and_whether_a_retry_helps(
     assert operator.kinds().count("FAILED") == 1
 
 
+async def test_a_worker_that_lives_and_says_nothing_is_killed_and_has_made_no_progress():
+    async with attached_pod("--worker-silence-seconds=3") as (operator, agent, _):
+        operator.assign({"behave": "silent"})
+        failed = await until(lambda: operator.event(Event.FAILED))
+        assert (failed.reason, failed.user_error) == ("NoProgress", False)
+        assert "the worker said nothing for 3 s" in failed.detail
+        assert failed.progress.step == 5
+        await until(lambda: not agent.worker_pids())
+
+
 async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead(pod):
     operator, agent, engine = pod
     operator.assign({"behave": "run"}, epoch=4)

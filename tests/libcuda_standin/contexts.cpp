@@ -153,6 +153,9 @@ Result cuDeviceGetAttribute(int* value, cuda::DeviceAttribute attribute, cuda::D
     case cuda::DeviceAttribute::kComputeCapabilityMajor:
       *value = state().capability;
       break;
+    case cuda::DeviceAttribute::kRdmaOfVirtualMemorySupported:
+      *value = state().rdma ? 1 : 0;
+      break;
     case cuda::DeviceAttribute::kMpsEnabled:
       *value = static_cast<int>(setting("WINDROW_STANDIN_MPS", finds_mps_daemon() ? 1 : 0));
       break;

@@ -16,6 +16,9 @@ namespace {
 constexpr const char* kName = "libcuda-standin";
 
 Result require_properties(const cuda::AllocationProperties& properties) {
+  if (properties.rdma_capable != 0 && !state().rdma) {
+    return refuse(cuda::kNotSupported, "memory for RDMA on a device that does not support it");
+  }
   const bool sound = properties.type == cuda::kAllocationPinned &&
                      properties.location.type == cuda::kLocationDevice &&
                      properties.location.id == 0 && properties.windows_metadata == nullptr;
@@ -86,7 +89,7 @@ Result cuMemCreate(cuda::MemoryHandle* handle, std::size_t bytes,
     return cuda::kOutOfMemory;
   }
   *handle = s.next_handle++;
-  s.handles[*handle] = {fd, bytes};
+  s.handles[*handle] = {fd, bytes, properties->rdma_capable != 0};
   s.memory_used += bytes;
   return cuda::kSuccess;
 }

@@ -12,6 +12,7 @@ namespace windrow::standin {
 // What was made and not taken away. Primary contexts count each time they were retained.
 struct Counts {
   long long handles;
+  long long rdma_handles;  // of those, made for RDMA here
   long long mappings;
   long long reservations;
   long long streams;

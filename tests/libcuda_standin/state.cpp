@@ -10,6 +10,9 @@ namespace {
 Counts count() {
   State& s = state();
   Counts counts{};
+  for (const auto& [handle, physical] : s.handles) {
+    counts.rdma_handles += physical.rdma ? 1 : 0;
+  }
   for (const auto& [begin, reservation] : s.reservations) {
     counts.mappings += static_cast<long long>(reservation.mappings.size());
   }
@@ -94,6 +97,7 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
   s.memory = setting("WINDROW_STANDIN_MEMORY", s.memory);
   s.sms = static_cast<unsigned>(setting("WINDROW_STANDIN_SMS", s.sms));
   s.capability = static_cast<int>(setting("WINDROW_STANDIN_CAPABILITY", 9));
+  s.rdma = setting("WINDROW_STANDIN_RDMA", 1) != 0;
   s.narrows = setting("WINDROW_STANDIN_NARROWS", 1) != 0;
   s.initialized = true;
   return flags == 0 ? windrow::cuda::kSuccess : windrow::cuda::kInvalidValue;

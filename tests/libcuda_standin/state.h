@@ -25,6 +25,7 @@ using cuda::Result;
 struct Physical {
   int fd;
   std::size_t bytes;
+  bool rdma = false;
 };
 
 struct Mapping {
@@ -76,6 +77,7 @@ struct State {
   std::size_t memory = std::size_t{8} << 30;
   unsigned sms = 132;
   int capability = 9;   // major
+  bool rdma = true;     // whether memory may be asked to be fit for RDMA
   bool narrows = true;  // whether access that a mapping has may be taken away
 
   std::map<cuda::MemoryHandle, Physical> handles;

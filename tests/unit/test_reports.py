@@ -154,3 +154,14 @@ def test_a_watch_that_lags_behind_a_write_cannot_undo_it(world):
     world.put_job(job_body(version=9, epoch=2))
     world.put_job(job_body(version=8, epoch=1))
     assert world.expects("u", 2, KEY)
+
+
+def test_a_warning_about_checkpoints_stands_until_one_is_written_and_changes_nothing_else(world):
+    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
+    reports.take_event(world, [KEY], event("STARTED", detail="from the beginning"), NOW)
+    before = world.runs["u"]
+    reports.take_event(world, [KEY], event("WARNED", reason="DiskFull", detail="no room"), NOW)
+    assert world.runs["u"].trouble == ("DiskFull", "no room")
+    assert (world.runs["u"].state, world.runs["u"].detail) == (before.state, before.detail)
+    reports.take_event(world, [KEY], event("CHECKPOINTED", detail="/c5"), NOW)
+    assert world.runs["u"].trouble == ("", "/c5")

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "windrow/seqlock.h"
+#include "windrow/shared_word.h"
 #include "windrow/transitions.h"
 
 namespace windrow {
@@ -86,10 +87,10 @@ class ChunkTable {
  private:
   // The head of the table; the words follow on their own cache lines, then the times.
   struct Head {
-    alignas(kCacheLine) std::atomic<std::int64_t> reserve_target;
-    alignas(kCacheLine) std::atomic<std::uint64_t> homed;  // counts those to FREE and RESERVED
+    alignas(kCacheLine) SharedWord<std::int64_t> reserve_target;
+    alignas(kCacheLine) SharedWord<std::uint64_t> homed;  // counts those to FREE and RESERVED
   };
-  static_assert(sizeof(Head) == 2 * kCacheLine);
+  static_assert(sizeof(Head) == 2 * kCacheLine && std::is_trivial_v<Head>);
 
   // Below `from` no chunk had the state when `homed` had the value `seen`.
   struct Hint {
@@ -108,8 +109,8 @@ class ChunkTable {
   void require_id(std::int64_t chunk) const;
 
   Head* head_;
-  std::atomic<std::uint64_t>* words_;
-  std::atomic<std::int64_t>* since_ns_;
+  SharedWord<std::uint64_t>* words_;
+  SharedWord<std::int64_t>* since_ns_;
   std::int64_t chunks_;
   Side side_;
   Hint free_;  // owner only, as is the next

@@ -45,6 +45,7 @@ enum class DeviceAttribute : int {
   kComputeCapabilityMajor = 75,
   kVirtualMemorySupported = 102,
   kPosixDescriptorSupported = 103,
+  kRdmaOfVirtualMemorySupported = 110,
   kMpsEnabled = 133,  // whether contexts of this process are shared by MPS
 };
 
@@ -58,6 +59,7 @@ inline constexpr int kPointerMemoryType = 2;  // CU_POINTER_ATTRIBUTE_MEMORY_TYP
 inline constexpr unsigned kMemoryTypeHost = 1;
 inline constexpr unsigned kMemoryTypeDevice = 2;
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kGreenDefaultStream = 1;
 inline constexpr int kResourceSm = 1;  // CU_DEV_RESOURCE_TYPE_SM

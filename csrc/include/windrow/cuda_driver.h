@@ -1,11 +1,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "windrow/cuda_context.h"
 #include "windrow/driver.h"
+#include "windrow/mutex.h"
 
 namespace windrow {
 
@@ -47,8 +47,8 @@ class CudaDriver final : public Driver {
   std::shared_ptr<const CudaContext> context_;
   std::string name_;
   std::size_t granularity_ = 0;
-  std::mutex mutex_;
-  std::shared_ptr<GreenShares> shares_;  // made by the first partition
+  Mutex mutex_;
+  std::shared_ptr<GreenShares> shares_ WINDROW_GUARDED_BY(mutex_);  // made by the first partition
 };
 
 }  // namespace windrow

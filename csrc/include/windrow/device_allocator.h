@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -14,6 +13,7 @@
 #include "windrow/chunk_budget.h"
 #include "windrow/chunk_memory.h"
 #include "windrow/driver.h"
+#include "windrow/mutex.h"
 #include "windrow/small_pool.h"
 #include "windrow/streams.h"
 
@@ -70,7 +70,9 @@ class DeviceAllocator {
   void release_cached();
 
   // Whether the address is one of its range, used or not.
-  [[nodiscard]] bool contains(const void* address) const { return aliases_.contains(address); }
+  [[nodiscard]] bool contains(const void* address) const WINDROW_THREAD(no_thread_safety_analysis) {
+    return aliases_.contains(address);  // the range stays as it was made
+  }
   [[nodiscard]] AllocatorStats stats() const;
   [[nodiscard]] MappingCalls mapping_calls() const;
   // "budget of 3 chunks of 24.0 MiB, 70.0 MiB of it in use".
@@ -81,10 +83,10 @@ class DeviceAllocator {
  private:
   // The small requests of one stream. Its blocks are aliases like any large tensor.
   struct StreamPool final : BlockSource {
-    StreamPool(DeviceAllocator& of, StreamId its_stream)
+    StreamPool(DeviceAllocator& of, StreamId its_stream) WINDROW_REQUIRES(of.mutex_)
         : owner(of), stream(its_stream), pool(*this, of.aliases_.base()) {}
-    [[nodiscard]] std::byte* take_block() override;
-    void return_block(std::byte* block) noexcept override;
+    [[nodiscard]] std::byte* take_block() override WINDROW_REQUIRES(owner.mutex_);
+    void return_block(std::byte* block) noexcept override WINDROW_REQUIRES(owner.mutex_);
 
     DeviceAllocator& owner;
     StreamId stream;
@@ -111,37 +113,44 @@ class DeviceAllocator {
     [[nodiscard]] bool done(StreamEpochs& epochs) const;
   };
 
-  [[nodiscard]] std::size_t slot(const std::byte* address) const;
+  [[nodiscard]] std::size_t slot(const std::byte* address) const WINDROW_REQUIRES(mutex_);
   [[nodiscard]] std::size_t blocks_for(std::size_t bytes) const;
   // Of what lies there, freed and deferred or not; throws Error where nothing begins.
-  [[nodiscard]] Size size_at(const std::byte* address) const;
+  [[nodiscard]] Size size_at(const std::byte* address) const WINDROW_REQUIRES(mutex_);
   // Of a live allocation; throws Error where none begins.
-  [[nodiscard]] Size size_of(const std::byte* address) const;
-  [[nodiscard]] StreamPool& pool_of(StreamId stream);
-  [[nodiscard]] std::byte* try_allocate(std::size_t bytes, StreamId stream);
-  [[nodiscard]] std::byte* take_segment(std::size_t bytes, StreamId stream, StreamPool* pool);
-  [[nodiscard]] std::unique_ptr<Alias> find_alias(std::size_t blocks, StreamId stream);
+  [[nodiscard]] Size size_of(const std::byte* address) const WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] StreamPool& pool_of(StreamId stream) WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] std::byte* try_allocate(std::size_t bytes, StreamId stream)
+      WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] std::byte* take_segment(std::size_t bytes, StreamId stream, StreamPool* pool)
+      WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] std::unique_ptr<Alias> find_alias(std::size_t blocks, StreamId stream)
+      WINDROW_REQUIRES(mutex_);
   [[nodiscard]] std::shared_ptr<const Event> try_record(StreamId stream) noexcept;
-  [[nodiscard]] Deferred deferred_behind(std::span<const StreamId> streams);
-  void return_segment(std::byte* address);
-  void release(std::byte* address);
-  void release_done();
-  void trim_pools(const StreamPool* except);
-  [[nodiscard]] Events pending(StreamId stream);
-  [[nodiscard]] std::string describe_locked() const;
+  [[nodiscard]] Deferred deferred_behind(std::span<const StreamId> streams)
+      WINDROW_REQUIRES(mutex_);
+  void return_segment(std::byte* address) WINDROW_REQUIRES(mutex_);
+  void release(std::byte* address) WINDROW_REQUIRES(mutex_);
+  void release_done() WINDROW_REQUIRES(mutex_);
+  void trim_pools(const StreamPool* except) WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] Events pending(StreamId stream) WINDROW_REQUIRES(mutex_);
+  [[nodiscard]] std::string describe_locked() const WINDROW_REQUIRES(mutex_);
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   Streams* streams_;
   std::shared_ptr<const ChunkMemory> memory_;
-  StreamEpochs epochs_;
-  ChunkBudget budget_;
-  AliasCache aliases_;
-  bool lacks_addresses_ = false;  // until idle aliases that may be in use are unmapped
-  std::unordered_map<std::size_t, Segment> segments_;  // by the slot of 2 MiB in which they begin
-  std::unordered_map<const std::byte*, std::vector<StreamId>> recorded_;
-  std::unordered_map<std::byte*, Deferred> deferred_;
-  AllocatorStats stats_;
-  std::unordered_map<StreamId, std::unique_ptr<StreamPool>> pools_;  // last: returns its segments
+  StreamEpochs epochs_ WINDROW_GUARDED_BY(mutex_);
+  ChunkBudget budget_ WINDROW_GUARDED_BY(mutex_);
+  AliasCache aliases_ WINDROW_GUARDED_BY(mutex_);
+  // Until idle aliases that may be in use are unmapped.
+  bool lacks_addresses_ WINDROW_GUARDED_BY(mutex_) = false;
+  // By the slot of 2 MiB in which they begin.
+  std::unordered_map<std::size_t, Segment> segments_ WINDROW_GUARDED_BY(mutex_);
+  std::unordered_map<const std::byte*, std::vector<StreamId>> recorded_ WINDROW_GUARDED_BY(mutex_);
+  std::unordered_map<std::byte*, Deferred> deferred_ WINDROW_GUARDED_BY(mutex_);
+  AllocatorStats stats_ WINDROW_GUARDED_BY(mutex_);
+  // Last: they return their segments.
+  std::unordered_map<StreamId, std::unique_ptr<StreamPool>> pools_ WINDROW_GUARDED_BY(mutex_);
 };
 
 }  // namespace windrow

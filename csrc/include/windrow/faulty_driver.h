@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "windrow/driver.h"
+#include "windrow/mutex.h"
 
 namespace windrow {
 
@@ -63,10 +63,10 @@ class FaultPlan {
   };
   void add(Fault fault);
 
-  mutable std::mutex mutex_;
-  std::vector<Fault> faults_;
-  std::array<std::int64_t, kDriverCalls> counts_{};
-  std::int64_t fired_ = 0;
+  mutable Mutex mutex_;
+  std::vector<Fault> faults_ WINDROW_GUARDED_BY(mutex_);
+  std::array<std::int64_t, kDriverCalls> counts_ WINDROW_GUARDED_BY(mutex_){};
+  std::int64_t fired_ WINDROW_GUARDED_BY(mutex_) = 0;
 };
 
 // Another driver whose calls go wrong as its plan says; what it makes does so too. For tests of

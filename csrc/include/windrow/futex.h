@@ -1,8 +1,9 @@
 #pragma once
 
-#include <atomic>
 #include <bit>
 #include <cstdint>
+
+#include "windrow/shared_word.h"
 
 namespace windrow {
 
@@ -14,10 +15,10 @@ enum class Woken { kChangedOrWoken, kTimedOut, kInterrupted };
 // Sleeps until `word` is no longer `seen`, someone wakes it, or CLOCK_MONOTONIC passes
 // `deadline_ns`. Works across processes that share the memory. Any thread. A signal ends the sleep
 // with kInterrupted, so that the caller can run its handlers. May wake for nothing.
-Woken futex_wait(const std::atomic<std::uint64_t>& word, std::uint64_t seen,
+Woken futex_wait(const SharedWord<std::uint64_t>& word, std::uint64_t seen,
                  std::int64_t deadline_ns);
 
 // Wakes all sleepers on `word`, in every process.
-void futex_wake_all(const std::atomic<std::uint64_t>& word);
+void futex_wake_all(const SharedWord<std::uint64_t>& word);
 
 }  // namespace windrow

@@ -3,12 +3,12 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "windrow/cuda_driver.h"
+#include "windrow/mutex.h"
 #include "windrow/partition.h"
 
 namespace windrow {
@@ -47,8 +47,9 @@ class GreenShares {
   int group_units_ = 0;
   std::vector<cuda::DeviceResource> groups_;
   std::optional<cuda::DeviceResource> rest_;  // what fills no group and may join one
-  std::mutex mutex_;
-  std::map<std::pair<Partition::Side, int>, std::unique_ptr<const Share>> shares_;
+  Mutex mutex_;
+  std::map<std::pair<Partition::Side, int>, std::unique_ptr<const Share>> shares_
+      WINDROW_GUARDED_BY(mutex_);
 };
 
 // The SMs of one GPU, shared between decode and a finetune worker by green contexts.

@@ -4,10 +4,10 @@
 #include <cstdint>
 #include <list>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "windrow/driver.h"
+#include "windrow/mutex.h"
 
 namespace windrow {
 
@@ -33,8 +33,8 @@ class LeasedMapping {
   };
 
   std::unique_ptr<Reservation> mapping_;
-  mutable std::mutex mutex_;
-  std::list<Extent> live_;
+  mutable Mutex mutex_;
+  std::list<Extent> live_ WINDROW_GUARDED_BY(mutex_);
 };
 
 // One tensor's claim on a mapping, from construction to destruction; both in any thread.

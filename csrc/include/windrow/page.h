@@ -1,12 +1,13 @@
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "windrow/records.h"
 #include "windrow/seqlock.h"
+#include "windrow/shared_word.h"
 
 namespace windrow {
 
@@ -68,8 +69,8 @@ class SharedPage {
  private:
   friend struct PageLayout;
   struct alignas(kCacheLine) Line {
-    std::atomic<std::int64_t> heartbeat_ns;
-    std::array<std::atomic<std::int64_t>, kCounters / 2> counters;
+    SharedWord<std::int64_t> heartbeat_ns;
+    std::array<SharedWord<std::int64_t>, kCounters / 2> counters;
   };
 
   [[nodiscard]] std::int64_t heartbeat(Writer writer) const;
@@ -77,7 +78,7 @@ class SharedPage {
   Seqlock<View> view_;
   Seqlock<Grant> grant_;
   Seqlock<Offer> offer_;
-  alignas(kCacheLine) std::atomic<std::int64_t> pause_epoch_;
+  alignas(kCacheLine) SharedWord<std::int64_t> pause_epoch_;
   std::array<Line, 2> lines_;
 };
 
@@ -93,6 +94,8 @@ struct PageLayout {
   static constexpr std::size_t kHeartbeatInLine = offsetof(SharedPage::Line, heartbeat_ns);
   static constexpr std::size_t kCountersInLine = offsetof(SharedPage::Line, counters);
 };
+// A peer uses what lies in its mapping, where no constructor has run.
+static_assert(std::is_trivial_v<SharedPage> && std::is_standard_layout_v<SharedPage>);
 static_assert(alignof(SharedPage) == kCacheLine && sizeof(SharedPage) == 1664);
 static_assert(PageLayout::kView == 0 && sizeof(Seqlock<View>) == 128 + 256);
 static_assert(PageLayout::kGrant == 384 && sizeof(Seqlock<Grant>) == 128 + 256);

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "windrow/futex.h"
+#include "windrow/shared_word.h"
 
 namespace windrow {
 
@@ -80,7 +81,7 @@ class Seqlock {
     }
     std::uint64_t awaited = awaited_.load(std::memory_order_relaxed);
     while (awaited < seen + 1 &&
-           !awaited_.compare_exchange_weak(awaited, seen + 1, std::memory_order_seq_cst)) {
+           !awaited_.compare_exchange(awaited, seen + 1, std::memory_order_seq_cst)) {
     }
     if (sequence_.load(std::memory_order_seq_cst) != seen) {
       return Woken::kChangedOrWoken;
@@ -89,12 +90,9 @@ class Seqlock {
   }
 
  private:
-  alignas(kCacheLine) std::atomic<std::uint64_t> sequence_;
-  alignas(kCacheLine) std::atomic<std::uint64_t> awaited_;  // written by readers: a line of its own
-  alignas(kCacheLine) std::array<std::array<std::atomic<std::int64_t>, kWords>, 2> copies_;
+  alignas(kCacheLine) SharedWord<std::uint64_t> sequence_;
+  alignas(kCacheLine) SharedWord<std::uint64_t> awaited_;  // written by readers: a line of its own
+  alignas(kCacheLine) std::array<std::array<SharedWord<std::int64_t>, kWords>, 2> copies_;
 };
-
-static_assert(std::atomic<std::int64_t>::is_always_lock_free);
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 }  // namespace windrow

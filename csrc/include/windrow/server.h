@@ -3,13 +3,13 @@
 #include <sys/types.h>
 
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "windrow/fd.h"
 #include "windrow/geometry.h"
+#include "windrow/mutex.h"
 #include "windrow/socket.h"
 
 namespace windrow {
@@ -44,6 +44,8 @@ class ArenaServer {
   };
 
   void run();
+  // Of the thread only, which alone adds and removes peers: what it returns stays where it is.
+  Peer& peer_at(std::size_t index);
   void welcome();
   // False: there is no room, and everybody there is attached.
   bool make_room();
@@ -61,9 +63,10 @@ class ArenaServer {
   OwnedFd stop_;  // eventfd
   dev_t file_device_ = 0;
   ino_t file_inode_ = 0;
-  mutable std::mutex mutex_;  // guards peers_ and named_
-  std::vector<Peer> peers_;   // changed by the thread only, the longest there first
-  std::map<std::string, SizedFd> named_;
+  mutable Mutex mutex_;
+  std::vector<Peer> peers_
+      WINDROW_GUARDED_BY(mutex_);  // changed by the thread only, the longest there first
+  std::map<std::string, SizedFd> named_ WINDROW_GUARDED_BY(mutex_);
   std::thread thread_;
 };
 

@@ -114,11 +114,14 @@ class GpuSharing:
             await asyncio.to_thread(daemon.start)
         except (UserError, Transient) as error:
             return str(error)
-        tried = await self._look(daemon.environment)
-        if not tried.is_mps_client:
-            await self._stop_unless_used(daemon)
-            why = tried.why or "the driver ran it without MPS; see mps/log"
-            return f"a process that was to be a client of the daemon was none: {why}"
+        # Clients of a daemon that was taken over prove that there can be some; one more context
+        # beside a decode that fills the GPU might find no room.
+        if not await self._clients(daemon):
+            tried = await self._look(daemon.environment)
+            if not tried.is_mps_client:
+                await self._stop_unless_used(daemon)
+                why = tried.why or "the driver ran it without MPS; see mps/log"
+                return f"a process that was to be a client of the daemon was none: {why}"
         file = self._run_dir.mps_environment
         draft = file.with_suffix(".tmp")
         draft.write_text(json.dumps(daemon.environment), encoding="utf-8")
@@ -126,12 +129,17 @@ class GpuSharing:
         self._watch = asyncio.create_task(self._watch_over(daemon))
         return ""
 
-    async def _stop_unless_used(self, daemon: MpsDaemon) -> None:
+    @staticmethod
+    async def _clients(daemon: MpsDaemon) -> list[int]:
+        """Process ids; none where it does not answer."""
         try:
-            clients = await asyncio.to_thread(daemon.clients)
+            of_each_server = await asyncio.to_thread(daemon.clients)
         except Transient:
-            clients = {}
-        if any(clients.values()):
+            return []
+        return [pid for pids in of_each_server.values() for pid in pids]
+
+    async def _stop_unless_used(self, daemon: MpsDaemon) -> None:
+        if clients := await self._clients(daemon):
             _log.warning("the MPS daemon stays for its clients %s", clients)
             return
         self._forget_environment()

@@ -236,7 +236,10 @@ def without_effect(
     """Say which fields do not do what they seem to, for so many rows, steps and positions."""
     training, model = spec.training, spec.model
     if training.batch_size > rows:
-        yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
+        yield (
+            f"spec.training.batchSize is {training.batch_size}, above the rows to train on "
+            f"({rows}): a step takes all of them"
+        )
     if (training.eval_every_steps or 0) > steps:
         never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
         yield (

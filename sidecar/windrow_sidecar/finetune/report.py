@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "ABORT"]
+# FORGET: stop, and remove the checkpoints; the job was deleted.
+Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "FORGET", "ABORT"]
 EventKind = Literal[
     "STARTED",
     "PAUSED",
@@ -15,6 +16,7 @@ EventKind = Literal[
     "SUCCEEDED",
     "FAILED",
     "EVALUATED",
+    "WARNED",
 ]
 
 
