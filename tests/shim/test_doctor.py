@@ -53,7 +53,8 @@ from windrow_sidecar.compute.gpu_check import CHECKS, run
 (found,) = run([check for check in CHECKS if check.what == "mps"])
 print(found.ok, found.found, found.remedy)
 """
-    said = shim.run(code, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    said = shim.run(code, PATH=path, WINDROW_STANDIN_MPS="0")
     assert said.startswith("False the driver did not connect this process")
     assert "hostPID" in said
 
