@@ -110,12 +110,18 @@ NAMES ?= operator
 images:
 	deploy/images/build.sh $(NAMES)
 
+# For the tests, on a base that is made from packages: no registry is needed.
+OPERATOR_IMAGE := build/images/operator.tar
+$(OPERATOR_IMAGE): $(shell find api operator -name '*.py') pyproject.toml constraints.txt \
+  deploy/images/build.sh deploy/images/ignore deploy/images/operator/Dockerfile
+	BASE=debian deploy/images/build.sh operator
+
 # Status 3: this machine can run no node, and the line before says why.
 test-node: setup
 	@$(PY) -m windrow.local.realnode --check; status=$$?; \
 	if [ $$status -eq 3 ]; then echo "make test-node: skipped"; exit 0; fi; \
 	[ $$status -eq 0 ] || exit $$status; \
-	[ -e build/images/operator.tar ] || BASE=$(or $(BASE),debian) deploy/images/build.sh operator || exit 1; \
+	$(MAKE) $(OPERATOR_IMAGE) || exit 1; \
 	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
 
 soak: setup

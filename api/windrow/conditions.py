@@ -25,6 +25,7 @@ class ConditionType(StrEnum):
     PLACED = "Placed"
     RUNNING = "Running"
     SUSPENDED = "Suspended"
+    CHECKPOINTED = "Checkpointed"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     ATTACHED = "Attached"
@@ -55,6 +56,7 @@ class Reason(StrEnum):
     STARTING = "Starting"
     STOPPING = "Stopping"
     STOPPED = "Stopped"
+    DELETED = "Deleted"
     SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
     # Suspended
@@ -71,10 +73,14 @@ class Reason(StrEnum):
     MODEL_TOO_LARGE = "ModelTooLarge"
     OUTPUT_NOT_WRITABLE = "OutputNotWritable"
     CHECKPOINT_MISMATCH = "CheckpointMismatch"
+    # Checkpointed
+    CHECKPOINT_WRITTEN = "CheckpointWritten"
+    CHECKPOINT_NOT_WRITTEN = "CheckpointNotWritten"
     # Failed, or failed once and tried again
     WORKER_DIED = "WorkerDied"
     WORKER_ERROR = "WorkerError"
     OUT_OF_MEMORY = "OutOfMemory"
+    DISK_FULL = "DiskFull"
     LOSS_NOT_FINITE = "LossNotFinite"
     GRADIENT_EXPLODED = "GradientExploded"
     NO_PROGRESS = "NoProgress"
@@ -159,6 +165,30 @@ LIFECYCLE: Final = (
     Row(T.RUNNING, "False", R.FINISHED, "The job has ended."),
     Row(T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."),
     Row(T.SUSPENDED, "False", R.NOT_SUSPENDED, "`spec.suspend` is false."),
+    Row(
+        T.CHECKPOINTED,
+        "False",
+        R.DISK_FULL,
+        "The disk takes no checkpoint; the job goes on, and the message names the last good one.",
+    ),
+    Row(
+        T.CHECKPOINTED,
+        "False",
+        R.CHECKPOINT_NOT_WRITTEN,
+        "A checkpoint could not be written; the job goes on as above.",
+    ),
+    Row(
+        T.CHECKPOINTED,
+        "False",
+        R.CHECKPOINT_UNREADABLE,
+        "A damaged checkpoint was passed over; the message names it, and what is wrong with it.",
+    ),
+    Row(
+        T.CHECKPOINTED,
+        "True",
+        R.CHECKPOINT_WRITTEN,
+        "A checkpoint was written after one of these.",
+    ),
     Row(T.SUCCEEDED, "True", R.COMPLETED, "All steps are done, the adapter is written."),
     Row(
         T.FAILED, "True", R.BACKOFF_LIMIT_EXCEEDED, "Workers failed `backoffLimit` times and once."
@@ -208,6 +238,7 @@ RETRIED: Final = (
     R.WORKER_DIED,
     R.WORKER_ERROR,
     R.OUT_OF_MEMORY,
+    R.DISK_FULL,
     R.LOSS_NOT_FINITE,
     R.GRADIENT_EXPLODED,
     R.NO_PROGRESS,

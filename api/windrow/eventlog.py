@@ -7,11 +7,15 @@ compute them again. Times are nanoseconds of CLOCK_MONOTONIC, one clock for all 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
+
+_log = logging.getLogger(__name__)
 
 # How often a process that serves or trains writes what it has kept.
 FLUSH_INTERVAL_S = 1.0
@@ -108,13 +112,14 @@ class EventLog:
     """Collects events in memory and writes them in one go; `append` never touches the disk.
 
     Safe for one appending thread and one that flushes. Lines are complete: a reader sees whole
-    events only, up to the last flush.
+    events only, up to the last flush. What the disk does not take is dropped: a log ends nothing.
     """
 
     def __init__(self, path: Path, *, source: str) -> None:
         self._path, self._source = path, source
         self._pending: list[Event] = []
         self._write_lock = threading.Lock()
+        self._dropped = 0
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def append(self, event: Event) -> None:
@@ -127,14 +132,39 @@ class EventLog:
             pending, self._pending = self._pending, []
             if not pending:
                 return
-            with self._path.open("a", encoding="utf-8") as out:
-                out.writelines(self._line(event) for event in pending)
+            try:
+                append_whole(self._path, "".join(self._line(event) for event in pending))
+            except OSError as error:
+                if not self._dropped:
+                    _log.warning("events are dropped: %s", error)
+                self._dropped += len(pending)
+            else:
+                if self._dropped:
+                    _log.warning("%d events were dropped", self._dropped)
+                self._dropped = 0
 
     def _line(self, event: Event) -> str:
         # Not `asdict`, which copies deeply: 14 us an event with it, 5 without, on a thread that
         # shares Python's lock with decode.
         values = {name: getattr(event, name) for name in _FIELDS[type(event)]}
         return json.dumps({"kind": event.kind, "source": self._source, **values}) + "\n"
+
+
+def append_whole(path: Path, lines: str) -> None:
+    """Append lines to a file, all of them or none: a disk may be full in the middle of one.
+
+    Raises:
+        OSError: they were not written.
+    """
+    with path.open("ab", buffering=0) as out:
+        before = out.seek(0, os.SEEK_END)
+        left = memoryview(lines.encode())
+        try:
+            while left:
+                left = left[out.write(left) :]
+        except OSError:
+            out.truncate(before)
+            raise
 
 
 def read_events(folder: Path) -> Iterator[tuple[str, Event]]:

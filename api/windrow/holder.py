@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,14 +16,25 @@ from typing import Final
 _HELD: Final[dict[Path, int]] = {}
 # What the files are called in the folder of a job; the epoch follows.
 HOLDER: Final = "holder-"
+_LOOK_AGAIN_S: Final = 0.2
 
 
 class Held(Exception):
-    """Another process has it; the text says which."""
+    """Another process has it; the text says which.
+
+    Attributes:
+        orphan: who started that process is gone: it writes its last checkpoint and ends.
+    """
+
+    def __init__(self, who: str, *, orphan: bool = False) -> None:
+        self.orphan = orphan
+        super().__init__(who)
 
 
-def hold(file: Path) -> None:
+def hold(file: Path, *, parent: int = 0) -> None:
     """Take the lock until this process ends, and write down who has it.
+
+    `parent`: the process with whose end this one ends; 0: there is none.
 
     Raises:
         Held: another process has it.
@@ -34,17 +47,16 @@ def hold(file: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = _holder(descriptor)
+        held = _held(descriptor)
         os.close(descriptor)
-        raise Held(holder) from error
+        raise held from error
     except OSError:
         os.close(descriptor)
         raise
     _HELD[file] = descriptor
     os.ftruncate(descriptor, 0)
-    os.pwrite(
-        descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0
-    )
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "parent": parent}
+    os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
 
 def check_free(file: Path) -> None:
@@ -63,14 +75,51 @@ def check_free(file: Path) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise Held(_holder(descriptor)) from error
+        raise _held(descriptor) from error
     finally:
         os.close(descriptor)
 
 
-def _holder(descriptor: int) -> str:
+def wait_for_orphan(
+    file: Path, tell: Callable[[str], None], alive: Callable[[], None] = lambda: None
+) -> None:
+    """While an orphan has the lock, wait until it has ended.
+
+    Args:
+        file: as for `hold`.
+        tell: is told once who it is, where there is one.
+        alive: called now and then while it waits.
+    """
+    told = False
+    while True:
+        try:
+            check_free(file)
+        except Held as held:
+            if not held.orphan:
+                return
+            if not told:
+                tell(str(held))
+            told = True
+            alive()
+            time.sleep(_LOOK_AGAIN_S)
+        else:
+            return
+
+
+def _held(descriptor: int) -> Held:
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
-        return f"process {said['pid']} on {said['host']}"
+        who = f"process {said['pid']} on {said['host']}"
+        here, parent = said["host"] == socket.gethostname(), int(said.get("parent", 0))
     except (ValueError, KeyError, TypeError):  # it has it, and has not said so yet
-        return "another process"
+        return Held("another process")
+    return Held(who, orphan=here and parent > 0 and not _lives(parent))
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this machine runs; one that nobody has waited for runs no more."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return stat[stat.rindex(")") + 2] != "Z"

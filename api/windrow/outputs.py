@@ -6,6 +6,7 @@ import os
 import posixpath
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
@@ -14,8 +15,15 @@ _FIELD = "spec.output.destination"
 
 
 def path_of(destination: str) -> str:
-    """Return the path of a destination, which may be a `file://` URL, without needless parts."""
-    return posixpath.normpath(destination.removeprefix("file://"))
+    """Return the one name of a directory that a destination, a path or a `file:` URL, can have.
+
+    Links are not followed: the directory may be on another machine.
+    """
+    parts = urlsplit(destination)
+    path = unquote(parts.path) if parts.scheme == "file" else destination
+    name = posixpath.normpath(path)
+    # POSIX leaves two slashes at the begin to the system; to Linux they are one.
+    return f"/{name.lstrip('/')}" if name.startswith("//") else name
 
 
 def is_below(trees: Iterable[str], destination: str) -> bool:

@@ -145,6 +145,8 @@ class Run:
     resumed: bool = False
     started: str = ""  # what the worker said when it had loaded the job
     progress: Progress = Progress()
+    # Of its checkpoints: (reason, detail); None: nothing, ("", path) that one was written after it.
+    trouble: tuple[str, str] | None = None
     adapter_path: str = ""
     base_loss: float = float("nan")
     tuned_loss: float = float("nan")

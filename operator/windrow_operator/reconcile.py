@@ -119,12 +119,12 @@ def _deleting(
         return Actions(finalizer=False)
     if now >= bound:
         return Actions(
-            finalizer=False, commands=(Command("ABORT", job.slot, job.epoch, "Deleted"),)
+            finalizer=False, commands=(Command("ABORT", job.slot, job.epoch, Reason.DELETED),)
         )
     if run is None:
         # The sidecar has not attached yet (the operator restarted): it may be running the job.
         return Actions(wake_at=bound)
-    return _wake_by(_stop(job, run, "Deleted", now, patience), bound)
+    return _wake_by(_stop(job, run, Reason.DELETED, now, patience), bound)
 
 
 def _give_up(
@@ -206,15 +206,30 @@ def _placed(
     if slot.silent:
         return _unheard(job, run.seen_at or run.since, now)
     after = status.running(job, run, now)
+    warnings = _warnings(job, after)
     condition = get_condition(job.status.get("conditions"), T.RUNNING)
     if condition is None or condition["status"] == "False":
         where = f"{'Resumed' if run.resumed else 'Started'} on {name_in(job.slot)}"
-        return Actions(status=after, events=(Event(where.split()[0], where),))
-    return Actions(status=_changed(job, after))
+        return Actions(status=after, events=(Event(where.split()[0], where), *warnings))
+    return Actions(status=_changed(job, after), events=warnings)
+
+
+def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
+    """What a worker has to say of its checkpoints, where that is news."""
+    said = get_condition(after.get("conditions"), T.CHECKPOINTED)
+    if said is None or said == get_condition(job.status.get("conditions"), T.CHECKPOINTED):
+        return ()
+    return (Event(said["reason"], said["message"], warning=said["status"] == "False"),)
 
 
 def _ended(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
-    """The placement is over; what that means for the job."""
+    """The placement is over; what that means for the job, and what was not told before."""
+    step = _after(job, run, now, patience)
+    warnings = _warnings(job, step.status) if step.status is not None else ()
+    return replace(step, events=(*warnings, *step.events))
+
+
+def _after(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
     assert run.state not in ALIVE
     if run.state is RunState.SUCCEEDED:
         after = status.succeeded(job, run, now)

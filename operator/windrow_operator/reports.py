@@ -146,11 +146,17 @@ def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
     progress = run.progress
     if event.HasField("progress"):
         progress = _merged(progress, event.progress)
+    if event.kind == pb.JobEvent.WARNED:
+        return replace(run, seen_at=now, progress=progress, trouble=(event.reason, event.detail))
+    trouble = run.trouble
+    if event.kind == pb.JobEvent.CHECKPOINTED and trouble is not None:
+        trouble = ("", event.detail)
     return replace(
         run,
         state=state,
         since=now if state is not run.state else run.since,
         seen_at=now,
+        trouble=trouble,
         reason=event.reason,
         detail=event.detail,
         user_error=event.user_error,
@@ -158,8 +164,8 @@ def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
         started=event.detail if begins else run.started,
         progress=progress,
         adapter_path=event.adapter_path or run.adapter_path,
-        base_loss=_known(event.base_eval_loss, run.base_loss),
-        tuned_loss=_known(event.tuned_eval_loss, run.tuned_loss),
+        base_loss=event.base_eval_loss if event.HasField("base_eval_loss") else run.base_loss,
+        tuned_loss=event.tuned_eval_loss if event.HasField("tuned_eval_loss") else run.tuned_loss,
     )
 
 
@@ -176,11 +182,6 @@ def _merged(known: Progress, said: pb.Progress) -> Progress:
         checkpoint_path=said.checkpoint_path or known.checkpoint_path,
         skipped_rows=said.skipped_rows,
     )
-
-
-def _known(said: float, known: float) -> float:
-    # Zero is proto3's "not set"; a loss is never exactly that.
-    return said or known
 
 
 def _lose(world: World, run: Run, why: str, now: datetime) -> None:

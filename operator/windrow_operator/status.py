@@ -85,6 +85,7 @@ def running(job: Job, run: Run, now: datetime) -> Body:
         fact = (Reason.RESUMED, run.started or "The worker resumed from a checkpoint")
     else:
         fact = (Reason.STARTED, run.started or "The worker has loaded the job")
+    after = _checkpointed(job, after, run, now)
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
 
@@ -107,6 +108,7 @@ def silent(job: Job, heard_at: datetime, now: datetime) -> Body:
 def unplaced(job: Job, run: Run | None, reason: Reason, message: str, now: datetime) -> Body:
     """The placement is over, the job is not: it goes on from its checkpoint."""
     after = _without_rates(_progress(job.status, run) if run else job.status)
+    after = _checkpointed(job, after, run, now) if run else after
     after.pop("slot", None)
     if "progress" in after:
         step = (after.get("checkpoint") or {}).get("step", 0)
@@ -164,6 +166,7 @@ def failed(job: Job, run: Run | None, reason: str, message: str, now: datetime) 
 
 def _finished(job: Job, run: Run | None, now: datetime) -> Body:
     after = _without_rates(_progress(job.status, run) if run else job.status)
+    after = _checkpointed(job, after, run, now) if run else after
     for gone in ("slot", "retryAt"):
         after.pop(gone, None)
     after["completionTime"] = timestamp(now)
@@ -189,6 +192,16 @@ def _with(
         "state": state_of(held),
         "observedGeneration": job.generation,
     }
+
+
+def _checkpointed(job: Job, status: Body, run: Run, now: datetime) -> Body:
+    """Return `status` with what the worker says of checkpoints that it could not write or read."""
+    if run.trouble is None:
+        return status
+    reason, detail = run.trouble
+    if reason:
+        return _with(job, status, now, (T.CHECKPOINTED, "False", reason, detail))
+    return _with(job, status, now, (T.CHECKPOINTED, "True", Reason.CHECKPOINT_WRITTEN, detail))
 
 
 def _progress(status: Mapping[str, Any], run: Run) -> Body:

@@ -26,7 +26,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "backward": (torch.autograd, "backward"),
     "optimizer": (torch.optim.AdamW, "step"),
     "evaluation": (Head, "loss"),
-    "checkpoint": (checkpoint, "_sync_file"),
+    "checkpoint": (checkpoint, "sync_file"),
 }
 
 

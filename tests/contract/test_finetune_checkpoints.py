@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import resource
 import subprocess
 import sys
@@ -15,7 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
+from windrow_sidecar.finetune.checkpoints.checkpoint import (
+    Fenced,
+    JobFolder,
+    Position,
+    is_disk_full,
+)
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
@@ -160,13 +167,20 @@ def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(folder, caplog):
+def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(folder):
     folder.save(Position(1), {"x": torch.ones(8)}, keep=2)
-    writer = CheckpointWriter(folder, Origin(), keep=2, saved=lambda _: None)
+    failed = []
+    writer = CheckpointWriter(
+        folder,
+        Origin(),
+        keep=2,
+        saved=lambda _: None,
+        failed=lambda step, error: failed.append((step, error.errno)),
+    )
     with small_files():
         writer.begin(Position(2), Snapshot({"x": torch.ones(8192)}))
         writer.settle(wait=True)  # the job goes on
-    assert "could not be written" in caplog.text
+    assert failed == [(2, errno.EFBIG)]
     assert folder.newest().position == Position(1)
     assert [path.name for path in folder.checkpoints.iterdir()] == [folder.newest().path.name]
     with small_files(), pytest.raises(OSError, match=r"tensors\.safetensors"):
@@ -184,6 +198,26 @@ def test_a_checkpoint_that_was_just_written_stays_whatever_broken_ones_sort_abov
     assert folder.newest().path == written
     left = sorted(path.name for path in folder.checkpoints.iterdir())
     assert left == ["step-00000003-00000", "step-00000004-00000"][-keep:]
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_told_before_anything_is_trained(folder):
+    disk = os.statvfs(folder.checkpoints)
+    folder.check_room(disk.f_bavail * disk.f_frsize // 2)
+    with pytest.raises(OSError, match=r"\d+ bytes are free, a checkpoint takes \d+") as refused:
+        folder.check_room(2 * disk.f_bavail * disk.f_frsize)
+    assert is_disk_full(refused.value)
+    assert refused.value.filename == str(folder.checkpoints)
+
+
+def test_what_killed_workers_left_half_written_goes_with_the_next_claim(folder):
+    kept = folder.save(Position(1), {"x": torch.ones(2)}, keep=2)
+    drafts = [folder.checkpoints / ".step-00000002-00000.1", folder.root / "adapter"]
+    for draft in drafts:
+        draft.mkdir()
+        (draft / "half").write_bytes(b"0")
+    JobFolder(folder.destination, UID, 2).claim()
+    assert not any(draft.exists() for draft in drafts)
+    assert kept.exists()
 
 
 _KILLED = """

@@ -188,6 +188,10 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path, file, 
     else:
         path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     found = folder.newest()
+    if found.position == Position(2):
+        (passed_over,) = folder.passed_over
+        assert passed_over.startswith(f"{path.parent}: ")
+        assert passed_over != f"{path.parent}: ", "it says why"
     # One flipped bit in the manifest's layout may leave it readable and true.
     assert found.position in (
         {Position(2)} if file != "manifest.json" else {Position(2), Position(3)}
@@ -234,7 +238,9 @@ def test_a_job_that_runs_already_is_not_run_a_second_time_until_its_process_is_g
         assert first.stdout.readline() == b"claimed\n"
         with pytest.raises(Fenced, match=f"process {first.pid} on .* is training this job"):
             JobFolder(tmp_path, UID, 1).claim()
-        job = LocalJob(tmp_path / "job.yaml", UID, tmp_path / ".windrow" / UID, tmp_path)
+        job = LocalJob(
+            tmp_path / "job.yaml", UID, tmp_path / ".windrow" / UID, tmp_path, small_spec()
+        )
         with pytest.raises(UserError, match=f"process {first.pid} on") as refused:
             forget(job)
         assert refused.value.field == "--fresh"

@@ -34,11 +34,12 @@ class Told:
     """A reporter with commands to give, who remembers."""
 
     def __init__(self, *commands) -> None:
-        self.commands, self.kinds, self.details = list(commands), [], []
+        self.commands, self.kinds, self.details, self.events = list(commands), [], [], []
 
     def event(self, event) -> None:
         self.kinds.append(event.kind)
         self.details.append(event.detail)
+        self.events.append(event)
 
     def take_command(self):
         return self.commands.pop(0) if self.commands else None
@@ -61,7 +62,7 @@ class Gate(OpenGate):
 class Started:
     """A tiny job with everything that runs it; a checkpoint is due after each step."""
 
-    def __init__(self, root, *commands, notes=()) -> None:
+    def __init__(self, root, *commands, notes=(), forgets=False) -> None:
         self.tiny, self.told, self.gate, self.home = (
             tiny_job(),
             Told(*commands),
@@ -79,7 +80,7 @@ class Started:
             job, self.tiny.model, stream, 16, False, Origin(), None, HostDevice(), rows, notes
         )
         events = EventLog(root / "log.jsonl", source="test")
-        ledger = Ledger(session, self.folder, self.told, events, standing)
+        ledger = Ledger(session, self.folder, self.told, events, standing, forgets=forgets)
         memory = OwnMemory(stream, self.home)
         self.runner = Runner(
             *(stream, self.gate, memory, ledger, self.told, standing),
@@ -175,3 +176,74 @@ def test_a_job_that_is_told_to_pause_says_so_and_when_it_goes_on_though_others_h
     job.runner.obey()
     job.runner.turn()
     assert job.told.kinds == ["STARTED", "PAUSED", "RESUMED"]
+
+
+def run_to_the_end(job) -> Ending:
+    while (ending := job.runner.cycle()) is None:
+        pass
+    return ending
+
+
+def test_damaged_checkpoints_that_are_passed_over_are_told_with_path_and_reason(tmp_path):
+    before = Started(tmp_path)
+    while before.tiny.stream.position.step < 3 or before.told.kinds[-1] != "CHECKPOINTED":
+        before.runner.cycle()
+    before.runner._ledger._writer.settle(wait=True)
+    newest, older = sorted(before.folder.checkpoints.glob("step-*"), reverse=True)
+    (newest / "tensors.safetensors").write_bytes(b"")
+    told = Started(tmp_path).told.events
+    assert [event.kind for event in told] == ["WARNED", "STARTED"]
+    assert told[0].reason == "CheckpointUnreadable"
+    assert f"{newest}: tensors.safetensors is not what was written" in told[0].detail
+    assert f"goes on from {older}" in told[0].detail
+    (older / "manifest.json").write_text("[]")
+    told = Started(tmp_path).told.events
+    assert f"{newest}: tensors" in told[0].detail
+    assert f"; {older}: " in told[0].detail
+    assert "goes on from the beginning" in told[0].detail
+
+
+def test_checkpoints_go_once_the_adapter_is_written_where_nobody_can_go_on_from_them(tmp_path):
+    kept, forgotten = Started(tmp_path / "kept"), Started(tmp_path / "gone", forgets=True)
+    for job in (kept, forgotten):
+        assert run_to_the_end(job) is Ending.SUCCEEDED
+        assert (job.folder.destination / "adapter_model.safetensors").is_file()
+    assert kept.folder.newest().position.step == 4
+    assert not forgotten.folder.checkpoints.exists()
+    assert (forgotten.folder.root / "metrics.jsonl").is_file()
+
+
+def test_a_job_that_was_deleted_stops_without_a_checkpoint_and_leaves_none(tmp_path):
+    job = Started(tmp_path)
+    while "CHECKPOINTED" not in job.told.kinds:
+        job.runner.cycle()
+    job.told.commands.append("FORGET")
+    assert run_to_the_end(job) is Ending.STOPPED
+    assert "its checkpoints are removed" in job.told.events[-1].detail
+    assert not job.folder.checkpoints.exists()
+
+
+def test_an_adapter_that_fits_though_the_last_checkpoint_does_not_is_a_success(tmp_path):
+    job = Started(tmp_path)
+    while job.tiny.stream.peek() is not None:
+        job.runner.cycle()
+    job.runner._ledger._writer.settle(wait=True)
+    job.folder.checkpoints.rename(tmp_path / "moved")
+    job.folder.checkpoints.write_text("")  # no folder can be made in it
+    assert run_to_the_end(job) is Ending.SUCCEEDED
+    warned = next(event for event in job.told.events if event.kind == "WARNED")
+    assert warned.reason == "CheckpointNotWritten"
+    assert "the checkpoint of step 4 is not written, the last good one is" in warned.detail
+    assert (tmp_path / "adapter_model.safetensors").is_file()
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path):
+    job = Started(tmp_path)
+    while job.tiny.stream.peek() is not None:
+        job.runner.cycle()
+    (tmp_path / "adapter_config.json").write_text("earlier")
+    (job.folder.root / "adapter").write_text("")  # no folder can be made in its place
+    with pytest.raises(OSError, match="adapter"):
+        run_to_the_end(job)
+    assert (tmp_path / "adapter_config.json").read_text() == "earlier"
+    assert not (tmp_path / "adapter_model.safetensors").exists()

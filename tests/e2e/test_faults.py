@@ -113,7 +113,7 @@ def test_a_suspended_job_stops_at_a_checkpoint_and_resumes_from_it(farm: Farm):
     farm.assert_never_ran_twice(job.uid)
 
 
-def test_a_job_deleted_while_running_leaves_nothing_but_its_checkpoints(farm: Farm):
+def test_a_job_deleted_while_running_leaves_no_worker_and_no_checkpoint(farm: Farm):
     job = farm.submit("deleted", 4000)
     running = farm.at_step(job.name, BREAK_AT)
     pod = farm.pod_of(running)
@@ -125,7 +125,8 @@ def test_a_job_deleted_while_running_leaves_nothing_but_its_checkpoints(farm: Fa
         until("its chunks came home", lambda: farm.lent_chunks(pod) == 0)
 
     assert requests.failures == []
-    assert not list(Path(farm.out / job.name).glob("*.tmp*"))
+    assert farm.finished_steps(job.uid), "its figures stay"
+    assert not list(Path(farm.out / job.name).rglob("step-*"))
 
 
 def test_two_jobs_with_one_destination_are_told_apart(farm: Farm):

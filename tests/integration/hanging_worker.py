@@ -1,7 +1,8 @@
 """A real worker in which a tasklet of one job never ends, once a file says so.
 
 `python hanging_worker.py RUN_DIR JOB_UID EPOCH`. Whose turn it is when the file `hang` in the run
-directory names that job, waits for ever in the model's first layer. Its watch has little patience.
+directory names that job, waits for ever in the model's first layer. Its watch has little patience
+with tasklets.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.turn import TurnNote, read_turn
 
 PATIENCE_S = 5.0
+
+
+class Impatient(StallWatch):
+    """Gives no tasklet longer than that; rows may come slowly."""
+
+    def begin_tasklet(self, expected_s) -> None:
+        self.begin(after_s=PATIENCE_S)
 
 
 def hang_if_told(run_dir: RunDir, *_: object) -> None:
@@ -59,7 +67,7 @@ def main() -> int:
         lambda order: EventLog(root / f"{order.job_uid}.events.jsonl", source="worker"),
         Readers(),
         TurnNote(run_dir.turn_note()),
-        lambda: Standing(stall=StallWatch(after_s=PATIENCE_S)),
+        lambda: Standing(stall=Impatient()),
     ).run()
 
 

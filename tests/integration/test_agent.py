@@ -94,11 +94,12 @@ async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
 async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     operator, agent, _ = pod
     operator.assign({"behave": "run"})
+    # A rate takes reports over half a second.
     beat = await until(
-        lambda: next((b for b in operator.heartbeats if b.job.progress.step > 5), None)
+        lambda: next((b for b in operator.heartbeats if b.job.progress.tokens_per_second), None)
     )
     assert (beat.job.job_uid, beat.job.epoch) == ("uid-1", 1)
-    assert beat.job.progress.tokens_per_second > 0
+    assert beat.job.progress.step > 5
     assert beat.job.progress.eta_seconds > 0
     (pid,) = agent.worker_pids()
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
@@ -125,6 +126,16 @@ async def test_a_failed_job_says_why_and_whether_a_retry_helps(
     assert detail in failed.detail
     await until(lambda: not agent.worker_pids())
     assert operator.kinds().count("FAILED") == 1
+
+
+async def test_a_worker_that_lives_and_says_nothing_is_killed_and_has_made_no_progress():
+    async with attached_pod("--worker-silence-seconds=3") as (operator, agent, _):
+        operator.assign({"behave": "silent"})
+        failed = await until(lambda: operator.event(Event.FAILED))
+        assert (failed.reason, failed.user_error) == ("NoProgress", False)
+        assert "the worker said nothing for 3 s" in failed.detail
+        assert failed.progress.step == 5
+        await until(lambda: not agent.worker_pids())
 
 
 async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead(pod):

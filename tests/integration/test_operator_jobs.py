@@ -64,6 +64,26 @@ def test_a_job_runs_from_placement_to_its_adapter(placed):
     )
 
 
+def test_what_a_worker_says_of_its_checkpoints_is_a_condition_and_an_event(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    why = "the checkpoint of step 5 is not written, there is none yet: No space left on device"
+    sidecar.report(assigned, "WARNED", reason="DiskFull", detail=why)
+    said = wait_until(lambda: cluster.condition("Checkpointed"), "a condition")
+    assert (said["status"], said["reason"], said["message"]) == ("False", "DiskFull", why)
+    assert cluster.status()["state"] == "Running"
+
+    def events():
+        found = cluster.core.list_namespaced_event(cluster.namespace).items
+        return [e for e in found if e.reason == "DiskFull" and e.involved_object.name == "tone"]
+
+    (event,) = wait_until(events, "an event")
+    assert (event.type, event.message) == ("Warning", why)
+    sidecar.report(assigned, "CHECKPOINTED", detail="/c6")
+    wait_until(lambda: cluster.condition("Checkpointed")["status"] == "True", "written again")
+
+
 def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
     sidecar = cluster.attach(cluster.pod())
     assert sidecar.next("hello").protocol_version == 1

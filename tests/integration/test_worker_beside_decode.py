@@ -55,6 +55,7 @@ def test_a_job_runs_to_its_adapter_and_gives_everything_back(pod):
     assert pod.decode.arena.counts()[2] == 0
     pod.decode.arena.check()
     assert pod.decode.offer.job_epoch == 0
+    assert not list(pod.out.rglob("step-*")), "nobody can go on from its checkpoints"
 
     from peft import PeftModel
 

@@ -10,6 +10,8 @@ import yaml
 from kubernetes import client
 from operator_process import install_crds
 
+from windrow_operator.prerequisites import RIGHTS
+
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "windrow"
 NAMESPACE = "windrow-system"
@@ -81,8 +83,6 @@ def test_pulling_decodes_own_image_ahead_is_refused_with_what_to_do(node):
 
 def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):
     install_crds(kube)
-    core = client.CoreV1Api(kube)
-    core.create_namespace({"metadata": {"name": NAMESPACE}}, dry_run="All")
     bodies = [
         body
         for body in objects(node, *ALL)
@@ -118,23 +118,9 @@ def test_every_container_of_the_chart_passes_the_level_restricted(node):
 OURS, HOOKS = "windrow.dev", "admissionregistration.k8s.io"
 # What the operator calls: verb, group, resource, namespace, name.
 CALLS = [
-    *((verb, OURS, "finetunejobs", "", "") for verb in ("get", "list", "watch", "patch", "delete")),
-    ("update", OURS, "finetunejobs/status", "", ""),
-    *((verb, OURS, "harvestpolicies", "", "") for verb in ("list", "watch")),
-    ("update", OURS, "harvestpolicies/status", "", ""),
-    *((verb, OURS, "harvestslots", "", "") for verb in ("list", "create", "patch")),
-    ("patch", OURS, "harvestslots/status", "", ""),
-    *((verb, OURS, "latencyprofiles", "", "") for verb in ("create", "patch")),
-    *((verb, "", "namespaces", "", "") for verb in ("get", "list", "watch")),
-    *((verb, "", "pods", "", "") for verb in ("get", "list", "watch")),
-    ("patch", "", "pods/ephemeralcontainers", "", ""),
-    ("get", "", "persistentvolumeclaims", "", ""),
-    ("create", "", "events", "", ""),
-    *((verb, "scheduling.k8s.io", "priorityclasses", "", "") for verb in ("list", "watch")),
-    ("create", "authentication.k8s.io", "tokenreviews", "", ""),
-    ("patch", HOOKS, "mutatingwebhookconfigurations", "", "windrow-operator"),
-    ("create", "", "secrets", NAMESPACE, ""),
-    ("get", "", "secrets", NAMESPACE, "windrow-operator-ca"),
+    (verb, right.group, right.resource, NAMESPACE if right.own else "", right.name)
+    for right in RIGHTS
+    for verb in right.verbs
 ]
 # Some of what it does not: to read others' secrets, to make or change what runs.
 OTHERS = [

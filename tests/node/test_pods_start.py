@@ -99,7 +99,7 @@ WITHOUT_IMAGE = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def place(node, kube):
     """Return a function that makes a namespace for a case, and what the case finds there."""
     core, custom = client.CoreV1Api(kube), client.CustomObjectsApi(kube)
@@ -126,7 +126,7 @@ def place(node, kube):
         return name
 
     yield make
-    for name in made:
+    for name in made:  # the node has room for a few of them at a time
         core.delete_namespace(name)
 
 

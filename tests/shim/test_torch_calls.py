@@ -36,6 +36,7 @@ CALLS = {
     "ExternalStream": "torch.cuda.ExternalStream(slot.partition._shares.enter('finetune', 1))"
     " if hasattr(slot.partition, '_shares') else torch.cuda.ExternalStream(0)",
     "Stream": "torch.cuda.Stream(gpu)",
+    "current_device": "assert_equal(torch.cuda.current_device(), 0)",
     "current_stream": "torch.cuda.current_stream(gpu).synchronize()",
     "device_count": "assert_equal(torch.cuda.device_count(), 1)",
     "get_device_properties": "torch.cuda.get_device_properties(gpu).multi_processor_count",

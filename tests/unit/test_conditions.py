@@ -87,6 +87,7 @@ def test_the_lifecycle_covers_its_types_and_repeats_no_row():
         ConditionType.PLACED,
         ConditionType.RUNNING,
         ConditionType.SUSPENDED,
+        ConditionType.CHECKPOINTED,
         ConditionType.SUCCEEDED,
         ConditionType.FAILED,
     }

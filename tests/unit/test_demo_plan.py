@@ -46,9 +46,9 @@ def test_a_decode_pod_looks_like_one_of_sglang():
     assert pod["metadata"]["labels"]["rbg.workloads.x-k8s.io/role-name"] == "decode"
     assert "--disaggregation-mode=decode" in container["args"]
     assert pod["metadata"]["annotations"]["windrow.dev/cpuset"] == "0,1"
-    assert "windrow.dev/inject" not in pod["metadata"]["annotations"]
+    assert "windrow.dev/inject" not in pod["metadata"]["labels"]
     plain = manifests.decode_pod(Decode("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
-    assert plain["metadata"]["annotations"]["windrow.dev/inject"] == "disabled"
+    assert plain["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
 
 
 def test_policy_and_job_of_the_demo_are_valid(tmp_path):

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
-from windrow.cli.finetune import _state
+from windrow.cli.finetune import _passing_on, _result, _state
 from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.local.curves import (
@@ -25,6 +29,7 @@ from windrow.local.finetune import (
     Told,
     check_apart,
     last_error,
+    listen,
     read_local_job,
     understood,
     without_cluster,
@@ -57,8 +62,8 @@ EVENT = {
     "kind": "STARTED",
     "detail": "",
     "adapter_path": "",
-    "base_eval_loss": 0.0,
-    "tuned_eval_loss": 0.0,
+    "base_eval_loss": None,
+    "tuned_eval_loss": None,
     "notes": [],
 }
 
@@ -86,11 +91,12 @@ def test_a_loss_that_is_not_known_yet_is_none():
 def test_events_are_kept_and_the_adapter_is_known_at_the_end():
     told = after(
         event(detail="from the beginning"),
-        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0),
+        event(kind="EVALUATED", base_eval_loss=3.0),
+        event(kind="EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0),
         event(kind="SUCCEEDED", adapter_path="/out"),
     )
     assert told.events[0] == "started: from the beginning"
-    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 2.0)
+    assert (told.adapter, told.base_eval_loss, told.tuned_eval_loss) == ("/out", 3.0, 0.0)
     assert told.failure == ""
 
 
@@ -142,7 +148,7 @@ def test_fields_that_only_a_cluster_honours_are_told():
 @pytest.mark.parametrize(
     ("changed", "rows", "note"),
     [
-        ({"batch_size": 9}, 8, "spec.training.batchSize is 9: a step takes all 8 rows"),
+        ({"batch_size": 9}, 8, "batchSize is 9, above the rows to train on (8): a step takes all"),
         ({"eval_every_steps": 5}, 99, "evalEverySteps is 5: no evaluation comes between the 4"),
         ({"max_sequence_length": 65}, 99, "is 65, and the model has 64 positions"),
         (
@@ -203,6 +209,52 @@ def test_the_last_word_of_a_log_is_not_what_a_library_says_of_leaks(tmp_path):
     assert last_error(log) == "ValueError: what went wrong"
     log.write_text("nanobind: leaked 4 instances!\n")
     assert last_error(log) == "it is empty"
+
+
+def worker(code: str) -> subprocess.Popen:
+    """A process in the place of a worker, with the lines of one and an end of its own."""
+    lines = f"print({json.dumps(json.dumps({'job': 0, **progress(total_steps=4, step=1)}))})"
+    program = f"import os, sys, time\n{lines}\nsys.stdout.flush()\n{code}"
+    return subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [
+        ("os.kill(os.getpid(), 9)", "it was killed by SIGKILL"),
+        (
+            "print('{\"job\": 0, \"eve', end='', flush=True); os._exit(1)",
+            "it ended with exit code 1",
+        ),
+        ("time.sleep(600)", "it has said nothing for 2 s, and was ended"),
+    ],
+)
+def test_a_worker_that_ends_without_a_last_word_or_hangs_is_told_with_how(monkeypatch, code, how):
+    monkeypatch.setattr("windrow.local.finetune.SILENT_AFTER_S", 2.0)
+    process = worker(code)
+    (told,) = listen(process, 1, lambda n, told: None)
+    assert (told.step, told.ended, told.died) == (1, "", how)
+    process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whatever_asks_the_command_to_stop_asks_its_worker(number):
+    with subprocess.Popen(["sleep", "600"]) as process:
+        before = signal.getsignal(number)
+        with _passing_on(process):
+            os.kill(os.getpid(), number)
+            assert process.wait(timeout=60) == -signal.SIGTERM
+        assert signal.getsignal(number) is before
+
+
+def test_a_report_that_cannot_be_written_leaves_a_success_a_success(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
+    (tmp_path / "report.html").mkdir()
+    job = LocalJob(tmp_path / "j.yaml", "j", tmp_path, tmp_path, SPEC)
+    told = after(progress(total_steps=1, step=1), event(kind="SUCCEEDED", adapter_path="/out"))
+    result = _result(job, told, 1.0, tmp_path / "worker.log")
+    assert (result["state"], result["adapter"], result["report"]) == ("Succeeded", "/out", "")
+    assert "the report cannot be written" in result["report_problem"]
 
 
 def metrics_of(folder, lines):

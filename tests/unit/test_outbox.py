@@ -49,3 +49,14 @@ def test_what_the_operator_knows_of_is_forgotten_and_other_jobs_stay():
     assert kept_of(outbox) == [("a", 2, "STARTED"), ("b", 1, "STARTED")]
     outbox.forget("a", 2)
     assert kept_of(outbox) == [("b", 1, "STARTED")]
+
+
+def test_warnings_of_different_reasons_are_all_kept():
+    outbox = Outbox()
+
+    async def warn(*reasons) -> None:
+        for reason in reasons:
+            await outbox.add(Event(job_uid="u", epoch=1, kind=Event.WARNED, reason=reason))
+
+    asyncio.run(warn("CheckpointUnreadable", "DiskFull", "DiskFull"))
+    assert kept_of(outbox) == [("u", 1, "WARNED"), ("u", 1, "WARNED")]

@@ -10,7 +10,17 @@ from windrow.outputs import check_alone, check_within, is_below, path_of
 
 @pytest.mark.parametrize(
     ("destination", "path"),
-    [("file:///a/b", "/a/b"), ("/a//b/./c/", "/a/b/c"), ("a/b/", "a/b"), ("/a/b", "/a/b")],
+    [
+        ("file:///a/b", "/a/b"),
+        ("file:/a/b", "/a/b"),
+        ("file://localhost/a/b", "/a/b"),
+        ("file:///a/%62", "/a/b"),
+        ("/a//b/./c/", "/a/b/c"),
+        ("//a/b", "/a/b"),
+        ("///a/b", "/a/b"),
+        ("a/b/", "a/b"),
+        ("/a/%62", "/a/%62"),
+    ],
 )
 def test_one_directory_has_one_path(destination, path):
     assert path_of(destination) == path

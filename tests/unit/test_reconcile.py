@@ -424,6 +424,30 @@ def test_a_finished_job_is_deleted_when_its_time_has_come():
     assert life.step(now=later(seconds=60)).delete
 
 
+def test_checkpoints_that_cannot_be_written_are_a_condition_and_one_event_until_one_can():
+    life = Life().running()
+    full = run(trouble=("DiskFull", "/o cannot be written"))
+    step = life.step(full)
+    said = life.condition("Checkpointed")
+    assert (said["status"], said["reason"]) == ("False", "DiskFull")
+    assert said["message"] == "/o cannot be written"
+    assert [(e.reason, e.warning) for e in step.events] == [("DiskFull", True)]
+    assert life.step(full).events == ()
+    assert life.state == "Running"
+    step = life.step(run(trouble=("", "/c5")))
+    assert life.condition("Checkpointed")["status"] == "True"
+    assert [(e.reason, e.warning) for e in step.events] == [("CheckpointWritten", False)]
+
+
+def test_a_warning_that_comes_with_the_end_is_told_with_it():
+    life = Life().running()
+    ended = run(RunState.FAILED, reason="DiskFull", detail="full", trouble=("DiskFull", "at 5"))
+    step = life.step(ended)
+    assert [e.message for e in step.events] == ["at 5", "full"]
+    assert life.condition("Checkpointed")["reason"] == "DiskFull"
+    assert life.condition("Placed")["reason"] == "BackOff"
+
+
 def test_every_reason_that_a_life_writes_stands_in_the_table():
     known = {(row.type, row.status, row.reason) for row in LIFECYCLE}
     lives = [Life().running(), Life(spec(suspend=True)), Life(slots={})]

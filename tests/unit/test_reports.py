@@ -61,6 +61,14 @@ def test_an_epoch_that_is_over_is_ended(world):
     assert "u" not in world.runs
 
 
+def test_a_loss_of_zero_is_a_loss_and_one_that_is_not_said_stays_known(world):
+    world.assign("u", 1, KEY, NOW)
+    said = event("EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0)
+    reports.take_event(world, [KEY], said, NOW)
+    reports.take_event(world, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
+    assert (world.runs["u"].base_loss, world.runs["u"].tuned_loss) == (3.0, 0.0)
+
+
 def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(world):
     reports.take_hello(world, POD, hello(), NOW, first=True)
     live = world.slots[KEY]
@@ -146,3 +154,14 @@ def test_a_watch_that_lags_behind_a_write_cannot_undo_it(world):
     world.put_job(job_body(version=9, epoch=2))
     world.put_job(job_body(version=8, epoch=1))
     assert world.expects("u", 2, KEY)
+
+
+def test_a_warning_about_checkpoints_stands_until_one_is_written_and_changes_nothing_else(world):
+    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
+    reports.take_event(world, [KEY], event("STARTED", detail="from the beginning"), NOW)
+    before = world.runs["u"]
+    reports.take_event(world, [KEY], event("WARNED", reason="DiskFull", detail="no room"), NOW)
+    assert world.runs["u"].trouble == ("DiskFull", "no room")
+    assert (world.runs["u"].state, world.runs["u"].detail) == (before.state, before.detail)
+    reports.take_event(world, [KEY], event("CHECKPOINTED", detail="/c5"), NOW)
+    assert world.runs["u"].trouble == ("", "/c5")

@@ -157,6 +157,6 @@ def test_the_plotted_rate_is_tokens_over_time_between_steps(figures):
     events = summary.Events.read(RUN / summary.PODS)
     window = summary.window_of(summary.Events.read(RUN).marks)
     rate = harvested_rate(events.tasklets, window)
-    assert rate.y[0] == pytest.approx(301 / 0.180, rel=0.01)
+    assert rate.y[0] == pytest.approx(301 / 0.180)
     assert rate.y[-1] == 0.0
     assert len(figure(events, window, figures).data) == 5

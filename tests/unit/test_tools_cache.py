@@ -15,6 +15,7 @@ from windrow.local.tools_cache import (
     ETCD_VERSION,
     KUBERNETES_VERSION,
     MANIFEST,
+    NODE,
     cache_directory,
     cached_tools,
     is_whole,
@@ -112,6 +113,25 @@ def test_the_go_modules_hold_the_versions_that_the_cache_is_named_after():
     assert f"require go.etcd.io/etcd/server/v3 {ETCD_VERSION}\n" in etcd
     replaced = set(re.findall(r"=> k8s\.io/\S+ (\S+)", kubernetes))
     assert replaced == {KUBERNETES_VERSION.replace("v1.", "v0.")}
+
+
+def test_the_nodes_modules_hold_the_versions_that_its_cache_is_named_after():
+    folder = resource_directory("node")
+    named = cache_directory({"HOME": "/h"}, NODE).name
+    for module, required in (
+        ("kubernetes", "k8s.io/kubernetes"),
+        ("containerd", "github.com/containerd/containerd/v2"),
+        ("coredns", "github.com/coredns/coredns"),
+        ("helm", "helm.sh/helm/v4"),
+    ):
+        version = re.search(
+            rf"require {re.escape(required)} (\S+)", (folder / module / "go.mod").read_text()
+        ).group(1)
+        assert version in named.split("-")
+        assert module == "kubernetes" or f"{module}-{version}" in named
+    assert {module.folder for module in modules(NODE)} == {
+        path.parent.name for path in folder.glob("*/go.mod")
+    }
 
 
 def test_the_executables_are_stamped_with_their_version():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windrow.cli.output import Json, print_json, print_line
+from windrow.cli.output import Json, drop_output, print_json, print_line
 from windrow.errors import UserError, WindrowError
 
 if TYPE_CHECKING:
@@ -51,6 +51,32 @@ def finetune(
 
     Example: windrow finetune examples/finetunejob.yaml
     """
+    try:
+        code = _finetune(manifests, units, device, seconds, fresh, as_json)
+    except WindrowError as error:
+        if as_json:
+            unbegun = [
+                {"name": path.stem, "state": "Failed", "message": str(error)} for path in manifests
+            ]
+            print_json(unbegun[0] if len(unbegun) == 1 else unbegun)
+        raise
+    if code:
+        raise typer.Exit(code)
+
+
+def _finetune(
+    manifests: list[Path],
+    units: int | None,
+    device: str,
+    seconds: float | None,
+    fresh: bool,
+    as_json: bool,
+) -> int:
+    """Run the jobs and return the exit code.
+
+    Raises:
+        WindrowError: none of them could begin.
+    """
     from windrow.local import finetune as local
 
     if seconds is not None and not seconds > 0:
@@ -64,10 +90,10 @@ def finetune(
     arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]
     if seconds is not None:
         _measure(jobs, [*arguments, "--seconds", str(seconds)])
-        return
+        return 0
     if fresh:
         for job in jobs:
-            local.forget(job)
+            local.forget(job, (lambda line: None) if as_json else print_line)
     for job in jobs if not as_json else ():
         for note in local.without_cluster(job.spec):
             print_line(f"note: {job.name}: {note}")
@@ -78,7 +104,7 @@ def finetune(
         _passing_on(process),
         _shown(names, as_json) as show,
     ):
-        told = local.listen(process, len(jobs), show)
+        told = local.listen(process, len(jobs), _while_read(show))
     log = jobs[0].folder / local.WORKER_LOG
     seconds = time.monotonic() - begun
     results = [_result(*each, seconds, log) for each in zip(jobs, told, strict=True)]
@@ -87,10 +113,8 @@ def finetune(
     else:
         for result, heard in zip(results, told, strict=True):
             _say(result, heard, alone=len(results) == 1)
-    if process.returncode == local.STOPPED:
-        raise typer.Exit(130)
-    if process.returncode != local.SUCCEEDED:
-        raise typer.Exit(2 if process.returncode == local.USER_ERROR else 1)
+    codes = {local.SUCCEEDED: 0, local.USER_ERROR: 2, local.STOPPED: 130}
+    return codes.get(process.returncode, 1)
 
 
 def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
@@ -106,12 +130,31 @@ def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
 
 @contextmanager
 def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
-    """Let Ctrl-C ask the worker to stop; it writes a checkpoint first."""
-    before = signal.signal(signal.SIGINT, lambda *_: process.send_signal(signal.SIGTERM))
+    """Let Ctrl-C ask the worker to stop; it writes a checkpoint first.
+
+    So do the signals of containers, of Slurm and `timeout`, and of a terminal that closes.
+    """
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {
+        end: signal.signal(end, lambda *_: process.send_signal(signal.SIGTERM)) for end in ends
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for end, handler in before.items():
+            signal.signal(end, handler)
+
+
+def _while_read(show: Callable[[int, Told], None]) -> Callable[[int, Told], None]:
+    """Go on training where the output's reader has gone."""
+
+    def shown(n: int, told: Told) -> None:
+        try:
+            show(n, told)
+        except OSError:
+            drop_output()
+
+    return shown
 
 
 @contextmanager
@@ -208,7 +251,7 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
     result: dict[str, Any] = {
         "name": job.name,
         "state": state,
-        "message": told.failure or (told.events[-1] if told.events else ""),
+        "message": _message(told, log),
         "step": told.step,
         "total_steps": told.total_steps,
         "loss": told.loss,
@@ -230,8 +273,12 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
         "report": "",
     }
     # One that did not begin has the curves of an earlier run, at most.
-    if told.total_steps and read_metrics(job.folder):
-        result["report"] = str(_write_report(job, told, result))
+    try:
+        if told.total_steps and read_metrics(job.folder):
+            result["report"] = str(_write_report(job, told, result))
+    except (OSError, ValueError) as error:
+        # A full disk, or figures that were torn by one: what was trained does not depend on it.
+        result["report_problem"] = f"the report cannot be written: {error}"
     return result
 
 
@@ -276,17 +323,27 @@ def _write_report(job: LocalJob, told: Told, result: dict[str, Any]) -> Path:
     )
 
 
-def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
-    """Say what no event has said yet."""
+def _message(told: Told, log: Path) -> str:
     from windrow.local.finetune import last_error
 
+    if told.failure or not told.died:
+        return told.failure or (told.events[-1] if told.events else "")
+    kept = f"the last good checkpoint is {told.checkpoint}" if told.checkpoint else "no checkpoint"
+    return (
+        f"the worker ended without a word: {told.died}; {kept}; see {log}, whose last line is: "
+        f"{last_error(log)}"
+    )
+
+
+def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
     if not alone:
         print_line(f"{result['name']}: {result['state']}")
-    if not told.ended:
-        last = last_error(Path(result["log"]))
-        print_line(f"windrow: the worker ended without a word; see {result['log']}: {last}")
+    if told.died:
+        print_line(f"windrow: {result['message']}")
     if result["state"] == "Stopped":
         print_line("the same command resumes from the checkpoint")
     for word in ("adapter", "report"):
         if result[word]:
             print_line(f"{word}: {result[word]}")
+    if "report_problem" in result:
+        print_line(f"windrow: {result['report_problem']}")

@@ -48,13 +48,23 @@ def plain(value: object) -> Any:  # noqa: ANN401 - JSON is any
 
 def print_json(value: object) -> None:
     """Write a value to standard output as indented JSON."""
-    sys.stdout.write(json.dumps(plain(value), indent=2, default=str) + "\n")
+    print_line(json.dumps(plain(value), indent=2, default=str))
 
 
 def print_line(text: str) -> None:
-    """Write a line to standard output, at once."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Write a line to standard output, at once; where nobody reads it any more, it is dropped."""
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except OSError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """Let all further output go nowhere: its reader has gone, as a terminal that was closed."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

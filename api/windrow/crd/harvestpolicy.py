@@ -382,7 +382,7 @@ class HarvestPolicySpec(Record):
         description="observe: everything but the work, to see what harvesting would give.",
     )
     policy: Literal["windrow", "harli", "static"] = Field(
-        default="windrow", description="Who decides at each decode step."
+        default="windrow", description="Who decides what the worker may do beside decode."
     )
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import posixpath
 from typing import Annotated
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, Field
 
 from windrow.crd.values import NAME_MAX, TEXT_MAX, invalid
+from windrow.outputs import path_of
 
 # Where adapters are written to: a path in the decode pod, as mounted there.
 WRITABLE_SCHEMES = ("", "file")
@@ -38,10 +38,12 @@ def _place(text: str) -> str:
     remedy = (
         "Write a path on a volume that the decode pods mount (HarvestPolicy spec.sidecar.volumes)."
     )
-    path = _reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy).removeprefix("file://")
-    if ".." in path.split("/"):
+    parts = urlsplit(_reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy))
+    if parts.scheme and parts.netloc not in ("", "localhost"):
+        raise invalid(f"{text!r} is on another machine, {parts.netloc}", remedy)
+    if ".." in (unquote(parts.path) if parts.scheme else text).split("/"):
         raise invalid(f"{text!r} climbs by ..", "Write the path that is meant.")
-    if posixpath.normpath(path).strip("/") in ("", "."):
+    if path_of(text).strip("/") in ("", "."):
         raise invalid(f"{text!r} names no directory for an adapter", remedy)
     return text
 

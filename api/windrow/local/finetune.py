@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import select
 import shutil
 import signal
 import subprocess
@@ -13,18 +15,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import unquote, urlsplit
 
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow.holder import HOLDER, Held, check_free
-from windrow.outputs import check_alone
+from windrow.holder import HOLDER, Held, check_free, wait_for_orphan
+from windrow.outputs import check_alone, path_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
 # Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
 SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
+# A worker tells where it stands twice a second, from a thread that needs nothing but Python's lock.
+SILENT_AFTER_S = 120.0
 # Of `Progress`, as they are told.
 _FIGURES = (
     *("loss", "learning_rate", "gradient_norm", "tokens", "memory_bytes"),
@@ -68,6 +71,7 @@ class Told:
     events: tuple[str, ...] = ()  # `kind: detail`, each said once
     failure: str = ""
     ended: str = ""  # kind of the last event, where it was one of the ends
+    died: str = ""  # how the worker ended without a last word
     tokens_at_first: int | None = field(default=None, repr=False)
 
 
@@ -84,9 +88,7 @@ def read_local_job(manifest: Path) -> LocalJob:
     except UserError as error:
         where = f"{manifest}: {error.field}"
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
-    place = spec.output.destination
-    place = unquote(urlsplit(place).path) if place.startswith("file:") else place
-    destination = check_alone(Path(place))
+    destination = check_alone(Path(path_of(spec.output.destination)))
     uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]
     return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
 
@@ -106,14 +108,17 @@ def without_cluster(spec: FinetuneJobSpec) -> list[str]:
     return [f"without a cluster, nothing follows from {listed}"] if named else []
 
 
-def forget(job: LocalJob) -> None:
+def forget(job: LocalJob, tell: Callable[[str], None] = lambda line: None) -> None:
     """Remove what earlier runs of this manifest have left; the adapter stays until the next.
+
+    `tell`: gets a line where one of them was ended and still writes its checkpoint.
 
     Raises:
         UserError: one of them is still running.
     """
     try:
         for file in job.folder.glob(f"{HOLDER}*"):
+            wait_for_orphan(file, lambda who: tell(f"{who} still writes to {job.folder}: waiting"))
             check_free(file)
     except Held as held:
         raise UserError(
@@ -135,7 +140,7 @@ def started(jobs: Sequence[LocalJob], *arguments: str) -> Iterator[subprocess.Po
     """
     for job in reversed(jobs):
         log = _log_of(job)
-    command = [sys.executable, "-m", WORKER, "--standalone"]
+    command = [sys.executable, "-m", WORKER, "--standalone", "--parent", str(os.getpid())]
     for job in jobs:
         command += ["--job", str(job.manifest)]
     if len(jobs) == 1:
@@ -165,7 +170,7 @@ def _log_of(job: LocalJob) -> BinaryIO:
         raise UserError(
             f"{job.folder} cannot be written: {error.strerror}",
             field="spec.output.destination",
-            remedy="Name a directory that you may write.",
+            remedy="Name a directory that you may write, with room on its disk.",
         ) from error
 
 
@@ -178,15 +183,47 @@ def listen(
         UserError: it could not begin with any of them.
     """
     told = [Told() for _ in range(n_jobs)]
-    assert process.stdout is not None
-    for line in process.stdout:
-        said = json.loads(line)
+    silent = False
+    for said in _lines(process):
+        silent = said is None
+        if said is None:
+            break
         check_begun(said)
         n = said["job"]
         told[n] = understood(told[n], said)
         on_change(n, told[n])
+    if silent:
+        process.kill()
     process.wait()
-    return told
+    why = (
+        f"it has said nothing for {SILENT_AFTER_S:.0f} s, and was ended"
+        if silent
+        else _end_of(process)
+    )
+    return [each if each.ended else replace(each, died=why) for each in told]
+
+
+def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
+    """Yield what the worker says until it ends; None: it has been silent for too long."""
+    assert process.stdout is not None
+    poll = select.poll()
+    poll.register(process.stdout, select.POLLIN)
+    descriptor, rest = process.stdout.fileno(), b""
+    while True:
+        if not poll.poll(SILENT_AFTER_S * 1e3):
+            yield None
+            return
+        if not (read := os.read(descriptor, 1 << 16)):
+            return  # a line without an end is of a worker that was killed
+        *lines, rest = (rest + read).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _end_of(process: subprocess.Popen[str]) -> str:
+    code = process.returncode
+    if code < 0:
+        return f"it was killed by {signal.Signals(-code).name}"
+    return f"it ended with exit code {code}"
 
 
 def measured(process: subprocess.Popen[str]) -> str:
@@ -258,9 +295,13 @@ def understood(told: Told, said: dict[str, Any]) -> Told:
     return replace(
         told,
         adapter=event["adapter_path"] or told.adapter,
-        base_eval_loss=event["base_eval_loss"] or told.base_eval_loss,
-        tuned_eval_loss=event["tuned_eval_loss"] or told.tuned_eval_loss,
+        base_eval_loss=_newer(event["base_eval_loss"], told.base_eval_loss),
+        tuned_eval_loss=_newer(event["tuned_eval_loss"], told.tuned_eval_loss),
     )
+
+
+def _newer(said: float | None, known: float | None) -> float | None:
+    return known if said is None else said
 
 
 def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:

@@ -271,6 +271,7 @@ class JobEvent(_message.Message):
         FAILED: _ClassVar[JobEvent.Kind]
         REJECTED: _ClassVar[JobEvent.Kind]
         EVALUATED: _ClassVar[JobEvent.Kind]
+        WARNED: _ClassVar[JobEvent.Kind]
     KIND_UNSPECIFIED: JobEvent.Kind
     STARTED: JobEvent.Kind
     PAUSED: JobEvent.Kind
@@ -281,6 +282,7 @@ class JobEvent(_message.Message):
     FAILED: JobEvent.Kind
     REJECTED: JobEvent.Kind
     EVALUATED: JobEvent.Kind
+    WARNED: JobEvent.Kind
     KIND_FIELD_NUMBER: _ClassVar[int]
     JOB_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]

@@ -70,6 +70,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         output_trees=tuple(tree for tree in args.output_trees.split(":") if tree),
         standby=args.standby,
         grace_s=args.grace_seconds,
+        worker_silence_s=args.worker_silence_seconds,
     )
 
 
@@ -167,6 +168,13 @@ class _Flags:
             default=AgentSettings.grace_s,
             metavar="S",
             help="for a worker's last checkpoint when the agent is asked to end [%(default)s]",
+        )
+        self.parser.add_argument(
+            "--worker-silence-seconds",
+            type=float,
+            default=AgentSettings.worker_silence_s,
+            metavar="S",
+            help="a worker that lives and says nothing for longer is killed [%(default)s]",
         )
 
     def _add(self, name: str, variable: str, text: str, default: str = "") -> None:

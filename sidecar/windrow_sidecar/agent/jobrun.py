@@ -76,6 +76,7 @@ class JobRun:
         self._hung_up = asyncio.Event()
         self._hung_up.set()
         self._cause: tuple[Reason, str] | None = None  # why we end it, when nobody asked
+        self._silent_s = 0.0  # for which its worker said nothing, so that we have ended it
 
     def is_of(self, job_uid: str, epoch: int) -> bool:
         """Whether this is that placement."""
@@ -100,6 +101,13 @@ class JobRun:
         self._channel = None
         self._hung_up.set()
 
+    def fell_silent(self, silent_s: float) -> None:
+        """Its worker lives and says nothing: it hangs as a whole, or was stopped."""
+        if self.ended is None:
+            _log.warning("job %s: no word for %.0f s", self.assign.job_uid, silent_s)
+            self._silent_s = silent_s
+            self._worker.kill_for(self)
+
     async def heard(self, report: agent_pb2.WorkerReport) -> None:
         """Take progress or an event from the worker."""
         kind = report.WhichOneof("message")
@@ -119,8 +127,10 @@ class JobRun:
         event = self._event(kind, reason, detail)
         event.user_error = said.user_error
         event.adapter_path = said.adapter_path
-        event.base_eval_loss = said.base_eval_loss
-        event.tuned_eval_loss = said.tuned_eval_loss
+        if said.HasField("base_eval_loss"):
+            event.base_eval_loss = said.base_eval_loss
+        if said.HasField("tuned_eval_loss"):
+            event.tuned_eval_loss = said.tuned_eval_loss
         await self._tell(event)
 
     # What it is told
@@ -189,6 +199,9 @@ class JobRun:
         elif through is not None and through is not self:
             detail = f"its worker has ended with job {through.assign.job_name}"
             await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)
+        elif self._silent_s:
+            detail = f"the worker said nothing for {self._silent_s:.0f} s; {end.describe()}"
+            await self._end(Event.FAILED, Reason.NO_PROGRESS, detail)
         elif self._joined and not self._called:
             detail = "the worker ended before it took the job"
             await self._end(Event.STOPPED, Reason.SLOT_LOST, detail)

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from windrow.proto import attach_pb2
 
-_Key = tuple[str, int, int]
+_Key = tuple[str, int, int, str]
 # Kinds are few and jobs come one after the other: this many are weeks of a busy slot.
 _KEPT_MAX = 256
 
 
 class Outbox:
-    """The newest event of each kind of each run, in the order in which they happened.
+    """The newest event of each kind and reason of each run, in the order in which they happened.
 
     The wire acknowledges nothing, so every new stream gets all of them again; the operator knows
     them by (job UID, epoch, kind).
@@ -26,7 +26,7 @@ class Outbox:
 
     async def add(self, event: attach_pb2.JobEvent) -> None:
         """Keep an event and wake whoever waits for one."""
-        key = (event.job_uid, event.epoch, event.kind)
+        key = (event.job_uid, event.epoch, event.kind, event.reason)
         self._kept.pop(key, None)
         self._sequence += 1
         self._kept[key] = (self._sequence, event)

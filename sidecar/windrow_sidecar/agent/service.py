@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import TypeVar
 
 import grpc.aio
@@ -18,6 +19,8 @@ from windrow_sidecar.agent.slot import Slot
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M")
+# A worker that hears nothing for `agentlink.SILENT_AFTER_S` stops.
+ALIVE_EVERY_S = 5
 R = TypeVar("R", agent_pb2.EngineReport, agent_pb2.WorkerReport)
 
 
@@ -28,6 +31,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         slot_at: the slot of that index; made when it is new.
         find_run: the run that a worker says it is; None when nobody started such a worker.
         on_profile: a latency profile has come.
+        worker_silence_s: a worker that says nothing for longer hangs.
     """
 
     def __init__(
@@ -35,8 +39,10 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         slot_at: Callable[[int], Slot],
         find_run: Callable[[str, int], JobRun | None],
         on_profile: Callable[[Slot], None],
+        worker_silence_s: float,
     ) -> None:
         self._slot_at, self._find_run, self._on_profile = slot_at, find_run, on_profile
+        self._worker_silence_s = worker_silence_s
 
     async def Engine(
         self,
@@ -79,13 +85,40 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             )
             return
         channel: Channel[agent_pb2.WorkerCommand] = Channel()
+        silence = _Silence(self._worker_silence_s)
         async with _pumped(channel, context.write):
+            run.attached(channel)
+            watching = asyncio.create_task(silence.watch(run, channel))
             try:
-                run.attached(channel)
                 async for report in requests:
+                    silence.broken()
                     await run.heard(report)
             finally:
+                watching.cancel()
                 run.hung_up()
+
+
+class _Silence:
+    """Tells a worker that the agent is there, and notices one that says nothing any more."""
+
+    def __init__(self, too_long_s: float) -> None:
+        self._too_long_s, self._seconds = too_long_s, 0
+
+    def broken(self) -> None:
+        """The worker has said something."""
+        self._seconds = 0
+
+    async def watch(self, run: JobRun, channel: Channel[agent_pb2.WorkerCommand]) -> None:
+        """Until the worker has been silent for too long, or this is cancelled."""
+        for second in count():
+            if second % ALIVE_EVERY_S == 0:
+                channel.send(agent_pb2.WorkerCommand(action="ALIVE"))
+            # Second by second: an agent that was stopped itself has slept for one of them only.
+            await asyncio.sleep(1.0)
+            self._seconds += 1
+            if self._seconds >= self._too_long_s:
+                break
+        run.fell_silent(self._too_long_s)
 
 
 @asynccontextmanager

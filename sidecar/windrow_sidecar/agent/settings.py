@@ -43,6 +43,9 @@ class AgentSettings:
     output_trees: tuple[str, ...] = ()  # that jobs may write besides the policy's volumes
     standby: bool = True  # have a worker wait ahead of its job, with everything loaded
     grace_s: float = 25.0  # for the worker's last checkpoint; pods have 30 s by default
+    # A worker tells where it stands once a second, from a thread that needs nothing but Python's
+    # lock; libraries hold that for some seconds while they load.
+    worker_silence_s: float = 120.0  # a worker that says nothing for longer is killed
     engine_absence_s: float = 5.0  # an engine that is away for longer is gone
 
     def __post_init__(self) -> None:

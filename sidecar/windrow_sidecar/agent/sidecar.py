@@ -44,7 +44,9 @@ class Sidecar:
         settings.run_dir.root.mkdir(parents=True, exist_ok=True)
         await end_orphans(settings.run_dir.root, grace_s=settings.grace_s)
         await self._sharing.start()  # before the engine uses the GPU
-        service = AgentService(self._slot_at, self._find_run, self._link.profile_taken)
+        service = AgentService(
+            self._slot_at, self._find_run, self._link.profile_taken, settings.worker_silence_s
+        )
         server = await serve(service, str(settings.run_dir.agent_socket))
         exporter = Exporter(self._all_slots, lambda: self._link.attached)
         exporter.start(settings)

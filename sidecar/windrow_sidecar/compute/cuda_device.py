@@ -114,8 +114,9 @@ class _EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._anchor: _Anchor | None = None
-        # Nothing else is ever queued there: an event is reached at once, whatever computes.
-        self._idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Nothing else is queued there, so an event is reached at once, whatever computes: torch hands
+        # the same streams out in turn, but nobody else asks for those of a higher priority.
+        self._idle = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def anchor(self) -> _Anchor:
         """Return one that was passed before anything that is queued from now on."""

@@ -6,7 +6,7 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.base.model import ModelSilent
-from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced
+from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, is_disk_full, no_room
 from windrow_sidecar.finetune.dataset.places import DatasetSilent
 from windrow_sidecar.finetune.report import WorkerEvent
 from windrow_sidecar.finetune.runner import Ending
@@ -14,12 +14,20 @@ from windrow_sidecar.finetune.training.health import Unhealthy
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
-def failure(error: Exception, checkpoint: str) -> tuple[WorkerEvent, Ending]:
-    """Say what an error means for the job: the event that tells, and how the worker ends."""
+def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
+    """Say what an error means for the job: the event that tells, and how the worker ends.
+
+    `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
+    """
     if isinstance(error, UserError):
         event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
         return event, Ending.USER_ERROR
-    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else "; no checkpoint yet"
+    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
+    if checkpoint == "":
+        kept = "; no checkpoint yet, so the next attempt begins at step 0"
+    if isinstance(error, OSError) and is_disk_full(error):
+        detail = f"{no_room(error)}{kept}"
+        return WorkerEvent("FAILED", Reason.DISK_FULL, detail), Ending.FAILED
     if isinstance(error, Fenced):
         return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
     if isinstance(error, Unhealthy):

@@ -11,7 +11,7 @@ from typing import Any
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
-from windrow.outputs import check_alone, check_within
+from windrow.outputs import check_alone, check_within, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
@@ -20,7 +20,6 @@ from windrow_sidecar.finetune.adapter.adapter_config import prefix_tokens
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.base.model import BaseModel
 from windrow_sidecar.finetune.checkpoints.origin import Origin
-from windrow_sidecar.finetune.dataset.places import local_path
 from windrow_sidecar.finetune.dataset.readers import RowsWanted
 from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
@@ -66,7 +65,7 @@ class Job:
         Raises:
             UserError: the job may not write there.
         """
-        place = local_path(self.spec.output.destination, field="spec.output.destination")
+        place = Path(path_of(self.spec.output.destination))
         return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
 
 
@@ -237,7 +236,10 @@ def without_effect(
     """Say which fields do not do what they seem to, for so many rows, steps and positions."""
     training, model = spec.training, spec.model
     if training.batch_size > rows:
-        yield f"spec.training.batchSize is {training.batch_size}: a step takes all {rows} rows"
+        yield (
+            f"spec.training.batchSize is {training.batch_size}, above the rows to train on "
+            f"({rows}): a step takes all of them"
+        )
     if (training.eval_every_steps or 0) > steps:
         never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
         yield (

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field, replace
 from windrow.conditions import Reason
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
-from windrow_sidecar.finetune.checkpoints.checkpoint import Checkpoint, JobFolder, sync_folder
+from windrow_sidecar.finetune.checkpoints.checkpoint import (
+    ADAPTER_DRAFT,
+    Checkpoint,
+    JobFolder,
+    is_disk_full,
+    no_room,
+    sync_file,
+    sync_folder,
+)
 from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter, Saved
 from windrow_sidecar.finetune.job import Session
 from windrow_sidecar.finetune.report import Progress, Reporter, WorkerEvent
@@ -32,6 +40,11 @@ class Standing:
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
     stall: StallWatch = field(default_factory=StallWatch)
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The last good one, "" where there is none; None: nobody has looked for it yet."""
+        return self.progress.checkpoint_path if self.progress.total_steps else None
 
     def report(self) -> Progress:
         """Progress as of now."""
@@ -55,6 +68,7 @@ class Ledger:
         events: tasklets and losses go here.
         standing: progress goes here.
         newest: returns the checkpoint to go on from (default: reads the folder).
+        forgets: whether checkpoints go once the adapter is written: nobody can go on from them.
     """
 
     def __init__(
@@ -65,11 +79,14 @@ class Ledger:
         events: EventLog,
         standing: Standing,
         newest: Callable[[], Checkpoint | None] | None = None,
+        *,
+        forgets: bool = False,
     ) -> None:
+        self._forgets = forgets
         self._newest = newest or folder.newest
         self._session, self._stream, self._folder = session, session.stream, folder
         self._reporter, self._events, self._standing = reporter, events, standing
-        self._tuned_loss = 0.0
+        self._tuned_loss: float | None = None
         spec = session.job.spec
         self._scalars = Scalars(
             folder.root,
@@ -78,9 +95,13 @@ class Ledger:
             memory_bytes=session.device.peak_bytes,
         )
         self._writer = CheckpointWriter(
-            folder, session.origin, keep=spec.checkpoint.keep, saved=self._saved
+            folder,
+            session.origin,
+            keep=spec.checkpoint.keep,
+            saved=self._saved,
+            failed=self._not_saved,
         )
-        self._checkpoint_due = False
+        self._checkpoint_due = self._told_not_saved = False
         self._gradients = GradientWatch()
 
     def restore(self) -> None:
@@ -88,14 +109,21 @@ class Ledger:
 
         Raises:
             UserError: it is of another base, adapter or order of rows.
+            OSError: the disk has no room for a checkpoint.
         """
         found = self._newest()
         self._newest = self._folder.newest  # what was handed over takes memory
+        if passed_over := self._folder.passed_over:
+            goes_on = found.path if found else "the beginning"
+            detail = f"passed over {'; '.join(passed_over)}; the job goes on from {goes_on}"
+            self._reporter.event(WorkerEvent("WARNED", Reason.CHECKPOINT_UNREADABLE, detail))
+        if found is not None:  # before the disk is: its remedy may be to delete the checkpoint
+            found.check(self._session.origin)
+        self._folder.check_room(sum(tensor.nbytes for tensor in self._stream.tensors().values()))
         if found is None:
             self._progress()
             self._started(Reason.STARTED, "from the beginning")
             return
-        found.check(self._session.origin)
         self._stream.restore(found.position, found.tensors)
         self._standing.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
@@ -177,36 +205,77 @@ class Ledger:
         saved = self._writer.finish(self._stream.position, self._stream.snapshot())
         return f"step {saved.position.step} is in {saved.path}"
 
-    def succeeded(self) -> None:
-        """Write the last checkpoint and the adapter.
+    def forget(self) -> None:
+        """Remove all checkpoints: the job was deleted.
 
         Raises:
-            Fenced, OSError: they were not written.
+            Fenced: another worker has the job.
         """
-        self.checkpoint()
-        folder = self._folder
-        draft = folder.root / "adapter"
-        with folder.writing():
-            shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir()
-            save_adapter(self._session.model, draft)
-            # The configuration last: with it the folder is an adapter for everyone who looks.
-            for name in (WEIGHTS_FILE, CONFIG_FILE):
-                os.replace(draft / name, folder.destination / name)
-            sync_folder(folder.destination)
-            draft.rmdir()
+        self._writer.settle(wait=True)
+        self._folder.forget_checkpoints()
+
+    def succeeded(self) -> None:
+        """Write the last checkpoint and the adapter; with the adapter, the job has succeeded.
+
+        Raises:
+            Fenced, OSError: the adapter was not written.
+        """
+        try:
+            self.checkpoint()
+        except OSError as error:
+            self._not_saved(self._stream.position.step, error)
+        self._write_adapter()
+        if self._forgets:
+            self._folder.forget_checkpoints()
         self._reporter.event(
             WorkerEvent(
                 "SUCCEEDED",
                 Reason.COMPLETED,
                 self._stream.told,
-                adapter_path=str(folder.destination),
-                base_eval_loss=self._stream.position.base_eval_loss or 0.0,
+                adapter_path=str(self._folder.destination),
+                base_eval_loss=self._stream.position.base_eval_loss,
                 tuned_eval_loss=self._tuned_loss,
             )
         )
 
+    def _write_adapter(self) -> None:
+        """Write the adapter whole: what is in its place stays until all of it is on the disk."""
+        folder = self._folder
+        draft = folder.root / ADAPTER_DRAFT
+        with folder.writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                draft.mkdir()
+                save_adapter(self._session.model, draft)
+                for name in (WEIGHTS_FILE, CONFIG_FILE):
+                    sync_file(draft / name)
+            except OSError:
+                # A full disk: the half that was written would keep it full.
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            # With its configuration the folder is an adapter for everyone who looks: an earlier
+            # one goes first, the new one comes last.
+            (folder.destination / CONFIG_FILE).unlink(missing_ok=True)
+            for name in (WEIGHTS_FILE, CONFIG_FILE):
+                os.replace(draft / name, folder.destination / name)
+            sync_folder(folder.destination)
+            draft.rmdir()
+
+    def _not_saved(self, step: int, error: OSError) -> None:
+        """Tell of the first checkpoint that could not be written since one that was."""
+        if self._told_not_saved:
+            return
+        self._told_not_saved = True
+        reason, why = Reason.CHECKPOINT_NOT_WRITTEN, str(error)
+        if is_disk_full(error):
+            reason, why = Reason.DISK_FULL, no_room(error)
+        path = self._standing.progress.checkpoint_path
+        kept = f"the last good one is {path}" if path else "there is none yet"
+        detail = f"the checkpoint of step {step} is not written, {kept}: {why}"
+        self._reporter.event(WorkerEvent("WARNED", reason, detail))
+
     def _saved(self, checkpoint: Saved) -> None:
+        self._told_not_saved = False
         at, path = checkpoint.position, str(checkpoint.path)
         self._progress(checkpoint_step=at.step, checkpoint_path=path)
         self._reporter.event(WorkerEvent("CHECKPOINTED", "", path))
@@ -219,10 +288,11 @@ class Ledger:
 
     def _evaluated(self, done: EvaluationDone) -> None:
         """Tell a loss on the held-out rows; both are known once the last one is."""
-        base, step = self._stream.position.base_eval_loss or 0.0, self._stream.position.step
+        base, step = self._stream.position.base_eval_loss, self._stream.position.step
         if done.stage is Stage.TUNED_EVALUATION:
             self._tuned_loss = done.loss
-            detail = f"held-out loss {base:.4f} before, {done.loss:.4f} after"
+            before = "unknown" if base is None else f"{base:.4f}"
+            detail = f"held-out loss {before} before, {done.loss:.4f} after"
         else:
             when = f"step {step}" if step else "before the first step"
             detail = f"{when}: held-out loss {done.loss:.4f}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "ABORT"]
+# FORGET: stop, and remove the checkpoints; the job was deleted.
+Action = Literal["PAUSE", "RESUME", "CHECKPOINT", "STOP", "FORGET", "ABORT"]
 EventKind = Literal[
     "STARTED",
     "PAUSED",
@@ -15,6 +16,7 @@ EventKind = Literal[
     "SUCCEEDED",
     "FAILED",
     "EVALUATED",
+    "WARNED",
 ]
 
 
@@ -50,8 +52,8 @@ class WorkerEvent:
     detail: str = ""
     user_error: bool = False
     adapter_path: str = ""
-    base_eval_loss: float = 0.0
-    tuned_eval_loss: float = 0.0
+    base_eval_loss: float | None = None  # None: not known yet; a loss may be 0
+    tuned_eval_loss: float | None = None
     notes: tuple[str, ...] = ()  # of STARTED: see `job.Session`; part of `detail` as well
 
 

@@ -13,7 +13,7 @@ from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.report import Reporter, WorkerEvent
 from windrow_sidecar.finetune.stream import TaskletStream
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT
+from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING
 from windrow_sidecar.heap import settle_heap
 
 # A wait that is shorter is ordinary sharing, not worth an event for people.
@@ -42,6 +42,7 @@ class Runner:
         ledger: where it is written down.
         reporter: who may give commands.
         standing: where a signal asks to stop.
+        expected_s: how long a tasklet is expected to take; None: nobody knows.
         clock: monotonic seconds.
     """
 
@@ -54,9 +55,10 @@ class Runner:
         reporter: Reporter,
         standing: Standing,
         *,
+        expected_s: Callable[[Tasklet], float | None] = lambda tasklet: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock = clock
+        self._clock, self._expected_s = clock, expected_s
         self._stream, self._gate, self._memory = stream, gate, memory
         self._ledger, self._reporter, self._standing = ledger, reporter, standing
         self._told_to_pause = self._starving = False
@@ -87,7 +89,8 @@ class Runner:
 
     def begin(self) -> None:
         """Go on from the newest checkpoint, where there is one."""
-        self._ledger.restore()
+        with self._standing.stall.during(VERIFYING):
+            self._ledger.restore()
         settle_heap()
 
     def cycle(self) -> Ending | None:
@@ -108,7 +111,7 @@ class Runner:
             self._held_up = tasklet
             return None
         self._resumed()
-        self._standing.stall.begin()
+        self._standing.stall.begin_tasklet(self._expected_s(tasklet))
         try:
             outcome = self._stream.run(tasklet)
         except BrokenOff:
@@ -142,6 +145,8 @@ class Runner:
         while (command := self._reporter.take_command()) is not None:
             if command == "STOP":
                 return self._stop("asked to stop")
+            if command == "FORGET":
+                return self._forget()
             if command == "ABORT":
                 self._reporter.event(WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"))
                 return Ending.FENCED
@@ -173,6 +178,13 @@ class Runner:
     def _stop(self, why: str) -> Ending:
         self._gate.quiet(None)
         detail = f"{why}; {self._last_checkpoint()}"
+        self._reporter.event(WorkerEvent("STOPPED", Reason.STOPPED, detail))
+        return Ending.STOPPED
+
+    def _forget(self) -> Ending:
+        self._gate.quiet(None)
+        self._ledger.forget()
+        detail = "the job was deleted, its checkpoints are removed"
         self._reporter.event(WorkerEvent("STOPPED", Reason.STOPPED, detail))
         return Ending.STOPPED
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from windrow_sidecar.finetune.checkpoints.checkpoint import Position
 from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot
@@ -148,6 +148,14 @@ class TaskletStream:
     def depth(self) -> int:
         """Layers of the model."""
         return self._parts.stack.depth
+
+    @property
+    def weights(self) -> int:
+        """Of the largest of the model's layers, or of its head where that is larger."""
+        stack = self._parts.stack
+        head: nn.Module = stack.model.get_output_embeddings()  # type: ignore[operator]
+        modules = (*stack.layers, head)
+        return max(sum(p.numel() for p in m.parameters()) for m in modules if m is not None)
 
     @property
     def device(self) -> torch.device:

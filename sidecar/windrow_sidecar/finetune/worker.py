@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from windrow_sidecar.finetune.alone.dedicated import measure_alone
         from windrow_sidecar.finetune.alone.together import run_together
 
+        if options.parent:
+            _die_with_parent()
+            if os.getppid() != options.parent:  # it has ended before the line above
+                return 1
         measured = options.seconds is not None or options.steps is not None
         try:
             return (measure_alone if measured else run_together)(options)
@@ -87,6 +91,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     own.add_argument("--device", default="cpu", help="cpu (default), cuda, or cuda:N")
     own.add_argument("--units", type=int, help="cores or SMs to use, the last ones (default: all)")
     own.add_argument("--json", type=Path, help="write what was measured there")
+    own.add_argument(
+        "--parent",
+        type=int,
+        default=0,
+        metavar="PID",
+        help="who starts it: when that process ends, it writes a checkpoint and ends as well",
+    )
     own.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
     if options.standalone:
@@ -167,7 +178,7 @@ def _event_log(run_dir: RunDir, order: Order) -> EventLog:
 
 
 def _die_with_parent() -> None:
-    """SIGTERM when the agent dies: a worker that nobody controls writes a checkpoint and ends."""
+    """SIGTERM when the parent dies: a worker that nobody controls writes a checkpoint and ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 

@@ -3,8 +3,8 @@
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
 ABORT), `deaf` (ignores TAKE), `at-work` (as `run`, and notes that it is its turn), `lingering`
-(outlives its agent by a second, as one that writes a checkpoint does). Jobs that it is told to take
-run on threads of their own.
+(outlives its agent by a second, as one that writes a checkpoint does), `silent` (lives, and says
+nothing after a few steps). Jobs that it is told to take run on threads of their own.
 """
 
 from __future__ import annotations
@@ -86,6 +86,8 @@ class JobWorker:
             if step == 5 and self._behave == "succeed":
                 self._event("SUCCEEDED", "Completed", "", adapter_path="/adapters/1")
                 return 0
+            if step == 5 and self._behave == "silent":
+                threading.Event().wait()
             if step == 5 and self._behave == "fail":
                 self._event("FAILED", "DatasetInvalid", "rows.jsonl:3", user_error=True)
                 return 3

@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.adapter.adapter_config import (
 from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.adapter.turns import take_over
 from windrow_sidecar.finetune.base.structure import find_layers
+from windrow_sidecar.finetune.checkpoints.checkpoint import told_by_system
 from windrow_sidecar.finetune.residency.frozen import FrozenLayers
 from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.windows.prefix import Prefix
@@ -172,7 +173,8 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     weights = folder / WEIGHTS_FILE
     weights.touch()
     mode = weights.stat().st_mode  # that the umask gives; safetensors writes for its own user alone
-    save_file(tensors, weights, metadata={"format": "pt"})
+    with told_by_system(weights):
+        save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(mode)
     config = model.peft_config[ADAPTER].to_dict()
     config["inference_mode"] = True

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,16 +16,37 @@ PROGRESS_EVERY_S = 0.5
 
 
 class Lines:
-    """Where all jobs of a process write, a line at a time."""
+    """Where all jobs of a process write, a line at a time. Nobody may be there to read them.
 
-    def __init__(self, out: TextIO) -> None:
-        self._out, self._one_line = out, threading.Lock()
+    Args:
+        out: where to.
+        unread: called once, on the thread that writes, when the reader has gone.
+    """
+
+    def __init__(self, out: TextIO, unread: Callable[[], None] = lambda: None) -> None:
+        self._out, self._unread, self._one_line = out, unread, threading.Lock()
+        self._is_read = True
+
+    @classmethod
+    def to_standard_output(cls, unread: Callable[[], None]) -> Lines:
+        """Keep standard output for them; what anybody else prints goes to standard error."""
+        out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+        sys.stdout.flush()
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        return cls(out, unread)
 
     def write(self, **said: object) -> None:
         """Write a line; any thread may."""
         with self._one_line:
-            self._out.write(json.dumps(said) + "\n")
-            self._out.flush()
+            if not self._is_read:
+                return
+            try:
+                self._out.write(json.dumps(said) + "\n")
+                self._out.flush()
+            except OSError:
+                self._is_read = False
+        if not self._is_read:
+            self._unread()
 
 
 class LineReporter:

@@ -6,13 +6,13 @@ import argparse
 import logging
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 
+from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow_sidecar.compute.device import ComputeDevice
@@ -27,6 +27,7 @@ from windrow_sidecar.finetune.failures import failure
 from windrow_sidecar.finetune.job import Job, read_job
 from windrow_sidecar.finetune.ledger import Ledger, Standing
 from windrow_sidecar.finetune.plan.estimates import Estimates
+from windrow_sidecar.finetune.report import WorkerEvent
 from windrow_sidecar.finetune.runner import Ending, Runner
 from windrow_sidecar.finetune.sharing.carrier import Carried, Carrier, worst
 from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
@@ -51,7 +52,7 @@ def run_together(options: argparse.Namespace) -> int:
     units = take_units(device, options.units)
     jobs = [read_job(path) for path in options.job]
     check_apart(jobs)
-    return int(Together(jobs, units, options.log_dir, device).run())
+    return int(Together(jobs, units, options.log_dir, device, options.parent).run())
 
 
 def check_apart(jobs: Sequence[Job]) -> None:
@@ -71,6 +72,10 @@ def check_apart(jobs: Sequence[Job]) -> None:
             )
 
 
+class Unbegun(BaseException):
+    """A signal asks to stop, and no job has begun; no library may take it for an error."""
+
+
 class Together:
     """Jobs over one base model, each with all that is its own, on standard output (see `lines`).
 
@@ -79,48 +84,73 @@ class Together:
         units: of the device, in use.
         log_dir: of the event logs; None: in each job's folder.
         device: that computes.
+        parent: the process with whose end they stop; 0: there is none.
     """
 
     def __init__(
-        self, jobs: Sequence[Job], units: int, log_dir: Path | None, device: ComputeDevice
+        self,
+        jobs: Sequence[Job],
+        units: int,
+        log_dir: Path | None,
+        device: ComputeDevice,
+        parent: int = 0,
     ) -> None:
         self._jobs, self._log_dir, self._device = jobs, log_dir, device
+        self._parent, self._loading = parent, True
         self._estimates = Estimates()
         self._gate = OpenGate(units, device, self._estimates)
-        self._lines = Lines(sys.stdout)
+        self._lines = Lines.to_standard_output(lambda: self._stop("nobody reads its output"))
         self._standings = [Standing() for _ in jobs]
         self._endings: dict[int, Ending] = {}
 
     def run(self) -> Ending:
         """Run all to their ends; returns the worst of them (see `worst`)."""
-        for signal_ in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signal_, self._ask_to_stop)
         with ExitStack() as until_all_is_told:
             reporters = [
                 until_all_is_told.enter_context(LineReporter(self._lines, n, standing.report))
                 for n, standing in enumerate(self._standings)
             ]
-            base: BaseModel | None = None
-            carried = []
-            for n, (job, reporter) in enumerate(zip(self._jobs, reporters, strict=True)):
-                events, stall = event_log(job, self._log_dir), self._standings[n].stall
-                until_all_is_told.callback(events.flush)
-                stall.watch(partial(self._give_up, n, reporter, events))
-                until_all_is_told.callback(stall.close)
-                try:
-                    with stall.during(LOADING, LOADING_AFTER_S):
-                        base = base or self._base()
-                        own = twin_of(base) if len(self._jobs) > 1 else base
-                    carried.append(self._carried(n, job, own, reporter, events))
-                except Exception as error:
-                    # The edge of a job: the others run without it.
-                    log.exception("%s cannot begin", job.name)
-                    self._endings[n] = self._failed(n, reporter, error)
+            try:
+                for signal_ in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                    signal.signal(signal_, self._ask_to_stop)
+                carried = self._load(reporters, until_all_is_told)
+            except Unbegun:
+                for n in set(range(len(self._jobs))) - self._endings.keys():
+                    why = f"{self._standings[n].stop_asked}; it had not begun"
+                    reporters[n].event(WorkerEvent("STOPPED", Reason.STOPPED, why))
+                    self._endings[n] = Ending.STOPPED
+                carried = []
             if carried:
                 carrier = Carrier(carried)
                 del carried  # what a job holds goes with its end
                 carrier.run()
         return worst(self._endings.values())
+
+    def _load(self, reporters: Sequence[LineReporter], until_told: ExitStack) -> list[Carried]:
+        """Load what can be loaded, and tell of what cannot.
+
+        Raises:
+            Unbegun: a signal asks to stop.
+        """
+        base: BaseModel | None = None
+        carried = []
+        for n, (job, reporter) in enumerate(zip(self._jobs, reporters, strict=True)):
+            stall = self._standings[n].stall
+            try:
+                events = event_log(job, self._log_dir)
+                until_told.callback(events.flush)
+                stall.watch(partial(self._give_up, n, reporter, events))
+                until_told.callback(stall.close)
+                with stall.during(LOADING, LOADING_AFTER_S):
+                    base = base or self._base()
+                    own = twin_of(base) if len(self._jobs) > 1 else base
+                carried.append(self._carried(n, job, own, reporter, events))
+            except Exception as error:
+                # The edge of a job: the others run without it.
+                log.exception("%s cannot begin", job.name)
+                self._endings[n] = self._failed(n, reporter, error)
+        self._loading = False
+        return carried
 
     def _base(self) -> BaseModel:
         """Load what all of them share."""
@@ -135,26 +165,35 @@ class Together:
     def _carried(
         self, n: int, job: Job, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> Carried:
-        folder = JobFolder(job.destination, job.uid, job.epoch)
+        folder = JobFolder(job.destination, job.uid, job.epoch, self._parent)
         standing = self._standings[n]
+
+        def waits_for(who: str) -> None:
+            detail = f"{who}, of a run that was ended, still writes to {folder.root}: waiting"
+            reporter.event(WorkerEvent("WARNED", Reason.FENCED, detail))
+
         with standing.stall.during(TAKING_FOLDER):
-            folder.claim()
+            folder.claim(waits_for, standing.stall.renew)
         with standing.stall.during(READING):
             session = open_alone(job, self._device, base, self._estimates, standing.stall.renew)
         stream = session.stream
         memory = OwnMemory(stream, keeping=session.keeping)
         ledger = Ledger(session, folder, reporter, events, standing)
+        weights = stream.weights
         return Carried(
             job.name,
             stream,
             memory,
-            Runner(stream, self._gate, memory, ledger, reporter, standing),
+            Runner(
+                *(stream, self._gate, memory, ledger, reporter, standing),
+                expected_s=lambda tasklet: self._estimates.expected_s(tasklet, weights),
+            ),
             failed=lambda error: self._failed(n, reporter, error),
             ended=lambda ending: self._endings.update({n: ending}),
         )
 
     def _failed(self, n: int, reporter: LineReporter, error: Exception) -> Ending:
-        event, ending = failure(error, self._standings[n].progress.checkpoint_path)
+        event, ending = failure(error, self._standings[n].last_checkpoint)
         reporter.event(event)
         return ending
 
@@ -165,5 +204,11 @@ class Together:
         os._exit(ending)
 
     def _ask_to_stop(self, *_: object) -> None:
+        orphan = self._parent and os.getppid() != self._parent
+        self._stop("who started it has ended" if orphan else "asked to stop")
+        if self._loading:
+            raise Unbegun
+
+    def _stop(self, why: str) -> None:
         for standing in self._standings:
-            standing.stop_asked = "asked to stop"
+            standing.stop_asked = standing.stop_asked or why

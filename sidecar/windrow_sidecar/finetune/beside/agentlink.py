@@ -18,6 +18,7 @@ from typing import cast
 
 import grpc
 
+from windrow.conditions import Reason
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
@@ -29,6 +30,10 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 1.0
 # The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
 RECONNECT_S = 0.5
+# The operator places a job anew when its sidecar has been lost for a minute; by then the worker is
+# to have written its checkpoint. The agent says every five seconds that it is there.
+SILENT_AFTER_S = 30.0
+LOOK_EVERY_S = 5.0
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
 
@@ -42,6 +47,8 @@ class AgentLink:
         progress: asked once a second.
         log_file: flushed once a second by the same thread.
         take: is told of a further job that this worker shall run, on the stream's thread.
+        orphaned: is told once, on a thread of its own, that the agent has fallen silent.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -51,20 +58,26 @@ class AgentLink:
         progress: Callable[[], Progress],
         log_file: EventLog | None = None,
         take: Callable[[Order], None] = lambda order: None,
+        orphaned: Callable[[str], None] = lambda why: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._take = take
+        self._take, self._orphaned, self._clock = take, orphaned, clock
+        self._heard_s: float | None = None  # when the agent last said that it is there
         self._target, self._hello, self._progress = f"unix:{socket}", hello, progress
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
-        self.end_asked: Action | None = None  # STOP or ABORT, also once it was picked up
+        self.end_asked: Action | None = None  # STOP, FORGET or ABORT, also once it was picked up
         self._wake = threading.Event()
         self._closing = False
+        self._closed = threading.Event()
         self._generation = 0
         self._thread = threading.Thread(target=self._run, name="agent-link", daemon=True)
+        self._watch = threading.Thread(target=self._watch_agent, name="agent-watch", daemon=True)
 
     def __enter__(self) -> AgentLink:
         self._thread.start()
+        self._watch.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -74,6 +87,7 @@ class AgentLink:
     def finish(self) -> None:
         """End the stream as soon as all was taken; returns at once."""
         self._closing = True
+        self._closed.set()
         self._wake.set()
 
     def event(self, event: WorkerEvent) -> None:
@@ -116,12 +130,29 @@ class AgentLink:
                 if last_attempts:
                     time.sleep(RECONNECT_S)
 
+    def _watch_agent(self) -> None:
+        """Notice that the agent is gone or hangs; one that never said ALIVE is not waited for."""
+        silent_s = 0.0
+        while not self._closed.wait(LOOK_EVERY_S):
+            heard_s, now_s = self._heard_s, self._clock()
+            # Look by look: a worker that was stopped itself has missed what was said meanwhile.
+            heard = heard_s is None or now_s - heard_s < 2 * LOOK_EVERY_S
+            silent_s = 0.0 if heard else silent_s + LOOK_EVERY_S
+            if silent_s >= SILENT_AFTER_S:
+                self._orphaned(f"the sidecar has said nothing for {silent_s:.0f} s")
+                return
+
     def _hear(self, command: agent_pb2.WorkerCommand) -> None:
+        self._heard_s = self._clock() if command.action == "ALIVE" else self._heard_s
+        if command.action == "ALIVE":
+            return
         if command.action == "TAKE":
             self._take(Order(command.job_uid, command.epoch))
             return
         action = cast(Action, command.action)
-        if action in ("STOP", "ABORT"):
+        if action == "STOP" and command.reason == Reason.DELETED:
+            action = "FORGET"
+        if action in ("STOP", "ABORT", "FORGET"):
             self.end_asked = action
         self._commands.put(action)
 

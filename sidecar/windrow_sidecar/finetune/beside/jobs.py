@@ -218,6 +218,7 @@ class WorkerJobs:
             standing.report,
             events,
             take=self._orders.put,
+            orphaned=self.ask_to_stop,
         )
         told = Told(order, standing, self._until_told.enter_context(agent), events)
         standing.stall.watch(lambda found: self._stuck(told, found))
@@ -236,12 +237,18 @@ class WorkerJobs:
         newest: Callable[[], Checkpoint | None] | None = None,
     ) -> Carried:
         stream, standing = seat.session.stream, told.standing
-        ledger = Ledger(seat.session, folder, told.agent, told.events, standing, newest)
+        ledger = Ledger(
+            seat.session, folder, told.agent, told.events, standing, newest, forgets=True
+        )
+        estimates, weights = slot.estimates, stream.weights
         return Carried(
             seat.session.job.name,
             stream,
             seat.memory,
-            Runner(stream, slot.gate, seat.memory, ledger, told.agent, standing),
+            Runner(
+                *(stream, slot.gate, seat.memory, ledger, told.agent, standing),
+                expected_s=lambda tasklet: estimates.expected_s(tasklet, weights),
+            ),
             failed=lambda error: self._tell_failure(told, error),
             ended=lambda ending: self._left(slot, seat, told, ending),
             acts=self._turn_of(told),
@@ -251,7 +258,7 @@ class WorkerJobs:
         return self._turn.of(told.order.job_uid, told.order.epoch)
 
     def _tell_failure(self, told: Told, error: Exception) -> Ending:
-        event, ending = failure(error, told.standing.progress.checkpoint_path)
+        event, ending = failure(error, told.standing.last_checkpoint)
         told.agent.event(event)
         return ending
 
@@ -275,7 +282,7 @@ class WorkerJobs:
 
         Decode takes the memory of a process that has ended.
         """
-        event, ending = failure(found, told.standing.progress.checkpoint_path)
+        event, ending = failure(found, told.standing.last_checkpoint)
         if (loading := self._loading.get(told)) is not None:
             if not loading.give_up((event, ending)):  # it has got ready just now
                 told.standing.stall.watch(lambda found: self._stuck(told, found))

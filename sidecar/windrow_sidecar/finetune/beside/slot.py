@@ -62,7 +62,7 @@ class WorkerSlot:
 
     def __init__(self, epoch: int, arena: Arena, ground: SlotDevice, load: Load) -> None:
         self._epoch, self._arena, self._ground, self._load = epoch, arena, ground, load
-        self._estimates = Estimates()
+        self.estimates = Estimates()
         self._base: BaseModel | None = None
         self._base_of: Job | None = None
         self._residents: Residents | None = None
@@ -74,7 +74,7 @@ class WorkerSlot:
         self.gate = GrantGate(
             arena.page,
             ground.partition,
-            self._estimates,
+            self.estimates,
             self._offer_facts,
             decode_lives=arena.owner_lives,
             device=ground.device,
@@ -196,7 +196,7 @@ class WorkerSlot:
         self, job: Job, base: BaseModel, standing: Standing, rows: Split | None = None
     ) -> Seat:
         assert self._lent is not None
-        shared = Shared(self.gate, self._estimates, self._ground, self._lent, self._residents)
+        shared = Shared(self.gate, self.estimates, self._ground, self._lent, self._residents)
         seat = Seat(job, base, shared, standing, rows)
         self._seats.append(seat)
         return seat

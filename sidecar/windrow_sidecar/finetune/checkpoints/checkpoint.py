@@ -8,11 +8,13 @@ the SHA-256 of its files. A folder is written under another name, synced, and re
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
-from windrow.holder import HOLDER, Held, hold
+from windrow.holder import HOLDER, Held, hold, wait_for_orphan
 from windrow_sidecar.finetune.checkpoints.origin import Origin
 from windrow_sidecar.finetune.training.course import Judged
 
@@ -32,6 +34,39 @@ log = logging.getLogger(__name__)
 
 FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+ADAPTER_DRAFT = "adapter"  # in the job's folder
+# Of a disk, a quota, or the largest file that is allowed.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def no_room(error: OSError) -> str:
+    """Say where a disk is full, and what to do."""
+    where = error.filename or "the destination"
+    return f"{where} cannot be written: {error.strerror or error}. Free space there"
+
+
+@contextmanager
+def told_by_system(file: Path) -> Iterator[None]:
+    """Raise what safetensors says of `file` as the error of the system that it is.
+
+    Raises:
+        OSError: with the number of the system's error, where it has one.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{file}: {error}") from error
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(file)) from error
 
 
 class Fenced(WindrowError):
@@ -72,26 +107,52 @@ class Checkpoint:
 
 
 class JobFolder:
-    """The folder of one job below its destination, as the worker of one epoch sees it."""
+    """The folder of one job below its destination, as the worker of one epoch sees it.
 
-    def __init__(self, destination: Path, job_uid: str, epoch: int) -> None:
+    Args:
+        destination: of the adapter.
+        job_uid: of the job.
+        epoch: of the worker.
+        parent: the process with whose end the worker ends; 0: there is none.
+
+    Attributes:
+        passed_over: checkpoints that `newest` could not use, newest first, each with the reason.
+    """
+
+    def __init__(self, destination: Path, job_uid: str, epoch: int, parent: int = 0) -> None:
         self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
         self.root = destination / ".windrow" / job_uid
         self.checkpoints = self.root / "checkpoints"
+        self.passed_over: tuple[str, ...] = ()
+        self._parent = parent
 
-    def claim(self) -> None:
+    def claim(
+        self,
+        waits_for: Callable[[str], None] = lambda who: None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
         """Make the folder and raise the fence to this epoch; the epoch is this process's then.
+
+        A worker whose parent is gone writes its last checkpoint: it is waited for.
+
+        Args:
+            waits_for: is told for whom, where it has to wait.
+            alive: called now and then while it waits.
 
         Raises:
             UserError: the destination is not writable.
             Fenced: a higher epoch was here already, or another process has this very one: the same
                 manifest is run twice.
+            OSError: the disk is full.
         """
+        holder = self.root / f"{HOLDER}{self.epoch}"
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
+            wait_for_orphan(holder, waits_for, alive)
             with self._locked():
                 self._check()
-                hold(self.root / f"{HOLDER}{self.epoch}")
+                hold(holder, parent=self._parent)
+                self._remove_drafts()
                 _write_file(self.root / "fence", str(self.epoch).encode())
         except Held as held:
             raise Fenced(
@@ -99,12 +160,19 @@ class JobFolder:
                 "another job needs a name and a destination of its own"
             ) from held
         except OSError as error:
+            if is_disk_full(error):
+                raise
             raise UserError(
                 f"{self.destination} cannot be written: {error.strerror}",
                 field="spec.output.destination",
                 remedy="Name a directory on a volume that the worker may write.",
                 reason=Reason.OUTPUT_NOT_WRITABLE,
             ) from error
+
+    def _remove_drafts(self) -> None:
+        """Of workers that were killed while they wrote: as large as what they would have been."""
+        for draft in (*self.checkpoints.glob(".step-*"), self.root / ADAPTER_DRAFT):
+            shutil.rmtree(draft, ignore_errors=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -134,16 +202,13 @@ class JobFolder:
             Fenced: see `writing`.
             OSError: it could not be written; what was there stands.
         """
-        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         def fill(folder: Path) -> None:
             _write_file(folder / STATE, json.dumps(asdict(position)).encode())
-            try:
+            with told_by_system(folder / TENSORS):
                 save_file(dict(tensors), folder / TENSORS)
-            except SafetensorError as error:
-                raise OSError(f"{folder / TENSORS}: {error}") from error
-            _sync_file(folder / TENSORS)
+            sync_file(folder / TENSORS)
             manifest = {
                 "format": FORMAT,
                 "job_uid": self.job_uid,
@@ -183,15 +248,36 @@ class JobFolder:
             draft.rename(target)
             sync_folder(target.parent)
 
+    def check_room(self, n_bytes: int) -> None:
+        """Check that the disk takes a checkpoint of so many bytes, before anything is trained.
+
+        Raises:
+            OSError: it does not.
+        """
+        disk = os.statvfs(self.checkpoints)
+        if (free := disk.f_bavail * disk.f_frsize) < n_bytes:
+            why = f"{free} bytes are free, a checkpoint takes {n_bytes}"
+            raise OSError(errno.ENOSPC, why, str(self.checkpoints))
+
+    def forget_checkpoints(self) -> None:
+        """Remove all of them: nobody goes on from them any more.
+
+        Raises:
+            Fenced: see `writing`.
+        """
+        with self.writing():
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
     def newest(self) -> Checkpoint | None:
-        """Return the newest good checkpoint; broken and foreign ones are passed over and logged."""
+        """Return the newest good checkpoint; for broken and foreign ones see `passed_over`."""
+        self.passed_over = ()
         for folder in self._folders():
             try:
                 return _read(folder, self.job_uid)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning(
-                    "checkpoint passed over", extra={"path": str(folder), "why": str(error)}
-                )
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                log.warning("checkpoint %s is passed over: %s", folder, why)
+                self.passed_over += (f"{folder}: {why}",)
         return None
 
     def _folders(self) -> list[Path]:
@@ -213,7 +299,6 @@ class JobFolder:
 
 
 def _read(folder: Path, job_uid: str) -> Checkpoint:
-    from safetensors import SafetensorError
     from safetensors.torch import load
 
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -228,24 +313,31 @@ def _read(folder: Path, job_uid: str) -> Checkpoint:
     state: dict[str, Any] = json.loads(contents[STATE])
     state["committed_rows"] = tuple(state["committed_rows"])
     state["judged"] = Judged(**state["judged"])
-    try:
+    with told_by_system(folder / TENSORS):
         tensors = load(contents[TENSORS])
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
     return Checkpoint(folder, Position(**state), tensors, Origin(**manifest["origin"]))
 
 
 def _write_file(path: Path, content: bytes) -> None:
     """Write, sync and rename, so that a reader sees the old content or the new."""
     draft = path.with_name(path.name + ".draft")
-    with draft.open("wb") as out:
-        out.write(content)
-        out.flush()
-        os.fsync(out.fileno())
+    try:
+        with draft.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(draft)
+        raise
     draft.rename(path)
 
 
-def _sync_file(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Make the contents of a file last; a disk may only now find that it is full.
+
+    Raises:
+        OSError: they do not.
+    """
     with path.open("rb+") as written:
         os.fsync(written.fileno())
 

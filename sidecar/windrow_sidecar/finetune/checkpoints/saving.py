@@ -31,12 +31,20 @@ class CheckpointWriter:
         origin: what the job is made of.
         keep: how many checkpoints stay.
         saved: told of each, on the thread that calls `settle` or `finish`.
+        failed: told, on the same thread, of the step and the error of one that was not written.
     """
 
     def __init__(
-        self, folder: JobFolder, origin: Origin, *, keep: int, saved: Callable[[Saved], None]
+        self,
+        folder: JobFolder,
+        origin: Origin,
+        *,
+        keep: int,
+        saved: Callable[[Saved], None],
+        failed: Callable[[int, OSError], None] = lambda step, error: None,
     ) -> None:
-        self._folder, self._origin, self._keep, self._tell = folder, origin, keep, saved
+        self._folder, self._origin, self._keep = folder, origin, keep
+        self._tell, self._failed, self._step = saved, failed, 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[Saved] | None = None
 
@@ -52,12 +60,13 @@ class CheckpointWriter:
             Fenced: another worker has the job; found with the one before.
         """
         self.settle(wait=True)
+        self._step = position.step
         self._writing = self._thread.submit(self._write, position, snapshot)
 
     def settle(self, *, wait: bool = False) -> None:
-        """Tell of what has become whole. A checkpoint that could not be written is only logged.
+        """Tell of what has become whole, or could not be written.
 
-        The one before stands, and the job can go on: more work is lost by ending it.
+        Then the one before stands, and the job can go on: more work is lost by ending it.
 
         Raises:
             Fenced: another worker has the job.
@@ -65,7 +74,8 @@ class CheckpointWriter:
         try:
             self._collect(wait=wait)
         except OSError as error:
-            log.warning("a checkpoint could not be written, the one before stands: %s", error)
+            log.warning("the checkpoint of step %d could not be written: %s", self._step, error)
+            self._failed(self._step, error)
 
     def finish(self, position: Position, snapshot: Snapshot) -> Saved:
         """Write a last one and wait for it.

@@ -119,7 +119,7 @@ def read_dataset(
     for note in notes:
         log.warning("%s", note)
     if not len(stored):
-        raise _empty(spec.source, wrong.count)
+        raise _empty(spec.source, wrong)
     held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
     kept = [row for row in range(len(stored)) if row not in held]
     return Split(
@@ -165,8 +165,10 @@ def _too_long(example: Example, positions: int, prefix: int) -> UserError:
     )
 
 
-def _empty(source: str, wrong: int) -> UserError:
-    why = f"all of its {wrong} rows are wrong" if wrong else "it holds no row"
+def _empty(source: str, wrong: _WrongRows) -> UserError:
+    why = "it holds no row"
+    if wrong.count:
+        why = f"all of its {wrong.count} rows are wrong (first {wrong.first})"
     return UserError(
         f"{source} has nothing to train on: {why}",
         field="spec.dataset.source",

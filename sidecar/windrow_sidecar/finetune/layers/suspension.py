@@ -53,10 +53,9 @@ class Suspension:
         """
         if not self._gate.revoked():
             return
-        self._stall.end()
-        if not self._gate.hold(self._give_up):
-            raise BrokenOff
-        self._stall.begin()
+        with self._stall.held():
+            if not self._gate.hold(self._give_up):
+                raise BrokenOff
 
 
 def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> None:

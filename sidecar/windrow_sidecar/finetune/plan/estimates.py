@@ -13,6 +13,9 @@ from windrow_sidecar.qos.view import Phase
 FRESH = 0.2
 # Sizes that differ by less than a tenth say nothing about what a tasklet costs beside its tokens.
 _SPREAD = 0.1
+# Floating-point operations: for each weight and token (forward, back, and forward once more), and
+# those that a slow core does, before anything was measured.
+_FLOPS_A_WEIGHT, _FLOPS_A_SECOND = 8, 20e9
 # Measurements before a level may be preferred to another: the first ones find cold threads.
 SETTLED = 10
 # More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
@@ -77,6 +80,16 @@ class Estimates:
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
         return round(self._us(tasklet, units))
+
+    def expected_s(self, tasklet: Tasklet, weights: int) -> float:
+        """Seconds on the slowest level where its phase was measured; before, by its products.
+
+        `weights`: of a layer, or of the head.
+        """
+        levels = {units for phase, units in self._levels if phase is tasklet.phase}
+        if known_us := max((self._us(tasklet, units) for units in levels), default=0.0):
+            return known_us / 1e6
+        return tasklet.parts * tasklet.tokens * weights * _FLOPS_A_WEIGHT / _FLOPS_A_SECOND
 
     def useful_units(self, tasklet: Tasklet, granted: int) -> int:
         """Return how many of the granted units make `tasklet` fastest.

@@ -6,9 +6,10 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from windrow.conditions import Reason
 from windrow.errors import WindrowError
@@ -71,29 +72,87 @@ VERIFYING, ATTACHING = "reading the last checkpoint", "attaching to the model"
 LAST_CHECKPOINT = "the last checkpoint"
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """Something that runs: since when, how much of the time before did not count, how long it may.
+
+    All times are seconds.
+    """
+
+    at_s: float
+    lost_s: float
+    what: str
+    after_s: float
+
+
+def waited_for_cores() -> dict[str, float]:
+    """Return for how long each thread of this process was ready and had no core, seconds.
+
+    Empty where the kernel does not count that. See Documentation/scheduler/sched-stats.rst.
+    """
+    found = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError, ValueError, IndexError):  # it has just ended
+            found[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
+# A tasklet may take so many times as long as it is expected to, and so long in any case: a machine
+# that swaps, or whose clock was lowered, is slow and not stuck.
+TASKLET_FACTOR, TASKLET_LEAST_S = 20.0, 60.0
+_LOOK_EVERY_S = 5.0
+
+
 class StallWatch:
-    """Notices work that does not end; the waiting for decode is none.
+    """Notices work that does not end.
+
+    Waiting for decode does not count, nor does the time in which the process was stopped or its
+    threads waited for a core.
 
     Args:
         after_s: how long a tasklet, a row or a checkpoint may take.
         clock: monotonic seconds.
+        waited: returns for how long each thread of the process has waited for a core so far,
+            seconds by its number.
     """
 
     def __init__(
-        self, after_s: float = 900.0, *, clock: Callable[[], float] = time.monotonic
+        self,
+        after_s: float = 900.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        waited: Callable[[], Mapping[str, float]] = lambda: waited_for_cores(),
     ) -> None:
-        self._after_s, self._clock = after_s, clock
-        self._begun: tuple[float, str, float] | None = None  # when, what, how long it may take
+        self._after_s, self._clock, self._waited = after_s, clock, waited
+        self._begun: _Begun | None = None
+        self._lost_s = 0.0  # that did not count, until now; only the watching thread changes it
+        self._looked: tuple[float, Mapping[str, float]] | None = None
         self._closing = threading.Event()
 
     def begin(self, what: str = "a tasklet", after_s: float | None = None) -> None:
         """Something runs from now; `after_s`: how long it may."""
-        self._begun = self._clock(), what, self._after_s if after_s is None else after_s
+        after_s = self._after_s if after_s is None else after_s
+        self._begun = _Begun(self._clock(), self._lost_s, what, after_s)
+
+    def begin_tasklet(self, expected_s: float | None) -> None:
+        """A tasklet runs from now that is expected to take so long; None: nobody knows."""
+        after_s = self._after_s
+        if expected_s is not None:
+            after_s = min(after_s, max(TASKLET_LEAST_S, TASKLET_FACTOR * expected_s))
+        self.begin(after_s=after_s)
 
     def renew(self) -> None:
         """It is getting on: its time begins anew."""
         if (begun := self._begun) is not None:
-            self._begun = self._clock(), *begun[1:]
+            self._begun = replace(begun, at_s=self._clock(), lost_s=self._lost_s)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What runs waits inside for decode; afterwards its time begins anew."""
+        begun, self._begun = self._begun, None
+        yield
+        if begun is not None:
+            self.begin(begun.what, begun.after_s)
 
     @contextmanager
     def during(self, what: str, after_s: float | None = None) -> Iterator[None]:
@@ -112,16 +171,32 @@ class StallWatch:
         """Return what to say of work that does not end."""
         if (begun := self._begun) is None:
             return None
-        since, what, after_s = begun
-        if self._clock() - since < after_s:
+        if self._clock() - begun.at_s - (self._lost_s - begun.lost_s) < begun.after_s:
             return None
-        return Unhealthy(Reason.NO_PROGRESS, f"{what} has not ended within {after_s:.0f} s")
+        detail = f"{begun.what} has not ended within {begun.after_s:.0f} s"
+        return Unhealthy(Reason.NO_PROGRESS, detail)
+
+    def look(self, every_s: float = _LOOK_EVERY_S) -> None:
+        """Leave out what does not count since the last look; to be called every so often."""
+        now_s, waited = self._clock(), self._waited()
+        if self._looked is not None:
+            before_s, before = self._looked
+            passed_s = now_s - before_s
+            # A process that was stopped does not look: it comes too late by as much.
+            stopped_s = passed_s - every_s if passed_s > 2 * every_s else 0.0
+            starved_s = max(
+                (waited[n] - before[n] for n in waited.keys() & before.keys()), default=0
+            )
+            self._lost_s += min(passed_s, max(stopped_s, starved_s))
+        self._looked = now_s, waited
 
     def watch(self, tell: Callable[[Unhealthy], None]) -> None:
         """Call `tell`, once, from a thread of its own; the stuck thread cannot."""
+        every_s = min(_LOOK_EVERY_S, self._after_s)
 
         def look() -> None:
-            while not self._closing.wait(min(5.0, self._after_s)):
+            while not self._closing.wait(every_s):
+                self.look(every_s)
                 if (found := self.stalled()) is not None:
                     tell(found)
                     return

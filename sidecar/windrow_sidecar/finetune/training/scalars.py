@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -11,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
+from windrow.eventlog import append_whole
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.stream import EvaluationDone, StepDone
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Scalars:
-    """Writes down steps and evaluations.
+    """Writes down steps and evaluations. What the disk does not take is left out, and logged.
 
     Args:
         folder: of the job.
@@ -71,13 +75,15 @@ class Scalars:
 
     def _write(self, step: int, figures: dict[str, Any]) -> None:
         line = {"step": step, **figures, "epoch": self._epoch, "unix_seconds": time.time()}
-        with self._file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
-        if self._board is not None:
-            for name, value in figures.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
-            self._board.flush()
+        try:
+            append_whole(self._file, json.dumps(line) + "\n")
+            if self._board is not None:
+                for name, value in figures.items():
+                    if isinstance(value, int | float):
+                        self._board.add_scalar(name, value, step)
+                self._board.flush()
+        except OSError as error:
+            log.warning("the figures of step %d are not written down: %s", step, error)
 
 
 def _board(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped

@@ -38,7 +38,7 @@ class Context:
 
 
 class Policy(Protocol):
-    """Decides before each step of decode, in the decode process: it has microseconds."""
+    """Decides before a step of decode, in the decode process: it has microseconds."""
 
     name: ClassVar[str]
 

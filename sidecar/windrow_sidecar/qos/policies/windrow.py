@@ -1,11 +1,11 @@
-"""Our own policy: Harli's test of feasibility, picked anew at each step, with hysteresis.
+"""Our own policy: Harli's test of feasibility, picked anew at each decision, with hysteresis.
 
 Where it departs from `harli.py`, and why:
 - It takes the largest feasible share of the worker instead of the largest predicted latency: the
   worker's units are what is to be gained, latency is only the price.
-- It picks at every step, so that units return to the worker as soon as a burst is over; to keep a
-  batch at the edge from switching to and fro, growing needs headroom and a rest since the last
-  switch, while shrinking is immediate (decode comes first).
+- It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
+  worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
+  headroom and a rest since the last switch, while shrinking is immediate (decode comes first).
 - With a per-request objective it spends what running requests have saved in fast steps.
 """
 
@@ -27,7 +27,7 @@ SLACK_STEPS = 16
 
 
 class Windrow:
-    """Largest feasible share of the worker at each step."""
+    """Largest feasible share of the worker at each decision."""
 
     name: ClassVar[str] = "windrow"
 
