@@ -38,7 +38,11 @@ SIDE_BY_SIDE = (
     *("--numprocesses", "auto", "--maxprocesses", "4"),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 )
-EQUALITY = ("-m", "equality", "tests/contract", "tests/integration/test_engine_model.py")
+# Named by file: to collect all of tests/contract takes as long as these run.
+EQUALITY = (
+    *("-m", "equality", "tests/contract/test_finetune_equals_peft.py"),
+    "tests/integration/test_engine_model.py",
+)
 # Who owns a chunk, when the worker may run, what it learns, what decode answers.
 CORE = [
     *(

@@ -202,7 +202,8 @@ def _cgroup(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in mine:
+        # Container runtimes make groups in hierarchies that we do not, too.
+        for folder in [_CGROUPS / name, *_CGROUPS.glob(f"*/{name}")]:
             _remove_cgroup(folder)
 
 

@@ -114,8 +114,8 @@ class _EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._anchor: _Anchor | None = None
-        # Nothing else is queued there, so an event is reached at once, whatever computes: torch hands
-        # the same streams out in turn, but nobody else asks for those of a higher priority.
+        # Nothing else is queued there, so an event is reached at once, whatever computes: torch
+        # hands the same streams out in turn, but nobody else asks for those of a higher priority.
         self._idle = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
     def anchor(self) -> _Anchor:
