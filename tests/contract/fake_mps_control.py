@@ -1,4 +1,4 @@
-#!/usr/bin/env python3
+#!/usr/bin/env -S python3 -S
 """Stands in for nvidia-cuda-mps-control in tests: the same options, commands and exit codes.
 
 `-f` is the daemon, in the foreground, on a Unix socket in CUDA_MPS_PIPE_DIRECTORY; without an
