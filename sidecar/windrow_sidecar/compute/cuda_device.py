@@ -114,7 +114,7 @@ class _EventClock:
 
     def __init__(self, device: torch.device) -> None:
         self._anchor: _Anchor | None = None
-        # Nothing else is queued there, so an event is reached at once, whatever computes. torch hands
+        # Nothing else is queued there: an event is reached at once, whatever computes. torch hands
         # the same streams out in turn, but nobody else asks for one of a higher priority.
         self._idle = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
