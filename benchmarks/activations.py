@@ -36,12 +36,12 @@ from benchmarks.harness import (
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.activations.planning import largest, smallest
-from windrow_sidecar.finetune.activations.recording import record
-from windrow_sidecar.finetune.tasklets import Window
-from windrow_sidecar.finetune.windows.attention import looking_back
-from windrow_sidecar.finetune.windows.keyvalues import KeyValues
+from windrow_sidecar.finetune.model.key_values import KeyValues
+from windrow_sidecar.finetune.model.window_attention import looking_back
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
+from windrow_sidecar.finetune.recompute.planning import largest, smallest
+from windrow_sidecar.finetune.recompute.recording import record
+from windrow_sidecar.finetune.tasklets import TokenWindow
 
 LLAMA_70B = {"hidden": 8192, "heads": 64, "kv_heads": 8, "intermediate": 28672}
 SMALL = {"hidden": 512, "heads": 8, "kv_heads": 2, "intermediate": 1792}
@@ -143,7 +143,7 @@ def make_layer(shape: dict[str, int], device: ComputeDevice, *, frozen: bool = T
 
 
 @dataclass
-class Ran:
+class ActivationRun:
     """One forward and backward."""
 
     kept_bytes: int  # between the two, the layer's input included
@@ -152,7 +152,7 @@ class Ran:
     gradients: list[Tensor]
 
 
-def run(layer: Layer, around: Callable[[], AbstractContextManager[None]]) -> Ran:
+def run(layer: Layer, around: Callable[[], AbstractContextManager[None]]) -> ActivationRun:
     """Run forward and backward once, following what lives."""
     gradient = layer.gradient()
     for tensor in (layer.hidden, *layer.module.parameters()):
@@ -170,17 +170,19 @@ def run(layer: Layer, around: Callable[[], AbstractContextManager[None]]) -> Ran
     gradients = [p.grad for p in layer.module.parameters() if p.grad is not None]
     extra = layer.input_bytes
     assert layer.hidden.grad is not None
-    return Ran(kept + extra, live.peak + extra, seconds, [layer.hidden.grad, *gradients])
+    return ActivationRun(kept + extra, live.peak + extra, seconds, [layer.hidden.grad, *gradients])
 
 
-def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: bool) -> Ran:
+def run_in_windows(
+    layer: Layer, planned: PlannedLayers, tokens: int, *, least: bool
+) -> ActivationRun:
     """The same on windows of `tokens`, with one cache of keys and values and its sums of gradients.
 
     What stands above the layer (its output, where the gradient is overwritten in place) counts.
     """
     config = layer.module.self_attn.config  # type: ignore[union-attr]
     key_values = KeyValues(TOKENS)
-    windows = [Window(begin, begin + tokens) for begin in range(0, TOKENS, tokens)]
+    windows = [TokenWindow(begin, begin + tokens) for begin in range(0, TOKENS, tokens)]
     gradient = layer.gradient()
     for parameter in layer.module.parameters():
         parameter.grad = None
@@ -189,7 +191,9 @@ def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: 
     with looking_back(config, windows[0], KeyValues(TOKENS)):
         if least and (recording := planned.recording(0, (calls[0][0],), calls[0][1])) is not None:
             planned.bytes_per_token = smallest(recording.graph).kept_bytes / tokens
-            planned.recipe(0, (calls[0][0],), calls[0][1])  # decided before anything is followed
+            planned.recompute_plan(
+                0, (calls[0][0],), calls[0][1]
+            )  # decided before anything is followed
     begun = layer.now()
     with LiveBytes() as live:
         above = torch.empty_like(layer.hidden)
@@ -212,10 +216,10 @@ def run_in_windows(layer: Layer, planned: PlannedLayers, tokens: int, *, least: 
     seconds = layer.now() - begun
     gradients = [p.grad for p in layer.module.parameters() if p.grad is not None]
     extra = layer.input_bytes
-    return Ran(kept + extra, live.peak + extra, seconds, [gradient, *gradients])
+    return ActivationRun(kept + extra, live.peak + extra, seconds, [gradient, *gradients])
 
 
-def _part(layer: Layer, window: Window) -> tuple[Tensor, dict[str, Any]]:
+def _part(layer: Layer, window: TokenWindow) -> tuple[Tensor, dict[str, Any]]:
     cos, sin = layer.kwargs["position_embeddings"]
     cut = (slice(None), slice(window.begin, window.end))
     leaf = layer.hidden.data[cut].requires_grad_()
@@ -273,7 +277,9 @@ def measure(shape: dict[str, int], device: ComputeDevice) -> list[Result]:
             ran = run_in_windows(layer, planned, windows, least=budget > 0)
         else:
             planned.bytes_per_token = budget / TOKENS
-            planned.recipe(0, (layer.hidden,), layer.kwargs)  # decided before anything is followed
+            planned.recompute_plan(
+                0, (layer.hidden,), layer.kwargs
+            )  # decided before anything is followed
             ran = run(layer, lambda: planned.forward(0))
         away = apart(ran.gradients, default.gradients)
         if away > (WINDOWS_APART if windows else 0.0):
@@ -283,7 +289,7 @@ def measure(shape: dict[str, int], device: ComputeDevice) -> list[Result]:
 
 
 def results_of(
-    name: str, ran: Ran, default: Ran, extra: float, kept: float, peak: float
+    name: str, ran: ActivationRun, default: ActivationRun, extra: float, kept: float, peak: float
 ) -> list[Result]:
     """Figures of one way; `kept` and `peak`: peft's, in KiB a token."""
     kept_goal = KEPT_GOAL_KIB if name == "rematerialised" else None

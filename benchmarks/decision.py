@@ -13,19 +13,21 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
-from windrow_sidecar.engines.hook import NullHook, StepFacts, StepHook
+from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
 from windrow_sidecar.qos.control import EAGER
-from windrow_sidecar.qos.levels import Levels, host_levels, overlapping_levels
+from windrow_sidecar.qos.levels import Partitioning, host_levels, overlapping_levels
 from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
 from windrow_sidecar.qos.predictor import Predictor
-from windrow_sidecar.qos.solo import SoloModel
-from windrow_sidecar.qos.terms import Terms
-from windrow_sidecar.qos.view import Decision, Offer, View
+from windrow_sidecar.qos.solo import SoloStepModel
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.view import Grant, Offer, View
 from windrow_sidecar.testing.stepping_engine import SteppingEngine
 
 # The levels of an H200, with decode on all SMs.
 GPU = overlapping_levels(132, (8, 16, 24, 32, 48, 64, 80))
-SOLO = {units: SoloModel(2000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 133)}
+SOLO = {
+    units: SoloStepModel(2000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 133)
+}
 
 
 def main() -> None:
@@ -61,7 +63,7 @@ def _result(
     return Result(name, round(timed[0], 3), "us", "lower", goal, round(timed[1], 3), baseline)
 
 
-def _predictor(repeats: int, levels: Levels, what: str) -> list[Result]:
+def _predictor(repeats: int, levels: Partitioning, what: str) -> list[Result]:
     predictor = Predictor(levels, SOLO)
     predict = _timed(lambda i: predictor.predict_us(6 + i % 3, 7000 + i), repeats)
     learn = _timed(
@@ -88,15 +90,15 @@ def _policies(repeats: int) -> list[Result]:
 
 
 def _decide(
-    decide: Callable[[View, Offer, Context], Decision], view: View, ctx: Context, _: int
-) -> Decision:
+    decide: Callable[[View, Offer, Context], Grant], view: View, ctx: Context, _: int
+) -> Grant:
     return decide(view, EAGER, ctx)
 
 
 def _hook(repeats: int) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
         engine = SteppingEngine(Path(folder))
-        engine.hook.set_terms(Terms("bench", "windrow", "harvest", objective_us=12_000))
+        engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", objective_us=12_000))
         try:
             alone = _hook_without_worker(engine.hook, repeats)
             null = _hook_without_worker(NullHook(), repeats)
@@ -110,12 +112,12 @@ def _hook(repeats: int) -> list[Result]:
 
 
 def _hook_without_worker(hook: StepHook, repeats: int) -> tuple[float, float]:
-    facts = StepFacts(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
+    facts = StepInput(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
     return _timed(lambda _: hook.before_step(facts), repeats)
 
 
 def _hook_with_worker(engine: SteppingEngine, repeats: int) -> tuple[float, float]:
-    facts = StepFacts(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
+    facts = StepInput(1, time.monotonic_ns(), 4, 2000, 0, 0, 0)
     page, hook = engine.arena.page, engine.hook
 
     def offer(i: int) -> None:

@@ -28,20 +28,20 @@ from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar.engines.builtin import loading, profiling
 from windrow_sidecar.engines.builtin.device import open_device
 from windrow_sidecar.engines.builtin.llama.config import read_config
-from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
-from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts, StepHook
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepHook, StepInput
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
-from windrow_sidecar.qos.terms import Terms
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.view import Grant
 
 BATCH, PROMPT = 6, 1000  # the conversation trace's time-weighted batch and mean prompt
 BLOCK = 50  # steps between two changes of the hook
 GOAL_PERCENT = 1.0
-TERMS = Terms("bench", "windrow", "harvest", objective_us=1_000_000)  # always feasible
-WAYS: dict[str, Terms | None] = {
+TERMS = HarvestTerms("bench", "windrow", "harvest", objective_us=1_000_000)  # always feasible
+WAYS: dict[str, HarvestTerms | None] = {
     "no hook": None,
     "observe": replace(TERMS, mode="observe"),
     "harvest": TERMS,
@@ -59,7 +59,7 @@ class Switch:
         """Ask the present one."""
         return self.inner.request_objective_us
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Ask the present one."""
         return self.inner.before_step(facts)
 
@@ -67,7 +67,7 @@ class Switch:
         """Tell the present one."""
         self.inner.after_step(end_ns, latency_us)
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Ask the present one."""
         return self.inner.idle(now_ns)
 
@@ -110,7 +110,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, list[StepEv
         return _alternate(parts, hook, rounds)
 
 
-def _profile(parts: Parts, context: int) -> dict[str, object]:
+def _profile(parts: LoopParts, context: int) -> dict[str, object]:
     effort = EFFORTS["quick"]
     points = plan(
         host_splits(parts.units),
@@ -140,7 +140,7 @@ def _worker(socket: str) -> Iterator[None]:
         process.stdout.close()
 
 
-def _alternate(parts: Parts, hook: HarvestHook, rounds: int) -> dict[str, list[StepEvent]]:
+def _alternate(parts: LoopParts, hook: HarvestHook, rounds: int) -> dict[str, list[StepEvent]]:
     switch = Switch()
     steps = len(WAYS) * BLOCK
     events: dict[str, list[StepEvent]] = defaultdict(list)

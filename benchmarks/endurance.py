@@ -46,7 +46,7 @@ DRIFT_GOAL = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class EnduranceRun:
     """One engine's run.
 
     Attributes:
@@ -106,7 +106,7 @@ def write_job(folder: Path, steps: int) -> Path:
     return folder / "job.yaml"
 
 
-def run_ours(job_file: Path, device: str) -> Ran:
+def run_ours(job_file: Path, device: str) -> EnduranceRun:
     """The worker, to the end of the job; its memory at each word that it says of its progress."""
     notes = job_file.parent / "allocators.jsonl"
     command = [sys.executable, "-m", "benchmarks.engine.accounting", str(notes), "--standalone"]
@@ -132,7 +132,7 @@ def run_ours(job_file: Path, device: str) -> Ran:
         memory = {line["step"]: line["memory_bytes"] / 2**20 for line in steps[::EVERY]}
     noted = [json.loads(line) for line in notes.read_text().splitlines()]
     begun = noted[0][0]
-    return Ran(
+    return EnduranceRun(
         [line["loss"] for line in steps],
         sorted(memory.items()),
         heap=[(at - begun, n_bytes / 2**20) for at, n_bytes, _ in noted],
@@ -140,11 +140,11 @@ def run_ours(job_file: Path, device: str) -> Ran:
     )
 
 
-def loop_here(job_file: Path, steps: int, device: str) -> Ran:
+def loop_here(job_file: Path, steps: int, device: str) -> EnduranceRun:
     """The plain loop, in this process."""
     from windrow.eventlog import EventLog
-    from windrow_sidecar.finetune.alone.baseline import PlainLoop
-    from windrow_sidecar.finetune.job import read_job
+    from windrow_sidecar.finetune.job.assembly import read_job
+    from windrow_sidecar.finetune.standalone.baseline import PlainLoop
 
     log = EventLog(job_file.parent / "events.jsonl", source="peft")
     on = find_device(device)
@@ -155,16 +155,16 @@ def loop_here(job_file: Path, steps: int, device: str) -> Ran:
         if (number + 1) % EVERY == 0:
             held = resident_mib() if device == "cpu" else on.peak_bytes() / 2**20
             memory.append((number + 1, held))
-    return Ran(losses, memory)
+    return EnduranceRun(losses, memory)
 
 
-def run_loop(job_file: Path, steps: int, device: str) -> Ran:
+def run_loop(job_file: Path, steps: int, device: str) -> EnduranceRun:
     """The same in a process of its own, on one core."""
     command = [sys.executable, "-m", "benchmarks.endurance", "--loop", str(job_file)]
     command += ["--steps", str(steps), "--driver", device]
     done = subprocess.run(command, cwd=ROOT, env=_environ(), check=True, stdout=subprocess.PIPE)
     losses, memory = json.loads(done.stdout.splitlines()[-1])
-    return Ran(losses, [(step, held) for step, held in memory])
+    return EnduranceRun(losses, [(step, held) for step, held in memory])
 
 
 def settled(held: Points) -> Points:
@@ -191,7 +191,7 @@ def largest_rise(held: Points) -> float:
     return max(after - before for (_, before), (_, after) in pairwise(settled(held)))
 
 
-def compare(ours: Ran, theirs: Ran) -> list[Result]:
+def compare(ours: EnduranceRun, theirs: EnduranceRun) -> list[Result]:
     """Growth and drift."""
     our_means, their_means = ours.means(), theirs.means()
     drift = [abs(a - b) / b for a, b in zip(our_means, their_means, strict=True)]
@@ -210,7 +210,7 @@ def compare(ours: Ran, theirs: Ran) -> list[Result]:
     ]
 
 
-def _in_use(ours: Ran, of: str) -> list[Result]:
+def _in_use(ours: EnduranceRun, of: str) -> list[Result]:
     """What somebody keeps, whatever the resident set says."""
     results = []
     for what, held, unit in (
@@ -229,7 +229,7 @@ def _goal(noise: float) -> float:
     return max(noise, 0.1)
 
 
-def plot(ours: Ran, theirs: Ran, to: Path) -> None:
+def plot(ours: EnduranceRun, theirs: EnduranceRun, to: Path) -> None:
     """Draw memory and loss of both."""
     runs = {"windrow": ours, "peft": theirs}
     losses = {
@@ -243,7 +243,7 @@ def plot(ours: Ran, theirs: Ran, to: Path) -> None:
     draw(panels, f"{ours.steps:,} steps", to)
 
 
-def _above(ran: Ran) -> Points:
+def _above(ran: EnduranceRun) -> Points:
     start = ran.memory[0][1]
     return [(step, held - start) for step, held in ran.memory]
 

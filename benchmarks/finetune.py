@@ -34,7 +34,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 GATE_GOAL_US = 50.0
 # Benchmarks of the engine that are programs of their own.
 THE_REST = ("activations", "offload", "endurance")
-WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.alone.baseline"
+WORKER, LOOP = "windrow_sidecar.finetune.worker", "windrow_sidecar.finetune.standalone.baseline"
 CHECKPOINTED = "peft loop, gradient checkpointing"
 ENGINES = {
     "ours": [WORKER, "--standalone"],
@@ -101,25 +101,25 @@ def compare(
 def gate_cost_us(rounds: int) -> Result:
     """Launch and landing of a tasklet under a standing grant, without the tasklet."""
     from windrow_sidecar._core import Arena, Geometry
-    from windrow_sidecar.compute.unshared import Unshared
-    from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
-    from windrow_sidecar.finetune.plan.estimates import Estimates
-    from windrow_sidecar.finetune.plan.frontier import tasklet_of
-    from windrow_sidecar.finetune.tasklets import MicroBatch, Window
-    from windrow_sidecar.qos.view import Action, Decision, Phase
+    from windrow_sidecar.compute.whole_device import WholeDevice
+    from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
+    from windrow_sidecar.finetune.engine.group_progress import tasklet_of
+    from windrow_sidecar.finetune.engine.sizing import Estimates
+    from windrow_sidecar.finetune.tasklets import MicroBatch, TokenWindow
+    from windrow_sidecar.qos.view import Action, Grant, Phase
 
     geometry = Geometry(
         layers=1, kv_heads=1, head_dim=32, dtype_bytes=4, block_bytes=4096, chunks=2
     )
     page = Arena.create(geometry, reserved_chunks=1).page
-    go = Decision(action=Action.GO, finetune_units=1)
+    go = Grant(action=Action.GO, finetune_units=1)
     page.publish_grant(*dataclasses.astuple(go)[:-1])
     facts = OfferFacts(1)
     # One that never changes: moving threads is measured elsewhere.
-    still = Unshared("finetune", 1)
+    still = WholeDevice("finetune", 1)
     gate = GrantGate(page, still, Estimates(), lambda: facts, decode_lives=lambda: True)
     micro = MicroBatch(0, (0,), (200,))
-    tasklet = tasklet_of(Phase.FORWARD, micro, 0, Window(0, 200))
+    tasklet = tasklet_of(Phase.FORWARD, micro, 0, TokenWindow(0, 200))
     times = []
     for _ in range(rounds):
         page.beat(0)

@@ -31,14 +31,14 @@ from rich.console import Console
 
 from benchmarks.harness import arguments, environment, write
 from benchmarks.light.figures import plot, results
-from benchmarks.light.measure import Bench, Effort, Parts
+from benchmarks.light.measure import Bench, MeasureEffort, Parts
 from benchmarks.light.processes import Plan, ProcessEnded, mps, text_rows
 from benchmarks.shapes import SHAPES, write_shape
 from windrow.errors import UserError
 
 EFFORTS = {
-    "cuda": Effort((8, 16, 32), 1024, (512, 2048), 32, 128, (10, 15, 20, 40), 64, 20.0),
-    "host": Effort((2, 4, 8), 1024, (256,), 4, 64, (10, 15, 20, 40), 64, 5.0),
+    "cuda": MeasureEffort((8, 16, 32), 1024, (512, 2048), 32, 128, (10, 15, 20, 40), 64, 20.0),
+    "host": MeasureEffort((2, 4, 8), 1024, (256,), 4, 64, (10, 15, 20, 40), 64, 5.0),
 }
 ARENA_BYTES = {"cuda": 24 << 30, "host": 384 << 20}
 ROW_TOKENS = {"cuda": 1024, "host": 128}  # two rows a batch
@@ -102,12 +102,12 @@ def in_time_only(no_mps: str) -> str:
 
 def _require_gpu(driver: str) -> None:
     if driver == "cuda":
-        from windrow_sidecar.compute.torch_cuda import require_torch_cuda
+        from windrow_sidecar.torch_cuda import require_torch_cuda
 
         require_torch_cuda("--driver")
 
 
-def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: Effort) -> Parts:
+def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: MeasureEffort) -> Parts:
     """What was measured before, where it may go on.
 
     Raises:
@@ -143,7 +143,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _effort(driver: str, options: argparse.Namespace) -> Effort:
+def _effort(driver: str, options: argparse.Namespace) -> MeasureEffort:
     effort = EFFORTS[driver]
     if options.quick:
         effort = dataclasses.replace(
@@ -158,7 +158,9 @@ def _effort(driver: str, options: argparse.Namespace) -> Effort:
     return dataclasses.replace(effort, **given)
 
 
-def _plan(folder: Path, driver: str, shape: str, effort: Effort, environ: dict[str, str]) -> Plan:
+def _plan(
+    folder: Path, driver: str, shape: str, effort: MeasureEffort, environ: dict[str, str]
+) -> Plan:
     model = write_shape(folder / "model", shape)
     tokens = ROW_TOKENS[driver]
     job = {

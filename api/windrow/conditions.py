@@ -107,7 +107,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True)
-class Row:
+class ConditionRow:
     """One row of a table: a condition of this type and status for this reason means `meaning`."""
 
     type: ConditionType
@@ -120,116 +120,142 @@ T = ConditionType
 R = Reason
 
 LIFECYCLE: Final = (
-    Row(T.ACCEPTED, "True", R.VALID, "The spec is valid and the destination is the job's own."),
-    Row(
+    ConditionRow(
+        T.ACCEPTED, "True", R.VALID, "The spec is valid and the destination is the job's own."
+    ),
+    ConditionRow(
         T.ACCEPTED, "False", R.INVALID_SPEC, "A field is wrong; the message names it and a remedy."
     ),
-    Row(
+    ConditionRow(
         T.ACCEPTED,
         "False",
         R.DESTINATION_IN_USE,
         "An older job writes to the same `spec.output.destination`.",
     ),
-    Row(
+    ConditionRow(
         T.ACCEPTED,
         "False",
         R.PRIORITY_CLASS_NOT_FOUND,
         "There is no PriorityClass of the name in `spec.priorityClassName`.",
     ),
-    Row(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
-    Row(T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."),
-    Row(T.PLACED, "False", R.BACK_OFF, "A worker failed; the next attempt waits until `retryAt`."),
-    Row(
+    ConditionRow(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
+    ConditionRow(
+        T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."
+    ),
+    ConditionRow(
+        T.PLACED, "False", R.BACK_OFF, "A worker failed; the next attempt waits until `retryAt`."
+    ),
+    ConditionRow(
         T.PLACED,
         "False",
         R.SLOT_LOST,
         "Pod or sidecar is gone, or a neighbour has ended the worker; resumes from the checkpoint, "
         "no attempt is counted.",
     ),
-    Row(T.PLACED, "False", R.REJECTED, "The slot refused the assignment; another is looked for."),
-    Row(T.PLACED, "False", R.POLICY_CHANGED, "The slot's policy no longer admits the job."),
-    Row(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
-    Row(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),
-    Row(T.RUNNING, "True", R.STARTED, "The worker has loaded the job."),
-    Row(T.RUNNING, "True", R.RESUMED, "The worker has loaded the job from a checkpoint."),
-    Row(T.RUNNING, "True", R.PAUSED, "Decode has all compute for now; the worker waits."),
-    Row(T.RUNNING, "False", R.STARTING, "The slot is assigned, the worker is loading."),
-    Row(T.RUNNING, "True", R.STOPPING, "The worker was asked to write a checkpoint and to stop."),
-    Row(
+    ConditionRow(
+        T.PLACED, "False", R.REJECTED, "The slot refused the assignment; another is looked for."
+    ),
+    ConditionRow(
+        T.PLACED, "False", R.POLICY_CHANGED, "The slot's policy no longer admits the job."
+    ),
+    ConditionRow(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
+    ConditionRow(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),
+    ConditionRow(T.RUNNING, "True", R.STARTED, "The worker has loaded the job."),
+    ConditionRow(T.RUNNING, "True", R.RESUMED, "The worker has loaded the job from a checkpoint."),
+    ConditionRow(T.RUNNING, "True", R.PAUSED, "Decode has all compute for now; the worker waits."),
+    ConditionRow(T.RUNNING, "False", R.STARTING, "The slot is assigned, the worker is loading."),
+    ConditionRow(
+        T.RUNNING, "True", R.STOPPING, "The worker was asked to write a checkpoint and to stop."
+    ),
+    ConditionRow(
         T.RUNNING,
         "Unknown",
         R.SILENT,
         "Nothing was heard of the worker for a while; step, rate and ETA are dropped until it is.",
     ),
-    Row(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
-    Row(T.RUNNING, "False", R.FINISHED, "The job has ended."),
-    Row(T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."),
-    Row(T.SUSPENDED, "False", R.NOT_SUSPENDED, "`spec.suspend` is false."),
-    Row(
+    ConditionRow(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
+    ConditionRow(T.RUNNING, "False", R.FINISHED, "The job has ended."),
+    ConditionRow(
+        T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."
+    ),
+    ConditionRow(T.SUSPENDED, "False", R.NOT_SUSPENDED, "`spec.suspend` is false."),
+    ConditionRow(
         T.CHECKPOINTED,
         "False",
         R.DISK_FULL,
         "The disk takes no checkpoint; the job goes on, and the message names the last good one.",
     ),
-    Row(
+    ConditionRow(
         T.CHECKPOINTED,
         "False",
         R.CHECKPOINT_NOT_WRITTEN,
         "A checkpoint could not be written; the job goes on as above.",
     ),
-    Row(
+    ConditionRow(
         T.CHECKPOINTED,
         "False",
         R.CHECKPOINT_UNREADABLE,
         "A damaged checkpoint was passed over; the message names it, and what is wrong with it.",
     ),
-    Row(
+    ConditionRow(
         T.CHECKPOINTED,
         "True",
         R.CHECKPOINT_WRITTEN,
         "A checkpoint was written after one of these.",
     ),
-    Row(T.SUCCEEDED, "True", R.COMPLETED, "All steps are done, the adapter is written."),
-    Row(
+    ConditionRow(T.SUCCEEDED, "True", R.COMPLETED, "All steps are done, the adapter is written."),
+    ConditionRow(
         T.FAILED, "True", R.BACKOFF_LIMIT_EXCEEDED, "Workers failed `backoffLimit` times and once."
     ),
-    Row(T.FAILED, "True", R.DEADLINE_EXCEEDED, "`activeDeadlineSeconds` have passed."),
-    Row(T.FAILED, "True", R.DATASET_UNREADABLE, "The file of rows cannot be opened."),
-    Row(T.FAILED, "True", R.DATASET_INVALID, "A row is wrong; the message names file and line."),
-    Row(T.FAILED, "True", R.DATASET_EMPTY, "There is no row to train on."),
-    Row(T.FAILED, "True", R.MODEL_NOT_FOUND, "There is no model of that name or path."),
-    Row(T.FAILED, "True", R.MODEL_UNSUPPORTED, "The model's architecture cannot be trained here."),
-    Row(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
-    Row(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
-    Row(
+    ConditionRow(T.FAILED, "True", R.DEADLINE_EXCEEDED, "`activeDeadlineSeconds` have passed."),
+    ConditionRow(T.FAILED, "True", R.DATASET_UNREADABLE, "The file of rows cannot be opened."),
+    ConditionRow(
+        T.FAILED, "True", R.DATASET_INVALID, "A row is wrong; the message names file and line."
+    ),
+    ConditionRow(T.FAILED, "True", R.DATASET_EMPTY, "There is no row to train on."),
+    ConditionRow(T.FAILED, "True", R.MODEL_NOT_FOUND, "There is no model of that name or path."),
+    ConditionRow(
+        T.FAILED, "True", R.MODEL_UNSUPPORTED, "The model's architecture cannot be trained here."
+    ),
+    ConditionRow(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
+    ConditionRow(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
+    ConditionRow(
         T.FAILED,
         "True",
         R.CHECKPOINT_MISMATCH,
         "The checkpoint is of another base, adapter or order of rows.",
     ),
-    Row(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
+    ConditionRow(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
 )
 
 SLOT: Final = (
-    Row(T.ATTACHED, "True", R.CONNECTED, "The sidecar is connected."),
-    Row(T.ATTACHED, "False", R.DISCONNECTED, "The sidecar's stream has ended; it dials again."),
-    Row(T.READY, "True", R.SERVING, "The slot can take a job."),
-    Row(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),
-    Row(T.READY, "False", R.SILENT, "Connected, but no heartbeat comes; its figures are dropped."),
-    Row(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
-    Row(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
-    Row(T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."),
-    Row(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
-    Row(T.READY, "False", R.POLICY_OFF, "Mode, hours or daily seconds forbid harvesting now."),
+    ConditionRow(T.ATTACHED, "True", R.CONNECTED, "The sidecar is connected."),
+    ConditionRow(
+        T.ATTACHED, "False", R.DISCONNECTED, "The sidecar's stream has ended; it dials again."
+    ),
+    ConditionRow(T.READY, "True", R.SERVING, "The slot can take a job."),
+    ConditionRow(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),
+    ConditionRow(
+        T.READY, "False", R.SILENT, "Connected, but no heartbeat comes; its figures are dropped."
+    ),
+    ConditionRow(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
+    ConditionRow(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
+    ConditionRow(
+        T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."
+    ),
+    ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
+    ConditionRow(
+        T.READY, "False", R.POLICY_OFF, "Mode, hours or daily seconds forbid harvesting now."
+    ),
 )
 
 POLICY: Final = (
-    Row(T.ACCEPTED, "True", R.VALID, "The spec is valid."),
-    Row(
+    ConditionRow(T.ACCEPTED, "True", R.VALID, "The spec is valid."),
+    ConditionRow(
         T.ACCEPTED, "False", R.INVALID_SPEC, "A field is wrong; the message names it and a remedy."
     ),
-    Row(T.SELECTS_PODS, "True", R.PODS_SELECTED, "At least one decode pod is selected."),
-    Row(T.SELECTS_PODS, "False", R.NO_PODS, "No decode pod of the namespace is selected."),
+    ConditionRow(T.SELECTS_PODS, "True", R.PODS_SELECTED, "At least one decode pod is selected."),
+    ConditionRow(T.SELECTS_PODS, "False", R.NO_PODS, "No decode pod of the namespace is selected."),
 )
 
 # What a worker may report as FAILED; with `user_error` no retry helps. Others may appear: a reason
@@ -364,7 +390,7 @@ def conditions_markdown() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _table(title: str, rows: Sequence[Row]) -> list[str]:
+def _table(title: str, rows: Sequence[ConditionRow]) -> list[str]:
     return [
         f"## {title}",
         "",

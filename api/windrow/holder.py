@@ -19,7 +19,7 @@ HOLDER: Final = "holder-"
 _LOOK_AGAIN_S: Final = 0.2
 
 
-class Held(Exception):
+class AlreadyHeld(Exception):
     """Another process has it; the text says which.
 
     Attributes:
@@ -94,7 +94,7 @@ def wait_for_orphan(
     while True:
         try:
             check_free(file)
-        except Held as held:
+        except AlreadyHeld as held:
             if not held.orphan:
                 return
             if not told:
@@ -106,14 +106,14 @@ def wait_for_orphan(
             return
 
 
-def _held(descriptor: int) -> Held:
+def _held(descriptor: int) -> AlreadyHeld:
     try:
         said = json.loads(os.pread(descriptor, 4096, 0))
         who = f"process {said['pid']} on {said['host']}"
         here, parent = said["host"] == socket.gethostname(), int(said.get("parent", 0))
     except (ValueError, KeyError, TypeError):  # it has it, and has not said so yet
-        return Held("another process")
-    return Held(who, orphan=here and parent > 0 and not _lives(parent))
+        return AlreadyHeld("another process")
+    return AlreadyHeld(who, orphan=here and parent > 0 and not _lives(parent))
 
 
 def _lives(pid: int) -> bool:

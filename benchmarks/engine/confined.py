@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from windrow_sidecar.compute.cgroup import groups
+from windrow_sidecar.cgroup import groups
 
 
 class CannotConfine(RuntimeError):

@@ -6,8 +6,8 @@ import copy
 
 from benchmarks.harness import Result
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.plan.orders import layer_major, token_major
+from windrow_sidecar.finetune.engine.orders import layer_major, token_major
+from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.testing.architectures import ARCHITECTURES, random_model
 from windrow_sidecar.testing.equality import (
     Cut,

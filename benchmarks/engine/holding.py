@@ -20,9 +20,9 @@ import torch
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Baseline, Result, middle
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder, Position
-from windrow_sidecar.finetune.checkpoints.origin import Origin
-from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
+from windrow_sidecar.finetune.training.checkpoint import JobFolder, Position
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
+from windrow_sidecar.finetune.training.checkpoint_writer import CheckpointWriter
 from windrow_sidecar.heap import settle_heap
 
 GOAL_MS = 50.0

@@ -82,18 +82,18 @@ def ours(folder: Path, batches: Batches, in_memory: int) -> Arm:
     """One step of our engine, and what its window has moved."""
     from transformers import AutoConfig
 
-    from windrow_sidecar.finetune.activations.planned import PlannedLayers
     from windrow_sidecar.finetune.adapter.adapters import Adapter, trainable
-    from windrow_sidecar.finetune.layers.around import InTurn
-    from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-    from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-    from windrow_sidecar.finetune.layers.loss import Head
-    from windrow_sidecar.finetune.layers.visit import Parts, Visit
-    from windrow_sidecar.finetune.plan.grain import WholeRows
-    from windrow_sidecar.finetune.plan.orders import layer_major, next_of
-    from windrow_sidecar.finetune.residency.loading import load_windowed
+    from windrow_sidecar.finetune.data.split import Example
+    from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
+    from windrow_sidecar.finetune.engine.orders import layer_major, next_of
+    from windrow_sidecar.finetune.engine.sizing import WholeRows
+    from windrow_sidecar.finetune.model.around import InTurn
+    from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+    from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+    from windrow_sidecar.finetune.model.loss import Head
+    from windrow_sidecar.finetune.model.windowed import load_windowed
+    from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
     from windrow_sidecar.finetune.tasklets import MicroBatch
-    from windrow_sidecar.finetune.training.data import Example
 
     rows, config = batches.rows, AutoConfig.from_pretrained(folder)
     model, frozen = load_windowed(folder, config, room_bytes=1 << 50, device=batches.device)
@@ -101,7 +101,7 @@ def ours(folder: Path, batches: Batches, in_memory: int) -> Arm:
     planned = PlannedLayers(list(model.get_decoder().layers))  # type: ignore[operator]
     tuned = adapted(model)
     stack = DecoderStack(model, InTurn(frozen, planned))
-    parts = Parts(stack, Head(stack), Adapter(tuned))
+    parts = ModelParts(stack, Head(stack), Adapter(tuned))
     parameters = list(trainable(tuned).values())
     adamw = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     # Boundaries only: at this width a second forward is cheaper than the memory of the graphs.
@@ -115,12 +115,14 @@ def ours(folder: Path, batches: Batches, in_memory: int) -> Arm:
             MicroBatch(number, tuple(range(i, i + rows)), (batches.width,) * rows)
             for i in range(0, BATCH, rows)
         ]
-        visit = Visit(parts, group, examples, TorchBoundaries(), labels_in_batch=labels, seed=0)
-        while (tasklet := next_of(layer_major, visit.frontier, WholeRows())) is not None:
-            visit.run(tasklet)
+        batch_group = MicroBatchGroup(
+            parts, group, examples, TorchBoundaries(), labels_in_batch=labels, seed=0
+        )
+        while (tasklet := next_of(layer_major, batch_group.progress, WholeRows())) is not None:
+            batch_group.run(tasklet)
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        return visit.loss / labels
+        return batch_group.loss / labels
 
     def moved() -> dict[str, float]:
         return {"hidden": frozen.moved.hidden, "moved_bytes": float(frozen.moved.n_bytes)}

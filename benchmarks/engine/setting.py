@@ -13,11 +13,11 @@ from benchmarks.harness import ROOT
 from benchmarks.shapes import write_shape
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
-from windrow_sidecar.finetune.alone.dedicated import base_of
-from windrow_sidecar.finetune.alone.measurement import endless
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.job import Job, read_job
-from windrow_sidecar.finetune.plan.grain import LEAST_TOKENS
+from windrow_sidecar.finetune.engine.sizing import LEAST_TOKENS
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.standalone.dedicated import base_of
+from windrow_sidecar.finetune.standalone.measurement import endless
 
 EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 _TOKENIZER = ROOT / "models" / "windrow-tiny"
@@ -62,7 +62,7 @@ class Setting:
         """
         return find_device(self.device)
 
-    def job(self) -> Job:
+    def job(self) -> JobSpec:
         """Return the job, without an end."""
         job = read_job(self.job_file)
         return replace(job, spec=endless(job.spec))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.training.schedule import Schedule
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 
 RANK, LAYERS, HIDDEN, KV, MLP = 16, 32, 4096, 1024, 14336
 # (in, out) of the linears of a Llama 3 8B layer.

@@ -15,28 +15,25 @@ from benchmarks.engine.setting import Setting
 from benchmarks.harness import Baseline, Result, middle
 from windrow_sidecar._core import Arena, Geometry, Page
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.adapter.adapters import Adapter
-from windrow_sidecar.finetune.alone.dedicated import open_alone
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.job import Session, open_session
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
-from windrow_sidecar.finetune.layers.suspension import Suspension, between_modules
-from windrow_sidecar.finetune.layers.visit import Parts, Visit, padded
-from windrow_sidecar.finetune.plan.ahead import Ahead
-from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.finetune.plan.grain import Paced, WholeRows
-from windrow_sidecar.finetune.plan.orders import layer_major
-from windrow_sidecar.finetune.sharing.twin import twin_of
-from windrow_sidecar.finetune.stream import MicroLimits
-from windrow_sidecar.finetune.tasklets import MicroBatch
-from windrow_sidecar.finetune.training.data import Example
+from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.data.split import Example
+from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts, padded
+from windrow_sidecar.finetune.engine.orders import Lookahead, layer_major
+from windrow_sidecar.finetune.engine.sizing import Estimates, Paced, WholeRows
+from windrow_sidecar.finetune.engine.suspension import Suspension, between_modules
+from windrow_sidecar.finetune.job.assembly import TrainingSession, open_session
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
+from windrow_sidecar.finetune.standalone.dedicated import open_alone
+from windrow_sidecar.finetune.tasklets import MicroBatch, MicroLimits
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.heap import settle_heap
-from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
+from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 
 COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005
 # A quarter of an objective of 40 ms, as in Harli.
@@ -93,12 +90,12 @@ def _cost(setting: Setting, rounds: int) -> Result:
     )
 
 
-def _parts(setting: Setting, device: ComputeDevice, base: BaseModel) -> Parts:
-    session = open_alone(setting.job(), device, twin_of(base))
+def _parts(setting: Setting, device: ComputeDevice, base: BaseModel) -> ModelParts:
+    session = open_alone(setting.job(), device, shallow_clone(base))
     stack = DecoderStack(session.model.get_base_model())
     adapter = Adapter(session.model)
     adapter.switch(on=True, training=True)
-    return Parts(stack, Head(stack), adapter)
+    return ModelParts(stack, Head(stack), adapter)
 
 
 def _suspension(gate: GrantGate) -> Suspension:
@@ -112,21 +109,23 @@ def _timed(device: ComputeDevice, work: Callable[[], None]) -> float:
     return time.perf_counter() - begun
 
 
-def _in_tasklets(parts: Parts, rows: list[Example], gate: GrantGate, page: Page) -> None:
+def _in_tasklets(parts: ModelParts, rows: list[Example], gate: GrantGate, page: Page) -> None:
     micro = MicroBatch(0, tuple(range(len(rows))), tuple(row.length for row in rows))
     labels = sum(row.targets for row in rows)
-    visit = Visit(parts, [micro], rows, TorchBoundaries(), labels_in_batch=labels, seed=1)
-    ahead, grain = Ahead(layer_major, visit.frontier), WholeRows()
-    while (tasklet := ahead.peek(grain)) is not None:
+    batch_group = MicroBatchGroup(
+        parts, [micro], rows, TorchBoundaries(), labels_in_batch=labels, seed=1
+    )
+    ahead, sizing = Lookahead(layer_major, batch_group.progress), WholeRows()
+    while (tasklet := ahead.peek(sizing)) is not None:
         page.beat(0)
         gate.launch(tasklet)
-        visit.run(tasklet)
+        batch_group.run(tasklet)
         ahead.ran(tasklet)
         gate.landed(tasklet)
         gate.take_ran()
 
 
-def _uninterrupted(parts: Parts, rows: list[Example]) -> None:
+def _uninterrupted(parts: ModelParts, rows: list[Example]) -> None:
     """The same layers and head as one graph."""
     ids, targets = (x.to(parts.stack.device) for x in padded(rows))
     at = parts.stack.begin(ids)
@@ -165,7 +164,7 @@ def _pause(setting: Setting, pauses: int) -> list[Result]:
     ]
 
 
-def _run_until(session: Session, gate: GrantGate, done: Callable[[], bool]) -> None:
+def _run_until(session: TrainingSession, gate: GrantGate, done: Callable[[], bool]) -> None:
     while not done():
         tasklet = session.stream.peek()
         assert tasklet is not None  # endless
@@ -181,15 +180,15 @@ def _decode(page: Page, pauses: int, took_us: list[float], units: int) -> None:
     """Grant, and revoke after a random while."""
     draw = random.Random(7)
     for epoch in range(1, pauses + 1):
-        go = Decision(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=epoch - 1)
+        go = Grant(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=epoch - 1)
         _publish(page, go)
         time.sleep(draw.uniform(0.03, 0.08))
-        _publish(page, Decision(Action.PAUSE, in_flight_bound_us=BOUND_US, pause_epoch=epoch))
+        _publish(page, Grant(Action.PAUSE, in_flight_bound_us=BOUND_US, pause_epoch=epoch))
         begun = time.perf_counter_ns()
         while not _is_quiet(page, epoch):
             time.sleep(0.0001)
         took_us.append((time.perf_counter_ns() - begun) / 1e3)
-    _publish(page, Decision(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=pauses))
+    _publish(page, Grant(Action.GO, units, in_flight_bound_us=BOUND_US, pause_epoch=pauses))
 
 
 def _beat(page: Page, over: threading.Event) -> None:
@@ -213,10 +212,10 @@ def _gate(estimates: Estimates, device: ComputeDevice) -> tuple[GrantGate, Page]
     )
     page = Arena.create(geometry, reserved_chunks=1).page
     units, facts = _units(device), OfferFacts(1)
-    _publish(page, Decision(Action.GO, units, in_flight_bound_us=BOUND_US))
+    _publish(page, Grant(Action.GO, units, in_flight_bound_us=BOUND_US))
     gate = GrantGate(
         page,
-        Unshared("finetune", units),
+        WholeDevice("finetune", units),
         estimates,
         lambda: facts,
         decode_lives=lambda: True,
@@ -225,23 +224,23 @@ def _gate(estimates: Estimates, device: ComputeDevice) -> tuple[GrantGate, Page]
     return gate, page
 
 
-def _publish(page: Page, decision: Decision) -> None:
+def _publish(page: Page, decision: Grant) -> None:
     page.beat(0)
     page.publish_grant(*astuple(decision)[:-1])
 
 
 def _paced_session(
     setting: Setting, device: ComputeDevice, gate: GrantGate, estimates: Estimates
-) -> Session:
+) -> TrainingSession:
     most, bound_us = setting.step[0] * setting.step[1], BOUND_US
     # As `harvested` paces: while one runs, the next is queued behind it.
-    grain = Paced(estimates, bound_us // 2 if device.queues else bound_us, _units(device))
+    sizing = Paced(estimates, bound_us // 2 if device.queues else bound_us, _units(device))
     return open_session(
         setting.job(),
         setting.base(device),
         boundaries=TorchBoundaries(),
-        limits=lambda: MicroLimits(min(most, grain.tokens(Phase.BACKWARD))),
-        grain=lambda: grain,
+        limits=lambda: MicroLimits(min(most, sizing.tokens(Phase.BACKWARD))),
+        sizing=lambda: sizing,
         between=_suspension(gate).point,
         device=device,
     )

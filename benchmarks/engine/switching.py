@@ -10,10 +10,10 @@ from torch import Tensor
 
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Result, middle
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.device import OwnMemory
-from windrow_sidecar.finetune.sharing.twin import twin_of
-from windrow_sidecar.finetune.swapping import DeviceHome, Home, HostHome, Swap
+from windrow_sidecar.finetune.job.device import OwnMemory
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
+from windrow_sidecar.finetune.offload.job_state import DeviceHome, Home, HostHome, Swap
 from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
 
 GOAL_MS = 100.0
@@ -109,7 +109,7 @@ def _switch_ms(leaves: Callable[[], object], comes: Callable[[], object]) -> flo
 def _jobs(rounds: int) -> Result:
     """In the middle of a step: what is on its way is spilled, and goes on from there."""
     base = BaseModel(tiny_llama(), None, None, shared=False)
-    jobs = [tiny_job(base=twin_of(base).model, steps=10**6) for _ in range(2)]
+    jobs = [tiny_job(base=shallow_clone(base).model, steps=10**6) for _ in range(2)]
     memories = [OwnMemory(job.stream, _Copying()) for job in jobs]
     memories[1].set_aside()
     times_ms = []

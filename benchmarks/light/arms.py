@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import replace
 
 from windrow_sidecar._core import Arena
-from windrow_sidecar.engines.hook import NullHook, StepFacts
-from windrow_sidecar.qos.levels import Split
-from windrow_sidecar.qos.view import Action, Decision, Offer
+from windrow_sidecar.engines.hook import NullHook, StepInput
+from windrow_sidecar.qos.levels import PartitionLevel
+from windrow_sidecar.qos.view import Action, Grant, Offer
 
 _WORKER_STOPS_WITHIN_S = 10.0
 _REGRANT_NS = 50_000_000
@@ -29,7 +29,7 @@ class Granting(NullHook):
 
     def __init__(self, arena: Arena, units: int) -> None:
         self._arena, self._page, self._units = arena, arena.page, units
-        self._granted = Decision(pause_epoch=arena.page.pause_epoch)
+        self._granted = Grant(pause_epoch=arena.page.pause_epoch)
         self._published_ns = 0
 
     def close(self) -> None:
@@ -51,18 +51,18 @@ class Granting(NullHook):
         """The worker's newest."""
         return Offer(*self._page.read_offer())
 
-    def grant(self, decision: Decision) -> None:
+    def grant(self, decision: Grant) -> None:
         """Publish it, unless nothing has changed for a while."""
         now_ns = time.monotonic_ns()
         if decision == self._granted and now_ns - self._published_ns < _REGRANT_NS:
             return
         self._granted, self._published_ns = decision, now_ns
-        self._page.publish_grant(*(getattr(decision, n) for n in Decision.__slots__[:-1]))
+        self._page.publish_grant(*(getattr(decision, n) for n in Grant.__slots__[:-1]))
 
     def pause(self) -> None:
         """No tasklet may begin any more."""
         epoch = self._granted.pause_epoch + 1
-        self.grant(Decision(Action.PAUSE, decode_units=self._units, pause_epoch=epoch))
+        self.grant(Grant(Action.PAUSE, decode_units=self._units, pause_epoch=epoch))
 
     def is_quiet(self) -> bool:
         """Whether it has seen the last pause and runs nothing."""
@@ -84,9 +84,9 @@ class Granting(NullHook):
 class FixedShare(Granting):
     """The worker always has one share, whatever decode feels of it."""
 
-    def __init__(self, arena: Arena, units: int, split: Split, bound_us: int) -> None:
+    def __init__(self, arena: Arena, units: int, split: PartitionLevel, bound_us: int) -> None:
         super().__init__(arena, units)
-        self._go = Decision(
+        self._go = Grant(
             Action.GO,
             split.finetune_units,
             split.decode_units,
@@ -94,7 +94,7 @@ class FixedShare(Granting):
             in_flight_bound_us=bound_us,
         )
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Grant it again."""
         self.lend()
         self.grant(self._go)
@@ -113,7 +113,7 @@ class Gaps(Granting):
         self._steps_us: deque[float] = deque(maxlen=64)
         self._waited_us = 0.0
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Let the worker run for what the step leaves of the objective, then wait for its end."""
         began_ns = time.monotonic_ns()
         self.lend()
@@ -122,7 +122,7 @@ class Gaps(Granting):
         if self._steps_us and spare_us > 0:
             self._let_run(int(spare_us))
         self._waited_us = (time.monotonic_ns() - began_ns) / 1e3
-        return Decision(decode_units=self._units)
+        return Grant(decode_units=self._units)
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Learn how long a step takes by itself."""

@@ -32,16 +32,16 @@ from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.weights import plan_layout
 from windrow_sidecar.engines.builtin.loading import load, make_arena
-from windrow_sidecar.engines.builtin.loop import Parts
+from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
-from windrow_sidecar.engines.hook import NullHook, StepFacts, StepHook
+from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
 from windrow_sidecar.heap import settle_heap
-from windrow_sidecar.qos.terms import Terms
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.view import Grant
 
 _WARM_UP_STEPS = 5
 # A worker that was granted the device begins within this, or never.
@@ -55,9 +55,9 @@ class _OnUnits(NullHook):
     """Decode alone, on some units."""
 
     def __init__(self, units: int) -> None:
-        self._decision = Decision(decode_units=units)
+        self._decision = Grant(decode_units=units)
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Always those."""
         return self._decision
 
@@ -80,7 +80,7 @@ class Engine:
         context = min(config.max_positions, geometry.chunks * geometry.slots_per_chunk)
         fingerprint = model_fingerprint(self.settings.model_path)
         torch.set_flush_denormal(True)  # as the engine does
-        self.parts: Parts = load(
+        self.parts: LoopParts = load(
             self.settings, config, self.device, self.arena, None, context, fingerprint
         )
         if self.device.torch_device.type == "cpu":
@@ -153,7 +153,7 @@ class Engine:
             command["profile"],
             HarvestSettings(max_batch=self.settings.max_running),
         )
-        hook.set_terms(Terms("first-light", "windrow", "harvest", objective_us))
+        hook.set_terms(HarvestTerms("first-light", "windrow", "harvest", objective_us))
         hook.worker_lives(command["epoch"])
         page = Granting(arena, units)
         return hook, self._worker_runs(page, _ARM_LETS_RUN_WITHIN_S, must=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.harness import Baseline, Result
 from benchmarks.light.bounds import Roofline
-from benchmarks.light.measure import Document, Effort, Parts
+from benchmarks.light.measure import Document, MeasureEffort, Parts
 
 ARMS = ("naive", "gaps", "windrow")
 SPATIAL_GOAL = 0.9  # of the spatial bound
@@ -43,7 +43,7 @@ class ArmFigures:
         )
 
 
-def arm_figures(parts: Parts, effort: Effort) -> list[ArmFigures]:
+def arm_figures(parts: Parts, effort: MeasureEffort) -> list[ArmFigures]:
     """All arms at all objectives; `naive` and `alone` know of none and are judged by each.
 
     A GPU that is shared in time only has no arm `windrow`.
@@ -71,7 +71,7 @@ def roofline(device: Document) -> Roofline | None:
     )
 
 
-def results(parts: Parts, effort: Effort) -> list[Result]:
+def results(parts: Parts, effort: MeasureEffort) -> list[Result]:
     """Every figure. Goals are a GPU's: on the host none is held to one."""
     device = parts["device"]
     bounds = roofline(device)
@@ -146,7 +146,7 @@ def _arm_rows(figures: ArmFigures) -> list[Result]:
     return rows
 
 
-def _bound_rows(figures: ArmFigures, bounds: Roofline, effort: Effort) -> list[Result]:
+def _bound_rows(figures: ArmFigures, bounds: Roofline, effort: MeasureEffort) -> list[Result]:
     at = f"windrow at {figures.objective_ms:g} ms"
     where = (effort.load_batch, effort.context, figures.objective_ms)
     rows = []
@@ -175,7 +175,7 @@ def _bound_rows(figures: ArmFigures, bounds: Roofline, effort: Effort) -> list[R
     return rows
 
 
-def plot(parts: Parts, effort: Effort, title: str, to: Path) -> None:
+def plot(parts: Parts, effort: MeasureEffort, title: str, to: Path) -> None:
     """Write a page with eta and p99 by objective, one line an arm, with the bounds on a GPU."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots

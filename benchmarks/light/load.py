@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windrow.eventlog import StepEvent
-from windrow_sidecar.engines.builtin.loop import Parts
+from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.profiling import muted, request
 from windrow_sidecar.engines.hook import FailClosed, StepHook
 
@@ -49,7 +49,7 @@ class Steps:
 
 
 def run_load(
-    parts: Parts,
+    parts: LoopParts,
     hook: StepHook,
     load: FixedLoad,
     *,

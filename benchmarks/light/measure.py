@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.light.processes import EPOCH, Decode, Plan, Worker, train_alone
-from windrow.local.summary import Window, throughput
+from windrow.local.summary import SummaryWindow, throughput
 from windrow_sidecar.engines.profile import Subject, document
-from windrow_sidecar.qos.levels import Levels, Split
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloSample, solo_models
 
@@ -26,7 +26,7 @@ POINT_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class Effort:
+class MeasureEffort:
     """How much is measured.
 
     Attributes:
@@ -91,7 +91,7 @@ class Bench:
     """Decode and worker, started when a stage first needs them."""
 
     def __init__(
-        self, plan: Plan, parts: Parts, effort: Effort, say: Callable[[str], None]
+        self, plan: Plan, parts: Parts, effort: MeasureEffort, say: Callable[[str], None]
     ) -> None:
         self._plan, self.parts, self._effort, self._say = plan, parts, effort, say
         self._decode: Decode | None = None
@@ -145,9 +145,11 @@ class Bench:
             self._worker.await_offer(decode)
         return self._worker
 
-    def _levels(self) -> Levels:
+    def _levels(self) -> Partitioning:
         facts = self._at_decode().facts
-        return Levels(facts["units"], tuple(Split(*pair) for pair in facts["splits"]))
+        return Partitioning(
+            facts["units"], tuple(PartitionLevel(*pair) for pair in facts["splits"])
+        )
 
     def _point(self, batch: int, context: int, **arm: Any) -> Document:
         """Steps at one point of the profile."""
@@ -261,7 +263,7 @@ class Bench:
             for latency, at_ns in zip(found["latencies_us"], found["ends_ns"], strict=True)
             if begin_ns <= at_ns <= end_ns
         ]
-        window = Window(begin_ns, end_ns, 0.0, end_ns)
+        window = SummaryWindow(begin_ns, end_ns, 0.0, end_ns)
         done = throughput(events.tasklets, window)
         return {
             "latencies_us": within,

@@ -20,7 +20,7 @@ import grpc
 
 from benchmarks.harness import ROOT
 from windrow.errors import WindrowError
-from windrow.local.summary import Events, Window, throughput
+from windrow.local.summary import Events, SummaryWindow, throughput
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import ENV_LOG_DIR, RunDir
 from windrow_sidecar.compute.mps import MpsDaemon
@@ -196,7 +196,7 @@ class Worker:
         time.sleep(_FLUSHED_S)
         if self._process.poll() is not None:
             raise ProcessEnded("the worker ended", self._log)
-        window = Window(begin_ns, end_ns, 0.0, end_ns)
+        window = SummaryWindow(begin_ns, end_ns, 0.0, end_ns)
         tasklets = Events.read(self._events).tasklets
         spent_ms: dict[str, list[float]] = defaultdict(list)
         for t in tasklets:

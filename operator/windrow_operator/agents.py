@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
-from windrow_operator.model import Job, Pod, Slot, Terms
+from windrow_operator.model import EffectivePolicy, Job, Pod, Slot
 from windrow_operator.planning import admission_refusal, same_model
 
 # A sidecar that has not attached by then does not count as coming any more.
@@ -37,7 +37,7 @@ class PodView:
     """
 
     pod: Pod
-    terms: Terms | None
+    terms: EffectivePolicy | None
     slots: tuple[Slot, ...] = ()
     held: bool = False
     asked_at: datetime | None = None

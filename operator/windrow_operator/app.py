@@ -21,15 +21,15 @@ from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.settings import Settings
 from windrow_operator.slots import SlotWriter, interval
-from windrow_operator.world import World
 
 log = logging.getLogger(__name__)
 
@@ -89,21 +89,21 @@ class App:
         self._settings, self._kube = settings, kube
         self._stop = asyncio.Event()
         self._state = StateFile(settings.state_file)
-        self.world = World(utc_now())
+        self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
         self.recorder = Recorder(kube, utc_now)
         self.driver = Driver(
-            self.world,
+            self.cluster,
             kube,
             self.recorder,
             self.metrics,
-            patience=settings.patience,
+            timeouts=settings.timeouts,
             clock=utc_now,
         )
-        self.slots = SlotWriter(self.world, kube)
+        self.slots = SlotWriter(self.cluster, kube)
         self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
         self.attach = AttachServer(
-            self.world,
+            self.cluster,
             kube,
             self.metrics,
             clock=utc_now,
@@ -135,7 +135,7 @@ class App:
             watching = await self._watch(stack)
             ports = await self._listen(stack, metrics_port)
             # Sidecars can come back from now on, so their grace begins here.
-            self.world.started_at = utc_now()
+            self.cluster.started_at = utc_now()
             tasks = [
                 watching,
                 asyncio.create_task(self.driver.run(), name="driver"),
@@ -186,15 +186,15 @@ class App:
         """Know every object before a sidecar speaks: an unknown job would look stale."""
         await self._ensure_namespace()
         for body in await self._kube.list("/api/v1/namespaces"):
-            self.world.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
+            self.cluster.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
         for body in await self._kube.list("/apis/scheduling.k8s.io/v1/priorityclasses"):
-            self.world.put_priority_class(body)
+            self.cluster.put_priority_class(body)
         for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
-            self.world.put_pod(body)
+            self.cluster.put_pod(body)
         for body in await self._kube.list(kind_path(HARVEST_POLICY)):
-            self.world.put_policy(body)
+            self.cluster.put_policy(body)
         for body in await self._kube.list(kind_path(FINETUNE_JOB)):
-            self.world.put_job(body)
+            self.cluster.put_job(body)
         await self.slots.load()
 
     async def _ensure_namespace(self) -> None:
@@ -202,7 +202,7 @@ class App:
         name = self._settings.namespace
         try:
             await self._kube.get(f"/api/v1/namespaces/{name}")
-        except NotFound:
+        except ObjectNotFound:
             body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
             with contextlib.suppress(Conflict):
                 await self._kube.create("/api/v1/namespaces", body)
@@ -230,7 +230,7 @@ class App:
             memory=settings.sidecar_memory,
         )
         hook = webhook.Webhook(
-            self.world,
+            self.cluster,
             self._kube,
             lambda: template,
             self.metrics,
@@ -244,10 +244,10 @@ class App:
             lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
         )
         client = _webhook_client(settings, webhook_port)
-        registration = webhook.Registration(
+        registration = webhook.WebhookRegistration(
             self._kube, client, authority.certificate, settings.namespace
         )
-        await registration.keep({policy.namespace for policy in self.world.policies.values()})
+        await registration.keep({policy.namespace for policy in self.cluster.policies.values()})
         self.driver.prepare_pods(registration, template)
         return Ports(attach, webhook_port, metrics_port)
 
@@ -263,7 +263,7 @@ class App:
 
     async def _watch(self, stack: AsyncExitStack) -> asyncio.Task[None]:
         seen = handlers.Watching(
-            self.world, self.metrics, wake=self.driver.wake, note=self.recorder.record
+            self.cluster, self.metrics, wake=self.driver.wake, note=self.recorder.record
         )
         registry = handlers.registry_of(seen, self._kube.credentials)
         stop, ready = asyncio.Event(), asyncio.Event()
@@ -288,7 +288,7 @@ class App:
                 await self.slots.write(utc_now())
             except ApiError as error:
                 log.warning("slots could not be written: %s", error)
-            await asyncio.sleep(interval(len(self.world.slots)).total_seconds())
+            await asyncio.sleep(interval(len(self.cluster.slots)).total_seconds())
 
     async def _store_profiles(self) -> None:
         while True:

@@ -15,11 +15,11 @@ from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import PROTOCOL_VERSION, TOKEN_AUDIENCE
 from windrow_operator import reports
-from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.pki import KeyPair
-from windrow_operator.world import World
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class AttachServer(pb_grpc.AttachServicer):
 
     def __init__(
         self,
-        world: World,
+        cluster: ClusterState,
         kube: Kube,
         metrics: Metrics,
         *,
@@ -88,7 +88,7 @@ class AttachServer(pb_grpc.AttachServicer):
         on_heartbeat: Callable[[], None],
         on_profile: Callable[[Pod, pb.ProfileReport], None],
     ) -> None:
-        self._world, self._kube, self._metrics, self._clock = world, kube, metrics, clock
+        self._cluster, self._kube, self._metrics, self._clock = cluster, kube, metrics, clock
         self._on_news, self._on_heartbeat, self._on_profile = on_news, on_heartbeat, on_profile
         self.sessions: dict[str, Session] = {}  # by pod UID
         self._server: grpc.aio.Server | None = None
@@ -119,7 +119,7 @@ class AttachServer(pb_grpc.AttachServicer):
 
     def session_of(self, slot: str) -> Session | None:
         """Return the session that speaks for a slot, if its sidecar is attached."""
-        live = self._world.slots.get(slot)
+        live = self._cluster.slots.get(slot)
         return self.sessions.get(live.pod_uid) if live is not None else None
 
     async def Attach(
@@ -155,7 +155,7 @@ class AttachServer(pb_grpc.AttachServicer):
         try:
             namespace, name, uid = await self._review(token)
             body = await self._kube.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-        except NotFound:
+        except ObjectNotFound:
             # A deleted pod's token stays valid for some seconds.
             raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the pod is gone") from None
         except ApiError as error:
@@ -164,7 +164,7 @@ class AttachServer(pb_grpc.AttachServicer):
             raise Refused(
                 grpc.StatusCode.PERMISSION_DENIED, f"another pod is now named {namespace}/{name}"
             )
-        return self._world.put_pod(body)
+        return self._cluster.put_pod(body)
 
     async def _review(self, token: str) -> tuple[str, str, str]:
         review = await self._kube.create(
@@ -219,7 +219,7 @@ class AttachServer(pb_grpc.AttachServicer):
         if self.sessions.get(session.pod.uid) is not session:
             return  # a newer stream of the same sidecar has taken over
         del self.sessions[session.pod.uid]
-        reports.detach(self._world, session.pod, self._clock())
+        reports.detach(self._cluster, session.pod, self._clock())
         log.info("sidecar of pod %s/%s detached", session.pod.namespace, session.pod.name)
         self._on_news()
 
@@ -243,14 +243,14 @@ class AttachServer(pb_grpc.AttachServicer):
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
                 name = reports.slot_name(session.pod.name, message.heartbeat.slot)
-                live = self._world.slots.get(f"{session.pod.namespace}/{name}")
+                live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
-                    stale = reports.take_heartbeat(self._world, live, message.heartbeat, now)
+                    stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)
                     self._end_stale(session, stale)
                     self._on_heartbeat()
             case "job_event":
-                mine = [live.key for live in reports.slots_of(self._world, session.pod)]
-                stale = reports.take_event(self._world, mine, message.job_event, now)
+                mine = [live.key for live in reports.slots_of(self._cluster, session.pod)]
+                stale = reports.take_event(self._cluster, mine, message.job_event, now)
                 self._end_stale(session, stale)
                 self._on_news()
             case "profile":
@@ -258,7 +258,7 @@ class AttachServer(pb_grpc.AttachServicer):
 
     def _take_hello(self, session: Session, hello: pb.SidecarHello, *, first: bool) -> None:
         now = self._clock()
-        stale = reports.take_hello(self._world, session.pod, hello, now, first=first)
+        stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
         self._on_news()
 

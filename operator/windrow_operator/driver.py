@@ -18,15 +18,15 @@ from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
+from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
-from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot
-from windrow_operator.reconcile import Actions, Command, Event, Patience, reconcile
+from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
 from windrow_operator.status import is_urgent
-from windrow_operator.webhook import Registration
-from windrow_operator.world import World, is_waiting
+from windrow_operator.webhook import WebhookRegistration
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +66,18 @@ class Driver:
 
     def __init__(
         self,
-        world: World,
+        cluster: ClusterState,
         kube: Kube,
         recorder: Recorder,
         metrics: Metrics,
         *,
-        patience: Patience,
+        timeouts: Timeouts,
         clock: Callable[[], datetime],
     ) -> None:
-        self._world, self._kube, self._recorder, self._metrics = world, kube, recorder, metrics
-        self._patience, self._clock = patience, clock
+        self._cluster, self._kube, self._recorder, self._metrics = cluster, kube, recorder, metrics
+        self._timeouts, self._clock = timeouts, clock
         self._attach: AttachServer | None = None
-        self._registration: Registration | None = None
+        self._registration: WebhookRegistration | None = None
         self._template: SidecarTemplate | None = None
         self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
         self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
@@ -90,7 +90,7 @@ class Driver:
         """Say through whom sidecars are reached."""
         self._attach = attach
 
-    def prepare_pods(self, registration: Registration, template: SidecarTemplate) -> None:
+    def prepare_pods(self, registration: WebhookRegistration, template: SidecarTemplate) -> None:
         """Say how pods are registered for, and what a sidecar is made of."""
         self._registration, self._template = registration, template
 
@@ -108,20 +108,20 @@ class Driver:
             await self._alarm.wait()
             started = time.monotonic()
             await self.turn()
-            self._metrics.passed(time.monotonic() - started, self._world)
+            self._metrics.passed(time.monotonic() - started, self._cluster)
 
     async def turn(self) -> None:
         """One pass over policies and jobs."""
         now = self._clock()
         self._charge(now)
         self._configure_sidecars(now)
-        slots = self._world.slot_views(now)
-        for job in self._world.job_views():
+        slots = self._cluster.slot_views(now)
+        for job in self._cluster.job_views():
             await self._step(job, slots)
         await self._attach_sidecars(now)
         await self._register()
         await self._write_policies(now)
-        for gone in self._world.forget_unused_slots():
+        for gone in self._cluster.forget_unused_slots():
             self._metrics.forget_slot(gone)
         self._show_slots(slots, now)
 
@@ -130,11 +130,11 @@ class Driver:
     async def _step(self, job: Job, slots: dict[str, Slot]) -> None:
         now = self._clock()
         try:
-            run = self._world.run_of(job)
-            actions = reconcile(job, run, slots, now, self._patience)
+            run = self._cluster.run_of(job)
+            actions = reconcile(job, run, slots, now, self._timeouts)
             await self._carry_out(job, actions, slots)
-        except NotFound:
-            self._world.drop_job(job.uid)
+        except ObjectNotFound:
+            self._cluster.drop_job(job.uid)
         except Conflict:
             await self._refresh(job)
         except ApiError as error:
@@ -157,7 +157,7 @@ class Driver:
         for command in actions.commands:
             self._send(job, command, slots, now)
         for event in actions.events:
-            await self._recorder.record(self._world.jobs.get(job.uid), event)
+            await self._recorder.record(self._cluster.jobs.get(job.uid), event)
             if event.reason == "SlotLost":
                 self._metrics.lost.inc()
         if actions.finalizer is False:
@@ -178,7 +178,7 @@ class Driver:
     async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:
         path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
         written = await self._kube.replace(path, body)
-        self._world.put_job(written)
+        self._cluster.put_job(written)
         self._progress_written[job.uid] = now
         return written
 
@@ -192,35 +192,35 @@ class Driver:
         path = kind_path(FINETUNE_JOB, job.namespace, job.name)
         written = await self._kube.merge(path, {"metadata": wanted})
         if written["metadata"].get("deletionTimestamp") and not wanted["finalizers"]:
-            self._world.drop_job(job.uid)
+            self._cluster.drop_job(job.uid)
         else:
-            self._world.put_job(written)
+            self._cluster.put_job(written)
         return written
 
     async def _refresh(self, job: Job) -> None:
         """Somebody else wrote the job first: take the newest version and decide again."""
         try:
             body = await self._kube.get(kind_path(FINETUNE_JOB, job.namespace, job.name))
-        except NotFound:
-            self._world.drop_job(job.uid)
+        except ObjectNotFound:
+            self._cluster.drop_job(job.uid)
             return
         except ApiError as error:
             log.warning("job %s could not be read again: %s", job.key, error)
             self._alarm.within(_RETRY_SECONDS)
             return
         if body["metadata"]["uid"] == job.uid:
-            self._world.put_job(body)
+            self._cluster.put_job(body)
         else:
-            self._world.drop_job(job.uid)
+            self._cluster.drop_job(job.uid)
         self.wake()
 
     def _send(self, job: Job, command: Command, slots: dict[str, Slot], now: datetime) -> None:
         session = self._attach.session_of(command.slot) if self._attach else None
-        live = self._world.slots.get(command.slot)
+        live = self._cluster.slots.get(command.slot)
         if session is None or live is None:
             return  # detached since: the next passes wait for it or give it up
         if command.action == "ASSIGN":
-            self._world.assign(job.uid, command.epoch, command.slot, now)
+            self._cluster.assign(job.uid, command.epoch, command.slot, now)
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
             slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
@@ -230,7 +230,7 @@ class Driver:
             self._metrics.placements.inc()
             return
         if command.action == "STOP":
-            self._world.stop_sent(job.uid, now)
+            self._cluster.stop_sent(job.uid, now)
         session.command(
             pb.JobCommand(
                 job_uid=job.uid,
@@ -254,7 +254,7 @@ class Driver:
     # --- sidecars ---------------------------------------------------------------------------------
 
     async def _attach_sidecars(self, now: datetime) -> None:
-        waiting = [job for job in self._world.job_views() if self._waits(job)]
+        waiting = [job for job in self._cluster.job_views() if self._waits(job)]
         pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
         for pod in pods:
             try:
@@ -267,31 +267,31 @@ class Driver:
     def _waits(self, job: Job) -> bool:
         spec = job.spec
         asks = spec is not None and not spec.suspend and job.deleted_at is None
-        return asks and not job.slot and is_waiting(self._world.jobs[job.uid])
+        return asks and not job.slot and is_waiting(self._cluster.jobs[job.uid])
 
     def _pod_views(self, now: datetime) -> list[agents.PodView]:
         slots: dict[str, list[Slot]] = {}
-        for key, slot in self._world.slot_views(now).items():
+        for key, slot in self._cluster.slot_views(now).items():
             if slot.attached:
-                slots.setdefault(self._world.slots[key].pod_uid, []).append(slot)
+                slots.setdefault(self._cluster.slots[key].pod_uid, []).append(slot)
         # A slot's name is its pod's, or that with the number of the device.
-        keys = self._world.holders()
+        keys = self._cluster.holders()
         held = {*keys, *(key.rpartition(".")[0] for key in keys)}
         return [
             agents.PodView(
                 pod,
-                self._world.terms(pod, now),
+                self._cluster.terms(pod, now),
                 tuple(slots.get(uid, ())),
                 held=pod.key in held,
                 asked_at=self._asked.get(uid),
                 retry_at=self._refused.get(uid),
             )
-            for uid, pod in self._world.pods.items()
+            for uid, pod in self._cluster.pods.items()
             if pod.sidecar.prepared
         ]
 
     async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
-        terms = self._world.terms(pod, now)
+        terms = self._cluster.terms(pod, now)
         if terms is None or terms.policy.spec is None or self._template is None:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
@@ -303,13 +303,13 @@ class Driver:
             "spec": {"ephemeralContainers": [container]},
         }
         after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
-        self._world.put_pod(after)
+        self._cluster.put_pod(after)
         self._asked[pod.uid] = now
         message = f"Container {container['name']} added, by policy {terms.policy.name}"
         await self._recorder.record(after, Event("SidecarAttached", message))
 
     async def _not_attached(self, pod: Pod, error: Refusal | ApiError, now: datetime) -> None:
-        if isinstance(error, Conflict | NotFound):
+        if isinstance(error, Conflict | ObjectNotFound):
             self._alarm.within(_RETRY_SECONDS)
             return
         log.warning("pod %s gets no sidecar: %s", pod.key, error)
@@ -326,12 +326,12 @@ class Driver:
     async def _register(self) -> None:
         """Keep the webhook registered for the namespaces that have a policy."""
         for known in (self._asked, self._refused):
-            for uid in [uid for uid in known if uid not in self._world.pods]:
+            for uid in [uid for uid in known if uid not in self._cluster.pods]:
                 del known[uid]
         if self._registration is None:
             return
         try:
-            await self._registration.keep({p.namespace for p in self._world.policies.values()})
+            await self._registration.keep({p.namespace for p in self._cluster.policies.values()})
         except ApiError as error:
             log.warning("the webhook could not be registered: %s", error)
             self._alarm.within(_RETRY_SECONDS)
@@ -341,20 +341,20 @@ class Driver:
     def _charge(self, now: datetime) -> None:
         since = now - self._charged_at if self._charged_at else timedelta(0)
         self._charged_at = now
-        for key in self._world.active_slots():
-            live = self._world.slots.get(key)
-            pod = self._world.pods.get(live.pod_uid) if live and live.attached else None
-            terms = self._world.terms(pod, now) if pod else None
+        for key in self._cluster.active_slots():
+            live = self._cluster.slots.get(key)
+            pod = self._cluster.pods.get(live.pod_uid) if live and live.attached else None
+            terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
-                self._world.charge(terms.policy.key, since.total_seconds(), now)
+                self._cluster.charge(terms.policy.key, since.total_seconds(), now)
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():
-            pod = self._world.pods.get(session.pod.uid, session.pod)
-            session.configure(policies.config_of(self._world.terms(pod, now)))
+            pod = self._cluster.pods.get(session.pod.uid, session.pod)
+            session.configure(policies.config_of(self._cluster.terms(pod, now)))
 
     def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
-        for key, live in self._world.slots.items():
+        for key, live in self._cluster.slots.items():
             view = slots.get(key)
             if live.current_beat(now) is None:
                 self._metrics.forget_slot(live)
@@ -364,16 +364,16 @@ class Driver:
             self._metrics.slot(live, objective)
 
     async def _write_policies(self, now: datetime) -> None:
-        census = self._census()
-        for key in list(self._world.policy_bodies):
+        policy_counts = self._policy_counts()
+        for key in list(self._cluster.policy_bodies):
             # Watches go on while a status is written: a policy may be gone by its turn.
-            if (body := self._world.policy_bodies.get(key)) is None:
+            if (body := self._cluster.policy_bodies.get(key)) is None:
                 continue
-            policy, before = self._world.policies[key], body.get("status") or {}
-            usage = self._world.used.get(key, ("", 0.0))
+            policy, before = self._cluster.policies[key], body.get("status") or {}
+            usage = self._cluster.used.get(key, ("", 0.0))
             after = policies.status_of(
                 policy,
-                census.get(key, policies.Census()),
+                policy_counts.get(key, policies.PolicyCounts()),
                 usage,
                 before.get("conditions") or (),
                 now,
@@ -382,10 +382,10 @@ class Driver:
                 continue
             path = kind_path(HARVEST_POLICY, policy.namespace, policy.name, "status")
             try:
-                self._world.put_policy(await self._kube.replace(path, {**body, "status": after}))
+                self._cluster.put_policy(await self._kube.replace(path, {**body, "status": after}))
                 self._usage_written[key] = now
-            except NotFound:
-                self._world.drop_policy(key)
+            except ObjectNotFound:
+                self._cluster.drop_policy(key)
             except ApiError as error:
                 # A conflict: the watch brings the newer version.
                 log.info("policy %s: %s", key, error)
@@ -397,19 +397,19 @@ class Driver:
         last = self._usage_written.get(key)
         return before != after and (last is None or now - last >= USAGE_INTERVAL)
 
-    def _census(self) -> dict[str, policies.Census]:
+    def _policy_counts(self) -> dict[str, policies.PolicyCounts]:
         """Return what every policy has under it."""
         counts: dict[str, list[int]] = {}
-        active = self._world.active_slots()
+        active = self._cluster.active_slots()
         policy_of_pod: dict[str, str] = {}
-        for pod in self._world.pods.values():
-            policy = policies.select(pod, self._world.policies.values())
+        for pod in self._cluster.pods.values():
+            policy = policies.select(pod, self._cluster.policies.values())
             if policy is not None and not pod.ending:
                 policy_of_pod[pod.uid] = policy.key
                 counts.setdefault(policy.key, [0, 0, 0])[0] += 1
-        for live in self._world.slots.values():
+        for live in self._cluster.slots.values():
             key = policy_of_pod.get(live.pod_uid)
             if key is not None and live.attached:
                 counts[key][1] += 1
                 counts[key][2] += live.key in active
-        return {key: policies.Census(*three) for key, three in counts.items()}
+        return {key: policies.PolicyCounts(*three) for key, three in counts.items()}

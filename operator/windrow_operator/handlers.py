@@ -21,10 +21,10 @@ from windrow.crd import (
     LABEL_DECODE,
     VERSION,
 )
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import key_of
 from windrow_operator.reconcile import Event
-from windrow_operator.world import World
 
 DECODE_SELECTOR = f"{LABEL_DECODE}=true"
 # Below the interval at which the driver counts as live, so that a stalled watch is replaced first.
@@ -37,7 +37,7 @@ Note = Callable[[dict[str, Any], Event], Awaitable[None]]
 class Watching:
     """What the handlers act on."""
 
-    world: World
+    cluster: ClusterState
     metrics: Metrics
     wake: Callable[[], None]
     note: Note  # writes an event about an object
@@ -66,18 +66,18 @@ class Handlers:
     """One method per kind."""
 
     def __init__(self, watching: Watching) -> None:
-        self._watching, self._world = watching, watching.world
+        self._watching, self._cluster = watching, watching.cluster
         # kopf tells only the last of the changes that come close together, and lists without a
         # type, so "ADDED" does not say that a pod is new; that we have not seen it does.
-        self._told = set(watching.world.pods)
+        self._told = set(watching.cluster.pods)
 
     async def job(self, event: kopf.RawEvent, **_: object) -> None:
         """Take up a FinetuneJob."""
         body = _plain(event)
         if event["type"] == "DELETED":
-            self._world.drop_job(body["metadata"]["uid"])
+            self._cluster.drop_job(body["metadata"]["uid"])
         else:
-            self._world.put_job(body)
+            self._cluster.put_job(body)
         self._seen()
 
     async def policy(self, event: kopf.RawEvent, **_: object) -> None:
@@ -85,9 +85,9 @@ class Handlers:
         body = _plain(event)
         if event["type"] == "DELETED":
             metadata = body["metadata"]
-            self._world.drop_policy(key_of(metadata["namespace"], metadata["name"]))
+            self._cluster.drop_policy(key_of(metadata["namespace"], metadata["name"]))
         else:
-            self._world.put_policy(body)
+            self._cluster.put_policy(body)
         self._seen()
 
     async def pod(self, event: kopf.RawEvent, **_: object) -> None:
@@ -95,10 +95,10 @@ class Handlers:
         body = _plain(event)
         uid = body["metadata"]["uid"]
         if event["type"] == "DELETED":
-            self._world.drop_pod(uid)
+            self._cluster.drop_pod(uid)
             self._told.discard(uid)
         else:
-            rule = self._world.put_pod(body).annotations.get(ANNOTATION_INJECTED_BY)
+            rule = self._cluster.put_pod(body).annotations.get(ANNOTATION_INJECTED_BY)
             if rule and uid not in self._told:
                 self._told.add(uid)
                 message = f"Made harvestable: decode pod by rule `{rule}`"
@@ -109,18 +109,18 @@ class Handlers:
         """Take up a namespace's labels."""
         metadata = _plain(event)["metadata"]
         if event["type"] == "DELETED":
-            self._world.namespaces.pop(metadata["name"], None)
+            self._cluster.namespaces.pop(metadata["name"], None)
         else:
-            self._world.namespaces[metadata["name"]] = metadata.get("labels") or {}
+            self._cluster.namespaces[metadata["name"]] = metadata.get("labels") or {}
         self._seen()
 
     async def priority_class(self, event: kopf.RawEvent, **_: object) -> None:
         """Take up a PriorityClass."""
         body = _plain(event)
         if event["type"] == "DELETED":
-            self._world.priorities.pop(body["metadata"]["name"], None)
+            self._cluster.priorities.pop(body["metadata"]["name"], None)
         else:
-            self._world.put_priority_class(body)
+            self._cluster.put_priority_class(body)
         self._seen()
 
     def _seen(self) -> None:

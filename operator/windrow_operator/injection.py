@@ -227,7 +227,7 @@ def served_model(pod: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PodNamespace:
     """What a pod under creation finds in its namespace.
 
     Attributes:
@@ -260,7 +260,7 @@ def inject(
     pod: Mapping[str, Any],
     template: SidecarTemplate,
     sidecar: SidecarSpec | None,
-    around: Surroundings,
+    around: PodNamespace,
 ) -> Injection | None:
     """Return how `pod` becomes harvestable; None: it is left alone, since nobody asked for it.
 
@@ -315,7 +315,7 @@ def _require_free_place(decoder: Mapping[str, Any]) -> None:
 
 
 def _mountable(
-    volumes: Iterable[VolumeSpec], around: Surroundings
+    volumes: Iterable[VolumeSpec], around: PodNamespace
 ) -> tuple[list[VolumeSpec], tuple[str, ...]]:
     """Return the policy's volumes that cannot keep a pod from starting, and what is left out."""
     taken, warnings = [], []
@@ -327,7 +327,7 @@ def _mountable(
     return taken, tuple(warnings)
 
 
-def _harm_of(volume: VolumeSpec, around: Surroundings) -> str:
+def _harm_of(volume: VolumeSpec, around: PodNamespace) -> str:
     claim = volume.persistent_volume_claim
     if claim is not None and claim.claim_name not in around.shared_claims:
         return (

@@ -38,7 +38,7 @@ class Conflict(ApiError):
     """Somebody else wrote first, or the object exists already."""
 
 
-class NotFound(ApiError):
+class ObjectNotFound(ApiError):
     """There is no such object."""
 
 
@@ -116,7 +116,7 @@ class Kube:
         query = f"?{urlencode({'labelSelector': labels})}" if labels else ""
         try:
             return list((await self._request("GET", path + query)).get("items") or ())
-        except NotFound:
+        except ObjectNotFound:
             return []
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Body:
@@ -148,7 +148,7 @@ class Kube:
         """Delete an object; nothing happens when there is none."""
         try:
             await self._request("DELETE", path)
-        except NotFound:
+        except ObjectNotFound:
             return
 
     async def _request(
@@ -177,7 +177,7 @@ class Kube:
 
 def _error(status: int, message: str) -> ApiError:
     if status == 404:
-        return NotFound(status, message)
+        return ObjectNotFound(status, message)
     return Conflict(status, message) if status == 409 else ApiError(status, message)
 
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from windrow import metrics as names
-from windrow_operator.world import LiveSlot, World, jobs_of, state_word
+from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of, state_word
 
 # The driver looks at everything at least every few seconds; longer silence means that it hangs.
 LIVE_WITHIN_SECONDS = 60.0
@@ -65,16 +65,16 @@ class Metrics:
         """Note that a watch delivered something."""
         self._last_event.set_to_current_time()
 
-    def passed(self, seconds: float, world: World) -> None:
+    def passed(self, seconds: float, cluster: ClusterState) -> None:
         """Note a pass of the driver and what it saw."""
         self._last_pass = time.monotonic()
         self.pass_seconds.observe(seconds)
         self._jobs.clear()
-        for state, count in Tally(state_word(body) for body in world.jobs.values()).items():
+        for state, count in Tally(state_word(body) for body in cluster.jobs.values()).items():
             self._jobs.labels(state).set(count)
-        attached = sum(live.attached for live in world.slots.values())
+        attached = sum(live.attached for live in cluster.slots.values())
         self._slots.labels("true").set(attached)
-        self._slots.labels("false").set(len(world.slots) - attached)
+        self._slots.labels("false").set(len(cluster.slots) - attached)
 
     def slot(self, live: LiveSlot, objective_seconds: float) -> None:
         """Show what a sidecar last reported."""

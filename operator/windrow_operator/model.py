@@ -72,7 +72,7 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class CheckedPolicy:
     """A HarvestPolicy, checked."""
 
     namespace: str
@@ -90,16 +90,16 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class EffectivePolicy:
     """What a pod's policy allows at this moment."""
 
-    policy: Policy
+    policy: CheckedPolicy
     mode: str  # harvest, observe, off
     why: str = ""  # when the mode is not the policy's own, or not harvest
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class WorkerProgress:
     """How far a worker is; of JobEvents and heartbeats."""
 
     step: int = 0
@@ -130,7 +130,7 @@ ALIVE = frozenset({RunState.ASSIGNED, RunState.RUNNING, RunState.PAUSED})
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class JobPlacement:
     """One placement of a job, as its sidecar reports it."""
 
     uid: str
@@ -144,7 +144,7 @@ class Run:
     user_error: bool = False
     resumed: bool = False
     started: str = ""  # what the worker said when it had loaded the job
-    progress: Progress = Progress()
+    progress: WorkerProgress = WorkerProgress()
     # Of its checkpoints: (reason, detail); None: nothing, ("", path) that one was written after it.
     trouble: tuple[str, str] | None = None
     adapter_path: str = ""
@@ -196,7 +196,7 @@ class Slot:
     silent: bool = False  # attached, but its heartbeats have ceased
     lost_at: datetime | None = None  # since when the sidecar is not attached
     pod_gone: bool = False  # or on its way
-    terms: Terms | None = None
+    terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
     outputs: tuple[str, ...] = ()  # directories that jobs may write

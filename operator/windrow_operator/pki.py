@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from windrow_operator.kube import Conflict, Kube, NotFound
+from windrow_operator.kube import Conflict, Kube, ObjectNotFound
 
 SECRET = "windrow-operator-ca"
 _AUTHORITY_YEARS = 10
@@ -90,7 +90,7 @@ async def load_authority(kube: Kube, namespace: str, now: datetime) -> KeyPair:
     path = f"/api/v1/namespaces/{namespace}/secrets"
     try:
         return _from_secret(await kube.get(f"{path}/{SECRET}"))
-    except NotFound:
+    except ObjectNotFound:
         authority = make_authority(now)
     body = {
         "apiVersion": "v1",

@@ -54,7 +54,7 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
             slot.key,
         ),
     )
-    return Placement(best, _praise(job, best))
+    return Placement(best, _explain_choice(job, best))
 
 
 def refusal(job: Job, slot: Slot) -> str:
@@ -62,9 +62,9 @@ def refusal(job: Job, slot: Slot) -> str:
     return (
         _unreachable(slot)
         or admission_refusal(job, slot)
-        or _unfit(slot)
+        or _capacity_refusal(slot)
         or _unwritable(job, slot)
-        or _crowded(job, slot)
+        or _sharing_refusal(job, slot)
     )
 
 
@@ -97,7 +97,7 @@ def _others(job: Job, slot: Slot) -> list[Holder]:
     return [holder for holder in slot.holders if holder.uid != job.uid]
 
 
-def _crowded(job: Job, slot: Slot) -> str:
+def _sharing_refusal(job: Job, slot: Slot) -> str:
     """Return why `job` cannot share the slot with the jobs on it; empty: it can."""
     others = _others(job, slot)
     if not others:
@@ -126,7 +126,7 @@ def _unreachable(slot: Slot) -> str:
     return "has a sidecar that does not report" if slot.silent else ""
 
 
-def _unfit(slot: Slot) -> str:
+def _capacity_refusal(slot: Slot) -> str:
     if slot.tensor_parallel > 1:
         return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
     if slot.engine_state != "serving":
@@ -147,7 +147,7 @@ def _unwritable(job: Job, slot: Slot) -> str:
     )
 
 
-def _praise(job: Job, slot: Slot) -> str:
+def _explain_choice(job: Job, slot: Slot) -> str:
     shared = ", shares the served model's weights" if serves_model(job, slot) else ""
     predicted = slot.predicted_tokens_per_second
     # A policy that has just come has no second of decode behind it.

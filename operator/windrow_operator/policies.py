@@ -12,17 +12,17 @@ from windrow.conditions import Reason, Status, set_condition
 from windrow.crd import ANNOTATION_POLICY, parse_policy_spec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.model import Pod, Policy, Terms
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod
 
 
-def policy_of(body: Mapping[str, Any]) -> Policy:
+def policy_of(body: Mapping[str, Any]) -> CheckedPolicy:
     """Return the checked policy of a HarvestPolicy object."""
     metadata = body["metadata"]
     try:
         spec, error = parse_policy_spec(body.get("spec") or {}), ""
     except UserError as caught:
         spec, error = None, str(caught)
-    return Policy(
+    return CheckedPolicy(
         namespace=metadata["namespace"],
         name=metadata["name"],
         uid=metadata["uid"],
@@ -33,7 +33,7 @@ def policy_of(body: Mapping[str, Any]) -> Policy:
     )
 
 
-def selects(policy: Policy, pod: Pod) -> bool:
+def selects(policy: CheckedPolicy, pod: Pod) -> bool:
     """Return whether the valid `policy` means `pod`: by the pod's annotation, else by selector."""
     if policy.spec is None or policy.namespace != pod.namespace:
         return False
@@ -43,7 +43,7 @@ def selects(policy: Policy, pod: Pod) -> bool:
     return policy.spec.selector.matches(dict(pod.labels))
 
 
-def select(pod: Pod, policies: Iterable[Policy]) -> Policy | None:
+def select(pod: Pod, policies: Iterable[CheckedPolicy]) -> CheckedPolicy | None:
     """Return the policy that `pod` is under; of several the oldest: a new one moves no pod."""
     return min(
         (policy for policy in policies if selects(policy, pod)),
@@ -52,26 +52,28 @@ def select(pod: Pod, policies: Iterable[Policy]) -> Policy | None:
     )
 
 
-def terms_of(policy: Policy, now: datetime, used_seconds: float = 0.0) -> Terms:
+def terms_of(policy: CheckedPolicy, now: datetime, used_seconds: float = 0.0) -> EffectivePolicy:
     """Return what `policy` allows at `now`: its mode, unless a limit forbids it.
 
     `used_seconds` are the device seconds that jobs have had today (UTC).
     """
     spec = policy.spec
     if spec is None:
-        return Terms(policy, "off", policy.error)
+        return EffectivePolicy(policy, "off", policy.error)
     if spec.mode != "harvest":
-        return Terms(policy, spec.mode, f"policy {policy.name} is in mode {spec.mode}")
+        return EffectivePolicy(policy, spec.mode, f"policy {policy.name} is in mode {spec.mode}")
     if not spec.open_at(now):
         hours = ", ".join(spec.limits.hours)
-        return Terms(policy, "off", f"policy {policy.name} allows it at {hours}")
+        return EffectivePolicy(policy, "off", f"policy {policy.name} allows it at {hours}")
     quota = spec.access.gpu_seconds_per_day
     if quota is not None and used_seconds >= quota:
-        return Terms(policy, "off", f"policy {policy.name} has used its {quota} seconds of today")
-    return Terms(policy, "harvest")
+        return EffectivePolicy(
+            policy, "off", f"policy {policy.name} has used its {quota} seconds of today"
+        )
+    return EffectivePolicy(policy, "harvest")
 
 
-def config_of(terms: Terms | None) -> pb.PolicyConfig:
+def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
     """Return what the sidecar is told. Without a policy nothing is harvested."""
     if terms is None or terms.policy.spec is None:
         return pb.PolicyConfig(name="", mode="off")
@@ -90,7 +92,7 @@ def config_of(terms: Terms | None) -> pb.PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class PolicyCounts:
     """What a policy has under it."""
 
     pods: int = 0
@@ -99,8 +101,8 @@ class Census:
 
 
 def status_of(
-    policy: Policy,
-    census: Census,
+    policy: CheckedPolicy,
+    policy_counts: PolicyCounts,
     usage: tuple[str, float],
     held: Iterable[Mapping[str, Any]],
     now: datetime,
@@ -120,8 +122,8 @@ def status_of(
         else ("False", Reason.INVALID_SPEC, policy.error)
     )
     selecting: tuple[Status, str, str] = (
-        ("True", Reason.PODS_SELECTED, _count(census.pods, "decode pod"))
-        if census.pods
+        ("True", Reason.PODS_SELECTED, _count(policy_counts.pods, "decode pod"))
+        if policy_counts.pods
         else ("False", Reason.NO_PODS, f"No decode pod of namespace {policy.namespace} matches")
     )
     conditions = set_condition(held, T.ACCEPTED, *accepted, policy.generation, now)
@@ -129,9 +131,9 @@ def status_of(
     status: dict[str, Any] = {
         "observedGeneration": policy.generation,
         "conditions": conditions,
-        "pods": census.pods,
-        "slots": census.slots,
-        "harvesting": census.harvesting,
+        "pods": policy_counts.pods,
+        "slots": policy_counts.slots,
+        "harvesting": policy_counts.harvesting,
     }
     day, seconds = usage
     return {**status, "usage": {"day": day, "gpuSeconds": round(seconds, 1)}} if day else status

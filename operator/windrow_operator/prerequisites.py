@@ -20,7 +20,7 @@ from windrow.crd import (
     VERSION,
 )
 from windrow.errors import UserError
-from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.pki import SECRET
 from windrow_operator.webhook import CONFIGURATION
 
@@ -92,7 +92,7 @@ async def check(kube: Kube, own_namespace: str) -> None:
 async def _missing_kinds(kube: Kube) -> list[str]:
     try:
         served = await kube.get(f"/apis/{GROUP}/{VERSION}")
-    except NotFound:
+    except ObjectNotFound:
         served = {}
     known = {found["name"] for found in served.get("resources", ())}
     return [kind.kind for kind in KINDS if kind.plural not in known]

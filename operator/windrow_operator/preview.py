@@ -12,16 +12,16 @@ from typing import Any
 
 from windrow.crd import parse_policy_spec
 from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.cluster_state import pod_of
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
+    PodNamespace,
     Refusal,
     SidecarTemplate,
-    Surroundings,
     inject,
     matching_rule,
 )
 from windrow_operator.policies import policy_of, selects
-from windrow_operator.world import pod_of
 
 
 def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
     # Claims and directories are looked at when the pod is made; here they are taken to be there.
     volumes = sidecar.volumes if sidecar else []
     claims = {v.persistent_volume_claim.claim_name for v in volumes if v.persistent_volume_claim}
-    around = Surroundings({LABEL_POD_SECURITY: "privileged"}, frozenset(claims))
+    around = PodNamespace({LABEL_POD_SECURITY: "privileged"}, frozenset(claims))
     template = SidecarTemplate("windrow-operator.windrow-system.svc:8443", "(PEM)")
     try:
         done = inject(pod, template, sidecar, around)

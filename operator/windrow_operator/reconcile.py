@@ -15,12 +15,12 @@ from typing import Any
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
-from windrow_operator.model import ALIVE, STALE_AFTER, Job, Run, RunState, Slot, name_in
+from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
 from windrow_operator.planning import NoPlacement, admission_refusal, place
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long the operator waits for what."""
 
     gone_grace: timedelta = timedelta(seconds=15)  # stream dropped, pod gone
@@ -70,7 +70,7 @@ _ANEW = "Mend it in a new job: one that has failed does not run again."
 
 
 def reconcile(
-    job: Job, run: Run | None, slots: Mapping[str, Slot], now: datetime, patience: Patience
+    job: Job, run: JobPlacement | None, slots: Mapping[str, Slot], now: datetime, timeouts: Timeouts
 ) -> Actions:
     """Return the next step for `job`.
 
@@ -84,10 +84,10 @@ def reconcile(
     if is_finished(job.status.get("conditions")):
         return _after_the_end(job, now)
     if job.deleted_at is not None:
-        return _deleting(job, run, slots.get(job.slot), now, patience)
+        return _deleting(job, run, slots.get(job.slot), now, timeouts)
     if _deadline(job) is not None and now >= _deadline(job):  # type: ignore[operator]
         return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
-    step = _placed(job, run, slots, now, patience) if job.slot else _unplaced(job, slots, now)
+    step = _placed(job, run, slots, now, timeouts) if job.slot else _unplaced(job, slots, now)
     return _wake_by(step, _deadline(job))
 
 
@@ -107,12 +107,12 @@ def _after_the_end(job: Job, now: datetime) -> Actions:
 
 
 def _deleting(
-    job: Job, run: Run | None, slot: Slot | None, now: datetime, patience: Patience
+    job: Job, run: JobPlacement | None, slot: Slot | None, now: datetime, timeouts: Timeouts
 ) -> Actions:
     """Stop the worker with a checkpoint, wait for it within bounds, then let the job go."""
     if not job.has_finalizer:
         return NOTHING
-    bound = (job.deleted_at or now) + patience.stop_timeout
+    bound = (job.deleted_at or now) + timeouts.stop_timeout
     if not job.slot or slot is None or slot.pod_gone:
         return Actions(finalizer=False)
     if run.state not in ALIVE if run else slot.attached:
@@ -124,11 +124,11 @@ def _deleting(
     if run is None:
         # The sidecar has not attached yet (the operator restarted): it may be running the job.
         return Actions(wake_at=bound)
-    return _wake_by(_stop(job, run, Reason.DELETED, now, patience), bound)
+    return _wake_by(_stop(job, run, Reason.DELETED, now, timeouts), bound)
 
 
 def _give_up(
-    job: Job, run: Run | None, reason: str, message: str, now: datetime, *, abort: bool
+    job: Job, run: JobPlacement | None, reason: str, message: str, now: datetime, *, abort: bool
 ) -> Actions:
     commands = (Command("ABORT", job.slot, job.epoch, reason),) if abort and job.slot else ()
     return Actions(
@@ -145,18 +145,20 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     refusal = _refusal(job)
     if refusal is not None:
         reason, message = refusal
-        return _say(job, status.refused(job, reason, message, now), reason, message, warning=True)
+        return _write_status(
+            job, status.refused(job, reason, message, now), reason, message, warning=True
+        )
     assert job.spec is not None
     if job.spec.suspend:
         after = status.suspended(job, None, now)
-        return _say(job, after, Reason.SUSPENDED, "Suspended as spec.suspend asks")
+        return _write_status(job, after, Reason.SUSPENDED, "Suspended as spec.suspend asks")
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
     choice = place(job, slots.values())
     if isinstance(choice, NoPlacement):
         after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
-        return _say(job, after, Reason.NO_SLOT, choice.message)
+        return _write_status(job, after, Reason.NO_SLOT, choice.message)
     return Actions(
         finalizer=None if job.has_finalizer else True,
         status=status.placed(job, choice.slot.key, choice.message, now),
@@ -187,22 +189,22 @@ def _refusal(job: Job) -> tuple[Reason, str] | None:
 
 
 def _placed(
-    job: Job, run: Run | None, slots: Mapping[str, Slot], now: datetime, patience: Patience
+    job: Job, run: JobPlacement | None, slots: Mapping[str, Slot], now: datetime, timeouts: Timeouts
 ) -> Actions:
     slot = slots.get(job.slot)
     if run is not None and run.state not in ALIVE:
-        return _ended(job, run, now, patience)
+        return _ended(job, run, now, timeouts)
     if slot is None or not slot.attached:
-        return _silent(job, run, slot, now, patience)
+        return _silent(job, run, slot, now, timeouts)
     if run is None:
         # It is attached and does not run the job: the assignment never reached it, or the worker
         # ended while no operator listened.
         return _lost(job, None, f"{name_in(job.slot)} does not run the job", now)
     reason = _stop_reason(job, slot)
     if reason:
-        return _stop(job, run, reason, now, patience)
+        return _stop(job, run, reason, now, timeouts)
     if run.state is RunState.ASSIGNED:
-        return _starting(job, run, now, patience)
+        return _starting(job, run, now, timeouts)
     if slot.silent:
         return _unheard(job, run.seen_at or run.since, now)
     after = status.running(job, run, now)
@@ -222,14 +224,14 @@ def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
     return (Event(said["reason"], said["message"], warning=said["status"] == "False"),)
 
 
-def _ended(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+def _ended(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
     """The placement is over; what that means for the job, and what was not told before."""
-    step = _after(job, run, now, patience)
+    step = _after(job, run, now, timeouts)
     warnings = _warnings(job, step.status) if step.status is not None else ()
     return replace(step, events=(*warnings, *step.events))
 
 
-def _after(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+def _after(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
     assert run.state not in ALIVE
     if run.state is RunState.SUCCEEDED:
         after = status.succeeded(job, run, now)
@@ -238,9 +240,9 @@ def _after(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
             events=(Event(Reason.COMPLETED, f"Adapter in {after['adapter']['path']}"),),
         )
     if run.state is RunState.FAILED:
-        return _failed(job, run, now, patience)
+        return _failed(job, run, now, timeouts)
     if run.state is RunState.REJECTED:
-        retry_at = now + patience.rejected_pause
+        retry_at = now + timeouts.rejected_pause
         after = status.retried(job, run, retry_at, now, counts=False)
         return Actions(status=after, wake_at=retry_at, events=(_failure_event(run, "Rejected"),))
     if run.state is RunState.LOST:
@@ -260,13 +262,13 @@ def _after(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
     )
 
 
-def _stopped(run: Run) -> str:
+def _stopped(run: JobPlacement) -> str:
     if not run.progress.checkpoint_path:
         return "Stopped before the first checkpoint"
     return f"Stopped at step {run.progress.checkpoint_step}, in {run.progress.checkpoint_path}"
 
 
-def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
+def _failed(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
     if run.user_error:
         message = f"{run.detail.rstrip('.')}. {_ANEW}"
         return _give_up(job, run, run.reason or Reason.INVALID_SPEC, message, now, abort=False)
@@ -276,7 +278,7 @@ def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
         message = f"{attempts} workers failed, the last by {run.reason}: {run.detail}"
         counted = replace(job, status={**job.status, "attempts": attempts})
         return _give_up(counted, run, Reason.BACKOFF_LIMIT_EXCEEDED, message, now, abort=False)
-    retry_at = now + min(patience.backoff_base * 2 ** (attempts - 1), patience.backoff_cap)
+    retry_at = now + min(timeouts.backoff_base * 2 ** (attempts - 1), timeouts.backoff_cap)
     return Actions(
         status=status.retried(job, run, retry_at, now, counts=True),
         events=(_failure_event(run, Reason.WORKER_ERROR),),
@@ -284,17 +286,17 @@ def _failed(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
     )
 
 
-def _failure_event(run: Run, default: str) -> Event:
+def _failure_event(run: JobPlacement, default: str) -> Event:
     return Event(run.reason or default, run.detail or "no detail", warning=True)
 
 
 def _silent(
-    job: Job, run: Run | None, slot: Slot | None, now: datetime, patience: Patience
+    job: Job, run: JobPlacement | None, slot: Slot | None, now: datetime, timeouts: Timeouts
 ) -> Actions:
     """The sidecar is not attached: wait for it, longer while its pod is there."""
     if slot is None or slot.lost_at is None:
         return _lost(job, run, f"{name_in(job.slot)} is gone", now)
-    grace = patience.gone_grace if slot.pod_gone else patience.lost_grace
+    grace = timeouts.gone_grace if slot.pod_gone else timeouts.lost_grace
     due = slot.lost_at + grace
     if now < due:
         heard_at = (run.seen_at if run else None) or slot.lost_at
@@ -313,7 +315,7 @@ def _unheard(job: Job, heard_at: datetime, now: datetime) -> Actions:
     return Actions(status=_changed(job, status.silent(job, heard_at, now)))
 
 
-def _lost(job: Job, run: Run | None, message: str, now: datetime) -> Actions:
+def _lost(job: Job, run: JobPlacement | None, message: str, now: datetime) -> Actions:
     """Forget the placement. The next one has a higher epoch, which fences whatever still runs."""
     return Actions(
         status=status.unplaced(job, run, Reason.SLOT_LOST, message, now),
@@ -328,42 +330,42 @@ def _stop_reason(job: Job, slot: Slot) -> str:
     return admission_refusal(job, slot)
 
 
-def _stop(job: Job, run: Run, reason: str, now: datetime, patience: Patience) -> Actions:
+def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Timeouts) -> Actions:
     """Ask for a checkpoint and the end; ask again now and then; do not wait for ever."""
     asked = run.stop_asked_at or now
-    if now >= asked + patience.stop_timeout:
+    if now >= asked + timeouts.stop_timeout:
         stopped = replace(run, state=RunState.STOPPED, detail=f"did not stop in time ({reason})")
-        step = _ended(job, stopped, now, patience)
+        step = _ended(job, stopped, now, timeouts)
         return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
-    again = run.stop_sent_at is None or now >= run.stop_sent_at + patience.stop_repeat
+    again = run.stop_sent_at is None or now >= run.stop_sent_at + timeouts.stop_repeat
     commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
     after = status.running(job, replace(run, stop_asked_at=asked), now)
     return Actions(
         status=_changed(job, after) if run.state is not RunState.ASSIGNED else None,
         commands=commands,
-        wake_at=now + patience.stop_repeat,
+        wake_at=now + timeouts.stop_repeat,
     )
 
 
-def _starting(job: Job, run: Run, now: datetime, patience: Patience) -> Actions:
-    due = run.since + patience.start_timeout
+def _starting(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
+    due = run.since + timeouts.start_timeout
     if now < due:
         return Actions(wake_at=due)
-    seconds = f"{patience.start_timeout.total_seconds():.0f}"
+    seconds = f"{timeouts.start_timeout.total_seconds():.0f}"
     dead = replace(
         run,
         state=RunState.FAILED,
         reason=Reason.WORKER_DIED,
         detail=f"no sign of the worker within {seconds} s",
     )
-    step = _failed(job, dead, now, patience)
+    step = _failed(job, dead, now, timeouts)
     return replace(step, commands=(Command("ABORT", job.slot, job.epoch, "StartTimeout"),))
 
 
 # --- small things ---------------------------------------------------------------------------------
 
 
-def _say(
+def _write_status(
     job: Job, after: status.Body, reason: str, message: str, *, warning: bool = False
 ) -> Actions:
     """Write `after` if it differs; the event comes only when the conditions' reason changes."""

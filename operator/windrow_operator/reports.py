@@ -14,8 +14,16 @@ from typing import Final
 
 from windrow.conditions import Reason
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.model import ALIVE, STALE_AFTER, Pod, Progress, Run, RunState, key_of
-from windrow_operator.world import LiveSlot, World, jobs_of
+from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
+from windrow_operator.model import (
+    ALIVE,
+    STALE_AFTER,
+    JobPlacement,
+    Pod,
+    RunState,
+    WorkerProgress,
+    key_of,
+)
 
 _STATE: Final = {
     pb.JobEvent.STARTED: RunState.RUNNING,
@@ -37,7 +45,7 @@ def slot_name(pod_name: str, index: int) -> str:
 
 
 def take_hello(
-    world: World, pod: Pod, hello: pb.SidecarHello, now: datetime, *, first: bool
+    cluster: ClusterState, pod: Pod, hello: pb.SidecarHello, now: datetime, *, first: bool
 ) -> list[pb.JobCommand]:
     """Take up a sidecar's slots and what runs on them.
 
@@ -45,82 +53,82 @@ def take_hello(
     lost: the assignment never arrived, or the worker ended meanwhile.
     """
     for facts in hello.slots:
-        _take_slot(world, pod, facts)
-    mine = slots_of(world, pod)
+        _take_slot(cluster, pod, facts)
+    mine = slots_of(cluster, pod)
     for live in mine:
         live.attached, live.lost_at = True, None
     stale = []
     for running in hello.running:
         key = key_of(pod.namespace, slot_name(pod.name, running.slot))
-        stale += _take_running(world, key, running, now)
+        stale += _take_running(cluster, key, running, now)
     if first:
         named = {(running.job_uid, running.epoch) for running in hello.running}
-        for run in list(world.runs.values()):
+        for run in list(cluster.runs.values()):
             on_this_pod = any(run.slot == live.key for live in mine)
             if on_this_pod and run.state in ALIVE and (run.uid, run.epoch) not in named:
-                _lose(world, run, "the sidecar came back without the worker", now)
+                _lose(cluster, run, "the sidecar came back without the worker", now)
     return stale
 
 
 def take_heartbeat(
-    world: World, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
+    cluster: ClusterState, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
 ) -> list[pb.JobCommand]:
     """Take up the state of one slot."""
     live.beat, live.beat_at = beat, now
     stale = []
     for running in jobs_of(beat):
-        stale += _take_running(world, live.key, running, now)
-    for run in list(world.runs.values()):
+        stale += _take_running(cluster, live.key, running, now)
+    for run in list(cluster.runs.values()):
         reported = run.seen_at is not None and run.state in ALIVE
         # The sidecar reports and no longer names it, and it has said no last word.
         if run.slot == live.key and reported and now - (run.seen_at or now) > STALE_AFTER:
-            _lose(world, run, "the worker is gone without a word", now)
+            _lose(cluster, run, "the worker is gone without a word", now)
     return stale
 
 
 def take_event(
-    world: World, slots: Iterable[str], event: pb.JobEvent, now: datetime
+    cluster: ClusterState, slots: Iterable[str], event: pb.JobEvent, now: datetime
 ) -> list[pb.JobCommand]:
     """Take up a turn in a job's life, reported by the sidecar that speaks for `slots`."""
-    slot = next((key for key in slots if world.expects(event.job_uid, event.epoch, key)), "")
+    slot = next((key for key in slots if cluster.expects(event.job_uid, event.epoch, key)), "")
     if not slot:
         if event.kind in _LAST_WORDS:
             return []
         return [_abort(event.job_uid, event.epoch)]
-    run = _current(world, slot, event.job_uid, event.epoch, now)
+    run = _current(cluster, slot, event.job_uid, event.epoch, now)
     if run.state not in ALIVE:
         return []  # a last word was said already
-    world.runs[run.uid] = _with_event(run, event, now)
+    cluster.runs[run.uid] = _with_event(run, event, now)
     return []
 
 
-def detach(world: World, pod: Pod, now: datetime) -> None:
+def detach(cluster: ClusterState, pod: Pod, now: datetime) -> None:
     """Note that the stream of a pod's sidecar has ended."""
-    for live in slots_of(world, pod):
+    for live in slots_of(cluster, pod):
         live.attached, live.lost_at = False, now
 
 
-def slots_of(world: World, pod: Pod) -> list[LiveSlot]:
+def slots_of(cluster: ClusterState, pod: Pod) -> list[LiveSlot]:
     """Return the known slots of a pod."""
-    return [live for live in world.slots.values() if live.pod_uid == pod.uid]
+    return [live for live in cluster.slots.values() if live.pod_uid == pod.uid]
 
 
-def _take_slot(world: World, pod: Pod, facts: pb.SlotFacts) -> None:
+def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:
     name = slot_name(pod.name, facts.index)
     key = key_of(pod.namespace, name)
-    live = world.slots.get(key)
+    live = cluster.slots.get(key)
     if live is None or live.pod_uid != pod.uid:
         live = LiveSlot(key, pod.namespace, name, pod.name, pod.uid)
-        world.slots[key] = live
+        cluster.slots[key] = live
     live.node, live.facts = pod.node, facts
 
 
 def _take_running(
-    world: World, slot: str, running: pb.RunningJob, now: datetime
+    cluster: ClusterState, slot: str, running: pb.RunningJob, now: datetime
 ) -> list[pb.JobCommand]:
-    if not world.expects(running.job_uid, running.epoch, slot):
+    if not cluster.expects(running.job_uid, running.epoch, slot):
         return [_abort(running.job_uid, running.epoch)]
-    run = _current(world, slot, running.job_uid, running.epoch, now)
+    run = _current(cluster, slot, running.job_uid, running.epoch, now)
     if run.state not in ALIVE:
         return []
     run = replace(run, seen_at=now, progress=_merged(run.progress, running.progress))
@@ -128,19 +136,19 @@ def _take_running(
         # It loads; once it knows how many steps there are, it runs.
         loaded = running.progress.total_steps > 0
         run = replace(run, state=RunState.RUNNING if loaded else run.state, since=now)
-    world.runs[run.uid] = run
+    cluster.runs[run.uid] = run
     return []
 
 
-def _current(world: World, slot: str, uid: str, epoch: int, now: datetime) -> Run:
-    run = world.runs.get(uid)
+def _current(cluster: ClusterState, slot: str, uid: str, epoch: int, now: datetime) -> JobPlacement:
+    run = cluster.runs.get(uid)
     if run is not None and run.epoch == epoch:
         return run
     # Placed by an earlier life of the operator, and still at it: adopted.
-    return Run(uid, epoch, slot, RunState.ASSIGNED, since=now)
+    return JobPlacement(uid, epoch, slot, RunState.ASSIGNED, since=now)
 
 
-def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
+def _with_event(run: JobPlacement, event: pb.JobEvent, now: datetime) -> JobPlacement:
     state = _STATE.get(event.kind, run.state)
     begins = event.kind == pb.JobEvent.STARTED
     progress = run.progress
@@ -169,9 +177,9 @@ def _with_event(run: Run, event: pb.JobEvent, now: datetime) -> Run:
     )
 
 
-def _merged(known: Progress, said: pb.Progress) -> Progress:
+def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
     """Return what was said; a checkpoint that it does not name stays known."""
-    return Progress(
+    return WorkerProgress(
         step=said.step,
         total_steps=said.total_steps or known.total_steps,
         loss=said.loss if said.step else math.nan,
@@ -184,9 +192,9 @@ def _merged(known: Progress, said: pb.Progress) -> Progress:
     )
 
 
-def _lose(world: World, run: Run, why: str, now: datetime) -> None:
+def _lose(cluster: ClusterState, run: JobPlacement, why: str, now: datetime) -> None:
     detail = f"{run.slot.rpartition('/')[2]}: {why}"
-    world.runs[run.uid] = replace(run, state=RunState.LOST, since=now, detail=detail)
+    cluster.runs[run.uid] = replace(run, state=RunState.LOST, since=now, detail=detail)
 
 
 def _abort(uid: str, epoch: int) -> pb.JobCommand:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from windrow_operator.injection import DECODE_IMAGE
-from windrow_operator.reconcile import Patience
+from windrow_operator.reconcile import Timeouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Settings:
     sidecar_memory: str
     prepulled: str
     namespaces: tuple[str, ...]  # empty: all
-    patience: Patience
+    timeouts: Timeouts
     log_json: bool
     verbose: bool
 
@@ -94,7 +94,7 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         help="what the sidecar runs, where its image has Python elsewhere",
     )
     parser.add_argument("--sidecar-metrics-port", type=int, default=0, help="0: any free one")
-    default = Patience()
+    default = Timeouts()
     for name, value, text in (
         ("gone-grace", default.gone_grace, "wait for a sidecar whose pod is gone"),
         ("lost-grace", default.lost_grace, "wait for a sidecar whose pod is there"),
@@ -131,7 +131,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         sidecar_memory=options.sidecar_memory,
         prepulled=options.prepulled,
         namespaces=scope,
-        patience=Patience(
+        timeouts=Timeouts(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),
             lost_grace=timedelta(seconds=options.lost_grace_seconds),
             start_timeout=timedelta(seconds=options.start_timeout_seconds),

@@ -21,9 +21,9 @@ from windrow.crd import (
 )
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.kube import ApiError, Body, Conflict, Kube, NotFound, kind_path
+from windrow_operator.cluster_state import ClusterState, LiveSlot
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Pod, Slot
-from windrow_operator.world import LiveSlot, World
 
 log = logging.getLogger(__name__)
 
@@ -177,8 +177,8 @@ def _readiness(view: Slot) -> tuple[Status, str, str]:
 class SlotWriter:
     """Writes what changed."""
 
-    def __init__(self, world: World, kube: Kube) -> None:
-        self._world, self._kube = world, kube
+    def __init__(self, cluster: ClusterState, kube: Kube) -> None:
+        self._cluster, self._kube = cluster, kube
         self._written: dict[str, Body] = {}  # facts by key
         self._status: dict[str, Body] = {}
 
@@ -187,7 +187,7 @@ class SlotWriter:
         for body in await self._kube.list(kind_path(HARVEST_SLOT)):
             metadata, spec = body["metadata"], body["spec"]
             key = f"{metadata['namespace']}/{metadata['name']}"
-            self._world.slots[key] = LiveSlot(
+            self._cluster.slots[key] = LiveSlot(
                 key=key,
                 namespace=metadata["namespace"],
                 name=metadata["name"],
@@ -200,8 +200,8 @@ class SlotWriter:
 
     async def write(self, now: datetime) -> None:
         """Write every slot that changed; one that fails is written the next time."""
-        views = self._world.slot_views(now)
-        for live in list(self._world.slots.values()):
+        views = self._cluster.slot_views(now)
+        for live in list(self._cluster.slots.values()):
             try:
                 await self._write(live, views[live.key], now)
             except ApiError as error:
@@ -220,7 +220,7 @@ class SlotWriter:
         try:
             # A merge removes what is None: the figures of before that are not known any more.
             await self._kube.merge(path, {"status": {**dict.fromkeys(before), **after}})
-        except NotFound:
+        except ObjectNotFound:
             # Collected with its pod, or deleted by hand: made again while the sidecar is attached.
             self._forget(live.key)
             return
@@ -242,7 +242,7 @@ class SlotWriter:
     def _jobs(self, view: Slot) -> list[Body]:
         jobs = []
         for holder in view.holders:
-            if (body := self._world.jobs.get(holder.uid)) is None:
+            if (body := self._cluster.jobs.get(holder.uid)) is None:
                 continue
             metadata = body["metadata"]
             job = {"namespace": metadata["namespace"], "name": metadata["name"]}

@@ -13,7 +13,7 @@ from typing import Any
 
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, Status, get_condition, set_condition, state_of, timestamp
-from windrow_operator.model import Job, Progress, Run, RunState
+from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
 from windrow_operator.planning import rate
 
 Body = dict[str, Any]
@@ -73,7 +73,7 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     )
 
 
-def running(job: Job, run: Run, now: datetime) -> Body:
+def running(job: Job, run: JobPlacement, now: datetime) -> Body:
     """The worker has loaded the job; where it stands."""
     after = _progress(job.status, run)
     fact: tuple[str, str]
@@ -105,7 +105,9 @@ def silent(job: Job, heard_at: datetime, now: datetime) -> Body:
     return _with(job, after, now, (T.RUNNING, "Unknown", Reason.SILENT, message))
 
 
-def unplaced(job: Job, run: Run | None, reason: Reason, message: str, now: datetime) -> Body:
+def unplaced(
+    job: Job, run: JobPlacement | None, reason: Reason, message: str, now: datetime
+) -> Body:
     """The placement is over, the job is not: it goes on from its checkpoint."""
     after = _without_rates(_progress(job.status, run) if run else job.status)
     after = _checkpointed(job, after, run, now) if run else after
@@ -123,7 +125,7 @@ def unplaced(job: Job, run: Run | None, reason: Reason, message: str, now: datet
     )
 
 
-def suspended(job: Job, run: Run | None, now: datetime) -> Body:
+def suspended(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     """Stopped as asked."""
     base = unplaced(job, run, Reason.SUSPENDED, "spec.suspend is true", now)
     checkpoint = base.get("checkpoint")
@@ -138,7 +140,9 @@ def suspended(job: Job, run: Run | None, now: datetime) -> Body:
     )
 
 
-def retried(job: Job, run: Run, retry_at: datetime, now: datetime, *, counts: bool) -> Body:
+def retried(
+    job: Job, run: JobPlacement, retry_at: datetime, now: datetime, *, counts: bool
+) -> Body:
     """The worker failed (`counts`) or was not taken; the next attempt comes at `retry_at`."""
     reason = Reason.BACK_OFF if counts else Reason.REJECTED
     what = f"{run.reason or 'WorkerError'}: {run.detail or 'no detail'}"
@@ -149,7 +153,7 @@ def retried(job: Job, run: Run, retry_at: datetime, now: datetime, *, counts: bo
     return after
 
 
-def succeeded(job: Job, run: Run, now: datetime) -> Body:
+def succeeded(job: Job, run: JobPlacement, now: datetime) -> Body:
     """All steps are done."""
     after = _finished(job, run, now)
     path = run.adapter_path or (job.spec.output.destination if job.spec else "")
@@ -159,12 +163,12 @@ def succeeded(job: Job, run: Run, now: datetime) -> Body:
     )
 
 
-def failed(job: Job, run: Run | None, reason: str, message: str, now: datetime) -> Body:
+def failed(job: Job, run: JobPlacement | None, reason: str, message: str, now: datetime) -> Body:
     """No retry is left, or none can help."""
     return _with(job, _finished(job, run, now), now, (T.FAILED, "True", reason, message))
 
 
-def _finished(job: Job, run: Run | None, now: datetime) -> Body:
+def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     after = _without_rates(_progress(job.status, run) if run else job.status)
     after = _checkpointed(job, after, run, now) if run else after
     for gone in ("slot", "retryAt"):
@@ -194,7 +198,7 @@ def _with(
     }
 
 
-def _checkpointed(job: Job, status: Body, run: Run, now: datetime) -> Body:
+def _checkpointed(job: Job, status: Body, run: JobPlacement, now: datetime) -> Body:
     """Return `status` with what the worker says of checkpoints that it could not write or read."""
     if run.trouble is None:
         return status
@@ -204,7 +208,7 @@ def _checkpointed(job: Job, status: Body, run: Run, now: datetime) -> Body:
     return _with(job, status, now, (T.CHECKPOINTED, "True", Reason.CHECKPOINT_WRITTEN, detail))
 
 
-def _progress(status: Mapping[str, Any], run: Run) -> Body:
+def _progress(status: Mapping[str, Any], run: JobPlacement) -> Body:
     """Return `status` with what the worker reported; a field it has not reported stays."""
     after = dict(status)
     progress = run.progress
@@ -237,7 +241,7 @@ def _without_rates(status: Mapping[str, Any]) -> Body:
     return after
 
 
-def _numbers(progress: Progress) -> Body:
+def _numbers(progress: WorkerProgress) -> Body:
     numbers: Body = {
         "step": progress.step,
         "totalSteps": progress.total_steps,

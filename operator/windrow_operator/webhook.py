@@ -21,22 +21,22 @@ from aiohttp import web
 from windrow.crd import GROUP, LABEL_DECODE
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
+from windrow_operator.cluster_state import ClusterState, pod_of
 from windrow_operator.injection import (
     DECODE_IMAGE,
     DECODES,
     IS_REQUESTED,
     NOT_DISABLED,
     Injection,
+    PodNamespace,
     Refusal,
     SidecarTemplate,
-    Surroundings,
     inject,
 )
-from windrow_operator.kube import ApiError, Kube, NotFound
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Policy
+from windrow_operator.model import CheckedPolicy
 from windrow_operator.reconcile import Event
-from windrow_operator.world import World, pod_of
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def webhook_configuration(
     }
 
 
-class Registration:
+class WebhookRegistration:
     """Keeps the API server's list of when to call the webhook."""
 
     def __init__(self, kube: Kube, client: Body, ca: bytes, own_namespace: str) -> None:
@@ -155,14 +155,14 @@ class Webhook:
 
     def __init__(
         self,
-        world: World,
+        cluster: ClusterState,
         kube: Kube,
         template: Callable[[], SidecarTemplate],
         metrics: Metrics,
         note: Callable[[Body, Event], Coroutine[Any, Any, None]],
         prepulled: str = "",
     ) -> None:
-        self._world, self._kube, self._template = world, kube, template
+        self._cluster, self._kube, self._template = cluster, kube, template
         self._metrics, self._note, self._prepulled = metrics, note, prepulled
         self._notes: set[asyncio.Task[None]] = set()  # on their way
 
@@ -214,10 +214,10 @@ class Webhook:
     async def _decide(self, pod: Body, namespace: str, *, dry_run: bool) -> Injection | None:
         # A pod under creation may not have its namespace yet; the review has.
         candidate = replace(pod_of(pod), namespace=namespace)
-        policy = policies.select(candidate, self._world.policies.values())
+        policy = policies.select(candidate, self._cluster.policies.values())
         sidecar = policy.spec.sidecar if policy and policy.spec else None
-        around = Surroundings(
-            self._world.namespaces.get(namespace) or {},
+        around = PodNamespace(
+            self._cluster.namespaces.get(namespace) or {},
             await self._shared_claims(namespace, sidecar),
         )
         done = inject(pod, self._template(), sidecar, around)
@@ -229,9 +229,9 @@ class Webhook:
         await self._require_admitted(pod, done, namespace)
         return done
 
-    def _tell(self, policy: Policy, pod: str, warnings: Iterable[str]) -> None:
+    def _tell(self, policy: CheckedPolicy, pod: str, warnings: Iterable[str]) -> None:
         """Say of the policy what a pod does not get by it. The pod is not held up for that."""
-        if (about := self._world.policy_bodies.get(policy.key)) is None:
+        if (about := self._cluster.policy_bodies.get(policy.key)) is None:
             return
         for sentence in warnings:
             event = Event("VolumeLeftOut", f"pod {pod}: {sentence}", warning=True)
@@ -251,7 +251,7 @@ class Webhook:
                 claim = await self._kube.get(
                     f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{name}"
                 )
-            except NotFound:
+            except ObjectNotFound:
                 continue
             status = claim.get("status") or {}
             modes = {"ReadWriteMany", "ReadOnlyMany"} & set(status.get("accessModes") or ())
@@ -259,7 +259,7 @@ class Webhook:
                 found.add(name)
         return frozenset(found)
 
-    async def _require_image(self, policy: Policy | None) -> None:
+    async def _require_image(self, policy: CheckedPolicy | None) -> None:
         """Refuse a native sidecar whose image would have to be pulled before decode starts."""
         image = self._template().image
         if image == DECODE_IMAGE:
@@ -272,7 +272,7 @@ class Webhook:
         path = f"/apis/apps/v1/namespaces/{namespace}/daemonsets/{name}"
         try:
             status = (await self._kube.get(path)).get("status") or {}
-        except NotFound:
+        except ObjectNotFound:
             status = {}
         ready, all_ = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
         if not all_ or ready < all_:

@@ -303,7 +303,7 @@ class Page:
         reserved_chunks: int,
         lent_chunks: int,
         objective_us: int,
-        slo_debt_us: int,
+        slack_us: int,
         steps_over_objective: int,
     ) -> None:
         """Publish; sets heartbeat_ns."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from windrow_sidecar.finetune.checkpoints import checkpoint
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.training import checkpoint
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 UID, GOOD_STEPS = "a-job", 2

@@ -21,14 +21,14 @@ from transformers import AutoTokenizer
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError, WindrowError
-from windrow_sidecar.finetune.beside.loading import Loading
-from windrow_sidecar.finetune.beside.standby import Order
-from windrow_sidecar.finetune.dataset.readers import Readers, RowsWanted
-from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
-from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
-from windrow_sidecar.finetune.failures import failure
-from windrow_sidecar.finetune.ledger import Standing
-from windrow_sidecar.finetune.training.data import Split
+from windrow_sidecar.finetune.colocated.loading import Loading
+from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
+from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.training.health import StallWatch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def wanted(source: object, **dataset: Any) -> RowsWanted:
     return RowsWanted(spec, MODEL, ModelLimits(1 << 20, 4096), 256, learn_all=False, seed=3)
 
 
-def here(order: RowsWanted) -> Split:
+def here(order: RowsWanted) -> DataSplit:
     tokenizer = RowTokenizer(
         AutoTokenizer.from_pretrained(MODEL),
         max_length=order.max_length,
@@ -50,7 +50,7 @@ def here(order: RowsWanted) -> Split:
     return read_dataset(order.dataset, tokenizer, order.limits, seed=order.seed)
 
 
-def rows_of(split: Split) -> list[Any]:
+def rows_of(split: DataSplit) -> list[Any]:
     parts = (split.train, split.held_out)
     return [
         [(row.ids, row.labels, row.where) for part in parts for row in part],
@@ -100,7 +100,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
     many.write_text(Path(ROWS).read_text() * 500)
     wrong.write_text('{"text": "a"}\n{"words": "b"}\n')
 
-    def elsewhere(order: RowsWanted) -> Split:
+    def elsewhere(order: RowsWanted) -> DataSplit:
         return readers.begin(order).wait(lambda: None, ALWAYS)
 
     def reading() -> list[psutil.Process]:
@@ -128,11 +128,16 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         return error_of(lambda: rows.wait(lambda: None, ALWAYS))
 
     def stalled() -> object:
-        standing = Standing(stall=StallWatch(after_s=0.2))
+        job_state = JobState(stall=StallWatch(after_s=0.2))
         loading = Loading(
-            job("stalled"), Order("stalled", 1), standing, readers, lambda _: wanted(fifo), ALWAYS
+            job("stalled"),
+            JobOrder("stalled", 1),
+            job_state,
+            readers,
+            lambda _: wanted(fifo),
+            ALWAYS,
         )
-        standing.stall.watch(lambda found: loading.give_up(failure(found, "")))
+        job_state.stall.watch(lambda found: loading.give_up(failure(found, "")))
         until(lambda: loading.verdict)
         until(lambda: not reading())
         assert loading.verdict is not None
@@ -143,22 +148,22 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         root.mkdir(parents=True)
         with (root / "lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            file, order = job("locked"), Order("locked", 1)
-            loading = Loading(file, order, Standing(), readers, lambda _: wanted(ROWS), ALWAYS)
+            file, order = job("locked"), JobOrder("locked", 1)
+            loading = Loading(file, order, JobState(), readers, lambda _: wanted(ROWS), ALWAYS)
             verdict = failure(RuntimeError("a test"), "")
             given_up = loading.give_up(verdict), loading.is_over, loading.give_up(verdict)
         return [*given_up, loading.verdict == verdict, reading()]
 
     def held() -> object:
-        pace, standing = Granting(), Standing(stall=StallWatch(after_s=60.0))
-        file, order = job("held"), Order("held", 1)
-        loading = Loading(file, order, standing, readers, lambda _: wanted(many), pace)
+        pace, job_state = Granting(), JobState(stall=StallWatch(after_s=60.0))
+        file, order = job("held"), JobOrder("held", 1)
+        loading = Loading(file, order, job_state, readers, lambda _: wanted(many), pace)
         until(reading)
         (process,) = reading()
         pace.now = False
         until(lambda: process.status() == psutil.STATUS_STOPPED)
-        spent, renewed = process.cpu_times().user, standing.stall._begun
-        until(lambda: standing.stall._begun != renewed)  # decode's wait is none of its own
+        spent, renewed = process.cpu_times().user, job_state.stall._begun
+        until(lambda: job_state.stall._begun != renewed)  # decode's wait is none of its own
         stood_still = process.cpu_times().user == spent
         pace.now = True
         until(lambda: process.status() != psutil.STATUS_STOPPED)

@@ -10,13 +10,13 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
-from windrow_sidecar.finetune.activations.following import Following
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.activations.planning import largest, smallest
-from windrow_sidecar.finetune.activations.recipe import recipe_of
-from windrow_sidecar.finetune.activations.recording import record
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.recompute.checkpointed_forward import CheckpointedForward
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
+from windrow_sidecar.finetune.recompute.planning import largest, smallest
+from windrow_sidecar.finetune.recompute.recompute_plan import recompute_plan_of
+from windrow_sidecar.finetune.recompute.recording import record
 
 SIZES = {
     "vocab_size": 64,
@@ -127,7 +127,9 @@ def test_what_is_kept_is_what_was_planned_and_is_gone_after_backward(architectur
     args, kwargs = call_of(stack)
     recording = record(stack.layers[0], args, kwargs)
     for plan in (largest(recording.graph), smallest(recording.graph)):
-        following = Following(stack.layers[0], args, kwargs, recipe_of(recording, plan))
+        following = CheckpointedForward(
+            stack.layers[0], args, kwargs, recompute_plan_of(recording, plan)
+        )
         with following.forward():
             out = stack.layers[0](*args, **kwargs)
         assert not following.misfit
@@ -173,8 +175,8 @@ def test_a_forward_that_is_another_one_than_the_plan_s_is_run_again_as_a_whole()
     wide.layers[0](*args, **kwargs).sum().backward()
     expected = args[0].grad.clone()
     args[0].grad = None
-    recipe = recipe_of(recording, smallest(recording.graph))
-    following = Following(wide.layers[0], args, kwargs, recipe)
+    recompute_plan = recompute_plan_of(recording, smallest(recording.graph))
+    following = CheckpointedForward(wide.layers[0], args, kwargs, recompute_plan)
     with following.forward():
         out = wide.layers[0](*args, **kwargs)
     assert following.misfit

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 
-from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.testing.examplejob import example_job
 
 # A watch that waits for a second: nobody waits a quarter of an hour for a test.
@@ -15,7 +15,7 @@ RUN = """
 import sys
 from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.alone.together import Together
+from windrow_sidecar.finetune.standalone.run import Together
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.testing.examplejob import example_job
 

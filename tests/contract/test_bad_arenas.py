@@ -193,7 +193,7 @@ def test_the_bytes_of_the_page_are_the_records_of_view_py_at_the_written_places(
         raw = raw_control(path)
         publications: list[tuple[str, type, Callable[[], tuple]]] = [
             ("view", view.View, page.read_view),
-            ("grant", view.Decision, page.read_grant),
+            ("grant", view.Grant, page.read_grant),
             ("offer", view.Offer, page.read_offer),
         ]
         for part, record, read in publications:

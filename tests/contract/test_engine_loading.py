@@ -23,7 +23,7 @@ from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.base.model import ExportedWeights, load_base, read_manifest
+from windrow_sidecar.finetune.model.loading import ExportedWeights, load_base, read_manifest
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

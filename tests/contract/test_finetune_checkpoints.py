@@ -17,20 +17,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoints.checkpoint import (
+from windrow_sidecar.finetune.training.checkpoint import (
     Fenced,
     JobFolder,
     Position,
     is_disk_full,
 )
-from windrow_sidecar.finetune.checkpoints.origin import Origin
-from windrow_sidecar.finetune.checkpoints.saving import CheckpointWriter
-from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
-from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
+from windrow_sidecar.finetune.training.checkpoint_writer import CheckpointWriter
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.snapshot import Spare, TensorSnapshot
 from windrow_sidecar.testing.tinyjob import adapter_of, advance, bit_equal, finish, tiny_job
 
 UID = "a-job"
-COURSE = Course(eval_every=2, patience=3)
+COURSE = EvaluationPolicy(eval_every=2, patience=3)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,7 +45,7 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def uninterrupted():
-    job = tiny_job(course=COURSE)
+    job = tiny_job(evaluation_policy=COURSE)
     finish(job)
     return adapter_of(job)
 
@@ -60,14 +60,14 @@ def test_checkpoints_that_are_copied_while_training_goes_on_resume_bit_for_bit(
     folder = JobFolder(tmp_path / str(hash(tuple(plan))), UID, 1)
     folder.claim()
     for before, after in plan:
-        job = tiny_job(course=COURSE)
+        job = tiny_job(evaluation_policy=COURSE)
         if (found := folder.newest()) is not None:
             job.stream.restore(found.position, found.tensors)
         advance(job.stream, before)
         position, snapshot = job.stream.position, job.stream.snapshot()
         advance(job.stream, after)  # lost, but for what the copies must not see
         folder.save(position, snapshot.take(), keep=2)
-    job = tiny_job(course=COURSE)
+    job = tiny_job(evaluation_policy=COURSE)
     found = folder.newest()
     job.stream.restore(found.position, found.tensors)
     finish(job)
@@ -76,7 +76,7 @@ def test_checkpoints_that_are_copied_while_training_goes_on_resume_bit_for_bit(
 
 def test_what_changes_first_is_copied_first_and_the_rest_meanwhile():
     tensors = {name: torch.zeros(4) for name in ("parameter/x", "state/y/x", "sum/x")}
-    snapshot = Snapshot(tensors)
+    snapshot = TensorSnapshot(tensors)
     snapshot.copy(["sum"])
     for tensor in tensors.values():
         tensor.fill_(1.0)
@@ -87,32 +87,32 @@ def test_what_changes_first_is_copied_first_and_the_rest_meanwhile():
 
 def test_copies_lie_where_those_of_the_checkpoint_before_lay():
     spare, tensors = Spare(), {"parameter/x": torch.ones(4), "sum/x": torch.ones(2)}
-    first = Snapshot(tensors, spare)
+    first = TensorSnapshot(tensors, spare)
     at = {name: t.data_ptr() for name, t in first.take().items()}
-    second = Snapshot(tensors, spare)
+    second = TensorSnapshot(tensors, spare)
     assert at["sum/x"] != second.take()["sum/x"].data_ptr(), "the first is still being written"
     second.release()
     first.release()
     tensors["sum/x"] = torch.ones(3)
-    third = Snapshot(tensors, spare).take()
+    third = TensorSnapshot(tensors, spare).take()
     assert third["parameter/x"].data_ptr() == at["parameter/x"]
     assert third["sum/x"].shape == (3,)
 
 
 def test_a_copy_that_fails_is_tried_by_the_next_who_needs_it(monkeypatch):
-    snapshot = Snapshot({"sum/x": torch.ones(2)})
+    snapshot = TensorSnapshot({"sum/x": torch.ones(2)})
 
     def full(*_):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("windrow_sidecar.finetune.checkpoints.snapshot._room_for", full)
+        patch.setattr("windrow_sidecar.finetune.training.snapshot._room_for", full)
         with pytest.raises(MemoryError):
             snapshot.take()
     assert torch.equal(snapshot.take()["sum/x"], torch.ones(2))
 
 
-class Slow(Snapshot):
+class Slow(TensorSnapshot):
     """Held back until the test lets it go."""
 
     def __init__(self, tensors) -> None:
@@ -140,15 +140,15 @@ def test_training_goes_on_while_a_checkpoint_is_written(folder):
 def test_the_last_checkpoint_waits_for_the_one_before(folder):
     saved = []
     writer = CheckpointWriter(folder, Origin(), keep=2, saved=saved.append)
-    writer.begin(Position(1), Snapshot({"x": torch.ones(2)}))
-    assert writer.finish(Position(2), Snapshot({"x": torch.ones(2)})).position == Position(2)
+    writer.begin(Position(1), TensorSnapshot({"x": torch.ones(2)}))
+    assert writer.finish(Position(2), TensorSnapshot({"x": torch.ones(2)})).position == Position(2)
     assert [s.position.step for s in saved] == [1, 2]
 
 
 def test_a_worker_that_is_fenced_learns_it_from_its_checkpoint(folder):
     writer = CheckpointWriter(folder, Origin(), keep=2, saved=lambda _: None)
     JobFolder(folder.destination, UID, 2).claim()
-    writer.begin(Position(1), Snapshot({}))
+    writer.begin(Position(1), TensorSnapshot({}))
     with pytest.raises(Fenced):
         writer.settle(wait=True)
 
@@ -178,13 +178,13 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(fol
         failed=lambda step, error: failed.append((step, error.errno)),
     )
     with small_files():
-        writer.begin(Position(2), Snapshot({"x": torch.ones(8192)}))
+        writer.begin(Position(2), TensorSnapshot({"x": torch.ones(8192)}))
         writer.settle(wait=True)  # the job goes on
     assert failed == [(2, errno.EFBIG)]
     assert folder.newest().position == Position(1)
     assert [path.name for path in folder.checkpoints.iterdir()] == [folder.newest().path.name]
     with small_files(), pytest.raises(OSError, match=r"tensors\.safetensors"):
-        writer.finish(Position(2), Snapshot({"x": torch.ones(8192)}))
+        writer.finish(Position(2), TensorSnapshot({"x": torch.ones(8192)}))
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -224,7 +224,7 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 import torch
-from windrow_sidecar.finetune.checkpoints import checkpoint
+from windrow_sidecar.finetune.training import checkpoint
 folder = checkpoint.JobFolder(Path(sys.argv[1]), "a-job", 1)
 folder.claim()
 folder.save(checkpoint.Position(1), {"x": torch.ones(4)}, keep=2)

@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar.finetune.adapter.adapters import Adapter, trainable
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
-from windrow_sidecar.finetune.layers.visit import Parts, Visit
-from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.plan.orders import ORDERS, next_of, unfold
-from windrow_sidecar.finetune.tasklets import MicroBatch, Window
+from windrow_sidecar.finetune.engine.group_progress import GroupProgress, tasklet_of
+from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
+from windrow_sidecar.finetune.engine.orders import ORDERS, next_of, unfold
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.tasklets import MicroBatch, TokenWindow
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_rows, small_spec, tuned_model
@@ -38,13 +38,13 @@ def parts():
         stack = DecoderStack(tuned.get_base_model())
         adapter = Adapter(tuned)
         adapter.switch(on=True, training=True)
-        yield Parts(stack, Head(stack), adapter)
+        yield ModelParts(stack, Head(stack), adapter)
 
 
-def visit_of(parts) -> Visit:
+def visit_of(parts) -> MicroBatchGroup:
     for parameter in trainable(parts.adapter.model).values():
         parameter.grad = None
-    return Visit(parts, GROUP, ROWS, TorchBoundaries(), labels_in_batch=LABELS, seed=3)
+    return MicroBatchGroup(parts, GROUP, ROWS, TorchBoundaries(), labels_in_batch=LABELS, seed=3)
 
 
 def gradients(parts) -> dict[str, torch.Tensor]:
@@ -53,10 +53,10 @@ def gradients(parts) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(parts):
-    visit = visit_of(parts)
-    for tasklet in unfold(ORDERS["layer-major"], visit.frontier):
-        visit.run(tasklet)
-    return copy.deepcopy(gradients(parts)), visit.loss
+    batch_group = visit_of(parts)
+    for tasklet in unfold(ORDERS["layer-major"], batch_group.progress):
+        batch_group.run(tasklet)
+    return copy.deepcopy(gradients(parts)), batch_group.loss
 
 
 @settings(
@@ -64,17 +64,17 @@ def expected(parts):
 )
 @given(choices=st.randoms(use_true_random=False), cuts=st.sets(st.integers(1, 45), min_size=1))
 def test_random_legal_orders_and_windows_give_equal_gradients(parts, expected, choices, cuts):
-    visit = visit_of(parts)
-    while not visit.frontier.done:
-        visit.run(choices.choice(list(visit.frontier.allowed(sorted(cuts)))))
+    batch_group = visit_of(parts)
+    while not batch_group.progress.done:
+        batch_group.run(choices.choice(list(batch_group.progress.allowed(sorted(cuts)))))
     assert apart(gradients(parts), expected[0]).by_rounding
-    assert visit.loss == pytest.approx(expected[1], rel=ROUNDING)
+    assert batch_group.loss == pytest.approx(expected[1], rel=ROUNDING)
 
 
 def every_tasklet(depth):
     for micro in GROUP:
         ends = (1, micro.width // 2, micro.width)
-        windows = [Window(b, e) for b in (0, *ends) for e in ends if b < e]
+        windows = [TokenWindow(b, e) for b in (0, *ends) for e in ends if b < e]
         for window in windows:
             yield tasklet_of(Phase.LOSS, micro, depth, window)
             for layer in range(depth):
@@ -84,16 +84,16 @@ def every_tasklet(depth):
 
 @given(choices=st.randoms(use_true_random=False), steps=st.integers(0, 40))
 def test_what_is_not_listed_as_allowed_has_a_reason(choices, steps):
-    frontier = Frontier(GROUP, 2)
+    progress = GroupProgress(GROUP, 2)
     for _ in range(steps):
-        if frontier.done:
+        if progress.done:
             break
-        frontier.advance(choices.choice(list(frontier.allowed([9]))))
+        progress.advance(choices.choice(list(progress.allowed([9]))))
     cuts = sorted({w.end - b for m in GROUP for w in [m.whole] for b in range(w.end)})
-    allowed = set(frontier.allowed(cuts))
+    allowed = set(progress.allowed(cuts))
     for tasklet in every_tasklet(2):
         try:
-            frontier.check(tasklet)
+            progress.check(tasklet)
         except ValueError:
             assert tasklet not in allowed
         else:
@@ -101,34 +101,34 @@ def test_what_is_not_listed_as_allowed_has_a_reason(choices, steps):
 
 
 def test_a_tasklet_out_of_turn_is_refused_and_nothing_has_run(parts):
-    visit = visit_of(parts)
+    batch_group = visit_of(parts)
     with pytest.raises(ValueError, match="layer below"):
-        visit.run(tasklet_of(Phase.FORWARD, GROUP[0], 1, GROUP[0].whole))
-    assert visit.frontier.untouched
+        batch_group.run(tasklet_of(Phase.FORWARD, GROUP[0], 1, GROUP[0].whole))
+    assert batch_group.progress.untouched
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_orders_pass_every_layer_and_token_once_up_and_once_down(order, tokens):
-    frontier = Frontier(GROUP, 3)
-    plan = list(unfold(order, frontier, Windows(tokens)))
-    assert frontier.untouched, "a plan is only looked at"
+    progress = GroupProgress(GROUP, 3)
+    plan = list(unfold(order, progress, Windows(tokens)))
+    assert progress.untouched, "a plan is only looked at"
     passed = {(phase, m): 0 for phase in (Phase.FORWARD, Phase.BACKWARD) for m in GROUP}
     for tasklet in plan:
         if tasklet.phase is not Phase.LOSS:
             passed[tasklet.phase, tasklet.micro] += tasklet.window.tokens
-        frontier.advance(tasklet)
-    assert frontier.done
+        progress.advance(tasklet)
+    assert progress.done
     assert all(tokens == 3 * micro.width for (_, micro), tokens in passed.items())
 
 
 def test_a_plan_goes_on_from_anywhere_with_other_windows():
-    frontier = Frontier(GROUP, 3)
+    progress = GroupProgress(GROUP, 3)
     for _ in range(25):
-        frontier.advance(ORDERS["token-major"](frontier, Windows(5)))
-    for tasklet in unfold(ORDERS["layer-major"], frontier, Windows(11)):
-        frontier.advance(tasklet)
-    assert frontier.done
+        progress.advance(ORDERS["token-major"](progress, Windows(5)))
+    for tasklet in unfold(ORDERS["layer-major"], progress, Windows(11)):
+        progress.advance(tasklet)
+    assert progress.done
 
 
 class Roomy(Windows):
@@ -140,11 +140,11 @@ class Roomy(Windows):
 
 def test_neighbour_layers_join_as_long_as_they_fit():
     micro = GROUP[0]
-    frontier, order = Frontier([micro], 5), ORDERS["layer-major"]
+    progress, order = GroupProgress([micro], 5), ORDERS["layer-major"]
     sizes = []
-    while (tasklet := next_of(order, frontier, Roomy(99))) is not None:
+    while (tasklet := next_of(order, progress, Roomy(99))) is not None:
         sizes.append((tasklet.phase.name, tasklet.layer, tasklet.layer_end))
-        frontier.advance(tasklet)
+        progress.advance(tasklet)
     assert sizes == [
         ("FORWARD", 0, 3),
         ("FORWARD", 3, 5),

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from windrow.errors import UserError
 from windrow.local.finetune import LocalJob, forget
 from windrow_sidecar.finetune.adapter.adapters import trainable
-from windrow_sidecar.finetune.checkpoints.checkpoint import Fenced, JobFolder, Position
-from windrow_sidecar.finetune.failures import failure
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.plan.orders import interleaved, token_major
-from windrow_sidecar.finetune.training.course import Course
+from windrow_sidecar.finetune.engine.orders import interleaved, token_major
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.training.checkpoint import Fenced, JobFolder, Position
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
@@ -126,7 +126,7 @@ def poisoned_loss(job):
     ("poison", "what"), [(poisoned_sum, "gradient of step 2"), (poisoned_loss, "loss of step 2")]
 )
 def test_what_is_not_finite_ends_the_job_in_the_state_of_the_step_before(tmp_path, poison, what):
-    job = tiny_job(course=Course())
+    job = tiny_job(evaluation_policy=EvaluationPolicy())
     while job.stream.position.step < 1:
         advance(job.stream, 1)
     before = adapter_of(job)
@@ -225,7 +225,7 @@ def test_a_lower_epoch_may_neither_start_nor_write(tmp_path):
 _HOLDS = """
 import sys
 from pathlib import Path
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
+from windrow_sidecar.finetune.training.checkpoint import JobFolder
 JobFolder(Path(sys.argv[1]), sys.argv[2], 1).claim()
 print("claimed", flush=True)
 sys.stdin.read()

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoConfig
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.base.structure import find_layers
-from windrow_sidecar.finetune.layers.around import InTurn
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.residency.loading import load_windowed
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.model.around import InTurn
+from windrow_sidecar.finetune.model.structure import find_layers
+from windrow_sidecar.finetune.model.windowed import load_windowed
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
     Cut,

@@ -10,14 +10,14 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import trainable
-from windrow_sidecar.finetune.job import check_packing
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.reach import check_reach
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.plan.orders import token_major
-from windrow_sidecar.finetune.tasklets import Window
-from windrow_sidecar.finetune.training.data import BatchPlan
-from windrow_sidecar.finetune.windows.dropout import DropoutKeys
+from windrow_sidecar.finetune.adapter.reach import check_reach
+from windrow_sidecar.finetune.data.split import BatchPlan
+from windrow_sidecar.finetune.engine.orders import token_major
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.job.assembly import check_packing
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.token_dropout import DropoutKeys
+from windrow_sidecar.finetune.tasklets import TokenWindow
 from windrow_sidecar.testing.architectures import FURTHER, random_model
 from windrow_sidecar.testing.equality import (
     BATCH,
@@ -179,7 +179,7 @@ def test_an_adapter_of_the_head_drops_the_units_of_the_tokens_that_it_sees(
     if architecture in WHOLE_ROWS_ONLY and name == "windows of 7":
         name = "whole"
     # Several slices a row, so that each has to know its own tokens.
-    monkeypatch.setattr("windrow_sidecar.finetune.layers.loss.SLICE_ELEMENTS", 96 * 5)
+    monkeypatch.setattr("windrow_sidecar.finetune.model.loss.SLICE_ELEMENTS", 96 * 5)
     spec = small_spec({"lora": {"rank": 4, **HEADS[architecture]}})
     tuned = tuned_model(random_model(architecture).double(), spec)
     assert any("lm_head" in name for name in trainable(tuned))
@@ -209,7 +209,7 @@ def test_the_share_that_is_dropped_of_embeddings_is_the_models_at_every_shape_an
     keys = DropoutKeys()
     seen = []
     for step in (0, 1, 0):
-        keys.at(17, step, range(4), Window(0, ids.shape[1]))
+        keys.at(17, step, range(4), TokenWindow(0, ids.shape[1]))
         seen.append(stack.begin(ids, dropout=keys).inputs[0])
     shares = [float((x == 0).float().mean()) for x in seen]
     # So many draws of 0.2, five standard deviations.

@@ -16,18 +16,17 @@ import pytest
 from windrow.errors import Transient
 from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
-from windrow_sidecar.agent.channel import Channel
+from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import worker_environment
-from windrow_sidecar.compute.ground import look
-from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
+from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
-from windrow_sidecar.finetune.beside.slotdevice import gpu_partition
+from windrow_sidecar.finetune.colocated.slot_device import gpu_partition
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 GPU = Survey(gpu="a GPU", units=132)
@@ -54,7 +53,7 @@ class Pod:
             return replace(found, is_mps_client=connects and PIPE in environment)
 
         made = GpuSharing(
-            self.run_dir, daemon, look=found_so, changed=self.changed.set, every_s=0.01
+            self.run_dir, daemon, probe=found_so, changed=self.changed.set, every_s=0.01
         )
         await made.start()
         self.open.append(made)
@@ -135,19 +134,19 @@ async def test_clients_of_a_daemon_that_is_taken_over_prove_it_and_nobody_else_i
 
 async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
     sharing = await pod.share(GPU, pod.daemon())
-    slot = Slot(
+    slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
-        Outbox(),
+        EventOutbox(),
         on_facts=lambda: None,
         sharing=lambda: sharing.sharing,
         engine_shares=sharing.engine_shares,
     )
     hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
-    await slot.engine_attached(hello, Channel[agent_pb2.EngineCommand]())
+    await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "spatial"
     hello = agent_pb2.EngineHello(driver="cuda", sharing="temporal", sharing_reason="no client")
-    await slot.engine_attached(hello, Channel[agent_pb2.EngineCommand]())
+    await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "temporal"
     assert slot.facts().sharing_reason == "decode shares it so: no client"
     assert PIPE not in worker_environment(AgentSettings(pod.run_dir))
@@ -192,10 +191,10 @@ async def test_while_decode_is_its_client_the_daemon_outlives_the_agent_and_is_t
 
 async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
     sharing = await pod.share(GPU, None)
-    slot = Slot(
+    slot = AgentSlot(
         0,
         AgentSettings(pod.run_dir),
-        Outbox(),
+        EventOutbox(),
         on_facts=lambda: None,
         sharing=lambda: sharing.sharing,
     )
@@ -216,17 +215,17 @@ def test_mps_is_switched_by_flag_and_environment(run_dir, said, wanted):
 def test_a_process_is_a_client_where_its_environment_and_the_driver_say_so(
     cuda_standin, run_dir, monkeypatch
 ):
-    without = choose_sharing(look("cuda", {}))
+    without = choose_sharing(probe("cuda", {}))
     assert without.mode == "temporal"
     assert "CUDA_MPS_PIPE_DIRECTORY is not set" in without.reason
-    gone = choose_sharing(look("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
+    gone = choose_sharing(probe("cuda", {"CUDA_MPS_PIPE_DIRECTORY": str(run_dir)}))
     assert f"no daemon answers in {run_dir}" in gone.reason
     (run_dir / "control").touch()
-    alone = choose_sharing(look("cuda", {PIPE: str(run_dir)}))
+    alone = choose_sharing(probe("cuda", {PIPE: str(run_dir)}))
     assert alone.mode == "temporal", "the driver ran this process without MPS"
     assert f"did not connect this process to the daemon in {run_dir}" in alone.reason
     monkeypatch.setenv("WINDROW_STANDIN_MPS", "1")
-    there = choose_sharing(look("cuda", {PIPE: str(run_dir)}))
+    there = choose_sharing(probe("cuda", {PIPE: str(run_dir)}))
     assert there.mode == "spatial"
 
 

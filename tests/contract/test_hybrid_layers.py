@@ -6,10 +6,10 @@ import copy
 
 import pytest
 
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.packing import packing_refused
-from windrow_sidecar.finetune.layers.probing import one_of_each_kind
-from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.job.assembly import packing_refused
+from windrow_sidecar.finetune.model.capabilities import one_of_each_kind
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
     Cut,

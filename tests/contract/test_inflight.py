@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.device import OpenGate
-from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
+from windrow_sidecar.compute.whole_device import WholeDevice
+from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.engine.sizing import Estimates
+from windrow_sidecar.finetune.job.device import OpenGate
+from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import tiny_job
 
@@ -32,7 +32,7 @@ class Slot:
         self.epoch = 0
         self.gate = GrantGate(
             self.arena.page,
-            Unshared("finetune", UNITS),
+            WholeDevice("finetune", UNITS),
             self.estimates,
             lambda: OfferFacts(1),
             decode_lives=lambda: True,
@@ -41,7 +41,7 @@ class Slot:
         )
 
     def give(self, action: Action, **fields) -> None:
-        decision = Decision(
+        decision = Grant(
             action, UNITS, in_flight_bound_us=BOUND_US, pause_epoch=self.epoch, **fields
         )
         self.arena.page.beat(0)

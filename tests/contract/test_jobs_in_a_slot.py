@@ -11,23 +11,22 @@ from hypothesis import strategies as st
 
 from windrow.conditions import Reason
 from windrow.errors import InvariantBroken, UserError
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.beside.jobs import crowded
-from windrow_sidecar.finetune.beside.memory import LentBoundaries, LentMemory, TenantBoundaries
-from windrow_sidecar.finetune.failures import failure
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.runner import Ending
-from windrow_sidecar.finetune.sharing.carrier import Carrier
-from windrow_sidecar.finetune.sharing.shares import Standing, fair_start
-from windrow_sidecar.finetune.sharing.twin import twin_of
-from windrow_sidecar.testing.acting_runner import ActingRunner, carried
+from windrow_sidecar.finetune.colocated.jobs import crowded
+from windrow_sidecar.finetune.colocated.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, JobShare, fair_start
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
+from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
     LAYERS,
+    activation_budget_of,
     adapter_of,
     bit_equal,
     finish,
-    keeping_of,
     tiny_job,
     tiny_llama,
 )
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def alone(request):
     """How the work is cut, and what each job learns alone."""
-    jobs = [tiny_job(grain=request.param, **kind) for kind in KINDS]
+    jobs = [tiny_job(sizing=request.param, **kind) for kind in KINDS]
     for job in jobs:
         finish(job)
     return request.param, [adapter_of(job) for job in jobs]
@@ -54,17 +53,19 @@ def alone(request):
 class Slot:
     """Jobs over one base, whose boundaries lie in the same lent chunks, and decode."""
 
-    def __init__(self, arenas, grain) -> None:
+    def __init__(self, arenas, sizing) -> None:
         self.decode, worker = arenas
         self.lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
         base = BaseModel(tiny_llama(), None, None, shared=False)
         self.jobs, self.memories = [], []
         for kind in KINDS:
             boundaries = TenantBoundaries(self.lent)
-            job = tiny_job(base=twin_of(base).model, grain=grain, boundaries=boundaries, **kind)
+            job = tiny_job(
+                base=shallow_clone(base).model, sizing=sizing, boundaries=boundaries, **kind
+            )
             self.jobs.append(job)
-            keeping = keeping_of(job, lambda: 1 << 30)
-            self.memories.append(LentMemory(self.lent, boundaries, job.stream, keeping))
+            activation_budget = activation_budget_of(job, lambda: 1 << 30)
+            self.memories.append(LentMemory(self.lent, boundaries, job.stream, activation_budget))
 
     def turn(self, n: int, most: int) -> bool:
         """Run so many tasklets of a job; whether there are more."""
@@ -92,8 +93,8 @@ class Slot:
     )
 )
 def test_turns_in_the_same_chunks_change_nothing_whatever_decode_asks_back(arenas, alone, turns):
-    grain, expected = alone
-    slot = Slot(arenas, grain)
+    sizing, expected = alone
+    slot = Slot(arenas, sizing)
     live = {0, 1, 2}
     rest = [(n, 7, 0) for _ in range(200) for n in range(3)]
     for n, tasklets, asked_back in (*turns, *rest):
@@ -111,8 +112,8 @@ def test_turns_in_the_same_chunks_change_nothing_whatever_decode_asks_back(arena
 
 
 def test_the_end_of_a_job_that_is_away_leaves_the_chunks_of_the_one_that_is_there(arenas, alone):
-    grain, expected = alone
-    slot = Slot(arenas, grain)
+    sizing, expected = alone
+    slot = Slot(arenas, sizing)
     slot.turn(0, 5)
     slot.memories[1].bring_back()
     while slot.lent.is_clear:  # into the middle of a group
@@ -170,7 +171,7 @@ class Plenty(LentMemory):
         return super().bring_back()
 
 
-def carry(arenas, grain, names, **options):
+def carry(arenas, sizing, names, **options):
     """A job of each kind as a carrier takes it."""
     decode, worker = arenas
     lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
@@ -178,19 +179,19 @@ def carry(arenas, grain, names, **options):
     order, endings, jobs, made = [], {}, [], []
     for name, kind in zip(names, KINDS, strict=False):
         boundaries = TenantBoundaries(lent)
-        job = tiny_job(base=twin_of(base).model, grain=grain, boundaries=boundaries, **kind)
-        keeping = keeping_of(job, lambda: 1 << 30)
-        memory = Plenty(decode, lent, boundaries, job.stream, keeping)
+        job = tiny_job(base=shallow_clone(base).model, sizing=sizing, boundaries=boundaries, **kind)
+        activation_budget = activation_budget_of(job, lambda: 1 << 30)
+        memory = Plenty(decode, lent, boundaries, job.stream, activation_budget)
         acting = ActingRunner(name, job, order, **options.get(name, {}))
         jobs.append(job)
-        made.append(carried(acting, memory, endings))
+        made.append(job_handle(acting, memory, endings))
     return lent, jobs, made, order, endings
 
 
 def test_a_job_that_joins_shares_from_then_on_and_a_bad_one_ends_alone(arenas, alone):
-    grain, expected = alone
+    sizing, expected = alone
     lent, jobs, made, order, endings = carry(
-        arenas, grain, ("first", "broken", "late"), broken={"fails_at": 4}
+        arenas, sizing, ("first", "broken", "late"), broken={"fails_at": 4}
     )
     came = {6: lambda: made[1], 12: lambda: None, 18: lambda: made[2]}
 
@@ -198,7 +199,7 @@ def test_a_job_that_joins_shares_from_then_on_and_a_bad_one_ends_alone(arenas, a
         due = [at for at in came if at <= len(order)]
         return came.pop(due[0]) if due else None
 
-    Carrier(made[:1], arrivals=arrivals, clock=lambda: 0.0).run()
+    JobMultiplexer(made[:1], arrivals=arrivals, clock=lambda: 0.0).run()
     learnt = [adapter_of(job) for job in jobs]
     lent.give_all_back()
     assert endings == {
@@ -214,11 +215,11 @@ def test_a_job_that_joins_shares_from_then_on_and_a_bad_one_ends_alone(arenas, a
 
 
 def test_a_job_without_room_holds_up_no_other_and_waits_once_it_is_alone(arenas, alone):
-    grain, expected = alone
-    lent, jobs, made, order, endings = carry(arenas, grain, ("hungry", "fed"))
+    sizing, expected = alone
+    lent, jobs, made, order, endings = carry(arenas, sizing, ("hungry", "fed"))
     hungry = made[0].runner
     hungry.fed = lambda: "fed" in endings and hungry.waited > 2
-    Carrier(made, clock=lambda: 0.0).run()
+    JobMultiplexer(made, clock=lambda: 0.0).run()
     learnt = [adapter_of(job) for job in jobs]
     lent.give_all_back()
     assert [name for name, _ in pairwise([*dict.fromkeys(order), ""])] == ["fed", "hungry"]
@@ -227,7 +228,7 @@ def test_a_job_without_room_holds_up_no_other_and_waits_once_it_is_alone(arenas,
 
 
 def test_who_joins_starts_where_the_one_is_that_is_furthest_behind():
-    others = [Standing(4000), Standing(9000, weight=3.0)]
+    others = [JobShare(4000), JobShare(9000, weight=3.0)]
     assert fair_start(1.0, others) == 3000
     assert fair_start(2.0, others) == 6000
     assert fair_start(1.0, []) == 0

@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.alone.together import check_apart
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.device import OwnMemory
-from windrow_sidecar.finetune.job import Job
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.runner import Ending
-from windrow_sidecar.finetune.sharing.carrier import Carrier
-from windrow_sidecar.finetune.sharing.shares import Standing, next_turn, turn_is_over
-from windrow_sidecar.finetune.sharing.twin import check_shared, twin_of
-from windrow_sidecar.testing.acting_runner import ActingRunner, carried
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.device import OwnMemory
+from windrow_sidecar.finetune.job.multiplexer import (
+    JobMultiplexer,
+    JobShare,
+    next_turn,
+    turn_is_over,
+)
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone
+from windrow_sidecar.finetune.standalone.run import check_apart
+from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
@@ -45,7 +49,7 @@ def base_model(model=None) -> BaseModel:
     return BaseModel(model or tiny_llama(), None, None, shared=False)
 
 
-def jobs_of(grain, base=None) -> list[TinyJob]:
+def jobs_of(sizing, base=None) -> list[TinyJob]:
     """Three kinds of training over one base, or each over its own."""
     make = [
         {},
@@ -53,7 +57,7 @@ def jobs_of(grain, base=None) -> list[TinyJob]:
         {"adapter": IA3, "seed": 7, "steps": 3},
     ]
     return [
-        tiny_job(base=twin_of(base).model if base else None, **{"grain": grain, **options})
+        tiny_job(base=shallow_clone(base).model if base else None, **{"sizing": sizing, **options})
         for options in make
     ]
 
@@ -72,8 +76,8 @@ def alone(request):
 )
 @given(draw=st.randoms(use_true_random=False))
 def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alone(alone, draw):
-    grain, expected = alone
-    jobs, home = jobs_of(grain, base_model()), Elsewhere()
+    sizing, expected = alone
+    jobs, home = jobs_of(sizing, base_model()), Elsewhere()
     memories = [OwnMemory(job.stream, home) for job in jobs]
     live = list(range(len(jobs)))
     while live:
@@ -105,7 +109,7 @@ def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
 
 def test_a_twin_shares_every_weight_but_the_biases_may_be_trained_apart():
     base = base_model(random_model("Qwen2", num_hidden_layers=2))
-    one, other = twin_of(base).model, twin_of(base).model
+    one, other = shallow_clone(base).model, shallow_clone(base).model
     at = {name: p.data_ptr() for name, p in base.model.named_parameters()}
     assert {name: p.data_ptr() for name, p in one.named_parameters()} == at
     biased = small_spec({"lora": {"rank": 2, "bias": "all"}})
@@ -132,11 +136,11 @@ def test_a_quantised_base_is_not_shared():
     head = model.get_output_embeddings()
     head.weight = Quantised(head.weight.detach(), requires_grad=False)
     with pytest.raises(UserError, match="cannot share a quantised base"):
-        twin_of(base_model(model))
+        shallow_clone(base_model(model))
 
 
 def test_jobs_that_would_write_into_one_folder_are_refused():
-    jobs = [Job("default", name, name, 1, small_spec()) for name in ("tone", "code")]
+    jobs = [JobSpec("default", name, name, 1, small_spec()) for name in ("tone", "code")]
     with pytest.raises(UserError, match="tone and code would both write to /out") as caught:
         check_apart(jobs)
     assert caught.value.field == "spec.output.destination"
@@ -149,7 +153,7 @@ def test_jobs_that_would_write_into_one_folder_are_refused():
 def test_shares_differ_by_one_turn_at_most(steps, weights):
     tokens = [0] * len(steps)
     for _ in range(200):
-        chosen = next_turn([Standing(t, w) for t, w in zip(tokens, weights, strict=False)])
+        chosen = next_turn([JobShare(t, w) for t, w in zip(tokens, weights, strict=False)])
         tokens[chosen] += steps[chosen]
     shares = [t / w for t, w in zip(tokens, weights, strict=False)]
     most = max(s / w for s, w in zip(steps, weights, strict=False))
@@ -158,8 +162,8 @@ def test_shares_differ_by_one_turn_at_most(steps, weights):
 
 
 def test_who_may_not_run_has_no_turn_and_a_turn_is_long_beside_its_switch():
-    assert next_turn([Standing(0, may_run=False), Standing(9)]) == 1
-    assert next_turn([Standing(0, may_run=False)]) is None
+    assert next_turn([JobShare(0, may_run=False), JobShare(9)]) == 1
+    assert next_turn([JobShare(0, may_run=False)]) is None
     assert turn_is_over(1.0, 0.05)
     assert not turn_is_over(0.9, 0.05)
     assert turn_is_over(0.0, 0.0)
@@ -167,18 +171,18 @@ def test_who_may_not_run_has_no_turn_and_a_turn_is_long_beside_its_switch():
 
 def acted(runner: ActingRunner, endings):
     """A job that a carrier takes, in memory of its own."""
-    return carried(runner, OwnMemory(runner.stream, Elsewhere()), endings)
+    return job_handle(runner, OwnMemory(runner.stream, Elsewhere()), endings)
 
 
 def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(alone):
-    grain, expected = alone
-    jobs, order, endings = jobs_of(grain, base_model()), [], {}
+    sizing, expected = alone
+    jobs, order, endings = jobs_of(sizing, base_model()), [], {}
     acting = [
         ActingRunner("first", jobs[0], order),
         ActingRunner("broken", jobs[1], order, fails_at=17),
         ActingRunner("third", jobs[2], order),
     ]
-    Carrier([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
+    JobMultiplexer([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
     assert endings == {
         "first": Ending.SUCCEEDED,
         "broken": Ending.FAILED,
@@ -192,10 +196,10 @@ def test_one_that_fails_ends_alone_and_the_others_learn_what_they_learn_alone(al
 
 def test_one_that_is_told_to_pause_in_the_middle_of_a_step_leaves_the_device_to_the_others():
     base = base_model()
-    jobs, order, endings = [tiny_job(base=twin_of(base).model) for _ in range(2)], [], {}
+    jobs, order, endings = [tiny_job(base=shallow_clone(base).model) for _ in range(2)], [], {}
     acting = [ActingRunner("first", jobs[0], order), ActingRunner("second", jobs[1], order)]
     acting[0].told_to_pause = True
-    Carrier([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
+    JobMultiplexer([acted(a, endings) for a in acting], clock=lambda: 0.0).run()
     assert order[: acting[1].ran] == ["second"] * acting[1].ran
     assert endings == {"first": Ending.SUCCEEDED, "second": Ending.SUCCEEDED}
     assert bit_equal(adapter_of(jobs[0]), adapter_of(jobs[1]))

@@ -14,19 +14,18 @@ from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.worker_process import worker_environment
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.adapter.adapters import trainable
-from windrow_sidecar.finetune.alone.dedicated import open_alone
-from windrow_sidecar.finetune.base import model as base_model
-from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.base.precision import WeightForm
-from windrow_sidecar.finetune.beside.allocations import Loaded
-from windrow_sidecar.finetune.beside.residents import Residents
-from windrow_sidecar.finetune.beside.slot import open_slot
-from windrow_sidecar.finetune.device import OpenGate
-from windrow_sidecar.finetune.ledger import Standing
-from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.finetune.residency.hiding import most_that_fit
+from windrow_sidecar.finetune.colocated.allocations import Loaded
+from windrow_sidecar.finetune.colocated.resident_layers import Residents
+from windrow_sidecar.finetune.colocated.slot import open_slot
+from windrow_sidecar.finetune.engine.sizing import Estimates, most_that_fit
+from windrow_sidecar.finetune.job.device import OpenGate
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.model import loading as base_model
+from windrow_sidecar.finetune.model.loading import load_base
+from windrow_sidecar.finetune.model.precision import WeightForm
+from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.testing.examplejob import MODEL, example_job
 from windrow_sidecar.testing.lending_decode import LendingDecode
 from windrow_sidecar.testing.lent_allocations import LentAllocations
@@ -116,27 +115,27 @@ def test_beside_decode_a_slot_keeps_the_copy_to_its_rate_and_shares_each_visit(
     arena.serve(str(RunDir(run_dir).arena_socket(0)))
     job = example_job(tmp_path, microBatchSize=1)
     with LendingDecode(arena, limit=24) as decode:
-        cores = Unshared("finetune", 2)
+        cores = WholeDevice("finetune", 2)
         slot = open_slot(WORKER, RunDir(run_dir), 0, cores, copy_rate=SLOW)
-        seat = slot.take(job, Standing())
-        seat.memory.bring_back()
-        frozen, stream = slot._base.frozen, seat.session.stream
+        context = slot.take(job, JobState())
+        context.memory.bring_back()
+        frozen, stream = slot._base.frozen, context.session.stream
 
         def may_run(tasklet) -> bool:
-            seat.memory.settle()
+            context.memory.settle()
             tasklet = stream.peek() or tasklet
-            if not seat.memory.starving(tasklet) and slot.gate.launch(tasklet):
+            if not context.memory.starving(tasklet) and slot.gate.launch(tasklet):
                 return True
             slot.gate.quiet(tasklet)
             slot.gate.wait()
             return False
 
-        groups = trained(seat.session, may_run, slot.gate.landed)
+        groups = trained(context.session, may_run, slot.gate.landed)
         slot.close()
     assert max(groups) > 1
     assert 2 <= decode.most_resident < 6
     assert frozen.bytes_per_s <= SLOW
-    assert equal_but_for_the_order_of_sums(adapter_of(seat.session), expected, truth)
+    assert equal_but_for_the_order_of_sums(adapter_of(context.session), expected, truth)
     frozen.close()
     arena.close()
 
@@ -173,7 +172,9 @@ class InChunks(LentAllocations):
         self.frozen._make_slot = self._slot
         self.session = open_alone(example_job(folder, microBatchSize=1), base=base)
         self.residents = Residents(self.frozen)
-        self.memory.serve(Loaded(self.session.stream, self.session.keeping, self.residents))
+        self.memory.serve(
+            Loaded(self.session.stream, self.session.activation_budget, self.residents)
+        )
 
     def _slot(self, n_bytes: int) -> torch.Tensor:
         address = self.allocator.allocate(n_bytes)

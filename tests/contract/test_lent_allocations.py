@@ -17,14 +17,14 @@ import torch
 from windrow.errors import Transient
 from windrow_sidecar._core import DeviceAllocator
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.compute.mode import Sharing
-from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.base.model import find_model, load_base
-from windrow_sidecar.finetune.beside.allocations import Loaded, chunks_for
-from windrow_sidecar.finetune.beside.slot import WorkerSlot
-from windrow_sidecar.finetune.beside.slotdevice import SlotDevice
-from windrow_sidecar.finetune.job import read_job
-from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.compute.whole_device import WholeDevice
+from windrow_sidecar.finetune.colocated.allocations import Loaded, chunks_for
+from windrow_sidecar.finetune.colocated.slot import WorkerSlot
+from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
+from windrow_sidecar.finetune.job.assembly import read_job
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.model.loading import find_model, load_base
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
 from windrow_sidecar.testing.lending_decode import LendingDecode
@@ -278,19 +278,19 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
 
         ground = SlotDevice(
             HostDevice(),
-            Unshared("finetune", 2),
+            WholeDevice("finetune", 2),
             Sharing("temporal", "a test"),
             beside.memory,
         )
         slot = WorkerSlot(WORKER, beside.worker, ground, load)
-        seat = slot.take(job, Standing(stall=watch))
+        context = slot.take(job, JobState(stall=watch))
         assert watch.stalled() is None, "it is loaded"
         assert noticed[0] is None
         assert "loading the model has not ended" in str(noticed[1])
         assert loaded_with == [4], "all that decode lends, before anything is loaded"
         with pytest.raises(Transient, match="cannot carry other beside it"):
             slot.rows_for(replace(job, name="other", uid="v"))
-        stream, memory, ran = seat.session.stream, seat.memory, 0
+        stream, memory, ran = context.session.stream, context.memory, 0
         while (tasklet := stream.peek()) is not None:
             memory.settle()
             tasklet = stream.peek() or tasklet
@@ -303,7 +303,7 @@ def test_a_slot_whose_torch_allocates_from_chunks_asks_for_memory_before_it_load
                 slot.gate.wait()
         assert stream.position.step == 2
         assert ran == len(slot.gate.take_ran())
-        slot.leave(seat)
+        slot.leave(context)
         slot.close()
         assert beside.budget.chunks == 0
     assert decode.most_wanted >= 6

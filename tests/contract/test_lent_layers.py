@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.alone.dedicated import open_alone
-from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.beside.lentlayers import LentLayers
-from windrow_sidecar.finetune.beside.memory import LentBoundaries
+from windrow_sidecar.finetune.colocated.lent_layers import LentLayers
+from windrow_sidecar.finetune.colocated.memory import LentBoundaries
+from windrow_sidecar.finetune.model.loading import load_base
+from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.memory.tensors import arena_tensor
 from windrow_sidecar.testing.examplejob import MODEL, example_job
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal

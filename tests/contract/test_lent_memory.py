@@ -6,19 +6,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.beside.memory import (
+from windrow_sidecar.finetune.colocated.memory import (
     LentBoundaries,
     LentMemory,
     TenantBoundaries,
 )
-from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
     LAYERS,
+    activation_budget_of,
     adapter_of,
     bit_equal,
-    keeping_of,
     tiny_job,
 )
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def untouched(request):
     """How the work is cut; what is learnt when nobody asks for memory, in how many tasklets."""
-    job = tiny_job(grain=request.param)
+    job = tiny_job(sizing=request.param)
     ran = 0
     while (tasklet := job.stream.peek()) is not None:
         job.stream.run(tasklet)
@@ -46,15 +46,15 @@ class Beside:
     a group.
     """
 
-    def __init__(self, arenas, grain, *, free_bytes=1 << 30) -> None:
+    def __init__(self, arenas, sizing, *, free_bytes=1 << 30) -> None:
         self.own_bytes = 1 << 30
         self.decode, worker = arenas
         self.lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
         boundaries = TenantBoundaries(self.lent)
-        self.job = tiny_job(grain=grain, boundaries=boundaries)
-        keeping = keeping_of(self.job, lambda: self.own_bytes)
+        self.job = tiny_job(sizing=sizing, boundaries=boundaries)
+        activation_budget = activation_budget_of(self.job, lambda: self.own_bytes)
         self.memory = LentMemory(
-            self.lent, boundaries, self.job.stream, keeping, free_bytes=lambda: free_bytes
+            self.lent, boundaries, self.job.stream, activation_budget, free_bytes=lambda: free_bytes
         )
         self.memory.bring_back()
         self.ran = 0
@@ -85,8 +85,8 @@ class Beside:
 def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
     arenas, untouched, moments
 ):
-    grain, expected, tasklets = untouched
-    beside = Beside(arenas, grain)
+    sizing, expected, tasklets = untouched
+    beside = Beside(arenas, sizing)
     for after, chunks in moments:
         beside.go(after)
         beside.decode.revoke(chunks)
@@ -103,8 +103,8 @@ def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
 
 
 def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, untouched):
-    grain, expected, tasklets = untouched
-    beside = Beside(arenas, grain, free_bytes=0)
+    sizing, expected, tasklets = untouched
+    beside = Beside(arenas, sizing, free_bytes=0)
     while beside.job.stream.peek().phase is not Phase.BACKWARD:
         beside.go(1)
     beside.decode.revoke(CHUNKS)
@@ -119,8 +119,8 @@ def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, un
 
 
 def test_a_group_waits_where_the_worker_lacks_memory_of_its_own(arenas, untouched):
-    grain, expected, _ = untouched
-    beside = Beside(arenas, grain)
+    sizing, expected, _ = untouched
+    beside = Beside(arenas, sizing)
     while not beside.job.stream.tokens_to_begin:
         beside.go(1)
     beside.decode.lend(CHUNKS, owner=OWNER)

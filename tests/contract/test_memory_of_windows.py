@@ -13,12 +13,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from benchmarks.activations import LiveBytes
 from windrow.crd.adapter import AdapterSpec
-from windrow_sidecar.finetune.base.model import BaseModel, load_base
-from windrow_sidecar.finetune.job import Session, open_session
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.plan.grain import WholeRows, Windows
-from windrow_sidecar.finetune.plan.orders import ORDERS
-from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.engine.orders import ORDERS
+from windrow_sidecar.finetune.engine.sizing import WholeRows, Windows
+from windrow_sidecar.finetune.job.assembly import TrainingSession, open_session
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.loading import BaseModel, load_base
+from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.testing.examplejob import MODEL, example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,7 +46,7 @@ def session(tmp_path: Path, tokenizer):
         micro_batches: int = 1,
         adapter: Mapping[str, Any] | None = None,
         experts: int = 0,
-    ) -> Session:
+    ) -> TrainingSession:
         sizes: dict[str, Any] = {
             "vocab_size": len(tokenizer),
             "hidden_size": 128,
@@ -67,13 +67,13 @@ def session(tmp_path: Path, tokenizer):
         job = example_job(tmp_path, maxSequenceLength=WIDTH)
         adapter = adapter or {"lora": {"rank": 4, "alpha": 8}}
         spec = job.spec.model_copy(update={"adapter": AdapterSpec.model_validate(adapter)})
-        grain = Windows(window) if window else WholeRows()
+        sizing = Windows(window) if window else WholeRows()
         return open_session(
             replace(job, spec=spec),
             base,
             boundaries=TorchBoundaries(),
             limits=lambda: MicroLimits(512, max_rows=2, micro_batches=micro_batches),
-            grain=lambda: grain,
+            sizing=lambda: sizing,
             order=ORDERS[order],
             windows=window > 0,
         )
@@ -81,11 +81,11 @@ def session(tmp_path: Path, tokenizer):
     return opened
 
 
-def most_held(session: Session) -> tuple[int, int]:
+def most_held(session: TrainingSession) -> tuple[int, int]:
     """Run one group; returns (bytes counted for it, most that lived between two tasklets)."""
     stream = session.stream
     assert stream.peek() is not None
-    counted = session.keeping.peak_bytes(stream.tokens_to_begin)
+    counted = session.activation_budget.peak_bytes(stream.tokens_to_begin)
     most = 0
     with LiveBytes() as live:
         while (tasklet := stream.peek()) is not None:
@@ -129,10 +129,10 @@ def test_experts_that_cannot_be_told_on_paper_are_counted(session):
 
 
 def test_keys_and_values_of_fewer_heads_count_less(session):
-    parts = [session(window=40, kv_heads=n).keeping.parts(1000) for n in (HEADS, 2)]
+    parts = [session(window=40, kv_heads=n).activation_budget.parts(1000) for n in (HEADS, 2)]
     for part in ("key_values", "key_value_sums"):
         assert parts[0][part] == HEADS // 2 * parts[1][part] > 0
     # K and V of 2 heads of 16 in fp32, in 3 layers; sums are those of one.
     assert parts[1]["key_values"] == 1000 * 3 * 2 * 2 * 16 * 4
     assert parts[1]["key_value_sums"] == 1000 * 2 * 2 * 16 * 4
-    assert session(window=0).keeping.parts(1000)["key_values"] == 0
+    assert session(window=0).activation_budget.parts(1000)["key_values"] == 0

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.base.files import weight_files
-from windrow_sidecar.finetune.base.model import ExportedWeights, find_model, load_base
+from windrow_sidecar.finetune.model.loading import ExportedWeights, find_model, load_base
+from windrow_sidecar.finetune.offload.weight_files import weight_files
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

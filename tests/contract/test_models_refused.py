@@ -11,11 +11,11 @@ from transformers import AutoTokenizer
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.base.model import BaseModel
-from windrow_sidecar.finetune.base.structure import find_layers, record
-from windrow_sidecar.finetune.job import Job, read_examples
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_examples
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.model.structure import find_layers, record
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.models import save_byte_tokenizer
@@ -106,7 +106,7 @@ def test_a_row_and_its_prefix_fit_the_models_positions_together(tmp_path):
             )
         }
     )
-    job = Job("default", "j", "j", 1, spec)
+    job = JobSpec("default", "j", "j", 1, spec)
     longest = 128 - 16
     extra = rows(2)[0].length - 2  # what the tokenizer puts around
     assert rows(longest - extra)[0].length == longest

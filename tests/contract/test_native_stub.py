@@ -48,7 +48,7 @@ def test_every_public_name_of_the_module_is_in_the_stub():
     [
         (view.View, _core.VIEW_FIELDS),
         (view.Offer, _core.OFFER_FIELDS),
-        (view.Decision, _core.GRANT_FIELDS),
+        (view.Grant, _core.GRANT_FIELDS),
     ],
 )
 def test_the_records_of_the_page_have_the_fields_of_view_py_in_their_order(record, fields):

@@ -8,12 +8,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.base.precision import WeightForm
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
-from windrow_sidecar.finetune.job import open_session, read_job
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.job.assembly import open_session, read_job
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.loading import load_base
+from windrow_sidecar.finetune.model.precision import WeightForm
+from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.testing.models import save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,7 +18,7 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
     peer = Arena.attach(path)
     owner.page.publish_view(*range(1, 16))
     read = view.View(*peer.page.read_view())
-    assert (read.step, read.slo_debt_us, read.steps_over_objective) == (1, 14, 15)
+    assert (read.step, read.slack_us, read.steps_over_objective) == (1, 14, 15)
     assert read.heartbeat_ns > 0
     assert read == view.View(*range(1, 16), heartbeat_ns=read.heartbeat_ns)
 
@@ -28,7 +28,7 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
     assert offer.tokens_done == 16
 
     owner.page.publish_grant(*range(13))
-    grant = view.Decision(*peer.page.read_grant())
+    grant = view.Grant(*peer.page.read_grant())
     assert (grant.action, grant.in_flight_bound_us) == (0, 12)
     peer.close()
 
@@ -36,12 +36,12 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
 def test_arguments_may_be_named(arena):
     fields = dict.fromkeys(_core.GRANT_FIELDS[:-1], 0) | {"action": view.Action.GO, "chunks": 4}
     arena.page.publish_grant(**fields)
-    assert view.Decision(*arena.page.read_grant()).chunks == 4
+    assert view.Grant(*arena.page.read_grant()).chunks == 4
 
 
 def test_negative_fields_survive(arena):
     arena.page.publish_view(*[0] * 13, -5_000, 0)
-    assert view.View(*arena.page.read_view()).slo_debt_us == -5_000
+    assert view.View(*arena.page.read_view()).slack_us == -5_000
 
 
 def test_more_levels_than_the_page_holds_are_refused(arena):

@@ -12,7 +12,7 @@ from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import NotMoved, Partition, Side, UnknownLevel
-from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.testing.faults import FaultyDriver
 
 
@@ -113,7 +113,7 @@ def test_release_gives_the_whole_device_back(partition, moves):
 
 def test_a_device_that_is_not_shared_has_one_level():
     threads: list[int] = []
-    whole = Unshared.cores("decode", set_threads=threads.append)
+    whole = WholeDevice.cores("decode", set_threads=threads.append)
     assert whole.levels() == (whole.total_units,)
     whole.activate(whole.total_units)
     with pytest.raises(UnknownLevel):

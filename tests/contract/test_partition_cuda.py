@@ -7,8 +7,8 @@ import pytest
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import MOST_LEVELS, CudaPartition
-from windrow_sidecar.compute.mode import Ground, choose_sharing
 from windrow_sidecar.compute.partition import UnknownLevel
+from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
 
 
 @pytest.fixture(params=["cuda_standin", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -33,7 +33,7 @@ def test_every_level_and_its_complement_run_on_different_sms(sides):
     for units in worker.levels()[:-1]:
         ours, theirs = worker.measure(units), decode.measure(decode.total_units - units)
         assert len(ours) == units
-        assert choose_sharing(Ground("", "", "green", theirs, ours)).mode == "spatial"
+        assert choose_sharing(GpuCapabilities("", "", "green", theirs, ours)).mode == "spatial"
 
 
 def test_the_whole_device_is_every_sm(sides):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+from windrow_sidecar.cgroup import CgroupLimits, read_limits
 from windrow_sidecar.compute.host import HostPartition
 
 UNLIMITED = CgroupLimits(cpus=None, memory_bytes=None)

@@ -13,8 +13,8 @@ from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.levels import host_levels, overlapping_levels, whole_levels
 from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
 from windrow_sidecar.qos.predictor import Predictor
-from windrow_sidecar.qos.solo import SoloModel
-from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.solo import SoloStepModel
+from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Offer, View
 
 LEVELS = [
@@ -23,7 +23,7 @@ LEVELS = [
     overlapping_levels(132, (16, 32, 64, 96)),
     whole_levels(132),
 ]
-SOLO = {u: SoloModel(500 + 2000 / u, 800 / u, 1 / u) for u in (*range(1, 9), 132)}
+SOLO = {u: SoloStepModel(500 + 2000 / u, 800 / u, 1 / u) for u in (*range(1, 9), 132)}
 
 times = st.integers(0, 10**12)
 small = st.integers(0, 10**6)
@@ -33,7 +33,7 @@ views = st.builds(
     context_tokens=st.integers(0, 10**7),
     waiting=small,
     objective_us=st.integers(1, 10**7),
-    slo_debt_us=st.integers(-(10**9), 10**9),
+    slack_us=st.integers(-(10**9), 10**9),
 )
 offers = st.builds(
     Offer,
@@ -103,7 +103,7 @@ def test_an_answer_stays_within_the_limits_and_is_repeatable(name, view, offer, 
 def test_over_any_history_the_slot_is_never_granted_beyond_its_limits(name, steps, percent, mode):
     levels = host_levels(8)
     controller = Controller(levels, Predictor(levels, SOLO))
-    controller.set_terms(Terms("p", name, mode, 10_000, max_compute_percent=percent))
+    controller.set_terms(HarvestTerms("p", name, mode, 10_000, max_compute_percent=percent))
     now_ns, pause_epoch = 1, 0
     for view, offer, gap_ns, latency_us in steps:
         now_ns += gap_ns

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.alone import preview
-from windrow_sidecar.finetune.alone.preview import Preview
-from windrow_sidecar.finetune.plan.grain import WholeRows
+from windrow_sidecar.finetune.engine.sizing import WholeRows
+from windrow_sidecar.finetune.standalone import preview
+from windrow_sidecar.finetune.standalone.preview import Preview
 from windrow_sidecar.testing.examplejob import example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")

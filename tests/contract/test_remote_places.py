@@ -12,10 +12,10 @@ from huggingface_hub import constants
 
 from windrow.crd import DatasetSpec
 from windrow.errors import Transient, UserError
-from windrow_sidecar.finetune.base.model import find_model
-from windrow_sidecar.finetune.dataset.places import DatasetSilent, find_files
-from windrow_sidecar.finetune.dataset.records import read_records
-from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
+from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.model.loading import find_model
 from windrow_sidecar.testing.filehub import COMMIT, served
 
 

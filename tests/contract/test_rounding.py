@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import (
     Cut,

@@ -13,10 +13,10 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.web.front import load_tokenizer
-from windrow_sidecar.finetune.dataset.conversation import Conversations
-from windrow_sidecar.finetune.dataset.records import Record
-from windrow_sidecar.finetune.dataset.rows import row_of
-from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
+from windrow_sidecar.finetune.data.conversation import Conversations
+from windrow_sidecar.finetune.data.records import DatasetRecord
+from windrow_sidecar.finetune.data.rows import row_of
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.testing.vocabularies import byte_pairs, letters, sentence_pieces
 
 FORMS = {
@@ -68,7 +68,7 @@ def tokenizer(request):
 
 def example(tokenizer, form, fields, *, learn_all=False):
     made = RowTokenizer(tokenizer, max_length=500, learn_all=learn_all)
-    return made.example(row_of(Record("rows.jsonl:1", fields), form))
+    return made.example(row_of(DatasetRecord("rows.jsonl:1", fields), form))
 
 
 def turns(talk):
@@ -209,7 +209,7 @@ def test_answers_that_later_turns_rewrite_are_left_out_and_told():
     tokenizer = letters()
     tokenizer.chat_template = RETHINKING
     rows = RowTokenizer(tokenizer, max_length=500)
-    made = rows.example(row_of(Record("rows.jsonl:7", turns(LONGER)), "chat"))
+    made = rows.example(row_of(DatasetRecord("rows.jsonl:7", turns(LONGER)), "chat"))
     assert tokenizer.decode([made.ids[at] for at in learnt(made)]) == "(think)\n\nyes  (hi)</s>"
     (note,) = rows.notes()
     assert "1 answers are not learnt" in note
@@ -279,6 +279,6 @@ def test_a_conversation_whose_answers_cannot_be_told_apart_is_refused(template):
 def test_an_answer_without_a_prompt_is_context():
     tokenizer = letters()
     tokenizer.chat_template = PLAIN
-    row = row_of(Record("rows.jsonl:1", turns((("assistant", "hi"), *TALK))), "chat")
+    row = row_of(DatasetRecord("rows.jsonl:1", turns((("assistant", "hi"), *TALK))), "chat")
     rendered = Conversations(tokenizer, learn_all=False).rendered(row)
     assert [rendered.text[a:b] for a, b in rendered.learnt] == ["Hello Paris</s>\n"]

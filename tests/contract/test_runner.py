@@ -11,13 +11,13 @@ import pytest
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.checkpoints.checkpoint import JobFolder
-from windrow_sidecar.finetune.checkpoints.origin import Origin
-from windrow_sidecar.finetune.device import OpenGate, OwnMemory
-from windrow_sidecar.finetune.job import Job, Session
-from windrow_sidecar.finetune.ledger import Ledger, Standing
-from windrow_sidecar.finetune.runner import Ending, Runner
-from windrow_sidecar.finetune.training.data import Split
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession
+from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.job.ledger import JobState, Ledger
+from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.training.checkpoint import JobFolder
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
@@ -72,18 +72,18 @@ class Started:
         self.folder = JobFolder(root, "a-job", 1)
         self.folder.claim()
         every = {"checkpoint": CheckpointSpec(everySteps=1)}
-        job = Job("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
-        stream, standing = self.tiny.stream, Standing(stall=StallWatch(after_s=0))
-        self.standing = standing
-        rows = Split((), ())
-        session = Session(
+        job = JobSpec("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
+        stream, job_state = self.tiny.stream, JobState(stall=StallWatch(after_s=0))
+        self.job_state = job_state
+        rows = DataSplit((), ())
+        session = TrainingSession(
             job, self.tiny.model, stream, 16, False, Origin(), None, HostDevice(), rows, notes
         )
         events = EventLog(root / "log.jsonl", source="test")
-        ledger = Ledger(session, self.folder, self.told, events, standing, forgets=forgets)
+        ledger = Ledger(session, self.folder, self.told, events, job_state, forgets=forgets)
         memory = OwnMemory(stream, self.home)
         self.runner = Runner(
-            *(stream, self.gate, memory, ledger, self.told, standing),
+            *(stream, self.gate, memory, ledger, self.told, job_state),
             clock=lambda: self.gate.now_s,
         )
         self.runner.begin()
@@ -118,16 +118,16 @@ def test_a_last_checkpoint_that_hangs_is_noticed(tmp_path):
     job = Started(tmp_path)
     while job.tiny.stream.position.step < 2:
         job.runner.cycle()
-    job.standing.stop_asked = "a test"
+    job.job_state.stop_asked = "a test"
     with (job.folder.root / "lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a disk that does not answer
         stopping = threading.Thread(target=job.runner.cycle)
         stopping.start()
         deadline = time.monotonic() + 60
-        while "the last checkpoint has not ended" not in str(job.standing.stall.stalled()):
+        while "the last checkpoint has not ended" not in str(job.job_state.stall.stalled()):
             assert time.monotonic() < deadline
     stopping.join()
-    assert job.standing.stall.stalled() is None
+    assert job.job_state.stall.stalled() is None
     assert job.told.kinds[-1] == "STOPPED"
 
 

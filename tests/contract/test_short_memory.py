@@ -6,9 +6,9 @@ import pytest
 
 from windrow.conditions import Reason
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.alone.dedicated import open_alone
-from windrow_sidecar.finetune.device import OwnMemory
-from windrow_sidecar.finetune.failures import failure
+from windrow_sidecar.finetune.job.device import OwnMemory
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.testing.examplejob import example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,7 +34,7 @@ def alone(tmp_path):
     machine = Machine()
     session = open_alone(example_job(tmp_path), machine)
     assert session.stream.peek().micro.tokens
-    return machine, session, OwnMemory(session.stream, keeping=session.keeping)
+    return machine, session, OwnMemory(session.stream, activation_budget=session.activation_budget)
 
 
 def least(machine, session, tokens: int) -> int:
@@ -42,7 +42,7 @@ def least(machine, session, tokens: int) -> int:
     low, high = 0, 1 << 40
     while low < high:
         machine.free = (low + high) // 2
-        fits = session.keeping.fits(tokens)
+        fits = session.activation_budget.fits(tokens)
         low, high = (low, machine.free) if fits else (machine.free + 1, high)
     return low
 

@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from windrow.proto import agent_pb2, agent_pb2_grpc
-from windrow_sidecar.finetune.beside import agentlink
-from windrow_sidecar.finetune.beside.agentlink import AgentLink, worker_hello
-from windrow_sidecar.finetune.beside.standby import Order
-from windrow_sidecar.finetune.report import Progress
+from windrow_sidecar.finetune.colocated import agent_link as agentlink
+from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
+from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.job.report import JobProgress
 
 SILENT_S, LOOK_S = 2.0, 0.1
 
@@ -48,9 +48,9 @@ def orphaned(monkeypatch):
     return futures.Future()
 
 
-def linked(socket, orphaned) -> AgentLink:
-    hello = worker_hello(Order("a-job", 1), 1)
-    return AgentLink(socket, hello, Progress, orphaned=orphaned.set_result)
+def linked(socket, orphaned) -> JobAgentLink:
+    hello = worker_hello(JobOrder("a-job", 1), 1)
+    return JobAgentLink(socket, hello, JobProgress, orphaned=orphaned.set_result)
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])

@@ -9,9 +9,9 @@ from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.mode import Sharing
-from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.beside.slotdevice import gpu_partition, slot_device
+from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.compute.whole_device import WholeDevice
+from windrow_sidecar.finetune.colocated.slot_device import gpu_partition, slot_device
 from windrow_sidecar.memory.allocator import memory_stats
 from windrow_sidecar.testing.queueing_device import QueueingDevice
 
@@ -30,7 +30,7 @@ def attached(driver: str, folder) -> tuple[Arena, Arena]:
 
 def test_on_the_host_the_partition_stays_that_of_its_cores(run_dir):
     decode, worker = attached("host", run_dir)
-    cores = Unshared("finetune", 2)
+    cores = WholeDevice("finetune", 2)
     found = slot_device(worker, WORKER, cores, {})
     assert (found.device.name, found.partition, found.memory) == ("cpu", cores, None)
     assert found.sharing.mode == "spatial"
@@ -44,7 +44,7 @@ def test_a_gpu_that_torch_does_not_see_is_an_error_that_names_decodes_arena(cuda
     decode, worker = attached("cuda", run_dir)
     assert worker.driver == decode.driver == "cuda"
     with pytest.raises(UserError, match="sees no GPU here") as error:
-        slot_device(worker, WORKER, Unshared("finetune", 2), {})
+        slot_device(worker, WORKER, WholeDevice("finetune", 2), {})
     assert error.value.field == "driver of decode's arena"
     assert memory_stats() == {}, "nothing was installed"
     worker.close()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.stream import MicroLimits
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget, JobMemory
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
+from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.testing.tinyjob import HIDDEN, LAYERS, tiny_job
 
 LONGEST, ADAPTER = 16, 3_000
@@ -21,15 +21,17 @@ def stack():
     return DecoderStack(tiny_job().model.get_base_model())
 
 
-def keeping(stack, free_bytes, **needs):
+def activation_budget(stack, free_bytes, **needs):
     planned = PlannedLayers(stack.layers)
-    of_job = Needs(LONGEST, ADAPTER, **needs)
-    return planned, Keeping(stack, planned, of_job, least=False, free_bytes=lambda: free_bytes)
+    of_job = JobMemory(LONGEST, ADAPTER, **needs)
+    return planned, ActivationBudget(
+        stack, planned, of_job, least=False, free_bytes=lambda: free_bytes
+    )
 
 
 def needed_bytes(stack, **needs) -> int:
     with pytest.raises(UserError, match="bytes at least") as caught:
-        keeping(stack, 0, **needs)
+        activation_budget(stack, 0, **needs)
     assert caught.value.field == "spec.training.maxSequenceLength"
     assert caught.value.reason == "OutOfMemory"
     return int(caught.value.problem.split(" takes ")[1].split()[0])
@@ -38,9 +40,9 @@ def needed_bytes(stack, **needs) -> int:
 def test_a_budget_too_small_for_one_layer_says_how_many_bytes_are_needed(stack):
     needed = needed_bytes(stack)
     assert needed > BESIDE_GRAPHS
-    keeping(stack, needed)
+    activation_budget(stack, needed)
     with pytest.raises(UserError, match=f"{needed} bytes at least"):
-        keeping(stack, needed - 1)
+        activation_budget(stack, needed - 1)
 
 
 def test_boundaries_that_lie_in_lent_chunks_are_not_counted_twice(stack):
@@ -49,10 +51,10 @@ def test_boundaries_that_lie_in_lent_chunks_are_not_counted_twice(stack):
 
 
 def test_a_group_is_made_smaller_before_it_is_formed_and_keeps_less(stack):
-    _, plenty = keeping(stack, 1 << 40)
+    _, plenty = activation_budget(stack, 1 << 40)
     asked = MicroLimits(max_tokens=4096, micro_batches=2)
     assert plenty.before(asked) == asked
-    planned, tight = keeping(stack, 4 * needed_bytes(stack))
+    planned, tight = activation_budget(stack, 4 * needed_bytes(stack))
     given = tight.before(asked)
     assert LONGEST <= given.max_tokens < 4096
     assert given.micro_batches == 2
@@ -60,7 +62,7 @@ def test_a_group_is_made_smaller_before_it_is_formed_and_keeps_less(stack):
 
 
 def test_fewer_micro_batches_visit_a_layer_together_where_memory_is_short(stack):
-    _, tight = keeping(stack, 4 * needed_bytes(stack))
+    _, tight = activation_budget(stack, 4 * needed_bytes(stack))
     given = tight.before(MicroLimits(max_tokens=4096, micro_batches=50))
     assert 1 <= given.micro_batches < 50
     assert tight.fits(given.micro_batches * given.max_tokens)

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.testing.step_seam import RecordingHook, check_calls
 
-FACTS = StepFacts(
-    step=1, start_ns=1000, batch=2, context_tokens=9, waiting=0, admitted_tokens=9, slo_debt_us=0
+FACTS = StepInput(
+    step=1, start_ns=1000, batch=2, context_tokens=9, waiting=0, admitted_tokens=9, slack_us=0
 )
 
 

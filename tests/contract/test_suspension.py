@@ -9,12 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.beside.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.layers.suspension import BrokenOff, Suspension, between_modules
-from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.finetune.plan.grain import Windows
+from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
+from windrow_sidecar.finetune.engine.sizing import Estimates, Windows
+from windrow_sidecar.finetune.engine.suspension import BrokenOff, Suspension, between_modules
 from windrow_sidecar.finetune.training.health import StallWatch
-from windrow_sidecar.qos.view import Action, Decision, Offer, Phase
+from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, finish, tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -22,13 +21,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module", params=[Windows(1000), Windows(5)], ids=["rows", "windows"])
 def untouched(request):
-    job = tiny_job(grain=request.param, micro_batches=2)
+    job = tiny_job(sizing=request.param, micro_batches=2)
     finish(job)
     return request.param, adapter_of(job)
 
 
-def job_with(point, grain, adapter=None):
-    job = tiny_job(grain=grain, micro_batches=2, adapter=adapter)
+def job_with(point, sizing, adapter=None):
+    job = tiny_job(sizing=sizing, micro_batches=2, adapter=adapter)
     between_modules(job.model.get_base_model().model.layers, point)
     return job
 
@@ -54,7 +53,7 @@ def test_there_are_points_within_every_forward_and_every_backward(untouched, ada
 )
 @given(stretches=st.lists(st.integers(1, 19), min_size=1, max_size=12))
 def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretches):
-    grain, expected = untouched
+    sizing, expected = untouched
     left, broken = [*stretches], 0
 
     def point(*_) -> None:
@@ -64,7 +63,7 @@ def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretch
                 left.pop(0)
                 raise BrokenOff
 
-    job = job_with(point, grain)
+    job = job_with(point, sizing)
     while (tasklet := job.stream.peek()) is not None:
         try:
             job.stream.run(tasklet)
@@ -132,7 +131,7 @@ class Slot:
 
     def give(self, **fields) -> None:
         self.page.beat(0)
-        self.page.publish_grant(*dataclasses.astuple(Decision(**fields))[:-1])
+        self.page.publish_grant(*dataclasses.astuple(Grant(**fields))[:-1])
 
     def go(self, units: int) -> None:
         self.give(action=Action.GO, finetune_units=units, pause_epoch=self.epoch)
@@ -147,7 +146,7 @@ class Slot:
 
 
 def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched):
-    grain, expected = untouched
+    sizing, expected = untouched
     slot, stall, answered = Slot(), StallWatch(), []
 
     def decode_answers() -> bool:
@@ -169,7 +168,7 @@ def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched
             slot.pause()
         suspension.point()
 
-    job = job_with(point, grain)
+    job = job_with(point, sizing)
     slot.go(2)
     while (tasklet := job.stream.peek()) is not None:
         assert slot.gate.launch(tasklet)
@@ -220,8 +219,8 @@ def test_a_grant_that_comes_while_the_worker_says_it_is_quiet_is_not_slept_over(
 
 
 def test_a_job_that_was_stowed_in_the_middle_of_a_step_learns_the_same(untouched):
-    grain, expected = untouched
-    job, n = tiny_job(grain=grain, micro_batches=2), 0
+    sizing, expected = untouched
+    job, n = tiny_job(sizing=sizing, micro_batches=2), 0
     while (tasklet := job.stream.peek()) is not None:
         job.stream.run(tasklet)
         n += 1

@@ -11,13 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from windrow.crd import OptimizerSpec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
-from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.base.precision import WeightForm
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.stream import EvaluationDone, Stage
-from windrow_sidecar.finetune.training.course import Course, Judged
-from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.training.schedule import Schedule
+from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage
+from windrow_sidecar.finetune.model.loading import load_base
+from windrow_sidecar.finetune.model.precision import WeightForm
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy, Judged
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 from windrow_sidecar.testing.equality import (
     Cut,
     our_gradients,
@@ -59,45 +58,47 @@ def padded():
 
 @pytest.mark.parametrize("max_tokens", [8, 24, 1000])
 def test_packed_rows_learn_what_padded_rows_learn_dropout_included(padded, max_tokens):
-    assert apart(learnt(max_tokens=max_tokens, course=Course(packed=True)), padded).by_rounding
+    assert apart(
+        learnt(max_tokens=max_tokens, evaluation_policy=EvaluationPolicy(packed=True)), padded
+    ).by_rounding
 
 
 def test_packed_rows_hold_no_padding():
-    job = tiny_job(max_tokens=1000, course=Course(packed=True))
+    job = tiny_job(max_tokens=1000, evaluation_policy=EvaluationPolicy(packed=True))
     tasklet = job.stream.peek()
     assert tasklet.micro.lines == 1
     assert tasklet.micro.padded_tokens == tasklet.micro.tokens == sum(tasklet.micro.lengths)
 
 
 def test_small_micro_batches_accumulate_to_the_same_step(padded):
-    one_row = {"max_tokens": 1000, "course": Course(max_rows=1)}
+    one_row = {"max_tokens": 1000, "evaluation_policy": EvaluationPolicy(max_rows=1)}
     assert len(tiny_job(**one_row).stream.peek().micro.rows) == 1
     assert apart(learnt(**one_row), padded).by_rounding
 
 
 def test_the_adapter_is_judged_every_so_many_steps():
-    job = tiny_job(steps=5, course=Course(eval_every=2))
+    job = tiny_job(steps=5, evaluation_policy=EvaluationPolicy(eval_every=2))
     came = run(job)
     stages = [o.stage for o in came if isinstance(o, EvaluationDone)]
-    held_out = Stage.HELD_OUT_EVALUATION
-    assert stages == [Stage.BASE_EVALUATION, held_out, held_out, Stage.TUNED_EVALUATION]
+    held_out = JobStage.HELD_OUT_EVALUATION
+    assert stages == [JobStage.BASE_EVALUATION, held_out, held_out, JobStage.TUNED_EVALUATION]
     assert job.stream.position.judged.step == 4
 
 
 def test_evaluations_between_steps_change_nothing_of_what_is_learnt(padded):
-    assert bit_equal(learnt(course=Course(eval_every=1)), padded)
+    assert bit_equal(learnt(evaluation_policy=EvaluationPolicy(eval_every=1)), padded)
 
 
 def test_a_job_that_gets_no_better_ends_early_with_its_best_adapter():
     # So large a margin is never reached: the first evaluation is the best, the third ends the job.
-    course = Course(eval_every=1, patience=2, min_delta=100.0)
+    evaluation_policy = EvaluationPolicy(eval_every=1, patience=2, min_delta=100.0)
     first = tiny_job(steps=1)
     run(first)
-    job = tiny_job(steps=1000, course=course)
+    job = tiny_job(steps=1000, evaluation_policy=evaluation_policy)
     came = run(job)
     assert job.stream.position.step == 3
     assert isinstance(came[-1], EvaluationDone)
-    assert came[-1].stage is Stage.TUNED_EVALUATION
+    assert came[-1].stage is JobStage.TUNED_EVALUATION
     assert came[-1].loss == job.stream.position.judged.best_loss
     assert job.stream.told == (
         "3 of 1000 steps: no better loss for 2 evaluations; the adapter is that of step 1"
@@ -105,7 +106,9 @@ def test_a_job_that_gets_no_better_ends_early_with_its_best_adapter():
 
 
 def test_a_job_that_is_judged_to_its_end_says_of_which_step_its_adapter_is():
-    job = tiny_job(steps=3, course=Course(eval_every=1, patience=9, min_delta=100.0))
+    job = tiny_job(
+        steps=3, evaluation_policy=EvaluationPolicy(eval_every=1, patience=9, min_delta=100.0)
+    )
     run(job)
     assert job.stream.told == "3 steps; the adapter is that of step 1"
     assert tiny_job(steps=3).stream.told == "3 steps"
@@ -116,12 +119,12 @@ def test_a_job_that_is_judged_to_its_end_says_of_which_step_its_adapter_is():
 )
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_a_job_that_ends_early_does_so_wherever_it_was_interrupted(cuts):
-    course = Course(eval_every=1, patience=2, min_delta=0.02)
-    whole = tiny_job(steps=8, course=course)
+    evaluation_policy = EvaluationPolicy(eval_every=1, patience=2, min_delta=0.02)
+    whole = tiny_job(steps=8, evaluation_policy=evaluation_policy)
     run(whole)
     position, tensors = None, {}
     for cut in (*cuts, 100_000):
-        job = tiny_job(steps=8, course=course)
+        job = tiny_job(steps=8, evaluation_policy=evaluation_policy)
         if position is not None:
             job.stream.restore(position, tensors)
         for _ in range(cut):
@@ -134,13 +137,13 @@ def test_a_job_that_ends_early_does_so_wherever_it_was_interrupted(cuts):
 
 
 def test_only_a_loss_that_is_lower_by_the_margin_is_better():
-    course = Course(eval_every=1, patience=2, min_delta=0.1)
-    judged = course.judge(Judged(), 1, 2.0)
-    judged = course.judge(judged, 2, 1.95)
+    evaluation_policy = EvaluationPolicy(eval_every=1, patience=2, min_delta=0.1)
+    judged = evaluation_policy.judge(Judged(), 1, 2.0)
+    judged = evaluation_policy.judge(judged, 2, 1.95)
     assert (judged.best_loss, judged.since_best) == (2.0, 1)
-    assert not course.ends(judged)
-    assert course.ends(course.judge(judged, 3, 1.91))
-    assert course.judge(judged, 3, 1.89).is_best
+    assert not evaluation_policy.ends(judged)
+    assert evaluation_policy.ends(evaluation_policy.judge(judged, 3, 1.91))
+    assert evaluation_policy.judge(judged, 3, 1.89).is_best
 
 
 def optimizer(parameter, **spec):

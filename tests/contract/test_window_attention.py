@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windrow_sidecar.finetune.windows import attention
-from windrow_sidecar.finetune.windows.attention import _pieces
+from windrow_sidecar.finetune.model import window_attention as attention
+from windrow_sidecar.finetune.model.window_attention import _pieces
 
 HEADS, KV_HEADS, TOKENS, SIZE = 8, 4, 6, 16
 QUERY = torch.zeros(1, HEADS, 2, SIZE)

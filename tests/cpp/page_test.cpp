@@ -43,7 +43,7 @@ TEST_F(PageTest, ReadsWhatWasPublishedAndAFreshPageIsZero) {
   EXPECT_EQ(page_.read_view().step, 0);
   EXPECT_EQ(page_.grant_sequence(), 0U);
   page_.publish_view(filled<View>(-4));
-  EXPECT_EQ(page_.read_view().slo_debt_us, -4);
+  EXPECT_EQ(page_.read_view().slack_us, -4);
   Offer offer;
   offer.estimates_us = {1, 2, 3, 4, 5, 6, 7, 8};
   offer.tokens_done = 9;

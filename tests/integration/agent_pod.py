@@ -15,7 +15,7 @@ from pathlib import Path
 
 from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
-from windrow_sidecar.engines.harvest import AgentLink
+from windrow_sidecar.engines.harvest import EngineAgentLink
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.testing.attached_operator import AttachedOperator as Operator
 from windrow_sidecar.testing.attached_operator import until
@@ -43,7 +43,7 @@ class Engine:
             tensor_parallel=1,
             arena_socket=self.engine.socket,
         )
-        self.link = AgentLink(
+        self.link = EngineAgentLink(
             RunDir(folder).agent_socket,
             hello,
             self.engine.hook,

@@ -16,14 +16,14 @@ from windrow.eventlog import EventLog
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.finetune.base.model import BaseModel, find_model, load_base
-from windrow_sidecar.finetune.beside.jobs import WorkerJobs
-from windrow_sidecar.finetune.beside.slot import WorkerSlot
-from windrow_sidecar.finetune.beside.slotdevice import slot_device
-from windrow_sidecar.finetune.beside.standby import Order
-from windrow_sidecar.finetune.dataset.readers import Readers
-from windrow_sidecar.finetune.job import Job
-from windrow_sidecar.finetune.ledger import Standing
+from windrow_sidecar.finetune.colocated.jobs import WorkerJobs
+from windrow_sidecar.finetune.colocated.slot import WorkerSlot
+from windrow_sidecar.finetune.colocated.slot_device import slot_device
+from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data.readers import Readers
+from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.model.loading import BaseModel, find_model, load_base
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.turn import TurnNote, read_turn
 
@@ -43,7 +43,7 @@ def hang_if_told(run_dir: RunDir, *_: object) -> None:
         threading.Event().wait()
 
 
-def load(run_dir: RunDir, job: Job) -> BaseModel:
+def load(run_dir: RunDir, job: JobSpec) -> BaseModel:
     base = load_base(find_model(job.spec.model.name, job.spec.model.revision))
     embeddings = base.model.get_input_embeddings()
     embeddings.register_forward_pre_hook(partial(hang_if_told, run_dir))
@@ -62,12 +62,12 @@ def main() -> int:
 
     return WorkerJobs(
         run_dir,
-        Order(job_uid, epoch),
+        JobOrder(job_uid, epoch),
         open_slot,
         lambda order: EventLog(root / f"{order.job_uid}.events.jsonl", source="worker"),
         Readers(),
         TurnNote(run_dir.turn_note()),
-        lambda: Standing(stall=Impatient()),
+        lambda: JobState(stall=Impatient()),
     ).run()
 
 

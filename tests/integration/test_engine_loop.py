@@ -18,15 +18,15 @@ from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
-from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
-from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
-from windrow_sidecar.engines.builtin.web.outbox import Outbox
-from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
+from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
 from windrow_sidecar.engines.profile import Effort, Point
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.view import Grant
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.faults import FaultyDriver
 from windrow_sidecar.testing.models import save_random_llama
@@ -69,7 +69,7 @@ class Bench:
         )
         self.log = EventLog(log_dir / "engine.events.jsonl", source="engine")
         self.log_dir = log_dir
-        self.parts = Parts(
+        self.parts = LoopParts(
             scheduler=scheduler,
             model=self.decode.model,
             decoder=self.decode.decoder,
@@ -83,13 +83,13 @@ class Bench:
             on_completed=lambda: None,
         )
         ours, theirs = socket.socketpair()
-        self.front, self._engine_end = Channel(theirs), Channel(ours)
+        self.front, self._engine_end = SocketChannel(theirs), SocketChannel(ours)
         self._prefill_tokens = options.get("prefill_tokens", 64)
         self.use(NullHook())
 
     def use(self, hook) -> None:
         self.parts = replace(self.parts, hook=FailClosed(hook))
-        outbox = Outbox(self._engine_end, interval=1)
+        outbox = TokenBatcher(self._engine_end, interval=1)
         self.loop = DecodeLoop(
             self.parts, self._engine_end, outbox, prefill_tokens=self._prefill_tokens
         )
@@ -260,10 +260,10 @@ def test_a_hook_that_raises_leaves_decode_going_on_all_units(bench, method, capl
     caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
 
     class Broken(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
+        def before_step(self, facts: StepInput) -> Grant:
             if facts.step == 3 and method == "before_step":
                 raise RuntimeError("broken on purpose")
-            return Decision(decode_units=1, finetune_units=1)
+            return Grant(decode_units=1, finetune_units=1)
 
         def after_step(self, end_ns: int, latency_us: int) -> None:
             if method == "after_step":
@@ -282,8 +282,8 @@ def test_a_hook_that_asks_for_an_unknown_level_is_switched_off_and_decode_goes_o
     caplog.set_level(logging.CRITICAL, logger="windrow_sidecar.engines.hook")
 
     class Greedy(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
-            return Decision(decode_units=3 if facts.step == 3 else 1, finetune_units=1)
+        def before_step(self, facts: StepInput) -> Grant:
+            return Grant(decode_units=3 if facts.step == 3 else 1, finetune_units=1)
 
     one = bench()
     one.use(Greedy())
@@ -305,8 +305,8 @@ def test_a_share_that_the_device_refuses_ends_harvesting_and_decode_goes_on(
         pytest.skip("a host device needs two cores; this process may use one")
 
     class Alternating(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
-            return Decision(decode_units=1 + facts.step % 2, finetune_units=1)
+        def before_step(self, facts: StepInput) -> Grant:
+            return Grant(decode_units=1 + facts.step % 2, finetune_units=1)
 
     faulty = FaultyDriver("host")
     partition = HostPartition(
@@ -332,9 +332,9 @@ def test_a_share_that_the_device_refuses_ends_harvesting_and_decode_goes_on(
 
 def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
     class Holding(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
+        def before_step(self, facts: StepInput) -> Grant:
             until_ns = facts.start_ns + 10**9 if facts.step < 5 else 0
-            return Decision(hold_admission_until_ns=until_ns)
+            return Grant(hold_admission_until_ns=until_ns)
 
     one = bench()
     one.use(Holding())
@@ -348,12 +348,12 @@ def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
 
 
 def test_the_facts_tell_the_hook_what_the_step_is(bench):
-    seen: list[StepFacts] = []
+    seen: list[StepInput] = []
 
     class Watching(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
+        def before_step(self, facts: StepInput) -> Grant:
             seen.append(facts)
-            return Decision()
+            return Grant()
 
     one = bench()
     one.use(Watching())
@@ -372,9 +372,9 @@ def test_the_facts_tell_the_least_slack_where_requests_are_held_to_an_objective(
     class ByRequest(NullHook):
         request_objective_us = 1000  # the bench's clock makes steps of a few microseconds
 
-        def before_step(self, facts: StepFacts) -> Decision:
-            slacks.append(facts.slo_debt_us)
-            return Decision()
+        def before_step(self, facts: StepInput) -> Grant:
+            slacks.append(facts.slack_us)
+            return Grant()
 
     one = bench()
     one.use(ByRequest())

@@ -26,7 +26,7 @@ from windrow.proto import agent_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_RUN_DIR, RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.engines.harvest.link import AgentLink
+from windrow_sidecar.engines.harvest.link import EngineAgentLink
 from windrow_sidecar.testing.models import save_random_llama
 
 START_S, END_S = 90.0, 5.0
@@ -371,7 +371,7 @@ def test_an_engine_that_no_agent_comes_to_says_so_once(tmp_path, caplog):
         listening.bind(str(tmp_path / "a.sock"))
         listening.listen()
         listening.settimeout(30)
-        link = AgentLink(tmp_path / "a.sock", agent_pb2.EngineHello(), hook=None)
+        link = EngineAgentLink(tmp_path / "a.sock", agent_pb2.EngineHello(), hook=None)
         link.start()
         while len(dialled) < 3:
             caller, _ = listening.accept()

@@ -17,7 +17,7 @@ import pytest
 from test_finetune_command import COMMAND, manifest
 from waiting import wait_until
 
-from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.job.runner import Ending
 
 ENDLESS = {"maxSteps": 100_000, "evalEverySteps": None}
 ADAPTER = "adapter_model.safetensors"
@@ -170,7 +170,7 @@ _STOPPED_WHILE_LOADING = """
 import os, signal, sys, time
 from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.alone.together import Together
+from windrow_sidecar.finetune.standalone.run import Together
 from windrow_sidecar.testing.examplejob import example_job
 
 together = Together([example_job(Path(sys.argv[1]))], 1, None, HostDevice())

@@ -15,14 +15,14 @@ from windrow.errors import UserError
 from windrow.eventlog import MarkEvent, read_events
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.qos.levels import host_levels
-from windrow_sidecar.qos.terms import Terms, make_terms
-from windrow_sidecar.qos.view import Action, Decision
+from windrow_sidecar.qos.terms import HarvestTerms, make_terms
+from windrow_sidecar.qos.view import Action, Grant
 from windrow_sidecar.testing.stepping_engine import PROFILE, UNITS, SteppingEngine
 
 pytestmark = pytest.mark.alone
 
 EPOCH = 7
-TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
+TERMS = HarvestTerms("p", "windrow", "harvest", objective_us=12_000)
 
 
 def until(condition, within_s: float = 10.0):
@@ -94,7 +94,7 @@ def test_a_worker_gets_chunks_and_a_core_while_decode_has_headroom(decode):
 
 
 def test_memory_limit_bounds_what_is_lent(decode):
-    decode.hook.set_terms(Terms("p", "windrow", "harvest", 12_000, max_memory_percent=10))
+    decode.hook.set_terms(HarvestTerms("p", "windrow", "harvest", 12_000, max_memory_percent=10))
     with worker_of(decode, wanted=20):
         until(lambda: decode.step().chunks == 3)
         for _ in range(20):
@@ -201,7 +201,7 @@ def test_a_silent_worker_keeps_its_chunks_and_loses_its_core(decode):
 
 
 def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
-    decode.hook.set_terms(Terms("p", "windrow", "observe", 12_000))
+    decode.hook.set_terms(HarvestTerms("p", "windrow", "observe", 12_000))
     with worker_of(decode):
         until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
         for _ in range(20):
@@ -221,7 +221,7 @@ def test_closing_revokes_and_pauses(decode):
     with worker_of(decode):
         granted = until(lambda: (d := decode.step()).chunks == 8 and d)
         decode.hook.close()
-        grant = Decision(*decode.arena.page.read_grant())
+        grant = Grant(*decode.arena.page.read_grant())
         assert (grant.action, grant.chunks) == (Action.PAUSE, 0)
         assert grant.pause_epoch > granted.pause_epoch
         until(lambda: decode.arena.counts()[2] + decode.arena.counts()[4] == 0)

@@ -11,7 +11,7 @@ from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.errors import Transient
 from windrow.local.keeper import descendants
-from windrow.local.processes import Command, Keeper
+from windrow.local.processes import Keeper, ProcessCommand
 from windrow.local.state import start_ticks
 
 
@@ -22,7 +22,7 @@ def keeper():
 
 
 def python(code, log, **fields):
-    return Command([sys.executable, "-uc", code], log, **fields)
+    return ProcessCommand([sys.executable, "-uc", code], log, **fields)
 
 
 def pids_in(path):
@@ -39,11 +39,11 @@ def test_a_child_has_the_environment_niceness_and_cpus_that_were_asked_for(keepe
 
 def test_a_program_that_is_not_there_is_an_error_of_the_start(keeper, tmp_path):
     with pytest.raises(OSError, match="no-such-program"):
-        keeper.start(Command(["no-such-program"], tmp_path / "log"))
+        keeper.start(ProcessCommand(["no-such-program"], tmp_path / "log"))
 
 
 def test_the_exit_says_which_signal_ended_a_child(keeper, tmp_path):
-    child = keeper.start(Command(["sleep", "600"], tmp_path / "log"))
+    child = keeper.start(ProcessCommand(["sleep", "600"], tmp_path / "log"))
     assert child.poll() is None
     child.signal(signal.SIGKILL)
     assert child.exited.result(timeout=DEADLINE_SECONDS) == -signal.SIGKILL
@@ -96,12 +96,12 @@ def test_closing_the_keeper_ends_all_and_removes_what_it_owns(tmp_path):
 
 def test_children_end_when_the_keeper_itself_is_killed(tmp_path):
     with Keeper() as keeper:
-        child = keeper.start(Command(["sleep", "600"], tmp_path / "log"))
+        child = keeper.start(ProcessCommand(["sleep", "600"], tmp_path / "log"))
         os.kill(keeper.pid, signal.SIGKILL)
         child.exited.result(timeout=DEADLINE_SECONDS)
         wait_until(lambda: is_gone(child.pid), "it is gone")
         with pytest.raises(Transient, match="gone"):
-            keeper.start(Command(["true"], tmp_path / "log"))
+            keeper.start(ProcessCommand(["true"], tmp_path / "log"))
 
 
 def is_gone(pid):

@@ -7,12 +7,12 @@ from operator_process import Cluster, install_crds
 
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import reports
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
-from windrow_operator.reconcile import Patience
-from windrow_operator.world import World
+from windrow_operator.reconcile import Timeouts
 
 
 class InterruptedKube(Kube):
@@ -47,36 +47,36 @@ def now():
     return datetime.now(UTC)
 
 
-def driver_of(world, server):
+def driver_of(cluster, server):
     recorder = Recorder(server, now)
-    return Driver(world, server, recorder, Metrics(), patience=Patience(), clock=now)
+    return Driver(cluster, server, recorder, Metrics(), timeouts=Timeouts(), clock=now)
 
 
-def with_slot(world, objects):
+def with_slot(cluster, objects):
     """Let the world hold a slot that takes any job."""
-    world.put_policy(objects.policy(access={}))
+    cluster.put_policy(objects.policy(access={}))
     pod = objects.pod()
     body = {"metadata": {**pod.metadata.to_dict(), "namespace": objects.namespace}}
     body["metadata"].pop("deletion_timestamp")
-    known = world.put_pod(body)
+    known = cluster.put_pod(body)
     slots = [pb.SlotFacts(index=0, model="/m", compute_units=2, max_jobs=4, output_trees=["/out"])]
-    reports.take_hello(world, known, pb.SidecarHello(slots=slots), now(), first=True)
-    (live,) = world.slots.values()
-    reports.take_heartbeat(world, live, pb.SlotHeartbeat(engine_state="serving"), now())
-    return world
+    reports.take_hello(cluster, known, pb.SidecarHello(slots=slots), now(), first=True)
+    (live,) = cluster.slots.values()
+    reports.take_heartbeat(cluster, live, pb.SlotHeartbeat(engine_state="serving"), now())
+    return cluster
 
 
 async def test_a_decision_on_a_version_that_is_no_longer_the_newest_is_not_carried_out(
     objects, server
 ):
-    world = with_slot(World(now()), objects)
-    world.put_job(objects.job("first"))
-    world.put_job(objects.job("second"))
-    driver = driver_of(world, server)
+    cluster = with_slot(ClusterState(now()), objects)
+    cluster.put_job(objects.job("first"))
+    cluster.put_job(objects.job("second"))
+    driver = driver_of(cluster, server)
 
     def suspend_the_second():
         objects.patch_job("second", suspend=True)
-        world.put_job(objects.get("finetunejobs", "second"))  # as the watch brings it
+        cluster.put_job(objects.get("finetunejobs", "second"))  # as the watch brings it
 
     server.meanwhile = suspend_the_second
     await driver.turn()
@@ -89,10 +89,10 @@ async def test_a_decision_on_a_version_that_is_no_longer_the_newest_is_not_carri
 
 
 async def test_a_policy_deleted_while_another_is_written_does_not_end_the_pass(objects, server):
-    world = World(now())
+    cluster = ClusterState(now())
     for name in ("one", "two"):
-        world.put_policy(objects.policy(name))
-    server.meanwhile = lambda: world.drop_policy(f"{objects.namespace}/two")
-    await driver_of(world, server).turn()
+        cluster.put_policy(objects.policy(name))
+    server.meanwhile = lambda: cluster.drop_policy(f"{objects.namespace}/two")
+    await driver_of(cluster, server).turn()
     assert objects.get("harvestpolicies", "one")["status"]["pods"] == 0
     assert "status" not in objects.get("harvestpolicies", "two")

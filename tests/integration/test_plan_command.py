@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from windrow_sidecar.finetune.adapter.adapters import add_adapter
-from windrow_sidecar.finetune.base.model import load_base
-from windrow_sidecar.finetune.job import read_job
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
+from windrow_sidecar.finetune.job.assembly import read_job
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loading import load_base
 
 pytestmark = pytest.mark.alone
 

@@ -13,10 +13,10 @@ import pytest
 from worker_pod import CHUNKS, Pod, layers_of_model, until
 
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
-from windrow_sidecar.engines.hook import StepFacts
-from windrow_sidecar.finetune.residency.schedule import LEAST_LAYERS
+from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
 from windrow_sidecar.qos.levels import host_levels
-from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.testing.stepping_engine import PROFILE
 
 pytestmark = pytest.mark.alone
@@ -38,7 +38,9 @@ class StepsWithKv(threading.Thread):
         super().__init__(daemon=True)
         self._arena = pod.decode.arena
         self.hook = HarvestHook(self._arena, host_levels(2), PROFILE, HarvestSettings())
-        self.hook.set_terms(Terms("p", "windrow", "harvest", 1_000_000, max_memory_percent=90))
+        self.hook.set_terms(
+            HarvestTerms("p", "windrow", "harvest", 1_000_000, max_memory_percent=90)
+        )
         self.wanted, self.held = 0, []
         self.longest_short_s = 0.0
         self.over = threading.Event()
@@ -56,14 +58,14 @@ class StepsWithKv(threading.Thread):
             if short_since:
                 self.longest_short_s = max(self.longest_short_s, now_s - short_since)
             step += 1
-            facts = StepFacts(
+            facts = StepInput(
                 step=step,
                 start_ns=time.monotonic_ns(),
                 batch=2,
                 context_tokens=1000,
                 waiting=int(short),
                 admitted_tokens=0,
-                slo_debt_us=0,
+                slack_us=0,
             )
             self.hook.before_step(facts)
             self.hook.after_step(time.monotonic_ns(), STEP_US)

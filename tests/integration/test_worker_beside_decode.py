@@ -22,8 +22,8 @@ from worker_pod import (
 )
 
 from windrow.eventlog import LossEvent, TaskletEvent, read_events
-from windrow_sidecar.finetune.beside.grants import ASK_AFTER_SILENCE_NS
-from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.colocated.grants import ASK_AFTER_SILENCE_NS
+from windrow_sidecar.finetune.job.runner import Ending
 
 pytestmark = pytest.mark.alone
 

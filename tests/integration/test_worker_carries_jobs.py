@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from worker_pod import ROOT, UID, Lending, Pod, until
 
-from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.testing.filehub import served
 
 EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"

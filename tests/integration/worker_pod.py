@@ -24,7 +24,7 @@ from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry, SharedWeights
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.qos.view import Action, Decision, Offer
+from windrow_sidecar.qos.view import Action, Grant, Offer
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
@@ -60,15 +60,15 @@ class Decode:
             self._export(run_dir)
         self.arena.serve(str(run_dir.arena_socket()))
         self.page = self.arena.page
-        self.grant = Decision()
+        self.grant = Grant()
         self.silent = False
         self._stop = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
         self._beats.start()
 
     def give(self, **fields) -> None:
-        self.grant = Decision(**fields)
-        self.page.publish_grant(*(getattr(self.grant, n) for n in Decision.__slots__[:-1]))
+        self.grant = Grant(**fields)
+        self.page.publish_grant(*(getattr(self.grant, n) for n in Grant.__slots__[:-1]))
 
     def go(self, units: int = 1, **fields) -> None:
         epoch = self.grant.pause_epoch
@@ -205,7 +205,7 @@ class Pod:
 
     def take(self, uid: str, *, to: str = UID, epoch: int = 1) -> None:
         """Tell the worker, over a job's stream, to carry a further one."""
-        self.agent.command("TAKE", to=to, job_uid=uid, epoch=epoch)
+        self.agent.command("ADD_JOB", to=to, job_uid=uid, epoch=epoch)
 
     def start(
         self, epoch: int = 1, *, room_bytes: int | None = None, **training

@@ -18,8 +18,8 @@ from transformers import (
 from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, AttachError
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.base.model import ExportedWeights, read_manifest
-from windrow_sidecar.finetune.base.overlay import build_over
+from windrow_sidecar.finetune.model.loading import ExportedWeights, read_manifest
+from windrow_sidecar.finetune.model.overlay import build_over
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

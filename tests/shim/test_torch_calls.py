@@ -14,8 +14,8 @@ SLOT = """
 import sys
 import torch
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.beside.slotdevice import slot_device
+from windrow_sidecar.compute.whole_device import Unshared
+from windrow_sidecar.finetune.colocated.slot_device import slot_device
 
 geometry = Geometry(layers=2, kv_heads=2, head_dim=128, dtype_bytes=4, block_bytes=2 << 20,
                     chunks=8, layout="token-major")
@@ -173,8 +173,8 @@ def test_pinned_copies_take_no_more_than_their_room(shim, tmp_path):
     """torch pins powers of two, so a piece of 5 MiB takes 8."""
     code = """
 from pathlib import Path
-from windrow_sidecar.finetune.residency.source import OpenFiles, Stored
-from windrow_sidecar.finetune.residency.staging import Piece, Staging
+from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, Stored
+from windrow_sidecar.finetune.offload.staging import Piece, Staging
 file = Path(sys.argv[1]) / "weights"
 file.write_bytes(bytes(20 << 20))
 room = 20 << 20

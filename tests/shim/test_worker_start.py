@@ -11,14 +11,14 @@ import pytest
 from worker_pod import Pod, lend_what_is_wanted, until
 
 from windrow_sidecar import _core
-from windrow_sidecar.finetune.runner import Ending
+from windrow_sidecar.finetune.job.runner import Ending
 
 SLOT = """
 import sys
 from pathlib import Path
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.compute.unshared import Unshared
-from windrow_sidecar.finetune.beside.slotdevice import slot_device
+from windrow_sidecar.compute.whole_device import Unshared
+from windrow_sidecar.finetune.colocated.slot_device import slot_device
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=128, dtype_bytes=4, block_bytes=2 << 20,
                     chunks=8, layout="token-major")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.activations.budget import Appetite
-from windrow_sidecar.finetune.activations.graph import Kind, LayerGraph, Op, Value
-from windrow_sidecar.finetune.activations.planning import (
+from windrow_sidecar.finetune.recompute.layer_graph import LayerGraph, Op, OpKind, Value
+from windrow_sidecar.finetune.recompute.memory_model import MemoryModel
+from windrow_sidecar.finetune.recompute.planning import (
     BudgetTooSmall,
     largest,
     plan_at,
@@ -31,11 +31,11 @@ BLOCK = LayerGraph(
         Value(400, can_be_kept=True),
     ),
     ops=(
-        Op("norm", Kind.CHEAP, (X,), (NORMED,), 100, 200),
-        Op("gate", Kind.GEMM, (NORMED,), (GATE,), 10**9, 900),
-        Op("silu", Kind.CHEAP, (GATE,), (SILU,), 400, 800),
-        Op("up", Kind.GEMM, (NORMED,), (UP,), 10**9, 900),
-        Op("product", Kind.CHEAP, (SILU, UP), (PRODUCT,), 400, 1200),
+        Op("norm", OpKind.CHEAP, (X,), (NORMED,), 100, 200),
+        Op("gate", OpKind.GEMM, (NORMED,), (GATE,), 10**9, 900),
+        Op("silu", OpKind.CHEAP, (GATE,), (SILU,), 400, 800),
+        Op("up", OpKind.GEMM, (NORMED,), (UP,), 10**9, 900),
+        Op("product", OpKind.CHEAP, (SILU, UP), (PRODUCT,), 400, 1200),
     ),
     needs=(NORMED, GATE, SILU, UP, PRODUCT),
 )
@@ -82,9 +82,9 @@ def test_products_run_again_when_asked_for():
 def test_signs_stand_for_a_result_of_which_only_they_are_read():
     relu, bits = Value(3200, can_be_kept=True), Value(100, can_be_kept=True)
     ops = (
-        Op("up", Kind.GEMM, (0,), (1,), 10**9, 3300),
-        Op("relu", Kind.CHEAP, (1,), (2,), 800, 6400),
-        Op("signs", Kind.CHEAP, (2,), (3,), 0, 3300),
+        Op("up", OpKind.GEMM, (0,), (1,), 10**9, 3300),
+        Op("relu", OpKind.CHEAP, (1,), (2,), 800, 6400),
+        Op("signs", OpKind.CHEAP, (2,), (3,), 0, 3300),
     )
     values = (Value(100, there=True), Value(3200), relu, bits)
     assert smallest(LayerGraph(values, ops, needs=(3,))).kept == {3}
@@ -93,18 +93,21 @@ def test_signs_stand_for_a_result_of_which_only_they_are_read():
 
 
 def test_what_would_come_out_differently_is_kept():
-    ops = (Op("draw", Kind.NEVER, (), (0,), 10, 10), Op("times", Kind.CHEAP, (0,), (1,), 10, 10))
+    ops = (
+        Op("draw", OpKind.NEVER, (), (0,), 10, 10),
+        Op("times", OpKind.CHEAP, (0,), (1,), 10, 10),
+    )
     graph = LayerGraph((Value(10, can_be_kept=True), Value(10, can_be_kept=True)), ops, (0, 1))
     assert smallest(graph, gemm_again=True).kept == {0}
 
 
 def test_a_group_that_fits_has_no_budget_and_one_that_does_not_leaves_room_for_a_whole_layer():
-    appetite = Appetite(layers=4, graph=100.0, graphs=4)
-    assert appetite.peak_bytes(10) == 4000
-    assert appetite.within(10, room_bytes=4000) is None
-    tight = appetite.within(10, room_bytes=3000)
+    memory_model = MemoryModel(layers=4, graph=100.0, graphs=4)
+    assert memory_model.peak_bytes(10) == 4000
+    assert memory_model.within(10, room_bytes=4000) is None
+    tight = memory_model.within(10, room_bytes=3000)
     assert 10 * (4 * tight + 100.0) == 3000
-    assert appetite.within(10, room_bytes=900) == 0.0
+    assert memory_model.within(10, room_bytes=900) == 0.0
 
 
 @st.composite
@@ -113,9 +116,9 @@ def graphs(draw):
     values, ops = [Value(8, there=True), Value(8, there=True)], []
     for _ in range(draw(st.integers(1, 7))):
         inputs = draw(st.lists(st.integers(0, len(values) - 1), min_size=1, max_size=2))
-        kind = draw(st.sampled_from([Kind.CHEAP, Kind.CHEAP, Kind.GEMM, Kind.VIEW]))
-        flops = draw(st.integers(1, 50)) * (1000 if kind is Kind.GEMM else 1)
-        flops = 0 if kind is Kind.VIEW else flops
+        kind = draw(st.sampled_from([OpKind.CHEAP, OpKind.CHEAP, OpKind.GEMM, OpKind.VIEW]))
+        flops = draw(st.integers(1, 50)) * (1000 if kind is OpKind.GEMM else 1)
+        flops = 0 if kind is OpKind.VIEW else flops
         ops.append(Op("op", kind, tuple(inputs), (len(values),), flops, flops // 60))
         values.append(Value(draw(st.integers(1, 20)), can_be_kept=True))
     needs = draw(st.lists(st.integers(2, len(values) - 1), min_size=1, max_size=6))
@@ -127,8 +130,8 @@ def choices(graph: LayerGraph, *, gemm_again: bool):
     own = [i for i, value in enumerate(graph.values) if not value.there]
     for kept in chain.from_iterable(combinations(own, n) for n in range(len(own) + 1)):
         again = [graph.ops[op] for op in graph.replayed(kept)]
-        if gemm_again or not any(op.kind is Kind.GEMM for op in again):
-            work = sum(work_of(op) for op in again if op.kind is not Kind.VIEW)
+        if gemm_again or not any(op.kind is OpKind.GEMM for op in again):
+            work = sum(work_of(op) for op in again if op.kind is not OpKind.VIEW)
             yield sum(graph.values[value].n_bytes for value in kept), work
 
 
@@ -136,7 +139,7 @@ def choices(graph: LayerGraph, *, gemm_again: bool):
 @settings(max_examples=150, deadline=None)
 def test_for_a_price_no_choice_is_better(graph, gemm_again, price):
     plan = plan_at(graph, price, gemm_again=gemm_again)
-    again = [graph.ops[op] for op in plan.replayed if graph.ops[op].kind is not Kind.VIEW]
+    again = [graph.ops[op] for op in plan.replayed if graph.ops[op].kind is not OpKind.VIEW]
     found = plan.kept_bytes + price * sum(work_of(op) for op in again)
     best = min(kept + price * work for kept, work in choices(graph, gemm_again=gemm_again))
     assert found == pytest.approx(best)
@@ -158,7 +161,7 @@ def test_a_plan_keeps_to_its_budget_and_can_be_followed(graph, budget, gemm_agai
 
 @given(tokens=st.integers(1, 10_000), room=st.integers(0, 10**7))
 def test_what_a_budget_leaves_never_takes_more_than_there_is(tokens, room):
-    appetite = Appetite(
+    memory_model = MemoryModel(
         4,
         graph=100.0,
         graphs=4,
@@ -168,13 +171,13 @@ def test_what_a_budget_leaves_never_takes_more_than_there_is(tokens, room):
         ends=32.0,
         state_bytes=5_000,
     )
-    assert appetite.least_bytes(tokens) <= appetite.peak_bytes(tokens)
-    most = appetite.most_tokens(room)
-    assert most == 0 or appetite.least_bytes(most) <= room
-    assert appetite.least_bytes(most + 1) > room
-    kept = appetite.within(tokens, room)
+    assert memory_model.least_bytes(tokens) <= memory_model.peak_bytes(tokens)
+    most = memory_model.most_tokens(room)
+    assert most == 0 or memory_model.least_bytes(most) <= room
+    assert memory_model.least_bytes(most + 1) > room
+    kept = memory_model.within(tokens, room)
     if kept is None:
-        assert appetite.peak_bytes(tokens) <= room
+        assert memory_model.peak_bytes(tokens) <= room
     elif kept > 0:
         beside = 5_000 + tokens * (4 * (16 + 3) + 6 + 32)
         assert beside + tokens * (100 + 4 * kept) <= room + 1

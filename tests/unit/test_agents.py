@@ -9,7 +9,7 @@ import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow_operator.agents import COMES_WITHIN, MOST_PER_POD, PodView, wanted
-from windrow_operator.model import Job, Pod, Policy, SidecarState, Slot, Terms
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Job, Pod, SidecarState, Slot
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 READY = SidecarState(prepared=True, decode_ready=True)
@@ -18,7 +18,7 @@ ALIVE = replace(READY, attached=1, alive=True)
 
 def terms(mode="harvest", form="attach", **spec):
     body = {"selector": {}, "objective": {"tpot": "40ms"}, "sidecar": {"form": form}, **spec}
-    return Terms(Policy("team", "p", "u", 1, "", parse_policy_spec(body)), mode)
+    return EffectivePolicy(CheckedPolicy("team", "p", "u", 1, "", parse_policy_spec(body)), mode)
 
 
 def view(name="decode-0", state=READY, model="", under=None, **more):

@@ -10,7 +10,7 @@ from windrow.cli import doctor, jobs, top
 from windrow.cli.output import plain, table
 from windrow.errors import Transient
 from windrow.views import JobView, SlotView
-from windrow_sidecar.finetune.plan.orders import ORDERS
+from windrow_sidecar.finetune.engine.orders import ORDERS
 
 COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject")
 JOB = {

@@ -8,16 +8,16 @@ from windrow.errors import UserError
 from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.guard import SECOND_NS
 from windrow_sidecar.qos.handover import Handover
-from windrow_sidecar.qos.levels import Levels, host_levels, whole_levels
+from windrow_sidecar.qos.levels import Partitioning, host_levels, whole_levels
 from windrow_sidecar.qos.predictor import FORGETTING, Predictor
-from windrow_sidecar.qos.solo import SoloModel
-from windrow_sidecar.qos.terms import Terms, make_terms
-from windrow_sidecar.qos.view import Action, Decision, Offer, View
+from windrow_sidecar.qos.solo import SoloStepModel
+from windrow_sidecar.qos.terms import HarvestTerms, make_terms
+from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 MS = 1_000_000
 # Two cores: batch 4 takes 4 ms on both and 6 ms on one, batch 16 takes 10 and 18 ms.
-SOLO = {1: SoloModel(2000, 1000, 0), 2: SoloModel(2000, 500, 0)}
-TERMS = Terms("p", "windrow", "harvest", objective_us=12_000)
+SOLO = {1: SoloStepModel(2000, 1000, 0), 2: SoloStepModel(2000, 500, 0)}
+TERMS = HarvestTerms("p", "windrow", "harvest", objective_us=12_000)
 SMALL, BURST = 4, 16
 
 
@@ -26,22 +26,22 @@ class Pod:
 
     def __init__(
         self,
-        terms: Terms | None = TERMS,
+        terms: HarvestTerms | None = TERMS,
         predictor: bool = True,
-        levels: Levels = host_levels(2),  # noqa: B008
+        levels: Partitioning = host_levels(2),  # noqa: B008
     ) -> None:
         self.controller = Controller(levels, Predictor(levels, SOLO) if predictor else None)
         self.controller.set_terms(terms)
         self.now_ns = SECOND_NS
         self.offer = Offer(job_epoch=1)
-        self.last = Decision()
+        self.last = Grant()
 
     def step(
         self, batch: int = SMALL, latency_us: int = 5000, present: bool = True, slack_us: int = 0
-    ) -> Decision:
+    ) -> Grant:
         self.now_ns += 10 * MS
         objective = self.controller.terms.objective_us if self.controller.terms else 0
-        view = View(batch=batch, objective_us=objective, slo_debt_us=slack_us)
+        view = View(batch=batch, objective_us=objective, slack_us=slack_us)
         self.last = self.controller.decide(
             view, self.offer if present else Offer(), self.now_ns, present=present
         )
@@ -55,7 +55,7 @@ class Pod:
         )
 
 
-def units(decision: Decision) -> tuple[int, int]:
+def units(decision: Grant) -> tuple[int, int]:
     return decision.finetune_units, decision.decode_units
 
 
@@ -84,7 +84,8 @@ def test_a_device_that_is_shared_in_time_is_the_workers_while_decode_idles():
 
 def test_no_part_is_given_of_a_device_that_is_shared_in_time():
     pod = Pod(
-        Terms("p", "windrow", "harvest", 12_000, max_compute_percent=50), levels=whole_levels(2)
+        HarvestTerms("p", "windrow", "harvest", 12_000, max_compute_percent=50),
+        levels=whole_levels(2),
     )
     assert units(pod.step(batch=0)) == (0, 2)
 
@@ -100,7 +101,7 @@ def test_decode_takes_everything_when_the_worker_is_gone():
     ("terms", "predictor", "why"),
     [
         (None, True, "no policy"),
-        (Terms("p", "windrow", "off", 12_000), True, "off"),
+        (HarvestTerms("p", "windrow", "off", 12_000), True, "off"),
         (TERMS, False, "no latency profile"),
     ],
 )
@@ -120,7 +121,7 @@ def test_a_policy_that_is_taken_away_pauses_the_worker():
 
 
 def test_observe_grants_nothing_and_remembers_what_it_would():
-    pod = Pod(Terms("p", "windrow", "observe", 12_000))
+    pod = Pod(HarvestTerms("p", "windrow", "observe", 12_000))
     assert units(pod.step(present=False)) == (0, 2)
     assert pod.controller.would_units == 1
     pod.step(BURST, present=False)
@@ -145,10 +146,10 @@ def test_the_guard_pauses_a_worker_that_the_policy_would_let_run():
 
 
 def test_limits_bind_the_idle_device_too():
-    pod = Pod(Terms("p", "windrow", "harvest", 12_000, max_compute_percent=60))
+    pod = Pod(HarvestTerms("p", "windrow", "harvest", 12_000, max_compute_percent=60))
     assert pod.step().finetune_units == 1
     assert pod.step(0).finetune_units == 1
-    none = Pod(Terms("p", "windrow", "harvest", 12_000, max_compute_percent=40))
+    none = Pod(HarvestTerms("p", "windrow", "harvest", 12_000, max_compute_percent=40))
     assert none.step().action == Action.PAUSE
     assert none.step(0).action == Action.PAUSE
 
@@ -167,7 +168,7 @@ def test_steps_beside_the_worker_teach_and_steps_between_two_partitions_do_not()
 
 
 def test_by_request_a_long_step_is_no_breach_while_there_is_slack():
-    pod = Pod(Terms("p", "windrow", "harvest", 12_000, per_request=True))
+    pod = Pod(HarvestTerms("p", "windrow", "harvest", 12_000, per_request=True))
     for _ in range(10):
         pod.step(latency_us=13_000, slack_us=100_000)
     assert pod.controller.guard.trips == 0

@@ -12,11 +12,11 @@ from pyarrow import parquet
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.dataset.reading import ModelLimits, read_dataset
-from windrow_sidecar.finetune.dataset.records import Record
-from windrow_sidecar.finetune.dataset.rows import Row, row_of
-from windrow_sidecar.finetune.dataset.tokens import RowTokenizer
-from windrow_sidecar.finetune.training.data import BatchPlan, Example, lengths_of, split
+from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.records import DatasetRecord
+from windrow_sidecar.finetune.data.rows import DatasetRow, row_of
+from windrow_sidecar.finetune.data.split import BatchPlan, Example, lengths_of, split
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.testing.vocabularies import letters
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -290,7 +290,7 @@ def test_a_row_whose_labels_are_all_masked_is_named():
     turns = (CHAT["messages"][0], {"role": "assistant", "content": ""})
     with pytest.raises(UserError, match=r"f:3: none of its 1 tokens would be learnt"):
         tokenize(
-            Row("f:3", turns=turns),
+            DatasetRow("f:3", turns=turns),
             max_length=50,
             template="{% for m in messages %}{{ m.content }}{% endfor %}",
         )
@@ -298,12 +298,12 @@ def test_a_row_whose_labels_are_all_masked_is_named():
 
 def test_a_record_that_is_no_object_is_named():
     with pytest.raises(UserError, match=r"rows.json\[3\]: is not a JSON object"):
-        row_of(Record("rows.json[3]", "text"), "text")
+        row_of(DatasetRecord("rows.json[3]", "text"), "text")
 
 
 def test_a_row_with_nothing_left_to_learn_is_named():
     with pytest.raises(UserError, match=r"f:7: nothing to learn .* within 5 tokens"):
-        tokenize(Row("f:7", prompt="abcdef", answer="g"), max_length=5)
+        tokenize(DatasetRow("f:7", prompt="abcdef", answer="g"), max_length=5)
 
 
 def rows(n: int) -> list[Example]:

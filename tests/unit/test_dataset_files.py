@@ -16,9 +16,9 @@ import pytest
 from pyarrow import parquet
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.dataset.places import find_files, local_path
-from windrow_sidecar.finetune.dataset.records import read_records
-from windrow_sidecar.finetune.dataset.rows import row_of
+from windrow_sidecar.finetune.data.places import find_files, local_path
+from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.data.rows import row_of
 
 
 def texts(source, split="train") -> list[str]:

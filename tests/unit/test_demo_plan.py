@@ -12,7 +12,7 @@ from windrow.errors import UserError
 from windrow.local import assets, compare, manifests
 from windrow.local.compare import Arm
 from windrow.local.devices import Device, devices
-from windrow.local.manifests import Decode
+from windrow.local.manifests import DecodePod
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,13 +41,13 @@ def test_one_core_is_no_device():
 
 
 def test_a_decode_pod_looks_like_one_of_sglang():
-    pod = manifests.decode_pod(Decode("decode-0", 8001, Device((0, 1)), Path("/m")))
+    pod = manifests.decode_pod(DecodePod("decode-0", 8001, Device((0, 1)), Path("/m")))
     container = pod["spec"]["containers"][0]
     assert pod["metadata"]["labels"]["rbg.workloads.x-k8s.io/role-name"] == "decode"
     assert "--disaggregation-mode=decode" in container["args"]
     assert pod["metadata"]["annotations"]["windrow.dev/cpuset"] == "0,1"
     assert "windrow.dev/inject" not in pod["metadata"]["labels"]
-    plain = manifests.decode_pod(Decode("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
+    plain = manifests.decode_pod(DecodePod("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
     assert plain["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
 
 

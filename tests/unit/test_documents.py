@@ -12,7 +12,7 @@ from windrow.proto import attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_process import write_job
-from windrow_sidecar.finetune.job import read_job
+from windrow_sidecar.finetune.job.assembly import read_job
 
 SPEC = {
     "model": {"name": "/m"},

@@ -6,16 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.endurance import Ran, compare, growth, largest_rise, plot
+from benchmarks.endurance import EnduranceRun, compare, growth, largest_rise, plot
 
 
-def ran(slope=0.0, drift=0.0, noise=0.0) -> Ran:
+def ran(slope=0.0, drift=0.0, noise=0.0) -> EnduranceRun:
     """1,000 steps whose memory jumps at first, then rises by so much in all."""
     memory = [
         (step, (0.0 if step < 200 else 50.0) + slope * step / 1000 + noise * (step // 50 % 3) / 2)
         for step in range(50, 1001, 50)
     ]
-    return Ran([2.0 + drift] * 500 + [1.0 + drift] * 500, memory)
+    return EnduranceRun([2.0 + drift] * 500 + [1.0 + drift] * 500, memory)
 
 
 def test_what_is_touched_at_first_is_no_growth_and_what_rises_after_it_is():
@@ -27,16 +27,20 @@ def test_what_is_touched_at_first_is_no_growth_and_what_rises_after_it_is():
 
 def test_one_rise_is_told_and_is_no_growth():
     once = ran()
-    once = Ran(once.losses, [(s, mib + (4.0 if s > 700 else 0.0)) for s, mib in once.memory])
+    once = EnduranceRun(
+        once.losses, [(s, mib + (4.0 if s > 700 else 0.0)) for s, mib in once.memory]
+    )
     assert growth(once.memory)[0] == pytest.approx(0.0)
     assert largest_rise(once.memory) == pytest.approx(4.0)
 
 
 def test_what_allocators_have_handed_out_is_judged_by_itself():
     kept, idle = [(s, s / 1000) for s in range(100)], [(s, 7.0) for s in range(100)]
-    ours = Ran(ran().losses, ran().memory, heap=kept, blocks=[(s, 40 * mib) for s, mib in kept])
+    ours = EnduranceRun(
+        ran().losses, ran().memory, heap=kept, blocks=[(s, 40 * mib) for s, mib in kept]
+    )
     assert [result.met for result in compare(ours, ran())[-2:]] == [True, False]
-    ours = Ran(ran().losses, ran().memory, heap=idle, blocks=idle)
+    ours = EnduranceRun(ran().losses, ran().memory, heap=idle, blocks=idle)
     assert [result.value for result in compare(ours, ran())[-2:]] == [0.0, 0.0]
 
 

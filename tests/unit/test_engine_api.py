@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin.link import Piece
+from windrow_sidecar.engines.builtin.link import RequestUpdate
 from windrow_sidecar.engines.builtin.web import api
-from windrow_sidecar.engines.builtin.web.answer import Answer
+from windrow_sidecar.engines.builtin.web.answer import CompletionAnswer
 from windrow_sidecar.engines.builtin.web.messages import Finished
 
 
@@ -59,13 +59,13 @@ def test_what_just_fits_passes():
 
 def answer(**fields):
     body = api.parse_body({"prompt": "x", "max_tokens": 9, **fields})
-    return Answer("cmpl-1", "model", 1, body, lambda tokens: bytes(tokens).decode())
+    return CompletionAnswer("cmpl-1", "model", 1, body, lambda tokens: bytes(tokens).decode())
 
 
 def test_a_whole_answer_has_text_usage_and_the_reason_of_its_end():
     whole = answer()
-    whole.add(Piece([104], None))
-    whole.add(Piece([105], Finished(1, "length", 10, 2_000_010)))
+    whole.add(RequestUpdate([104], None))
+    whole.add(RequestUpdate([105], Finished(1, "length", 10, 2_000_010)))
     found = whole.whole()
     assert found["choices"][0]["text"] == "hi"
     assert found["choices"][0]["finish_reason"] == "length"
@@ -75,7 +75,7 @@ def test_a_whole_answer_has_text_usage_and_the_reason_of_its_end():
 
 def test_a_stop_string_ends_an_answer_before_the_engine_does():
     stopping = answer(stop=["lo"])
-    texts = [stopping.add(Piece([byte], None)) for byte in b"hello"]
+    texts = [stopping.add(RequestUpdate([byte], None)) for byte in b"hello"]
     assert "".join(texts) == "hel"
     assert stopping.is_done
     assert stopping.whole()["choices"][0]["finish_reason"] == "stop"

@@ -4,16 +4,16 @@ import socket
 
 import pytest
 
-from windrow_sidecar.engines.builtin.web.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.web.channel import PeerGone, SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Output
-from windrow_sidecar.engines.builtin.web.outbox import Outbox
+from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 
 
 @pytest.fixture
 def ends():
     left, right = socket.socketpair()
     with left, right:
-        yield Channel(left), Channel(right)
+        yield SocketChannel(left), SocketChannel(right)
 
 
 def test_messages_arrive_whole_and_in_order(ends):
@@ -50,7 +50,7 @@ def test_the_end_of_the_peer_is_noticed_on_either_side(ends):
 
 def test_first_tokens_and_ends_go_out_at_once_and_the_rest_at_the_interval(ends):
     ours, theirs = ends
-    outbox = Outbox(ours, interval=3)
+    outbox = TokenBatcher(ours, interval=3)
     for token in range(6):
         outbox.token(1, token)
         outbox.end_step()

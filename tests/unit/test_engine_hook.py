@@ -4,11 +4,11 @@ import logging
 
 import pytest
 
-from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
+from windrow_sidecar.qos.view import Grant
 
-FACTS = StepFacts(
-    step=1, start_ns=0, batch=2, context_tokens=300, waiting=0, admitted_tokens=0, slo_debt_us=0
+FACTS = StepInput(
+    step=1, start_ns=0, batch=2, context_tokens=300, waiting=0, admitted_tokens=0, slack_us=0
 )
 
 
@@ -24,16 +24,16 @@ class Granting:
         if method == self.broken:
             raise ZeroDivisionError(method)
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         self._enter("before_step")
-        return Decision(decode_units=1, finetune_units=1)
+        return Grant(decode_units=1, finetune_units=1)
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         self._enter("after_step")
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         self._enter("idle")
-        return Decision(finetune_units=2)
+        return Grant(finetune_units=2)
 
     def close(self) -> None:
         self._enter("close")
@@ -58,7 +58,7 @@ def test_a_hook_that_raises_is_closed_and_decode_gets_every_unit_from_then_on(me
     assert hook.failed
     assert inner.calls.count(method) == 1
     assert inner.calls[-1] == "close"
-    assert last == Decision()
+    assert last == Grant()
     assert len(heard) == 1
     assert method in heard[0]
     assert len(caplog.records) == 1
@@ -77,15 +77,15 @@ def test_a_hook_that_cannot_even_close_is_left_behind(caplog):
             raise OSError("gone")
 
     hook = FailClosed(Hopeless(broken="before_step"))
-    assert hook.before_step(FACTS) == Decision()
+    assert hook.before_step(FACTS) == Grant()
     assert "could not be closed" in caplog.text
 
 
 def test_a_hook_that_answers_nonsense_is_switched_off():
     class Nonsense(NullHook):
-        def before_step(self, facts: StepFacts) -> Decision:
+        def before_step(self, facts: StepInput) -> Grant:
             return None  # type: ignore[return-value]
 
     hook = FailClosed(Nonsense())
-    assert hook.before_step(FACTS) == Decision()
+    assert hook.before_step(FACTS) == Grant()
     assert hook.failed

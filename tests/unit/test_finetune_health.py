@@ -15,20 +15,20 @@ import pytest
 import torch
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.checkpoints.checkpoint import Position
-from windrow_sidecar.finetune.dataset.places import DatasetSilent, failed
-from windrow_sidecar.finetune.failures import failure
-from windrow_sidecar.finetune.runner import Ending
-from windrow_sidecar.finetune.stream import EvaluationDone, Stage, StepDone
-from windrow_sidecar.finetune.training.course import Judged
+from windrow_sidecar.finetune.data.places import DatasetSilent, failed
+from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage, StepDone
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.job.scalars import Scalars
+from windrow_sidecar.finetune.training.checkpoint import Position
+from windrow_sidecar.finetune.training.evaluation import Judged
 from windrow_sidecar.finetune.training.health import (
     GradientWatch,
     StallWatch,
     Unhealthy,
     waited_for_cores,
 )
-from windrow_sidecar.finetune.training.optimizer import NotFinite, StepFacts
-from windrow_sidecar.finetune.training.scalars import Scalars
+from windrow_sidecar.finetune.training.optimizer import NotFinite, StepMetrics
 
 
 def seen(norms) -> GradientWatch:
@@ -206,12 +206,12 @@ def test_the_figures_of_each_step_are_lines_of_json(tmp_path):
     scalars.begin(1000)
     now[0] = 12.0
     at = Position(7, loss=1.5, tokens_done=1400, judged=Judged())
-    scalars.step(StepDone(at, StepFacts(1e-3, 0.5)))
+    scalars.step(StepDone(at, StepMetrics(1e-3, 0.5)))
     now[0] = 32.0
-    scalars.evaluation(7, EvaluationDone(Stage.HELD_OUT_EVALUATION, 2.5))
+    scalars.evaluation(7, EvaluationDone(JobStage.HELD_OUT_EVALUATION, 2.5))
     now[0] = 33.0
     later = Position(8, loss=1.4, tokens_done=1500, judged=Judged())
-    scalars.step(StepDone(later, StepFacts(1e-3, 0.5)))
+    scalars.step(StepDone(later, StepMetrics(1e-3, 0.5)))
     step, evaluation, after = lines(tmp_path)
     assert step["tokens_per_second"] == 200.0
     assert after["tokens_per_second"] == 100.0, "an evaluation's time is not the next step's"
@@ -225,7 +225,7 @@ def test_tensorboard_files_hold_the_same_figures(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     scalars = Scalars(tmp_path, 1, tensorboard=True)
-    scalars.step(StepDone(Position(3, loss=1.5, tokens_done=10), StepFacts(1e-3, 0.5)))
+    scalars.step(StepDone(Position(3, loss=1.5, tokens_done=10), StepMetrics(1e-3, 0.5)))
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     (point,) = board.Scalars("loss")

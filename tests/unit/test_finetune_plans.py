@@ -10,29 +10,38 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.beside.chunkruns import Run, chunks_needed, runs_of, tokens_that_fit
-from windrow_sidecar.finetune.beside.grants import (
+from windrow_sidecar.finetune.colocated.grants import (
     DECODE_STALE_NS,
     Used,
     may_launch,
     memory_delta_bytes,
 )
-from windrow_sidecar.finetune.plan.ahead import Ahead
-from windrow_sidecar.finetune.plan.estimates import FRESH, LAST, SETTLED, TRIED, Estimates
-from windrow_sidecar.finetune.plan.frontier import Frontier, tasklet_of
-from windrow_sidecar.finetune.plan.grain import Windows
-from windrow_sidecar.finetune.plan.orders import ORDERS, layer_major, token_major, unfold
+from windrow_sidecar.finetune.colocated.lent_layers import (
+    ChunkRun,
+    chunks_needed,
+    runs_of,
+    tokens_that_fit,
+)
+from windrow_sidecar.finetune.engine.group_progress import GroupProgress, tasklet_of
+from windrow_sidecar.finetune.engine.orders import (
+    ORDERS,
+    Lookahead,
+    layer_major,
+    token_major,
+    unfold,
+)
+from windrow_sidecar.finetune.engine.sizing import FRESH, LAST, SETTLED, TRIED, Estimates, Windows
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
-    Window,
+    TokenWindow,
     by_length,
     next_micro_batch,
     optimizer_tasklet,
 )
-from windrow_sidecar.finetune.training.schedule import Schedule
-from windrow_sidecar.qos.view import Action, Decision, Phase
+from windrow_sidecar.finetune.training.optimizer import Schedule
+from windrow_sidecar.qos.view import Action, Grant, Phase
 
-GO = Decision(action=Action.GO, finetune_units=1)
+GO = Grant(action=Action.GO, finetune_units=1)
 
 
 @given(
@@ -56,13 +65,13 @@ def test_micro_batches_take_every_row_once_within_the_bounds(lengths, max_tokens
 
 def test_what_a_layer_holds_is_held_from_its_forward_to_its_backward():
     micro = MicroBatch(0, (0, 1), (4, 3))
-    tasklets = list(unfold(layer_major, Frontier([micro], 3)))
+    tasklets = list(unfold(layer_major, GroupProgress([micro], 3)))
     deltas = [memory_delta_bytes(tasklet, 10) for tasklet in tasklets]
     assert deltas == [80, 80, 80, 0, -80, -80, -80]
     first, second = tasklets[:2]
     assert memory_delta_bytes(first.joined(second), 10) == 160
     assert memory_delta_bytes(first, 10, of_windows=3) == 80, "whole rows need no cache"
-    half = tasklet_of(Phase.FORWARD, micro, 0, Window(0, 2))
+    half = tasklet_of(Phase.FORWARD, micro, 0, TokenWindow(0, 2))
     assert memory_delta_bytes(half, 10, of_windows=3) == 4 * 13
     judged = MicroBatch(0, (0,), (4,), evaluation=True)
     assert memory_delta_bytes(tasklet_of(Phase.FORWARD, judged, 0, judged.whole), 10) == 0
@@ -71,21 +80,21 @@ def test_what_a_layer_holds_is_held_from_its_forward_to_its_backward():
 
 def test_a_micro_batch_goes_up_to_the_loss_and_down_again():
     micro = MicroBatch(3, (0,), (4,))
-    order = [(t.phase, t.layer) for t in unfold(layer_major, Frontier([micro], 2))]
+    order = [(t.phase, t.layer) for t in unfold(layer_major, GroupProgress([micro], 2))]
     forward, loss, backward = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
     assert order == [(forward, 0), (forward, 1), (loss, 2), (backward, 1), (backward, 0)]
 
 
-@pytest.mark.parametrize("grain", [Windows(3), Windows(100)])
+@pytest.mark.parametrize("sizing", [Windows(3), Windows(100)])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, grain):
+def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, sizing):
     group = [MicroBatch(0, (0, 1), (7, 4)), MicroBatch(0, (2,), (5,))]
-    expected = list(unfold(order, Frontier(group, 3), grain))
-    frontier = Frontier(group, 3)
-    ahead, found = Ahead(order, frontier), []
-    while (tasklet := ahead.peek(grain)) is not None:
-        assert ahead.peek(grain) is tasklet  # until it has run
-        frontier.advance(tasklet)
+    expected = list(unfold(order, GroupProgress(group, 3), sizing))
+    progress = GroupProgress(group, 3)
+    ahead, found = Lookahead(order, progress), []
+    while (tasklet := ahead.peek(sizing)) is not None:
+        assert ahead.peek(sizing) is tasklet  # until it has run
+        progress.advance(tasklet)
         ahead.ran(tasklet)
         found.append(tasklet)
     assert found == expected
@@ -93,53 +102,53 @@ def test_what_is_found_ahead_is_what_would_be_found_one_by_one(order, grain):
 
 def test_another_grain_changes_the_very_next_tasklet():
     micro = MicroBatch(0, (0,), (64,))
-    frontier = Frontier([micro], 3)
-    ahead = Ahead(token_major, frontier)
-    assert ahead.peek(Windows(8)).window == Window(0, 8)
+    progress = GroupProgress([micro], 3)
+    ahead = Lookahead(token_major, progress)
+    assert ahead.peek(Windows(8)).window == TokenWindow(0, 8)
     for _ in range(4):  # three layers and the loss of the window on its way
-        frontier.advance(tasklet := ahead.peek(Windows(8)))
+        progress.advance(tasklet := ahead.peek(Windows(8)))
         ahead.ran(tasklet)
-    assert ahead.peek(Windows(8)).window == Window(8, 16)
+    assert ahead.peek(Windows(8)).window == TokenWindow(8, 16)
     assert ahead.peek(Windows(20)).window.begin == 8
     assert ahead.peek(Windows(20)).window.tokens > 8
 
 
 def test_what_has_run_out_of_turn_is_not_offered_again():
     group = [MicroBatch(0, (0,), (4,)), MicroBatch(0, (1,), (3,))]
-    frontier = Frontier(group, 2)
-    ahead, grain = Ahead(layer_major, frontier), Windows(4)
-    first, second = islice(unfold(layer_major, frontier, grain), 2)
-    assert ahead.peek(grain) == first
-    frontier.advance(second)
+    progress = GroupProgress(group, 2)
+    ahead, sizing = Lookahead(layer_major, progress), Windows(4)
+    first, second = islice(unfold(layer_major, progress, sizing), 2)
+    assert ahead.peek(sizing) == first
+    progress.advance(second)
     ahead.ran(second)
-    assert ahead.peek(grain) == first
-    frontier.advance(first)
-    ahead.ran(ahead.peek(grain))
-    assert ahead.peek(grain).layer == 1
+    assert ahead.peek(sizing) == first
+    progress.advance(first)
+    ahead.ran(ahead.peek(sizing))
+    assert ahead.peek(sizing).layer == 1
 
 
 def test_a_plan_that_was_forgotten_is_made_anew_from_where_the_group_is():
-    frontier = Frontier([MicroBatch(0, (0,), (4,))], 12)
-    ahead, grain = Ahead(layer_major, frontier), Windows(4)
-    ahead.peek(grain)
-    for tasklet in list(unfold(layer_major, frontier, grain))[:3]:
-        frontier.advance(tasklet)  # as the first layers of a tasklet that was broken off
+    progress = GroupProgress([MicroBatch(0, (0,), (4,))], 12)
+    ahead, sizing = Lookahead(layer_major, progress), Windows(4)
+    ahead.peek(sizing)
+    for tasklet in list(unfold(layer_major, progress, sizing))[:3]:
+        progress.advance(tasklet)  # as the first layers of a tasklet that was broken off
     ahead.forget()
-    assert (ahead.peek(grain).phase, ahead.peek(grain).layer) == (Phase.FORWARD, 3)
+    assert (ahead.peek(sizing).phase, ahead.peek(sizing).layer) == (Phase.FORWARD, 3)
 
 
 @pytest.mark.parametrize(
     ("grant", "used", "silent_ns", "answer"),
     [
         (GO, Used(), 0, True),
-        (Decision(), Used(), 0, False),
-        (Decision(action=Action.GO, finetune_units=0), Used(), 0, False),
-        (Decision(action=Action.FUSE, finetune_units=1), Used(), 0, False),
+        (Grant(), Used(), 0, False),
+        (Grant(action=Action.GO, finetune_units=0), Used(), 0, False),
+        (Grant(action=Action.FUSE, finetune_units=1), Used(), 0, False),
         (GO, Used(), DECODE_STALE_NS + 1, False),
-        (Decision(action=Action.GO, finetune_units=1, n_tasklets=2), Used(1, 0), 0, True),
-        (Decision(action=Action.GO, finetune_units=1, n_tasklets=2), Used(2, 0), 0, False),
-        (Decision(action=Action.GO, finetune_units=1, budget_us=150), Used(1, 50), 0, True),
-        (Decision(action=Action.GO, finetune_units=1, budget_us=149), Used(1, 50), 0, False),
+        (Grant(action=Action.GO, finetune_units=1, n_tasklets=2), Used(1, 0), 0, True),
+        (Grant(action=Action.GO, finetune_units=1, n_tasklets=2), Used(2, 0), 0, False),
+        (Grant(action=Action.GO, finetune_units=1, budget_us=150), Used(1, 50), 0, True),
+        (Grant(action=Action.GO, finetune_units=1, budget_us=149), Used(1, 50), 0, False),
     ],
 )
 def test_a_tasklet_of_100_us_runs_only_under_a_grant_that_covers_it(grant, used, silent_ns, answer):
@@ -147,7 +156,7 @@ def test_a_tasklet_of_100_us_runs_only_under_a_grant_that_covers_it(grant, used,
 
 
 def test_chunks_side_by_side_form_runs_the_highest_first():
-    assert runs_of([2, 3, 5, 8, 9]) == (Run(8, 10), Run(5, 6), Run(2, 4))
+    assert runs_of([2, 3, 5, 8, 9]) == (ChunkRun(8, 10), ChunkRun(5, 6), ChunkRun(2, 4))
     assert runs_of([]) == ()
 
 
@@ -173,7 +182,8 @@ def test_what_is_said_to_fit_fits_and_one_token_more_does_not(chunks, boundaries
 def test_estimates_scale_with_tokens_and_follow_the_machine():
     estimates = Estimates()
     small, large = (
-        tasklet_of(Phase.BACKWARD, MicroBatch(0, (0,), (n,)), 0, Window(0, n)) for n in (100, 300)
+        tasklet_of(Phase.BACKWARD, MicroBatch(0, (0,), (n,)), 0, TokenWindow(0, n))
+        for n in (100, 300)
     )
     assert estimates.estimate_us(small, 1) == 0
     assert estimates.tokens_within(Phase.BACKWARD, 5000) == 0

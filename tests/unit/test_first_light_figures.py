@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.light.figures import results
-from benchmarks.light.measure import Effort, Parts
+from benchmarks.light.measure import MeasureEffort, Parts
 
-EFFORT = Effort(
+EFFORT = MeasureEffort(
     batches=(32,),
     context=1024,
     contexts=(),

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.job import check_turns
-from windrow_sidecar.finetune.residency.copying import RateLimit
-from windrow_sidecar.finetune.residency.schedule import (
+from windrow_sidecar.finetune.job.assembly import check_turns
+from windrow_sidecar.finetune.offload.copying import RateLimit
+from windrow_sidecar.finetune.offload.schedule import (
     Moves,
     coming,
     micro_batches_to_hide,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from windrow.errors import UserError
-from windrow_sidecar.compute.cgroup import CgroupLimits
+from windrow_sidecar.cgroup import CgroupLimits
 from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memory
 
 SHAPE = KvShape(layers=6, kv_heads=4, head_dim=32, dtype_bytes=4)

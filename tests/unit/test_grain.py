@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from windrow_sidecar.finetune.plan.estimates import Estimates
-from windrow_sidecar.finetune.plan.frontier import tasklet_of
-from windrow_sidecar.finetune.plan.grain import FIRST_TOKENS, LEAST_TOKENS, Paced
-from windrow_sidecar.finetune.tasklets import MicroBatch, Window
+from windrow_sidecar.finetune.engine.group_progress import tasklet_of
+from windrow_sidecar.finetune.engine.sizing import FIRST_TOKENS, LEAST_TOKENS, Estimates, Paced
+from windrow_sidecar.finetune.tasklets import MicroBatch, TokenWindow
 from windrow_sidecar.qos.view import Phase
 
 UNITS = 1
@@ -66,12 +65,12 @@ def test_rows_are_cut_into_even_windows(lengths, windows, most, phase, cut):
     [(1, 2_000, True), (2, 2_000, False), (2, 3_000, True), (3, 3_000, False), (3, 4_286, True)],
 )
 def test_layers_are_joined_while_they_stay_within_the_bound(layers, bound_us, fits):
-    tasklet = tasklet_of(FORWARD, ROW, 0, Window(0, 100))
+    tasklet = tasklet_of(FORWARD, ROW, 0, TokenWindow(0, 100))
     for layer in range(1, layers):
-        tasklet = tasklet.joined(tasklet_of(FORWARD, ROW, layer, Window(0, 100)))
+        tasklet = tasklet.joined(tasklet_of(FORWARD, ROW, layer, TokenWindow(0, 100)))
     estimates = known(FORWARD=10)  # a layer takes 1,000 us
     assert Paced(estimates, bound_us, UNITS).fits(tasklet) == fits
 
 
 def test_layers_of_which_nothing_is_known_are_not_joined():
-    assert not Paced(Estimates(), 10**9, UNITS).fits(tasklet_of(FORWARD, ROW, 0, Window(0, 1)))
+    assert not Paced(Estimates(), 10**9, UNITS).fits(tasklet_of(FORWARD, ROW, 0, TokenWindow(0, 1)))

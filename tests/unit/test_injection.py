@@ -9,9 +9,9 @@ from decode_pods import DECODE_PODS, OTHER_ENGINES
 
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator.injection import (
+    PodNamespace,
     Refusal,
     SidecarTemplate,
-    Surroundings,
     attached_sidecar,
     decoder_of,
     inject,
@@ -24,7 +24,7 @@ from windrow_operator.injection import (
 TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM", "sidecar:1")
 OWN_IMAGE = SidecarTemplate("10.0.0.1:8443", "PEM")
 ATTACH, SIDECAR = SidecarSpec(), SidecarSpec(form="sidecar")
-PLAIN = Surroundings({})
+PLAIN = PodNamespace({})
 DECODE_ARGS = ["--disaggregation-mode", "decode"]
 DISABLED, ENABLED = {"windrow.dev/inject": "disabled"}, {"windrow.dev/inject": "enabled"}
 
@@ -194,7 +194,7 @@ def test_a_claim_that_could_keep_the_pod_from_starting_is_left_out_and_told():
             volume("gone", persistentVolumeClaim={"claimName": "gone"}),
         ]
     )
-    done = inject(decode_pod(), OWN_IMAGE, asked, Surroundings({}, frozenset({"rows"})))
+    done = inject(decode_pod(), OWN_IMAGE, asked, PodNamespace({}, frozenset({"rows"})))
     names = [entry["name"] for entry in applied(decode_pod(), done.patch)["spec"]["volumes"]]
     assert "windrow-rows" in names
     assert "windrow-gone" not in names
@@ -209,7 +209,7 @@ def test_a_claim_that_could_keep_the_pod_from_starting_is_left_out_and_told():
 def test_a_directory_of_the_node_is_mounted_in_privileged_namespaces_alone(level, mounted):
     asked = SidecarSpec(volumes=[volume(hostPath={"path": "/srv"})])
     labels = {"pod-security.kubernetes.io/enforce": level} if level else {}
-    done = inject(decode_pod(), OWN_IMAGE, asked, Surroundings(labels))
+    done = inject(decode_pod(), OWN_IMAGE, asked, PodNamespace(labels))
     names = [entry["name"] for entry in applied(decode_pod(), done.patch)["spec"]["volumes"]]
     assert ("windrow-data" in names) is mounted
     assert bool(done.warnings) is not mounted
@@ -350,6 +350,6 @@ def test_a_sidecar_that_may_not_share_by_mps_is_told_in_both_forms(may):
 def test_the_attached_sidecar_mounts_only_volumes_that_the_pod_was_made_with():
     asked = SidecarSpec(volumes=[volume("rows", persistentVolumeClaim={"claimName": "rows"})])
     for claims, there in ((frozenset({"rows"}), True), (frozenset(), False)):
-        body = injected(decode_pod(), asked, around=Surroundings({}, claims))
+        body = injected(decode_pod(), asked, around=PodNamespace({}, claims))
         mounts = [mount["mountPath"] for mount in attached(body, asked=asked)["volumeMounts"]]
         assert ("/rows" in mounts) is there

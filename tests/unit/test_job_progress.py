@@ -8,11 +8,11 @@ import pytest
 from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.exporter import _jobs
-from windrow_sidecar.agent.jobrun import JobRun
+from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.finetune.beside.agentlink import _progress_message
-from windrow_sidecar.finetune.report import Progress
+from windrow_sidecar.finetune.colocated.agent_link import _progress_message
+from windrow_sidecar.finetune.job.report import JobProgress
 
 
 def report(step, tokens, total_steps=100):
@@ -73,8 +73,8 @@ def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
         return {family.name for family in families if family.samples}
 
     figures = {"windrow_job_loss", "windrow_job_learning_rate", "windrow_job_gradient_norm"}
-    run.meter.add(0.0, _progress_message(Progress(total_steps=4)))
+    run.meter.add(0.0, _progress_message(JobProgress(total_steps=4)))
     assert not figures & metrics()
-    told = Progress(1, 4, loss=2.0, learning_rate=0.0, gradient_norm=0.5)
+    told = JobProgress(1, 4, loss=2.0, learning_rate=0.0, gradient_norm=0.5)
     run.meter.add(1.0, _progress_message(told))
     assert figures <= metrics()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from windrow_sidecar.qos.lending import (
     GROW_REST_NS,
-    Chunks,
+    ChunkCounts,
     LendingPlan,
     plan_lending,
 )
@@ -15,7 +15,7 @@ LONG_AGO = 1 << 60
 MS = 1_000_000
 
 
-def plan(chunks: Chunks, **changes) -> LendingPlan:
+def plan(chunks: ChunkCounts, **changes) -> LendingPlan:
     values = {
         "wanted": 64,
         "limit": 64,
@@ -31,58 +31,63 @@ def plan(chunks: Chunks, **changes) -> LendingPlan:
     [
         (
             "free chunks are lent, but for a second reserve",
-            Chunks(100, 24, 0, 4, 0),
+            ChunkCounts(100, 24, 0, 4, 0),
             {},
             LendingPlan(64, lend=64),
         ),
-        ("up to what is wanted", Chunks(100, 24, 3, 4, 0), {"wanted": 8}, LendingPlan(8, lend=5)),
-        ("up to the limit", Chunks(100, 24, 0, 4, 0), {"limit": 10}, LendingPlan(10, lend=10)),
+        (
+            "up to what is wanted",
+            ChunkCounts(100, 24, 3, 4, 0),
+            {"wanted": 8},
+            LendingPlan(8, lend=5),
+        ),
+        ("up to the limit", ChunkCounts(100, 24, 0, 4, 0), {"limit": 10}, LendingPlan(10, lend=10)),
         (
             "a short reserve is filled first",
-            Chunks(12, 100, 0, 2, 0),
+            ChunkCounts(12, 100, 0, 2, 0),
             {},
             LendingPlan(6, lend=6),
         ),
-        ("nothing to spare", Chunks(4, 100, 20, 4, 0), {}, LendingPlan(20)),
+        ("nothing to spare", ChunkCounts(4, 100, 20, 4, 0), {}, LendingPlan(20)),
         (
             "not right after a revocation",
-            Chunks(50, 54, 20, 4, 0),
+            ChunkCounts(50, 54, 20, 4, 0),
             {"since_revoke_ns": GROW_REST_NS - 1},
             LendingPlan(20),
         ),
         (
             "the reserve is eaten into: as much comes back",
-            Chunks(0, 105, 20, 1, 2),
+            ChunkCounts(0, 105, 20, 1, 2),
             {},
             LendingPlan(19, revoke=1),
         ),
         (
             "what drains already counts as asked for",
-            Chunks(0, 105, 20, 1, 3),
+            ChunkCounts(0, 105, 20, 1, 3),
             {},
             LendingPlan(20),
         ),
         (
             "a request finds no room: a quarter comes back, whatever is free",
-            Chunks(3, 101, 20, 4, 0),
+            ChunkCounts(3, 101, 20, 4, 0),
             {"kv_short": True},
             LendingPlan(15, revoke=5),
         ),
         (
             "but not twice before it has drained",
-            Chunks(3, 96, 20, 4, 5),
+            ChunkCounts(3, 96, 20, 4, 5),
             {"kv_short": True},
             LendingPlan(20),
         ),
         (
             "a lower limit takes the rest back",
-            Chunks(80, 24, 20, 4, 0),
+            ChunkCounts(80, 24, 20, 4, 0),
             {"limit": 5},
             LendingPlan(5, revoke=15),
         ),
         (
             "a worker that wants less",
-            Chunks(80, 24, 20, 4, 0),
+            ChunkCounts(80, 24, 20, 4, 0),
             {"wanted": 0},
             LendingPlan(0, revoke=20),
         ),
@@ -96,7 +101,7 @@ counts = st.integers(0, 64)
 
 
 @given(
-    st.builds(Chunks, counts, counts, counts, counts, counts),
+    st.builds(ChunkCounts, counts, counts, counts, counts, counts),
     counts,
     counts,
     counts,
@@ -120,7 +125,7 @@ def test_lending_and_revoking_come_to_rest():
     free, lent = 100, 0
     seen = []
     for _ in range(4):
-        made = plan(Chunks(free, 20, lent, 4, 0))
+        made = plan(ChunkCounts(free, 20, lent, 4, 0))
         free, lent = free - made.lend + made.revoke, lent + made.lend - made.revoke
         seen.append(lent)
     assert seen == [64, 64, 64, 64]

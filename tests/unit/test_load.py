@@ -11,7 +11,7 @@ import pytest
 
 from windrow.errors import UserError
 from windrow.local import generator, load
-from windrow.local.trace import Request, paced, read_trace
+from windrow.local.trace import TraceRequest, paced, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv.csv"
@@ -19,7 +19,7 @@ BURSTGPT = TRACES / "BurstGPT_1_head_slice.csv"
 LONG_S = 60_000.0
 
 
-def figures(requests: list[Request]) -> dict[str, float]:
+def figures(requests: list[TraceRequest]) -> dict[str, float]:
     contexts = sorted(r.prompt_tokens for r in requests)
     outputs = sorted(r.output_tokens for r in requests)
     n = len(requests)
@@ -36,7 +36,7 @@ def figures(requests: list[Request]) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def generated() -> list[Request]:
+def generated() -> list[TraceRequest]:
     return generator.generate(per_second=generator.TRACE_PER_SECOND, seconds=LONG_S, seed=17)
 
 
@@ -101,7 +101,7 @@ def test_a_trace_begins_at_its_first_request(tmp_path):
         "2023-11-16 18:15:46.6805900,374,44",
     )
     first, second = read_trace(path)
-    assert first == Request(0.0, 374, 44)
+    assert first == TraceRequest(0.0, 374, 44)
     assert second.at_s == pytest.approx(4.314579, abs=1e-6)  # of a trace, microseconds count
 
 
@@ -130,7 +130,7 @@ def test_a_missing_trace_is_refused(tmp_path):
 
 
 def test_a_trace_is_played_at_the_asked_rate_and_again_when_it_ends():
-    trace = [Request(float(i), 10 + i, 5) for i in range(10)]
+    trace = [TraceRequest(float(i), 10 + i, 5) for i in range(10)]
     played = paced(trace, per_second=2.0, seconds=20.0)
     assert len(played) == 40
     assert played[1].at_s == pytest.approx(0.5)
@@ -152,7 +152,7 @@ def test_each_endpoint_gets_its_share():
 
 
 def test_a_request_arrives_as_on_a_decode_instance():
-    body = json.loads(load.body_of(Request(0, 1000, 77), 5, random.Random(1)))
+    body = json.loads(load.body_of(TraceRequest(0, 1000, 77), 5, random.Random(1)))
     assert len(body["prompt"]) == 1000
     assert body["max_tokens"] == 77
     assert body["ignore_eos"] is True

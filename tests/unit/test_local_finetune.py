@@ -26,7 +26,7 @@ from windrow.local.curves import (
 from windrow.local.finetune import (
     LocalJob,
     Pace,
-    Told,
+    RunSummary,
     check_apart,
     last_error,
     listen,
@@ -34,7 +34,7 @@ from windrow.local.finetune import (
     understood,
     without_cluster,
 )
-from windrow_sidecar.finetune.job import read_job, without_effect
+from windrow_sidecar.finetune.job.assembly import read_job, without_effect
 
 SPEC = parse_job_spec(
     {
@@ -68,8 +68,8 @@ EVENT = {
 }
 
 
-def after(*said) -> Told:
-    told = Told()
+def after(*said) -> RunSummary:
+    told = RunSummary()
     for line in said:
         told = understood(told, line)
     return told
@@ -130,11 +130,11 @@ def test_a_failure_is_kept_with_its_detail():
 def test_the_pace_leaves_out_loading_and_what_a_checkpoint_held():
     now = [0.0]
     pace = Pace(clock=lambda: now[0])
-    assert pace.see(Told()) == (0.0, None)
+    assert pace.see(RunSummary()) == (0.0, None)
     now[0] = 50.0
-    pace.see(Told(step=10, total_steps=30, tokens=1000))
+    pace.see(RunSummary(step=10, total_steps=30, tokens=1000))
     now[0] = 60.0
-    assert pace.see(Told(step=15, total_steps=30, tokens=2000)) == (100.0, 30.0)
+    assert pace.see(RunSummary(step=15, total_steps=30, tokens=2000)) == (100.0, 30.0)
 
 
 def test_fields_that_only_a_cluster_honours_are_told():

@@ -7,15 +7,15 @@ import pytest
 from windrow.local.node.backoff import Backoff, BackoffRule, restarts
 from windrow.local.node.binding import wants_binding
 from windrow.local.node.probes import Probe, Streak
-from windrow.local.node.records import Record, Running, Terminated, Waiting, resumed
+from windrow.local.node.records import ContainerRecord, Running, Terminated, Waiting, resumed
 from windrow.local.node.status import phase_of, pod_status
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-RUNNING = Record(Running(NOW, 7), started=True, ready=True)
+RUNNING = ContainerRecord(Running(NOW, 7), started=True, ready=True)
 
 
 def ended(code):
-    return Record(Terminated(code, NOW, NOW, "Error" if code else "Completed"))
+    return ContainerRecord(Terminated(code, NOW, NOW, "Error" if code else "Completed"))
 
 
 def pod_of(policy="Always", sidecar=False, init=False, **more):
@@ -72,10 +72,10 @@ def test_a_verdict_needs_as_many_answers_in_a_row_as_its_threshold():
 @pytest.mark.parametrize(
     ("policy", "record", "phase"),
     [
-        ("Always", Record(), "Pending"),
+        ("Always", ContainerRecord(), "Pending"),
         ("Always", RUNNING, "Running"),
         ("Always", ended(0), "Running"),
-        ("Always", Record(Waiting("CrashLoopBackOff"), last=ended(1).state), "Running"),
+        ("Always", ContainerRecord(Waiting("CrashLoopBackOff"), last=ended(1).state), "Running"),
         ("OnFailure", ended(0), "Succeeded"),
         ("OnFailure", ended(1), "Running"),
         ("Never", ended(0), "Succeeded"),
@@ -87,7 +87,7 @@ def test_the_phase_follows_from_containers_and_policy(policy, record, phase):
 
 
 def test_a_failed_init_container_fails_a_pod_that_never_restarts():
-    records = {"init": ended(1), "main": Record()}
+    records = {"init": ended(1), "main": ContainerRecord()}
     assert phase_of(pod_of("Never", init=True), records) == "Failed"
     assert phase_of(pod_of("Always", init=True), records) == "Pending"
 
@@ -112,7 +112,7 @@ def test_a_pod_is_ready_when_containers_sidecars_and_gates_are():
     )
     gated["status"] = {"conditions": [{"type": "x/gate", "status": "True"}]}
     assert conditions_of(pod_status(gated, records, NOW))["Ready"]["status"] == "True"
-    records["side"] = Record()
+    records["side"] = ContainerRecord()
     assert conditions_of(pod_status(gated, records, NOW))["Ready"]["status"] == "False"
 
 
@@ -123,7 +123,7 @@ def test_a_condition_keeps_its_time_until_its_status_changes():
         "conditions": [{"type": "Ready", "status": "True", "lastTransitionTime": earlier}]
     }
     stays = conditions_of(pod_status(pod, {"main": RUNNING}, NOW))["Ready"]
-    changes = conditions_of(pod_status(pod, {"main": Record()}, NOW))["Ready"]
+    changes = conditions_of(pod_status(pod, {"main": ContainerRecord()}, NOW))["Ready"]
     assert stays["lastTransitionTime"] == earlier
     assert changes["lastTransitionTime"] == "2026-01-02T03:04:05Z"
 
@@ -139,7 +139,7 @@ def test_what_ran_under_an_earlier_node_counts_as_killed():
     record = resumed(status, NOW)
     assert isinstance(record.state, Terminated)
     assert (record.state.exit_code, record.restarts) == (137, 2)
-    assert resumed(None, NOW) == Record()
+    assert resumed(None, NOW) == ContainerRecord()
     done = resumed({"state": ended(0).state.as_json(), "restartCount": 1}, NOW)
     assert (done.state.exit_code, done.restarts) == (0, 1)
 

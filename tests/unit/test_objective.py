@@ -17,7 +17,7 @@ from windrow.local.objective import (
     play,
     solo_model,
 )
-from windrow.local.trace import Request
+from windrow.local.trace import TraceRequest
 
 
 def model(units: int = 2, c0: float = 3000, b0: float = 500, k0: float = 0.0) -> SoloModel:
@@ -31,14 +31,14 @@ def profile(*solo: SoloModel) -> LatencyProfileSpec:
 
 
 def test_one_request_after_the_other_makes_a_batch_of_one():
-    requests = [Request(float(i), 100, 10) for i in range(5)]
+    requests = [TraceRequest(float(i), 100, 10) for i in range(5)]
     shape = play(requests, model())
     assert (shape.p90_batch, shape.steps) == (1, 50)
     assert shape.busy_s == pytest.approx(50 * 0.005)
 
 
 def test_requests_that_arrive_together_share_their_steps():
-    requests = [Request(0.0, 100, 10), Request(0.0, 200, 10), Request(0.0, 300, 5)]
+    requests = [TraceRequest(0.0, 100, 10), TraceRequest(0.0, 200, 10), TraceRequest(0.0, 300, 5)]
     shape = play(requests, model())
     assert shape.steps == 10
     assert shape.p90_batch == 3
@@ -54,7 +54,7 @@ def test_slower_steps_make_larger_batches():
 
 
 def test_the_objective_is_twice_the_step_of_all_units_at_the_p90_batch():
-    requests = [Request(0.0, 100, 10)] * 8
+    requests = [TraceRequest(0.0, 100, 10)] * 8
     on_all = solo_model(profile(model(units=1, c0=99_000), model(units=2)))
     objective = objective_for(requests, on_all)
     assert objective.shape.p90_batch == 8
@@ -63,7 +63,7 @@ def test_the_objective_is_twice_the_step_of_all_units_at_the_p90_batch():
 
 
 def test_the_objective_counts_context_and_rounds_up_to_a_tenth():
-    requests = [Request(0.0, 1000, 2)] * 4
+    requests = [TraceRequest(0.0, 1000, 2)] * 4
     objective = objective_for(requests, model(c0=5000, b0=0, k0=10.0))
     assert objective.shape.p90_context_tokens == 4004
     assert objective.solo_ms == pytest.approx(5.04004)

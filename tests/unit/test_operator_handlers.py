@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 import pytest
 
 from windrow.crd import ANNOTATION_INJECTED_BY, LABEL_DECODE
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.handlers import Handlers, Watching
 from windrow_operator.metrics import Metrics
-from windrow_operator.world import World
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 
@@ -30,8 +30,8 @@ def pod_body(uid="pod-1", **annotations):
 
 
 @pytest.fixture
-def world():
-    return World(NOW)
+def cluster():
+    return ClusterState(NOW)
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def said():
 
 
 @pytest.fixture
-def handlers(world, said):
+def handlers(cluster, said):
     async def note(body, event):
         said.append((body["metadata"]["uid"], event.reason))
 
-    return Handlers(Watching(world, Metrics(), lambda: None, note))
+    return Handlers(Watching(cluster, Metrics(), lambda: None, note))
 
 
 @pytest.mark.parametrize("how", ["ADDED", "MODIFIED", None])
@@ -55,20 +55,20 @@ async def test_an_injected_pod_is_told_once_however_it_comes(handlers, said, how
     assert said == [("pod-1", "Injected")]
 
 
-async def test_pods_of_before_a_restart_are_not_told_again(world, said):
-    world.put_pod(pod_body())
+async def test_pods_of_before_a_restart_are_not_told_again(cluster, said):
+    cluster.put_pod(pod_body())
 
     async def note(body, event):
         said.append(event)
 
-    again = Handlers(Watching(world, Metrics(), lambda: None, note))
+    again = Handlers(Watching(cluster, Metrics(), lambda: None, note))
     await again.pod({"type": None, "object": pod_body()})
     assert said == []
 
 
-async def test_a_pod_that_is_gone_leaves_nothing_behind(handlers, world, said):
+async def test_a_pod_that_is_gone_leaves_nothing_behind(handlers, cluster, said):
     await handlers.pod({"type": "ADDED", "object": pod_body()})
     await handlers.pod({"type": "DELETED", "object": pod_body()})
-    assert world.pods == {}
+    assert cluster.pods == {}
     await handlers.pod({"type": "ADDED", "object": pod_body("pod-2")})
     assert [uid for uid, _ in said] == ["pod-1", "pod-2"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from windrow.proto import attach_pb2
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 
 Event = attach_pb2.JobEvent
 
 
-def kept_of(outbox: Outbox) -> list[tuple[str, int, str]]:
+def kept_of(outbox: EventOutbox) -> list[tuple[str, int, str]]:
     """What a new stream would carry."""
 
     async def read() -> list[tuple[str, int, str]]:
@@ -27,8 +27,8 @@ def kept_of(outbox: Outbox) -> list[tuple[str, int, str]]:
     return asyncio.run(read())
 
 
-def filled(*events: tuple[str, int, int]) -> Outbox:
-    outbox = Outbox()
+def filled(*events: tuple[str, int, int]) -> EventOutbox:
+    outbox = EventOutbox()
 
     async def add() -> None:
         for uid, epoch, kind in events:
@@ -52,7 +52,7 @@ def test_what_the_operator_knows_of_is_forgotten_and_other_jobs_stay():
 
 
 def test_warnings_of_different_reasons_are_all_kept():
-    outbox = Outbox()
+    outbox = EventOutbox()
 
     async def warn(*reasons) -> None:
         for reason in reasons:

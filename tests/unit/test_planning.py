@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Base, Holder, Job, Pod, Policy, Slot, Terms
+from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Pod, Slot
 from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
 from windrow_operator.policies import select, terms_of
 
@@ -30,12 +30,12 @@ def job(model="/m", **changes):
 
 def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
     spec = {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}, **changes}
-    return Policy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
+    return CheckedPolicy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
 
 
 def slot(name="decode-0", tokens=1000.0, **changes):
     values = {
-        "terms": Terms(policy(), "harvest"),
+        "terms": EffectivePolicy(policy(), "harvest"),
         "predicted_tokens_per_second": tokens,
         "outputs": ("/o",),
     }
@@ -70,7 +70,7 @@ def test_a_slot_of_another_namespace_is_named_in_full():
         ({"outputs": ("/other", "/on")}, "its pod has to write to: /other, /on"),
         ({"pod_gone": True}, "a pod that is ending"),
         ({"terms": None}, "no valid HarvestPolicy"),
-        ({"terms": Terms(policy(mode="observe"), "observe")}, "mode observe"),
+        ({"terms": EffectivePolicy(policy(mode="observe"), "observe")}, "mode observe"),
         ({"tensor_parallel": 2}, "2 tensor-parallel ranks"),
         ({"engine_state": "starting"}, "an engine that is starting"),
         ({"breaker": "too many slow steps"}, "gave up harvesting (too many slow steps)"),
@@ -120,7 +120,7 @@ def test_a_quantised_base_is_not_shared():
 
 def test_a_policy_closes_its_slots_to_other_namespaces():
     closed = policy(access={"namespaceSelector": {"matchLabels": {"tenant": "yes"}}})
-    terms = Terms(closed, "harvest")
+    terms = EffectivePolicy(closed, "harvest")
     assert refusal(job(namespace_labels={"tenant": "yes"}), slot(terms=terms)) == ""
     assert "closed to namespace team by policy chat" in refusal(job(), slot(terms=terms))
 

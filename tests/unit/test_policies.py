@@ -110,7 +110,7 @@ def test_static_looks_at_the_limits_only():
     [(0, 2), (16 * 3000, 3), (16 * 1_000_000, 3), (-16 * 3000, 1), (-16 * 1_000_000, 0)],
 )
 def test_by_request_saved_time_is_spent_and_debt_is_paid_back(slack_us, units):
-    view = View(batch=6, objective_us=10_000, slo_debt_us=slack_us)
+    view = View(batch=6, objective_us=10_000, slack_us=slack_us)
     ctx = context(per_request=True)
     assert Windrow().decide(view, WORK, ctx).finetune_units == units
     # By step, slack does not count.

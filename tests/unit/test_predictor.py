@@ -9,22 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.levels import Levels, Split, host_levels, overlapping_levels
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
 from windrow_sidecar.qos.predictor import (
     MARGIN_MAX,
     MARGIN_MIN,
     START_MARGIN,
-    CoRunModel,
+    CoRunFactors,
     Predictor,
     co_run_model,
 )
-from windrow_sidecar.qos.solo import SoloModel
+from windrow_sidecar.qos.solo import SoloStepModel
 
-SOLO = {units: SoloModel(1000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 9)}
+SOLO = {units: SoloStepModel(1000 + 800 / units, 400 / units, 0.5 / units) for units in range(1, 9)}
 
 
 def test_alone_is_stage_one_and_beside_a_worker_is_multiplied():
-    predictor = Predictor(host_levels(4), SOLO, CoRunModel(b1=1.2, k1=1.4))
+    predictor = Predictor(host_levels(4), SOLO, CoRunFactors(b1=1.2, k1=1.4))
     alone, one, two, three = predictor.predict_us(8, 4000)
     assert alone == pytest.approx(SOLO[4].predict_us(8, 4000))
     assert one == pytest.approx(SOLO[3].predict_us(8, 4000) * (1.2 * 0.75 + 1.4 * 0.25))
@@ -35,8 +35,8 @@ def test_alone_is_stage_one_and_beside_a_worker_is_multiplied():
 def test_the_prior_costs_five_percent_on_complementary_units():
     predictor = Predictor(host_levels(2), SOLO)
     assert predictor.predict_us(8, 4000)[1] == pytest.approx(1.05 * SOLO[1].predict_us(8, 4000))
-    assert co_run_model({"coRun": {"b1": 2.0, "k1": 2.0, "samples": 0}}) == CoRunModel()
-    assert co_run_model({"coRun": {"b1": 1.1, "k1": 1.3, "samples": 40}}) == CoRunModel(1.1, 1.3)
+    assert co_run_model({"coRun": {"b1": 2.0, "k1": 2.0, "samples": 0}}) == CoRunFactors()
+    assert co_run_model({"coRun": {"b1": 1.1, "k1": 1.3, "samples": 40}}) == CoRunFactors(1.1, 1.3)
 
 
 def test_least_squares_finds_both_coefficients_from_noisy_steps():
@@ -112,7 +112,7 @@ def test_a_step_alone_teaches_nothing_about_the_worker():
     predictor = Predictor(host_levels(2), SOLO)
     residual = predictor.observe(0, batch=6, context_tokens=0, latency_us=1e6)
     assert residual > 1
-    assert (predictor.co_run, predictor.margin) == (CoRunModel(), START_MARGIN)
+    assert (predictor.co_run, predictor.margin) == (CoRunFactors(), START_MARGIN)
 
 
 def test_a_profile_without_a_level_is_refused():
@@ -146,24 +146,24 @@ def test_whatever_is_measured_a_worker_never_makes_decode_faster(steps):
 
 def test_levels_name_their_splits():
     host = host_levels(3)
-    assert host.splits == (Split(0, 3), Split(1, 2), Split(2, 1))
+    assert host.splits == (PartitionLevel(0, 3), PartitionLevel(1, 2), PartitionLevel(2, 1))
     assert [host.allowed(p) for p in (0, 32, 34, 67, 100)] == [1, 1, 2, 3, 3]
     assert host.index_of(2) == 2
     assert host.index_of(7) == 0
     gpu = overlapping_levels(132, (16, 64))
-    assert gpu.splits == (Split(0, 132), Split(16, 132), Split(64, 132))
+    assert gpu.splits == (PartitionLevel(0, 132), PartitionLevel(16, 132), PartitionLevel(64, 132))
 
 
 @pytest.mark.parametrize(
     "splits",
     [
         (),
-        (Split(1, 1),),
-        (Split(0, 2), Split(1, 1), Split(1, 2)),
-        (Split(0, 2), Split(3, 1)),
-        (Split(0, 2), Split(1, 0)),
+        (PartitionLevel(1, 1),),
+        (PartitionLevel(0, 2), PartitionLevel(1, 1), PartitionLevel(1, 2)),
+        (PartitionLevel(0, 2), PartitionLevel(3, 1)),
+        (PartitionLevel(0, 2), PartitionLevel(1, 0)),
     ],
 )
 def test_splits_that_a_device_cannot_do_are_refused(splits):
     with pytest.raises(UserError, match=r"levels\.splits"):
-        Levels(2, splits)
+        Partitioning(2, splits)

@@ -12,19 +12,19 @@ from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow_operator.model import (
     STALE_AFTER,
     Base,
+    CheckedPolicy,
+    EffectivePolicy,
     Holder,
     Job,
-    Policy,
-    Progress,
-    Run,
+    JobPlacement,
     RunState,
     Slot,
-    Terms,
+    WorkerProgress,
 )
-from windrow_operator.reconcile import NOTHING, Command, Patience, reconcile
+from windrow_operator.reconcile import NOTHING, Command, Timeouts, reconcile
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
-PATIENCE = Patience()
+PATIENCE = Timeouts()
 KEY = "team/decode-0"
 
 
@@ -45,11 +45,11 @@ def spec(**changes):
 
 
 def slot(key=KEY, **changes):
-    policy = Policy(
+    policy = CheckedPolicy(
         "team", "chat", "p", 1, "", parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}})
     )
     values = {
-        "terms": Terms(policy, "harvest"),
+        "terms": EffectivePolicy(policy, "harvest"),
         "predicted_tokens_per_second": 9600.0,
         "outputs": ("/o",),
     }
@@ -57,21 +57,23 @@ def slot(key=KEY, **changes):
 
 
 def run(state=RunState.RUNNING, **changes):
-    return Run(**{"uid": "u", "epoch": 1, "slot": KEY, "state": state, "since": NOW, **changes})
+    return JobPlacement(
+        **{"uid": "u", "epoch": 1, "slot": KEY, "state": state, "since": NOW, **changes}
+    )
 
 
 class Life:
     """A job that the decisions of `reconcile` are applied to, as the driver does."""
 
-    def __init__(self, spec_=None, *, slots=None, patience=PATIENCE, **changes):
+    def __init__(self, spec_=None, *, slots=None, timeouts=PATIENCE, **changes):
         values = {"namespace": "team", "name": "tone", "uid": "u", "generation": 1}
         chosen = spec() if spec_ is None else spec_
         self.job = Job(**{**values, "created": NOW, "spec": chosen, **changes})
         self.slots = {KEY: slot()} if slots is None else slots
-        self.patience = patience
+        self.timeouts = timeouts
 
     def step(self, run_=None, now=NOW):
-        actions = reconcile(self.job, run_, self.slots, now, self.patience)
+        actions = reconcile(self.job, run_, self.slots, now, self.timeouts)
         if actions.status is not None:
             self.job = replace(self.job, status=actions.status)
         if actions.finalizer is not None:
@@ -162,7 +164,7 @@ def test_a_job_whose_destination_belongs_to_another_is_refused_until_that_one_en
 
 def test_progress_goes_into_the_status_and_nothing_else_is_written():
     life = Life().running()
-    progress = Progress(40, 100, 2.25, 9840.0, 4000, 72.0, 25, "/c25")
+    progress = WorkerProgress(40, 100, 2.25, 9840.0, 4000, 72.0, 25, "/c25")
     actions = life.step(run(progress=progress))
     assert (actions.commands, actions.events) == ((), ())
     assert life.job.status["step"] == "40/100"
@@ -264,7 +266,7 @@ def test_a_silent_sidecar_is_waited_for_and_then_the_job_moves(pod_gone, grace):
     assert moved.commands == (Command("ASSIGN", "team/decode-1", 2),)
 
 
-AT_40 = Progress(40, 100, 2.0, tokens_per_second=9840, eta_seconds=72)
+AT_40 = WorkerProgress(40, 100, 2.0, tokens_per_second=9840, eta_seconds=72)
 
 
 @pytest.mark.parametrize("gone", [{"attached": False, "lost_at": NOW}, {"silent": True}])
@@ -329,7 +331,7 @@ def test_a_suspended_job_is_asked_to_stop_now_and_then_until_it_has():
     asked = run(stop_asked_at=NOW, stop_sent_at=NOW)
     assert life.step(asked, later(seconds=5)).commands == ()
     assert life.step(asked, later(seconds=10)).commands[0].action == "STOP"
-    at = Progress(7, 100, checkpoint_step=6, checkpoint_path="/c6")
+    at = WorkerProgress(7, 100, checkpoint_step=6, checkpoint_path="/c6")
     stopped = life.step(run(RunState.STOPPED, progress=at), later())
     assert life.state == "Suspended"
     assert life.job.slot == ""
@@ -342,7 +344,7 @@ def test_a_suspended_job_is_asked_to_stop_now_and_then_until_it_has():
 def test_a_job_that_is_stopped_before_its_first_checkpoint_says_so_and_is_at_step_0():
     life = Life().running()
     life.job = replace(life.job, spec=spec(suspend=True))
-    stopped = life.step(run(RunState.STOPPED, progress=Progress(3, 100)))
+    stopped = life.step(run(RunState.STOPPED, progress=WorkerProgress(3, 100)))
     assert [event.message for event in stopped.events] == ["Stopped before the first checkpoint"]
     assert life.job.status["step"] == "0/100"
 

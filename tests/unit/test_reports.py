@@ -8,8 +8,8 @@ import pytest
 
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import reports
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.model import Pod, RunState
-from windrow_operator.world import World
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 POD = Pod("team", "decode-0", "pod-1", node="n")
@@ -32,10 +32,10 @@ def job_body(version=1, epoch=1, slot=KEY):
 
 
 @pytest.fixture
-def world():
-    world = World(NOW)
-    world.put_job(job_body())
-    return world
+def cluster():
+    cluster = ClusterState(NOW)
+    cluster.put_job(job_body())
+    return cluster
 
 
 def hello(*running):
@@ -50,118 +50,118 @@ def event(kind, epoch=1, **fields):
     return pb.JobEvent(kind=pb.JobEvent.Kind.Value(kind), job_uid="u", epoch=epoch, **fields)
 
 
-def test_a_job_that_the_hello_names_is_adopted(world):
-    assert reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True) == []
-    assert world.runs["u"].state is RunState.RUNNING
+def test_a_job_that_the_hello_names_is_adopted(cluster):
+    assert reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True) == []
+    assert cluster.runs["u"].state is RunState.RUNNING
 
 
-def test_an_epoch_that_is_over_is_ended(world):
-    (command,) = reports.take_hello(world, POD, hello(running(epoch=7)), NOW, first=True)
+def test_an_epoch_that_is_over_is_ended(cluster):
+    (command,) = reports.take_hello(cluster, POD, hello(running(epoch=7)), NOW, first=True)
     assert (command.action, command.epoch) == (pb.JobCommand.ABORT, 7)
-    assert "u" not in world.runs
+    assert "u" not in cluster.runs
 
 
-def test_a_loss_of_zero_is_a_loss_and_one_that_is_not_said_stays_known(world):
-    world.assign("u", 1, KEY, NOW)
+def test_a_loss_of_zero_is_a_loss_and_one_that_is_not_said_stays_known(cluster):
+    cluster.assign("u", 1, KEY, NOW)
     said = event("EVALUATED", base_eval_loss=3.0, tuned_eval_loss=0.0)
-    reports.take_event(world, [KEY], said, NOW)
-    reports.take_event(world, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
-    assert (world.runs["u"].base_loss, world.runs["u"].tuned_loss) == (3.0, 0.0)
+    reports.take_event(cluster, [KEY], said, NOW)
+    reports.take_event(cluster, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
+    assert (cluster.runs["u"].base_loss, cluster.runs["u"].tuned_loss) == (3.0, 0.0)
 
 
-def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(world):
-    reports.take_hello(world, POD, hello(), NOW, first=True)
-    live = world.slots[KEY]
-    assert not world.slot_views(NOW + timedelta(minutes=1))[KEY].silent  # none has come yet
-    reports.take_heartbeat(world, live, pb.SlotHeartbeat(batch=3), NOW)
+def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    live = cluster.slots[KEY]
+    assert not cluster.slot_views(NOW + timedelta(minutes=1))[KEY].silent  # none has come yet
+    reports.take_heartbeat(cluster, live, pb.SlotHeartbeat(batch=3), NOW)
     assert live.current_beat(NOW + timedelta(seconds=10)).batch == 3
     assert live.current_beat(NOW + timedelta(seconds=11)) is None
-    assert world.slot_views(NOW + timedelta(seconds=11))[KEY].silent
+    assert cluster.slot_views(NOW + timedelta(seconds=11))[KEY].silent
 
 
-def test_a_placement_that_the_first_hello_does_not_name_is_lost(world):
-    reports.take_hello(world, POD, hello(), NOW, first=True)
-    world.assign("u", 1, KEY, NOW)
-    reports.take_hello(world, POD, hello(), NOW, first=False)
-    assert world.runs["u"].state is RunState.ASSIGNED
-    reports.take_hello(world, POD, hello(), NOW, first=True)
-    assert world.runs["u"].state is RunState.LOST
+def test_a_placement_that_the_first_hello_does_not_name_is_lost(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    cluster.assign("u", 1, KEY, NOW)
+    reports.take_hello(cluster, POD, hello(), NOW, first=False)
+    assert cluster.runs["u"].state is RunState.ASSIGNED
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    assert cluster.runs["u"].state is RunState.LOST
 
 
-def test_a_worker_that_vanishes_from_the_heartbeats_is_lost(world):
-    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
-    live = world.slots[KEY]
+def test_a_worker_that_vanishes_from_the_heartbeats_is_lost(cluster):
+    reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
+    live = cluster.slots[KEY]
     quiet = pb.SlotHeartbeat(slot=0, engine_state="serving")
-    reports.take_heartbeat(world, live, quiet, NOW + timedelta(seconds=9))
-    assert world.runs["u"].state is RunState.RUNNING
-    reports.take_heartbeat(world, live, quiet, NOW + timedelta(seconds=11))
-    assert world.runs["u"].state is RunState.LOST
+    reports.take_heartbeat(cluster, live, quiet, NOW + timedelta(seconds=9))
+    assert cluster.runs["u"].state is RunState.RUNNING
+    reports.take_heartbeat(cluster, live, quiet, NOW + timedelta(seconds=11))
+    assert cluster.runs["u"].state is RunState.LOST
 
 
-def test_jobs_that_share_a_slot_are_reported_and_lost_each_for_itself(world):
+def test_jobs_that_share_a_slot_are_reported_and_lost_each_for_itself(cluster):
     other = job_body()
     other["metadata"] |= {"uid": "v", "name": "code"}
-    world.put_job(other)
+    cluster.put_job(other)
     both = [running(total_steps=9), pb.RunningJob(slot=0, job_uid="v", epoch=1)]
-    reports.take_hello(world, POD, hello(*both), NOW, first=True)
-    assert [h.name for h in world.slot_views(NOW)[KEY].holders] == ["team/code", "team/tone"]
+    reports.take_hello(cluster, POD, hello(*both), NOW, first=True)
+    assert [h.name for h in cluster.slot_views(NOW)[KEY].holders] == ["team/code", "team/tone"]
     for second in range(1, 12):
         beat = pb.SlotHeartbeat(slot=0, engine_state="serving", job=both[0], jobs=both[:1])
-        reports.take_heartbeat(world, world.slots[KEY], beat, NOW + timedelta(seconds=second))
-    assert world.runs["u"].state is RunState.RUNNING
-    assert world.runs["v"].state is RunState.LOST
+        reports.take_heartbeat(cluster, cluster.slots[KEY], beat, NOW + timedelta(seconds=second))
+    assert cluster.runs["u"].state is RunState.RUNNING
+    assert cluster.runs["v"].state is RunState.LOST
 
 
-def test_the_last_word_of_a_placement_stands(world):
-    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
-    reports.take_event(world, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
-    reports.take_event(world, [KEY], event("FAILED", reason="WorkerDied"), NOW)
+def test_the_last_word_of_a_placement_stands(cluster):
+    reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
+    reports.take_event(cluster, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
+    reports.take_event(cluster, [KEY], event("FAILED", reason="WorkerDied"), NOW)
     beat = pb.SlotHeartbeat(slot=0, job=running(step=1, total_steps=9))
-    reports.take_heartbeat(world, world.slots[KEY], beat, NOW)
-    assert world.runs["u"].state is RunState.SUCCEEDED
+    reports.take_heartbeat(cluster, cluster.slots[KEY], beat, NOW)
+    assert cluster.runs["u"].state is RunState.SUCCEEDED
 
 
-def test_last_words_of_an_old_epoch_are_ignored_and_its_news_are_answered(world):
-    assert reports.take_event(world, [KEY], event("STOPPED", epoch=0), NOW) == []
-    (command,) = reports.take_event(world, [KEY], event("STARTED", epoch=0), NOW)
+def test_last_words_of_an_old_epoch_are_ignored_and_its_news_are_answered(cluster):
+    assert reports.take_event(cluster, [KEY], event("STOPPED", epoch=0), NOW) == []
+    (command,) = reports.take_event(cluster, [KEY], event("STARTED", epoch=0), NOW)
     assert command.action == pb.JobCommand.ABORT
 
 
-def test_a_sidecar_cannot_speak_for_a_slot_of_another_pod(world):
-    assert reports.take_event(world, ["team/decode-9"], event("SUCCEEDED"), NOW) == []
-    assert "u" not in world.runs
+def test_a_sidecar_cannot_speak_for_a_slot_of_another_pod(cluster):
+    assert reports.take_event(cluster, ["team/decode-9"], event("SUCCEEDED"), NOW) == []
+    assert "u" not in cluster.runs
 
 
-def test_a_resumed_worker_says_so_and_later_words_do_not_change_that(world):
-    reports.take_hello(world, POD, hello(), NOW, first=True)
-    world.assign("u", 1, KEY, NOW)
+def test_a_resumed_worker_says_so_and_later_words_do_not_change_that(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    cluster.assign("u", 1, KEY, NOW)
     started = event("STARTED", reason="Resumed", detail="from step 20")
-    reports.take_event(world, [KEY], started, NOW)
-    reports.take_event(world, [KEY], event("PAUSED", detail="burst"), NOW)
-    run = world.runs["u"]
+    reports.take_event(cluster, [KEY], started, NOW)
+    reports.take_event(cluster, [KEY], event("PAUSED", detail="burst"), NOW)
+    run = cluster.runs["u"]
     assert (run.resumed, run.started, run.detail) == (True, "from step 20", "burst")
 
 
-def test_a_new_pod_of_the_same_name_is_another_slot(world):
-    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
+def test_a_new_pod_of_the_same_name_is_another_slot(cluster):
+    reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
     new = Pod("team", "decode-0", "pod-2")
-    reports.take_hello(world, new, hello(), NOW, first=True)
-    assert world.slots[KEY].pod_uid == "pod-2"
-    assert world.runs["u"].state is RunState.LOST
+    reports.take_hello(cluster, new, hello(), NOW, first=True)
+    assert cluster.slots[KEY].pod_uid == "pod-2"
+    assert cluster.runs["u"].state is RunState.LOST
 
 
-def test_a_watch_that_lags_behind_a_write_cannot_undo_it(world):
-    world.put_job(job_body(version=9, epoch=2))
-    world.put_job(job_body(version=8, epoch=1))
-    assert world.expects("u", 2, KEY)
+def test_a_watch_that_lags_behind_a_write_cannot_undo_it(cluster):
+    cluster.put_job(job_body(version=9, epoch=2))
+    cluster.put_job(job_body(version=8, epoch=1))
+    assert cluster.expects("u", 2, KEY)
 
 
-def test_a_warning_about_checkpoints_stands_until_one_is_written_and_changes_nothing_else(world):
-    reports.take_hello(world, POD, hello(running(total_steps=9)), NOW, first=True)
-    reports.take_event(world, [KEY], event("STARTED", detail="from the beginning"), NOW)
-    before = world.runs["u"]
-    reports.take_event(world, [KEY], event("WARNED", reason="DiskFull", detail="no room"), NOW)
-    assert world.runs["u"].trouble == ("DiskFull", "no room")
-    assert (world.runs["u"].state, world.runs["u"].detail) == (before.state, before.detail)
-    reports.take_event(world, [KEY], event("CHECKPOINTED", detail="/c5"), NOW)
-    assert world.runs["u"].trouble == ("", "/c5")
+def test_a_warning_about_checkpoints_stands_until_one_is_written_and_changes_nothing_else(cluster):
+    reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
+    reports.take_event(cluster, [KEY], event("STARTED", detail="from the beginning"), NOW)
+    before = cluster.runs["u"]
+    reports.take_event(cluster, [KEY], event("WARNED", reason="DiskFull", detail="no room"), NOW)
+    assert cluster.runs["u"].trouble == ("DiskFull", "no room")
+    assert (cluster.runs["u"].state, cluster.runs["u"].detail) == (before.state, before.detail)
+    reports.take_event(cluster, [KEY], event("CHECKPOINTED", detail="/c5"), NOW)
+    assert cluster.runs["u"].trouble == ("", "/c5")

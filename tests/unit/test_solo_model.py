@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.solo import SoloModel, SoloSample, fit_solo, solo_models
+from windrow_sidecar.qos.solo import SoloSample, SoloStepModel, fit_solo, solo_models
 
 
-def measured(model: SoloModel, units: int, noise: float, rng: random.Random) -> list[SoloSample]:
+def measured(
+    model: SoloStepModel, units: int, noise: float, rng: random.Random
+) -> list[SoloSample]:
     return [
         SoloSample(
             units, b, b * length, model.predict_us(b, b * length) * (1 + rng.gauss(0, noise))
@@ -22,7 +24,7 @@ def measured(model: SoloModel, units: int, noise: float, rng: random.Random) -> 
 
 
 def test_coefficients_are_found_again_for_each_number_of_units():
-    truth = {1: SoloModel(1800, 420, 0.55), 2: SoloModel(1500, 230, 0.31)}
+    truth = {1: SoloStepModel(1800, 420, 0.55), 2: SoloStepModel(1500, 230, 0.31)}
     rng = random.Random(7)
     fits = fit_solo([s for u, m in truth.items() for s in measured(m, u, 0.03, rng)])
     assert sorted(fits) == [1, 2]
@@ -39,7 +41,7 @@ def test_coefficients_are_found_again_for_each_number_of_units():
 
 
 def test_one_disturbed_step_in_ten_does_not_bend_the_line():
-    truth, rng = SoloModel(1800, 420, 0.55), random.Random(3)
+    truth, rng = SoloStepModel(1800, 420, 0.55), random.Random(3)
     samples = [
         SoloSample(s.units, s.batch, s.context_tokens, s.step_us * (9 if i % 10 == 0 else 1))
         for i, s in enumerate(measured(truth, 1, 0.02, rng))
@@ -51,7 +53,7 @@ def test_one_disturbed_step_in_ten_does_not_bend_the_line():
 
 
 def test_batches_up_to_four_are_fitted_and_predicted_as_four():
-    model = SoloModel(1000, 100, 0.5)
+    model = SoloStepModel(1000, 100, 0.5)
     assert model.predict_us(1, 10) == model.predict_us(4, 10)
     assert model.predict_us(5, 10) == model.predict_us(4, 10) + 100
 
@@ -82,7 +84,7 @@ def test_what_cannot_be_fitted_is_refused_by_name(samples, problem):
 
 def test_a_profile_is_read_with_its_units():
     profile = {"solo": [{"units": 2, "c0Us": 1500.0, "b0Us": 230.0, "k0NsPerToken": 310.0}]}
-    assert solo_models(profile) == {2: SoloModel(1500.0, 230.0, 0.31)}
+    assert solo_models(profile) == {2: SoloStepModel(1500.0, 230.0, 0.31)}
 
 
 @given(

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 
 from windrow_operator import status
-from windrow_operator.model import Job, Progress, Run, RunState
+from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 
@@ -18,7 +18,7 @@ def job(**held):
 
 
 def run(**changes):
-    return Run("u", 1, "team/decode-0", RunState.RUNNING, NOW, **changes)
+    return JobPlacement("u", 1, "team/decode-0", RunState.RUNNING, NOW, **changes)
 
 
 @pytest.mark.parametrize(
@@ -29,22 +29,22 @@ def test_lengths_are_written_for_people(seconds, text):
 
 
 def test_a_loss_that_is_no_number_stays_out_of_the_status():
-    after = status.running(job(), run(progress=Progress(1, 10, math.nan)), NOW)
+    after = status.running(job(), run(progress=WorkerProgress(1, 10, math.nan)), NOW)
     assert "loss" not in after
     assert "loss" not in after["progress"]
 
 
 def test_progress_can_wait_and_a_checkpoint_cannot():
-    before = status.running(job(), run(progress=Progress(1, 10, 3.0)), NOW)
-    step = status.running(job(**before), run(progress=Progress(2, 10, 2.9)), NOW)
+    before = status.running(job(), run(progress=WorkerProgress(1, 10, 3.0)), NOW)
+    step = status.running(job(**before), run(progress=WorkerProgress(2, 10, 2.9)), NOW)
     assert not status.is_urgent(before, step)
-    saved = run(progress=Progress(2, 10, 2.9, checkpoint_step=2, checkpoint_path="/c"))
+    saved = run(progress=WorkerProgress(2, 10, 2.9, checkpoint_step=2, checkpoint_path="/c"))
     assert status.is_urgent(step, status.running(job(**step), saved, NOW))
 
 
 def test_a_checkpoint_that_the_worker_does_not_repeat_stays_known():
     held = {"checkpoint": {"step": 5, "path": "/c5"}}
-    after = status.running(job(**held), run(progress=Progress(6, 10, 2.0)), NOW)
+    after = status.running(job(**held), run(progress=WorkerProgress(6, 10, 2.0)), NOW)
     assert after["checkpoint"] == {"step": 5, "path": "/c5"}
 
 

@@ -101,7 +101,7 @@ def test_a_run_whose_load_never_ended_says_so(tmp_path):
 def test_the_marks_of_a_load_are_read_back():
     marks = summary.load_marks(5, seconds=2, drained_ns=3_000_000_000, objective_ms=9.5)
     window = summary.window_of(("run", mark) for mark in marks)
-    assert window == summary.Window(5, 2_000_000_005, 9.5, 3_000_000_000)
+    assert window == summary.SummaryWindow(5, 2_000_000_005, 9.5, 3_000_000_000)
     assert window.holds(2_000_000_005)
     assert not window.holds(2_000_000_006)
 
@@ -138,7 +138,7 @@ def test_the_report_opens_without_network_and_holds_every_plot(figures, tmp_path
 
 def test_the_plotted_step_times_keep_the_slowest_steps():
     events = summary.Events.read(RUN / summary.PODS)
-    window = summary.Window(0, 2**62, 12.0, 2**62)
+    window = summary.SummaryWindow(0, 2**62, 12.0, 2**62)
     steps = [step for _, step in events.steps]
     many = thinned(steps * 100, window)
     assert len(many.x) <= 4000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.first_light import in_time_only
-from windrow_sidecar.compute.torch_cuda import TorchCuda
+from windrow_sidecar.torch_cuda import TorchCuda
 
 
 def found(*, built_for="13.2", driver="13.0", gpus=0, visible=None) -> TorchCuda:

@@ -16,7 +16,7 @@ from windrow.cli.output import Json, drop_output, print_json, print_line
 from windrow.errors import UserError, WindrowError
 
 if TYPE_CHECKING:
-    from windrow.local.finetune import LocalJob, Told
+    from windrow.local.finetune import LocalJob, RunSummary
 
 _LINE_EVERY_S = 10.0
 
@@ -145,10 +145,10 @@ def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
             signal.signal(end, handler)
 
 
-def _while_read(show: Callable[[int, Told], None]) -> Callable[[int, Told], None]:
+def _while_read(show: Callable[[int, RunSummary], None]) -> Callable[[int, RunSummary], None]:
     """Go on training where the output's reader has gone."""
 
-    def shown(n: int, told: Told) -> None:
+    def shown(n: int, told: RunSummary) -> None:
         try:
             show(n, told)
         except OSError:
@@ -158,7 +158,7 @@ def _while_read(show: Callable[[int, Told], None]) -> Callable[[int, Told], None
 
 
 @contextmanager
-def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None]]:
+def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary], None]]:
     """Show what is told: a bar on a terminal, else a line every ten seconds and for each event.
 
     What is yielded is told of a job by its number; of several each line begins with its name.
@@ -186,7 +186,7 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, Told], None
         tasks = [bar.add_task(f"{title}loading", total=None, state="") for title in titles]
         shown = [0] * len(names)
 
-        def show(n: int, told: Told) -> None:
+        def show(n: int, told: RunSummary) -> None:
             for event in told.events[shown[n] :]:
                 # As it is: brackets of a path are no markup, and a path is not broken up.
                 line = f"{titles[n]}{event}"
@@ -211,7 +211,7 @@ class _Lines:
     due: float = 0.0
     step: int = 0
 
-    def show(self, told: Told) -> None:
+    def show(self, told: RunSummary) -> None:
         state = _state(told, self.pace)
         fresh = told.events[self.shown :]
         # Before an event a line says where it stands; else one comes every ten seconds.
@@ -223,7 +223,7 @@ class _Lines:
         self.shown = len(told.events)
 
 
-def _state(told: Told, pace: Any) -> str:  # noqa: ANN401
+def _state(told: RunSummary, pace: Any) -> str:  # noqa: ANN401
     """Say where a job stands; what no step has told is a dash."""
     rate, left = pace.see(told)
     if not told.total_steps:
@@ -243,7 +243,7 @@ def _written(figure: float | None, how: str) -> str:
     return "-" if figure is None else format(figure, how)
 
 
-def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, Any]:
+def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[str, Any]:
     from windrow.local.curves import read_metrics
     from windrow.local.finetune import without_cluster
 
@@ -282,7 +282,7 @@ def _result(job: LocalJob, told: Told, seconds: float, log: Path) -> dict[str, A
     return result
 
 
-def _write_report(job: LocalJob, told: Told, result: dict[str, Any]) -> Path:
+def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Path:
     from windrow.local.curves import Table, flat, of_bytes, of_seconds, write_curves
 
     spec, done = job.spec, told.tokens - (told.tokens_at_first or 0)
@@ -323,7 +323,7 @@ def _write_report(job: LocalJob, told: Told, result: dict[str, Any]) -> Path:
     )
 
 
-def _message(told: Told, log: Path) -> str:
+def _message(told: RunSummary, log: Path) -> str:
     from windrow.local.finetune import last_error
 
     if told.failure or not told.died:
@@ -335,7 +335,7 @@ def _message(told: Told, log: Path) -> str:
     )
 
 
-def _say(result: dict[str, Any], told: Told, *, alone: bool) -> None:
+def _say(result: dict[str, Any], told: RunSummary, *, alone: bool) -> None:
     if not alone:
         print_line(f"{result['name']}: {result['state']}")
     if told.died:

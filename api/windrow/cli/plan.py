@@ -15,7 +15,7 @@ from rich.table import Table
 from windrow.cli.output import Json, print_json
 from windrow.errors import UserError, WindrowError
 
-# Of `windrow_sidecar.finetune.plan.orders`.
+# Of `windrow_sidecar.finetune.engine.orders`.
 _ORDERS = ("layer-major", "token-major", "interleaved")
 _MEMORY = {
     "graphs": "graphs of layers",
@@ -58,7 +58,12 @@ def plan(
         raise UserError(
             f"{order!r} is no order", field="--order", remedy=f"Write {', '.join(_ORDERS)}."
         )
-    argv = [sys.executable, "-m", "windrow_sidecar.finetune.alone.preview", f"--job={manifest}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "windrow_sidecar.finetune.standalone.preview",
+        f"--job={manifest}",
+    ]
     argv += [f"--order={order}", f"--window={window}", f"--bound-ms={bound_ms}"]
     argv += [f"--micro-batches={micro_batches}", f"--device={device}"]
     if units is not None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.errors import UserError
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.progress import Progress, Task
 from windrow.local.resources import resource_directory
 from windrow.local.toolchain import BY_HAND, Go, fetch_go, find_go
@@ -186,7 +186,7 @@ class _Build:
         log = self.scratch / f"{module.folder}-{arguments[0]}.log"
         folder = self.scratch / "src" / module.folder
         argv = [str(self.go.program), *arguments]
-        child = self.keeper.start(Command(argv, log, env=self.go.environment, cwd=folder))
+        child = self.keeper.start(ProcessCommand(argv, log, env=self.go.environment, cwd=folder))
         tail: deque[str] = deque(maxlen=8)
         for line in _follow(log, child):
             if not (_PACKAGE.match(line) or line.startswith(_DOWNLOADING)):

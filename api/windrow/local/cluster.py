@@ -24,7 +24,7 @@ from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.crds import apply_crds
 from windrow.local.keeper import ENV_MARK
 from windrow.local.ports import LOOPBACK
-from windrow.local.processes import Command, Keeper
+from windrow.local.processes import Keeper, ProcessCommand
 from windrow.local.progress import progress_for
 from windrow.local.service import Service
 from windrow.local.state import running_kubeconfig
@@ -181,7 +181,7 @@ class LocalCluster:
             for key, value in os.environ.items()
             if key not in (ENV_MARK, "KUBECONFIG") and not key.startswith("WINDROW_")
         }
-        command = Command(
+        command = ProcessCommand(
             [sys.executable, *arguments],
             log=self.log_dir / f"{name}.log",
             env=environment,

@@ -120,7 +120,7 @@ def run(settings: demo.DemoSettings, console: Console) -> dict[str, Any]:
     return summary
 
 
-def _plain_arm(on: demo.Stage, objective: Objective, name: str) -> Arm:
+def _plain_arm(on: demo.DemoStage, objective: Objective, name: str) -> Arm:
     """Serve the load without Windrow: by itself, or beside a plain loop on the first device."""
     settings = on.settings
     slug = name.replace(",", "").replace(" ", "-")

@@ -36,7 +36,7 @@ from windrow.local.certificates import (
     write_private,
 )
 from windrow.local.ports import LOOPBACK, ReservedPort
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.tools import Tools
 
 log = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class ControlPlane:
         }[name]
         assert self._keeper is not None
         self._children[name] = self._keeper.start(
-            Command(
+            ProcessCommand(
                 [str(program), *arguments],
                 log=self._log_of(name),
                 # Their settings are the arguments alone; a proxy or ETCD_* of the user's shell

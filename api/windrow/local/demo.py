@@ -37,7 +37,7 @@ from windrow.local.objective import (
 from windrow.local.processes import Keeper
 from windrow.local.report import rows_of, write_report
 from windrow.local.summary import PODS, Events, run_log, summarize
-from windrow.local.trace import Request
+from windrow.local.trace import TraceRequest
 from windrow.local.watcher import Watcher
 from windrow.views import JobView
 
@@ -79,7 +79,7 @@ class DemoFailed(WindrowError):
 
 
 @dataclass
-class Stage:
+class DemoStage:
     """What a run acts on: a control plane, this machine's devices, the files it needs."""
 
     settings: DemoSettings
@@ -113,7 +113,7 @@ class Stage:
         cpus = bystanders(self.devices)
         return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus)
 
-    def schedule_of_a_device(self, rate: float) -> list[Request]:
+    def schedule_of_a_device(self, rate: float) -> list[TraceRequest]:
         """Return the requests that the first pod gets at a rate."""
         n = len(self.devices)
         asked = self.settings
@@ -143,7 +143,7 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
+def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     """Check the input, start a control plane with operator and node, and end all of it."""
     before = environment()
     held = devices(usable_cores(), settings.pods)
@@ -174,7 +174,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
             kubernetes=cluster.version,
             policy=settings.policy,
         )
-        on = Stage(
+        on = DemoStage(
             settings=settings,
             cluster=cluster,
             client=client,
@@ -192,7 +192,7 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[Stage]:
 
 
 @contextlib.contextmanager
-def _explained(on: Stage) -> Iterator[None]:
+def _explained(on: DemoStage) -> Iterator[None]:
     try:
         yield
     except serving.NotReady as e:
@@ -200,7 +200,7 @@ def _explained(on: Stage) -> Iterator[None]:
         raise DemoFailed("\n".join([f"{on.doing}: {e}", *tails, f"logs: {on.log_dir}"])) from e
 
 
-def log_tail(on: Stage, name: str) -> str:
+def log_tail(on: DemoStage, name: str) -> str:
     """Return the end of a log, or of each log of a folder, with its path."""
     found = [on.settings.out / name, *on.log_dir.rglob(name), *on.log_dir.rglob(f"{name}.log")]
     files = [f for path in found for f in ([path] if path.is_file() else path.glob("*.log"))]
@@ -211,7 +211,7 @@ def log_tail(on: Stage, name: str) -> str:
     return "\n".join(tails)
 
 
-def serve(on: Stage) -> serving.Pods:
+def serve(on: DemoStage) -> serving.Pods:
     """Create the decode pods under a policy that observes, and return once they serve."""
     pods = serving.plan_pods(on.devices, on.model)
     serving.observe(on.client, pods, POLICY, on.settings.policy, PODS_WITHIN)
@@ -221,7 +221,7 @@ def serve(on: Stage) -> serving.Pods:
     return pods
 
 
-def settle_objective(on: Stage, pods: serving.Pods) -> Objective:
+def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
     """Return the objective that the load deserves: the pods' profile, at the pace of live steps.
 
     Settles the load's rate as well, where none was asked for.
@@ -239,7 +239,7 @@ def settle_objective(on: Stage, pods: serving.Pods) -> Objective:
     return objective
 
 
-def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
+def warm_up(on: DemoStage, pods: serving.Pods) -> list[StepEvent]:
     """Serve the beginning of the load while nothing is harvested, and return the steps."""
     folder = on.settings.out / "warm-up"
     folder.mkdir()
@@ -251,7 +251,7 @@ def warm_up(on: Stage, pods: serving.Pods) -> list[StepEvent]:
     return [step for _, step in events.steps if step.start_ns >= began_ns]
 
 
-def steps_through_load(on: Stage) -> int:
+def steps_through_load(on: DemoStage) -> int:
     """Measure the job alone on the device and return how many steps last through the load."""
     on.say(f"dedicated: the job alone on the whole device for {measure.DEDICATED_S:g} s")
     job = on.job(on.settings.out / "dedicated" / "adapter", 1_000_000)
@@ -263,7 +263,7 @@ def steps_through_load(on: Stage) -> int:
     )
 
 
-def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
+def harvest(on: DemoStage, pods: serving.Pods, objective: Objective) -> JobView:
     """Let the policy harvest, start load and job together; return the job once both have ended."""
     settings = on.settings
     serving.await_observed(on.client, pods, PODS_WITHIN)
@@ -288,7 +288,7 @@ def harvest(on: Stage, pods: serving.Pods, objective: Objective) -> JobView:
     return done
 
 
-def conclude(on: Stage, job: JobView, objective: Objective) -> dict[str, Any]:
+def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any]:
     """Compute the summary from the event logs, write it and the report, and return it.
 
     Raises DemoFailed, after all is written, when the job has not succeeded.

@@ -19,12 +19,12 @@ from typing import Any, BinaryIO
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow.holder import HOLDER, Held, check_free, wait_for_orphan
+from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
 from windrow.outputs import check_alone, path_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
-# Exit codes of the worker (`windrow_sidecar.finetune.runner.Ending`).
+# Exit codes of the worker (`windrow_sidecar.finetune.job.runner.Ending`).
 SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
 # A worker tells where it stands twice a second, from a thread that needs nothing but Python's lock.
 SILENT_AFTER_S = 120.0
@@ -49,7 +49,7 @@ class LocalJob:
 
 
 @dataclass(frozen=True)
-class Told:
+class RunSummary:
     """What the worker has said so far."""
 
     step: int = 0
@@ -120,7 +120,7 @@ def forget(job: LocalJob, tell: Callable[[str], None] = lambda line: None) -> No
         for file in job.folder.glob(f"{HOLDER}*"):
             wait_for_orphan(file, lambda who: tell(f"{who} still writes to {job.folder}: waiting"))
             check_free(file)
-    except Held as held:
+    except AlreadyHeld as held:
         raise UserError(
             f"{held} trains this job just now, in {job.folder}",
             field="--fresh",
@@ -175,14 +175,14 @@ def _log_of(job: LocalJob) -> BinaryIO:
 
 
 def listen(
-    process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, Told], None]
-) -> list[Told]:
+    process: subprocess.Popen[str], n_jobs: int, on_change: Callable[[int, RunSummary], None]
+) -> list[RunSummary]:
     """Follow the worker until it ends; `on_change` sees each new state of a job, by its number.
 
     Raises:
         UserError: it could not begin with any of them.
     """
-    told = [Told() for _ in range(n_jobs)]
+    told = [RunSummary() for _ in range(n_jobs)]
     silent = False
     for said in _lines(process):
         silent = said is None
@@ -269,7 +269,7 @@ def last_error(log: Path) -> str:
     return ours[-1] if ours else "it is empty"
 
 
-def understood(told: Told, said: dict[str, Any]) -> Told:
+def understood(told: RunSummary, said: dict[str, Any]) -> RunSummary:
     """Return what is known after a line of the worker."""
     if (now := said.get("progress")) is not None:
         first = told.tokens_at_first
@@ -304,7 +304,7 @@ def _newer(said: float | None, known: float | None) -> float | None:
     return known if said is None else said
 
 
-def _said_first(told: Told, event: Mapping[str, Any]) -> Iterator[str]:
+def _said_first(told: RunSummary, event: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of an event that were not said yet: notes have lines of their own.
 
     The last checkpoint is often that of the last step, which has been told.
@@ -323,7 +323,7 @@ class Pace:
     clock: Callable[[], float] = time.monotonic
     _begun: tuple[float, int, int] | None = None  # seconds, tokens, steps
 
-    def see(self, told: Told) -> tuple[float, float | None]:
+    def see(self, told: RunSummary) -> tuple[float, float | None]:
         """Return (tokens per second, seconds left or None)."""
         now = self.clock()
         if self._begun is None:

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import takewhile
 
-from windrow.local.trace import Request
+from windrow.local.trace import TraceRequest
 
 NAME = "azure-conv-2023-like"
 TRACE_PER_SECOND = 5.53
@@ -74,7 +74,7 @@ GENERATED = (  # a row for each tenth of the contexts, shortest first
 )
 
 
-def generate(*, per_second: float, seconds: float, seed: int) -> list[Request]:
+def generate(*, per_second: float, seconds: float, seed: int) -> list[TraceRequest]:
     """Return the requests of `seconds`, at a mean rate of `per_second`.
 
     The burstiness is the trace's own at the trace's rate; a scaled rate scales the rate of each
@@ -82,7 +82,7 @@ def generate(*, per_second: float, seconds: float, seed: int) -> list[Request]:
     """
     draw = random.Random(seed)
     arrivals = takewhile(lambda at_s: at_s < seconds, _arrivals(per_second, draw))
-    return [Request(at_s, *_lengths(draw)) for at_s in arrivals]
+    return [TraceRequest(at_s, *_lengths(draw)) for at_s in arrivals]
 
 
 def _arrivals(per_second: float, draw: random.Random) -> Iterator[float]:
@@ -116,7 +116,7 @@ _CONTEXT_AT = tuple(float(u) for u, _ in CONTEXT)
 _CONTEXT_VALUES = tuple(v for _, v in CONTEXT)
 
 
-def dispersion(requests: list[Request]) -> float:
+def dispersion(requests: list[TraceRequest]) -> float:
     """Return variance / mean of the counts in whole 10 s windows: 1 for plain Poisson."""
     edges = int(requests[-1].at_s // WINDOW_S)
     counts = [0] * edges

@@ -25,7 +25,7 @@ import aiohttp
 
 from windrow.errors import UserError
 from windrow.local import generator
-from windrow.local.trace import Request, paced, read_trace
+from windrow.local.trace import TraceRequest, paced, read_trace
 
 # Requests a second that one small device (two cores, the tiny model) is loaded with at rate 1.0.
 # The trace's own 5.53 a second came to a large cluster; lengths and burstiness stay the trace's.
@@ -36,7 +36,7 @@ MOST_IN_FLIGHT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LoadAnswer:
     """One request as its client saw it. Times in seconds of the process's monotonic clock."""
 
     at_s: float  # when it was due
@@ -50,7 +50,7 @@ class Answer:
 
 def schedule(
     *, seconds: float, rate: float, seed: int, endpoints: int, trace: Path | None
-) -> list[Request]:
+) -> list[TraceRequest]:
     """Return the requests of a run, for all endpoints together.
 
     Raises UserError for a rate or length that is not above zero, and as `read_trace` does.
@@ -64,12 +64,12 @@ def schedule(
     return paced(read_trace(trace), per_second=per_second, seconds=seconds)
 
 
-def share_of(requests: Sequence[Request], endpoint: int, endpoints: int) -> list[Request]:
+def share_of(requests: Sequence[TraceRequest], endpoint: int, endpoints: int) -> list[TraceRequest]:
     """Return what one of several endpoints gets: every n-th, as a round-robin router deals."""
     return list(itertools.islice(requests, endpoint, None, endpoints))
 
 
-def body_of(request: Request, room: int, draw: random.Random) -> bytes:
+def body_of(request: TraceRequest, room: int, draw: random.Random) -> bytes:
     """Return the JSON of one completion request with a prompt of printable bytes as token ids."""
     prompt = draw.choices(range(32, 127), k=max(1, request.prompt_tokens))
     return json.dumps(
@@ -95,9 +95,9 @@ class Client:
         self._session, self._endpoints = session, endpoints
         self._draw = random.Random(seed)
         self._began = 0.0
-        self.answers: list[Answer] = []
+        self.answers: list[LoadAnswer] = []
 
-    async def play(self, requests: Sequence[Request]) -> None:
+    async def play(self, requests: Sequence[TraceRequest]) -> None:
         """Send every request at its time; return when the last answer is in."""
         self._began = time.monotonic()
         in_flight: set[asyncio.Task[None]] = set()
@@ -114,7 +114,7 @@ class Client:
             task.add_done_callback(in_flight.discard)
         await asyncio.gather(*in_flight)
 
-    async def _send(self, endpoint: str, request: Request, body: bytes) -> None:
+    async def _send(self, endpoint: str, request: TraceRequest, body: bytes) -> None:
         sent = time.monotonic()
         first = last = sent
         usage: dict[str, int] = {}
@@ -139,7 +139,7 @@ class Client:
 
     def _keep(
         self,
-        request: Request,
+        request: TraceRequest,
         sent: float,
         *,
         tokens: int = 0,
@@ -148,7 +148,7 @@ class Client:
         error: str = "",
     ) -> None:
         self.answers.append(
-            Answer(
+            LoadAnswer(
                 at_s=request.at_s,
                 late_s=max(0.0, sent - self._began - request.at_s),
                 prompt_tokens=request.prompt_tokens,
@@ -160,7 +160,9 @@ class Client:
         )
 
 
-async def run(endpoints: Sequence[str], requests: Sequence[Request], seed: int) -> list[Answer]:
+async def run(
+    endpoints: Sequence[str], requests: Sequence[TraceRequest], seed: int
+) -> list[LoadAnswer]:
     """Play a schedule and return the answers, in order of their ends."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
     connector = aiohttp.TCPConnector(limit=0)

@@ -29,7 +29,7 @@ STREAM_INTERVAL = 32
 
 
 @dataclass(frozen=True)
-class Decode:
+class DecodePod:
     """One decode pod.
 
     Attributes:
@@ -45,7 +45,7 @@ class Decode:
     environment: tuple[tuple[str, str], ...] = ()
 
 
-def decode_pod(decode: Decode) -> Json:
+def decode_pod(decode: DecodePod) -> Json:
     """Return a decode pod with the labels and arguments of a PD-disaggregated SGLang deployment."""
     annotations = {
         ANNOTATION_CPUSET: decode.device.cpuset,

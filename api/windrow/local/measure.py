@@ -16,7 +16,7 @@ import yaml
 
 from windrow.eventlog import EventLog
 from windrow.local.devices import Device
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.serving import NotReady
 from windrow.local.summary import DEDICATED, Events, Throughput, load_marks, throughput
 
@@ -53,7 +53,7 @@ class Load:
         if plan.trace is not None:
             argv.append(f"--trace={plan.trace}")
         began_ns = time.monotonic_ns()
-        command = Command(argv, log=out / "load.log", cpus=plan.cpus)
+        command = ProcessCommand(argv, log=out / "load.log", cpus=plan.cpus)
         return cls(plan, keeper.start(command), began_ns, out)
 
     def await_end(self, *, drain_within: timedelta, cut: bool = False) -> None:
@@ -116,7 +116,7 @@ def measure_dedicated(
     argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, seconds, folder)
     # The same wait policy as beside decode: what differs shall be the device's sharing alone.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    command = Command(argv, log=out / "dedicated.log", env=environment, cpus=device.cores)
+    command = ProcessCommand(argv, log=out / "dedicated.log", env=environment, cpus=device.cores)
     child = keeper.start(command)
     limit = timedelta(seconds=seconds + _WORKER_START_S)
     await_exit(child, "the dedicated measurement", limit, "dedicated.log")
@@ -133,13 +133,17 @@ def start_baseline(
 
     `tuned`: OpenMP's threads sleep where they would spin, and the loop is nice 19.
     """
-    argv = _trainer("windrow_sidecar.finetune.alone.baseline", [], job, seconds, out / "baseline")
+    argv = _trainer(
+        "windrow_sidecar.finetune.standalone.baseline", [], job, seconds, out / "baseline"
+    )
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
     if tuned:
         environment["OMP_WAIT_POLICY"] = "passive"
     nice = 19 if tuned else 0
     return keeper.start(
-        Command(argv, log=out / "baseline.log", env=environment, nice=nice, cpus=device.cores)
+        ProcessCommand(
+            argv, log=out / "baseline.log", env=environment, nice=nice, cpus=device.cores
+        )
     )
 
 

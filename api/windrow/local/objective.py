@@ -18,7 +18,7 @@ from statistics import median
 from windrow.crd import LatencyProfileSpec, SoloModel
 from windrow.errors import UserError
 from windrow.eventlog import StepEvent
-from windrow.local.trace import Request
+from windrow.local.trace import TraceRequest
 
 FACTOR = 2.0
 PERCENTILE = 0.9
@@ -85,7 +85,7 @@ def at_pace(model: SoloModel, pace: float) -> SoloModel:
     return model.model_copy(update=slower)
 
 
-def play(requests: Sequence[Request], model: SoloModel) -> LoadShape:
+def play(requests: Sequence[TraceRequest], model: SoloModel) -> LoadShape:
     """Play one device's schedule through the model.
 
     Each step gives every request of the batch one token; arrivals join at the next step.
@@ -136,7 +136,9 @@ def _shape(batches: list[tuple[int, int, float]]) -> LoadShape:
     )
 
 
-def bearable_rate(schedule_at: Callable[[float], Sequence[Request]], model: SoloModel) -> float:
+def bearable_rate(
+    schedule_at: Callable[[float], Sequence[TraceRequest]], model: SoloModel
+) -> float:
     """Return the highest rate at which the mean batch of busy time stays in range, slow or not.
 
     `schedule_at` gives one device's schedule at a rate. Steps of 5%, so that small differences
@@ -154,7 +156,9 @@ def bearable_rate(schedule_at: Callable[[float], Sequence[Request]], model: Solo
     return lowest / 20
 
 
-def objective_for(requests: Sequence[Request], model: SoloModel, pace: float = 1.0) -> Objective:
+def objective_for(
+    requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0
+) -> Objective:
     """Return twice the median solo step at the p90 batch of one device's schedule.
 
     Rounded up to a tenth of a millisecond. `pace`: see `pace_of`. Raises UserError for an empty

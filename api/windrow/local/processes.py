@@ -24,7 +24,7 @@ from windrow.local.keeper import ENV_MARK
 
 
 @dataclass(frozen=True)
-class Command:
+class ProcessCommand:
     """What to run and how.
 
     Attributes:
@@ -101,7 +101,7 @@ class Keeper:
         """Process id of the supervisor, whose descendants are the children."""
         return self._process.pid
 
-    def launch(self, command: Command) -> Future[Child]:
+    def launch(self, command: ProcessCommand) -> Future[Child]:
         """Start a process; the future holds it, or OSError when it could not be started."""
         child_id = next(self._ids)
         started: Future[Child] = _unstoppable_future()
@@ -120,7 +120,7 @@ class Keeper:
         )
         return started
 
-    def start(self, command: Command) -> Child:
+    def start(self, command: ProcessCommand) -> Child:
         """Start a process and return it once it runs; raises OSError when it cannot."""
         return self.launch(command).result(timeout=30)
 

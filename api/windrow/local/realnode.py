@@ -31,7 +31,7 @@ from rich.console import Console
 from windrow.errors import UserError, WindrowError
 from windrow.local.build import build_tools, ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.progress import progress_for
 from windrow.local.tools import Tools
 from windrow.local.tools_cache import NODE
@@ -254,7 +254,7 @@ class RealNode:
         self._keeper.close()
 
     def _start(self, name: str, *arguments: str) -> None:
-        command = Command(
+        command = ProcessCommand(
             [str(self._bin / name), *arguments],
             log=self._logs / f"{name}.log",
             env={"PATH": f"{self._bin}:{os.environ['PATH']}", "HOME": str(self._root)},

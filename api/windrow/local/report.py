@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
-from windrow.local.summary import PODS, Events, Window, window_of
+from windrow.local.summary import PODS, Events, SummaryWindow, window_of
 
 # Points of a line beyond which a browser gets slow and a picture no clearer.
 MOST_POINTS = 4000
@@ -68,7 +68,7 @@ def write_report(folder: Path, summary: dict[str, Any], rows: Sequence[tuple[str
     return path
 
 
-def figure(events: Events, window: Window, summary: dict[str, Any]) -> go.Figure:
+def figure(events: Events, window: SummaryWindow, summary: dict[str, Any]) -> go.Figure:
     """Return TPOT, harvested throughput, memory and loss, one below the other."""
     sources = sorted({source for source, s in events.steps if window.holds(s.end_ns)})
     titles = [
@@ -100,7 +100,7 @@ def figure(events: Events, window: Window, summary: dict[str, Any]) -> go.Figure
 
 
 def _add_tpot(
-    plots: go.Figure, source: str, steps: Sequence[StepEvent], window: Window, colour: str
+    plots: go.Figure, source: str, steps: Sequence[StepEvent], window: SummaryWindow, colour: str
 ) -> None:
     line = broken_where_idle(thinned(steps, window))
     plots.add_trace(
@@ -116,7 +116,7 @@ def _add_tpot(
     )
 
 
-def thinned(steps: Sequence[StepEvent], window: Window) -> Series:
+def thinned(steps: Sequence[StepEvent], window: SummaryWindow) -> Series:
     """Return step times in ms; where there are too many, the slowest of each group stands."""
     group = max(1, -(-len(steps) // MOST_POINTS))
     slowest = [
@@ -141,7 +141,9 @@ def broken_where_idle(line: Series) -> Series:
     return broken
 
 
-def _add_throughput(plots: go.Figure, tasklets: Sequence[TaskletEvent], window: Window) -> None:
+def _add_throughput(
+    plots: go.Figure, tasklets: Sequence[TaskletEvent], window: SummaryWindow
+) -> None:
     line = harvested_rate(tasklets, window)
     plots.add_trace(
         go.Scatter(
@@ -156,7 +158,7 @@ def _add_throughput(plots: go.Figure, tasklets: Sequence[TaskletEvent], window: 
     )
 
 
-def harvested_rate(tasklets: Sequence[TaskletEvent], window: Window) -> Series:
+def harvested_rate(tasklets: Sequence[TaskletEvent], window: SummaryWindow) -> Series:
     """Return tokens per second between each two optimizer steps."""
     done = [t for t in tasklets if t.phase == "opt"]
     line = Series([], [])
@@ -171,7 +173,7 @@ def harvested_rate(tasklets: Sequence[TaskletEvent], window: Window) -> Series:
 
 
 def _add_memory(
-    plots: go.Figure, row: int, steps: Sequence[StepEvent], window: Window, *, legend: bool
+    plots: go.Figure, row: int, steps: Sequence[StepEvent], window: SummaryWindow, *, legend: bool
 ) -> None:
     group = max(1, -(-len(steps) // MOST_POINTS))
     kept = steps[::group]
@@ -195,7 +197,7 @@ def _add_memory(
         )
 
 
-def _add_loss(plots: go.Figure, row: int, events: Events, window: Window) -> None:
+def _add_loss(plots: go.Figure, row: int, events: Events, window: SummaryWindow) -> None:
     training = [at for at in events.losses if at.stage == "training"]
     plots.add_trace(
         go.Scatter(
@@ -211,7 +213,7 @@ def _add_loss(plots: go.Figure, row: int, events: Events, window: Window) -> Non
     )
 
 
-def _seconds(at_ns: int, window: Window) -> float:
+def _seconds(at_ns: int, window: SummaryWindow) -> float:
     return round((at_ns - window.begin_ns) / 1e9, 4)
 
 

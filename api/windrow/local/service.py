@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 
 from windrow.errors import Transient
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ class Service:
     def __init__(
         self,
         name: str,
-        command: Command,
+        command: ProcessCommand,
         keeper: Keeper,
         restart_after: timedelta = timedelta(seconds=1),
     ) -> None:

@@ -16,7 +16,7 @@ from windrow.client import WindrowClient
 from windrow.crd import LABEL_DECODE, LatencyProfileSpec
 from windrow.errors import Transient, WindrowError
 from windrow.local.devices import Device
-from windrow.local.manifests import NAMESPACE, Decode, decode_pod, harvest_policy
+from windrow.local.manifests import NAMESPACE, DecodePod, decode_pod, harvest_policy
 from windrow.local.ports import LOOPBACK, ReservedPort
 from windrow.views import SlotView
 
@@ -41,7 +41,7 @@ class NotReady(WindrowError):
 class Pods:
     """Decode pods that serve."""
 
-    decodes: tuple[Decode, ...]
+    decodes: tuple[DecodePod, ...]
 
     @property
     def endpoints(self) -> list[str]:
@@ -67,7 +67,7 @@ def plan_pods(
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
     return Pods(
         tuple(
-            Decode(f"{name}-{i}", port, device, model, inject, tuple(environment))
+            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment))
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
     )

@@ -36,7 +36,7 @@ LOAD_DRAINED = "drained"
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SummaryWindow:
     """When requests arrived, and the objective that serving had.
 
     What is measured by time counts until `end_ns`, so that every way of sharing is judged over the
@@ -130,7 +130,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return values[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def window_of(marks: Iterable[tuple[str, MarkEvent]]) -> Window:
+def window_of(marks: Iterable[tuple[str, MarkEvent]]) -> SummaryWindow:
     """Return when the load ran, by the marks of the run's own log."""
     by_name = {mark.what: mark for _, mark in marks}
     begin, end = by_name.get(LOAD_BEGIN), by_name.get(LOAD_END)
@@ -142,7 +142,7 @@ def window_of(marks: Iterable[tuple[str, MarkEvent]]) -> Window:
         )
     objective_ms = float(json.loads(begin.detail)["objective_ms"])
     drained = by_name.get(LOAD_DRAINED, end)
-    return Window(begin.at_ns, end.at_ns, objective_ms, drained.at_ns)
+    return SummaryWindow(begin.at_ns, end.at_ns, objective_ms, drained.at_ns)
 
 
 def load_marks(
@@ -156,7 +156,7 @@ def load_marks(
     ]
 
 
-def serving(events: Events, window: Window) -> Serving:
+def serving(events: Events, window: SummaryWindow) -> Serving:
     """Return how serving fared: each decode step is one time per output token of its batch."""
     steps = [step for _, step in events.steps if window.holds(step.end_ns)]
     tpots = sorted((s.end_ns - s.start_ns) / 1e6 for s in steps)
@@ -180,7 +180,7 @@ def serving(events: Events, window: Window) -> Serving:
     )
 
 
-def throughput(tasklets: Sequence[TaskletEvent], window: Window | None = None) -> Throughput:
+def throughput(tasklets: Sequence[TaskletEvent], window: SummaryWindow | None = None) -> Throughput:
     """Return what a worker got done.
 
     `tokens` counts every finished step. The rate leaves out start-up and evaluation: it is taken

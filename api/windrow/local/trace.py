@@ -19,7 +19,7 @@ BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One request of a schedule."""
 
     at_s: float  # since the schedule's begin
@@ -27,7 +27,7 @@ class Request:
     output_tokens: int
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """Read a published trace, in order of arrival and from 0 s on.
 
     Rows that failed (no response tokens) are left out. Raises UserError, with file and line, for a
@@ -46,17 +46,17 @@ def read_trace(path: Path) -> list[Request]:
         )
     requests.sort(key=lambda r: r.at_s)
     first = requests[0].at_s
-    return [Request(r.at_s - first, r.prompt_tokens, r.output_tokens) for r in requests]
+    return [TraceRequest(r.at_s - first, r.prompt_tokens, r.output_tokens) for r in requests]
 
 
-def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[Request]:
+def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
     header = table.fieldnames or []
     columns, to_seconds = _format(path, header)
     for row in table:
         where = f"{path}:{table.line_num}"
         at, prompt, output = (row[column] for column in columns)
         try:
-            request = Request(to_seconds(at), int(prompt), int(output))
+            request = TraceRequest(to_seconds(at), int(prompt), int(output))
         except (TypeError, ValueError) as e:
             raise UserError(
                 f"not a line of {','.join(columns)}: {e}",
@@ -88,7 +88,7 @@ def _azure_seconds(text: str) -> float:
     return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
 
 
-def paced(requests: list[Request], *, per_second: float, seconds: float) -> list[Request]:
+def paced(requests: list[TraceRequest], *, per_second: float, seconds: float) -> list[TraceRequest]:
     """Play a trace so that its mean rate is `per_second`, from its begin, for `seconds`.
 
     Time is stretched or pressed as a whole: bursts stay bursts, lengths stay as they are. A trace
@@ -96,12 +96,12 @@ def paced(requests: list[Request], *, per_second: float, seconds: float) -> list
     """
     span_s = max(requests[-1].at_s, 1.0) * len(requests) / max(len(requests) - 1, 1)
     stretch = len(requests) / span_s / per_second
-    played: list[Request] = []
+    played: list[TraceRequest] = []
     offset_s = 0.0
     while True:
         for r in requests:
             at_s = offset_s + r.at_s * stretch
             if at_s >= seconds:
                 return played
-            played.append(Request(at_s, r.prompt_tokens, r.output_tokens))
+            played.append(TraceRequest(at_s, r.prompt_tokens, r.output_tokens))
         offset_s += span_s * stretch

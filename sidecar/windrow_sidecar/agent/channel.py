@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 M = TypeVar("M")
 
 
-class Channel(Generic[M]):
+class OutgoingQueue(Generic[M]):
     """A queue in front of `write`."""
 
     def __init__(self) -> None:

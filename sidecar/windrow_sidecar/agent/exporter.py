@@ -22,9 +22,9 @@ from windrow import metrics as m
 from windrow.errors import UserError
 from windrow.proto import agent_pb2
 from windrow.rundir import ENV_METRICS_PORT
-from windrow_sidecar.agent.jobrun import JobRun
+from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.slot import AgentSlot
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,9 @@ Rows = Sequence[tuple[tuple[str, ...], float]]
 class Exporter(Collector):
     """Serves the metrics of all slots."""
 
-    def __init__(self, slots: Callable[[], Iterable[Slot]], attached: Callable[[], bool]) -> None:
+    def __init__(
+        self, slots: Callable[[], Iterable[AgentSlot]], attached: Callable[[], bool]
+    ) -> None:
         self._slots, self._attached = slots, attached
         self._close: Callable[[], None] = lambda: None
 
@@ -85,8 +87,8 @@ class Exporter(Collector):
         yield from _jobs(slots)
 
 
-def _decode(slots: list[Slot]) -> Iterator[Family]:
-    def each(of: Callable[[Slot], float]) -> Rows:
+def _decode(slots: list[AgentSlot]) -> Iterator[Family]:
+    def each(of: Callable[[AgentSlot], float]) -> Rows:
         return [((str(s.index),), of(s)) for s in slots]
 
     yield _counter(m.DECODE_STEPS, each(lambda s: s.stats.steps))
@@ -121,7 +123,7 @@ def _decode(slots: list[Slot]) -> Iterator[Family]:
     )
 
 
-def _tpot(slots: list[Slot]) -> Family:
+def _tpot(slots: list[AgentSlot]) -> Family:
     metric = m.DECODE_TPOT
     family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
     bounds = [*(str(bound) for bound in m.TPOT_BUCKETS_SECONDS), "+Inf"]
@@ -136,7 +138,7 @@ def _tpot(slots: list[Slot]) -> Family:
     return family
 
 
-def _device(slots: list[Slot]) -> Iterator[Family]:
+def _device(slots: list[AgentSlot]) -> Iterator[Family]:
     units: list[tuple[tuple[str, ...], float]] = []
     compute, memory, chunks = units.copy(), units.copy(), units.copy()
     for slot in slots:
@@ -176,7 +178,7 @@ def _device(slots: list[Slot]) -> Iterator[Family]:
     )
 
 
-def _jobs(slots: list[Slot]) -> Iterator[Family]:
+def _jobs(slots: list[AgentSlot]) -> Iterator[Family]:
     yield _counter(m.HARVESTED_TOKENS, [((str(s.index),), s.jobs.harvested_tokens) for s in slots])
     yield _counter(m.WORKER_STARTS, [((str(s.index),), s.jobs.worker_starts) for s in slots])
     yield _counter(

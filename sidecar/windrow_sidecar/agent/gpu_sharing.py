@@ -19,8 +19,8 @@ from contextlib import suppress
 
 from windrow.errors import Transient, UserError
 from windrow.rundir import RunDir
-from windrow_sidecar.compute.mode import Ground, Sharing, choose_sharing
 from windrow_sidecar.compute.mps import MpsDaemon
+from windrow_sidecar.compute.sharing import GpuCapabilities, Sharing, choose_sharing
 from windrow_sidecar.compute.survey import Survey
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class GpuSharing:
         mps_missing = SWITCHED_OFF if self._daemon is None else ""
         if self._daemon is not None and not found.green_missing:
             mps_missing = await self._start(self._daemon)
-        self._settle(choose_sharing(Ground(found.green_missing, mps_missing)))
+        self._settle(choose_sharing(GpuCapabilities(found.green_missing, mps_missing)))
 
     async def close(self) -> None:
         """Stop the daemon, unless decode is its client: that would take the GPU from it."""
@@ -151,7 +151,7 @@ class GpuSharing:
                 await asyncio.wait_for(self._closing.wait(), self._every_s)
                 return
         self._forget_environment()
-        self._settle(choose_sharing(Ground("", "the MPS daemon has ended; see mps/log")))
+        self._settle(choose_sharing(GpuCapabilities("", "the MPS daemon has ended; see mps/log")))
         self._changed()
 
     def _settle(self, sharing: Sharing) -> None:

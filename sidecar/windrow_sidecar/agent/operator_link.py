@@ -17,9 +17,9 @@ import grpc.aio
 from windrow.errors import Transient
 from windrow.proto import attach_pb2, attach_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.slot import AgentSlot
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 Obey = Callable[[attach_pb2.OperatorMessage], Awaitable[None]]
 
 
-class Call(Protocol):
+class StreamCall(Protocol):
     """The part of gRPC's stream that is used."""
 
     async def read(self) -> Any:  # noqa: ANN401 - a message, or gRPC's own EOF
@@ -52,14 +52,14 @@ class OperatorLink:
     def __init__(
         self,
         settings: AgentSettings,
-        outbox: Outbox,
-        slots: Callable[[], Iterable[Slot]],
+        outbox: EventOutbox,
+        slots: Callable[[], Iterable[AgentSlot]],
         obey: Obey,
     ) -> None:
         self._settings, self._outbox = settings, outbox
         self._slots, self._obey = slots, obey
         self._facts_changed = asyncio.Event()
-        self._profiles: asyncio.Queue[Slot] = asyncio.Queue()
+        self._profiles: asyncio.Queue[AgentSlot] = asyncio.Queue()
         self._sent = 0  # number of the last event that the present stream carries
         self.attached = False
 
@@ -67,7 +67,7 @@ class OperatorLink:
         """An engine has called, or another one: say hello again."""
         self._facts_changed.set()
 
-    def profile_taken(self, slot: Slot) -> None:
+    def profile_taken(self, slot: AgentSlot) -> None:
         """A latency profile has come: pass it on."""
         self._profiles.put_nowait(slot)
 
@@ -114,7 +114,7 @@ class OperatorLink:
             finally:
                 call.cancel()
 
-    async def _talk(self, call: Call) -> None:
+    async def _talk(self, call: StreamCall) -> None:
         self._facts_changed.clear()
         await call.write(self._hello())
         heartbeat_s = await self._operator_hello(call)
@@ -137,7 +137,7 @@ class OperatorLink:
         except* Transient as group:
             raise group.exceptions[0] from None
 
-    async def _operator_hello(self, call: Call) -> float:
+    async def _operator_hello(self, call: StreamCall) -> float:
         async with asyncio.timeout(_HELLO_WITHIN_S):
             first = await call.read()
         if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
@@ -149,7 +149,7 @@ class OperatorLink:
         _log.info("attached to operator %s", first.hello.operator_version)
         return first.hello.heartbeat_seconds or 1.0
 
-    async def _listen(self, call: Call) -> None:
+    async def _listen(self, call: StreamCall) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
             await self._obey(message)
         raise Transient("it ended the stream")
@@ -204,7 +204,7 @@ class OperatorLink:
 class _Writer:
     """One message at a time: gRPC allows no two writes at once."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: StreamCall) -> None:
         self._call, self._lock = call, asyncio.Lock()
 
     async def write(self, message: attach_pb2.SidecarMessage) -> None:

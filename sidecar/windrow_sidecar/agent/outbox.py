@@ -12,7 +12,7 @@ _Key = tuple[str, int, int, str]
 _KEPT_MAX = 256
 
 
-class Outbox:
+class EventOutbox:
     """The newest event of each kind and reason of each run, in the order in which they happened.
 
     The wire acknowledges nothing, so every new stream gets all of them again; the operator knows

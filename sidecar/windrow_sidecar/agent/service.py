@@ -13,9 +13,9 @@ import grpc.aio
 
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
-from windrow_sidecar.agent.channel import Channel
-from windrow_sidecar.agent.jobrun import JobRun
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.channel import OutgoingQueue
+from windrow_sidecar.agent.job_run import JobRun
+from windrow_sidecar.agent.slot import AgentSlot
 
 _log = logging.getLogger(__name__)
 M = TypeVar("M")
@@ -36,9 +36,9 @@ class AgentService(agent_pb2_grpc.AgentServicer):
 
     def __init__(
         self,
-        slot_at: Callable[[int], Slot],
+        slot_at: Callable[[int], AgentSlot],
         find_run: Callable[[str, int], JobRun | None],
-        on_profile: Callable[[Slot], None],
+        on_profile: Callable[[AgentSlot], None],
         worker_silence_s: float,
     ) -> None:
         self._slot_at, self._find_run, self._on_profile = slot_at, find_run, on_profile
@@ -51,7 +51,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> None:
         """One decode engine, for as long as it lives."""
         hello = (await _first(requests, context)).hello
-        channel: Channel[agent_pb2.EngineCommand] = Channel()
+        channel: OutgoingQueue[agent_pb2.EngineCommand] = OutgoingQueue()
         slot = self._slot_at(hello.slot)
         _log.info("slot %d: %s serves %s", hello.slot, hello.engine, hello.model)
         async with _pumped(channel, context.write):
@@ -62,7 +62,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             finally:
                 slot.engine_hung_up(channel)
 
-    def _take_report(self, slot: Slot, report: agent_pb2.EngineReport) -> None:
+    def _take_report(self, slot: AgentSlot, report: agent_pb2.EngineReport) -> None:
         kind = report.WhichOneof("message")
         if kind == "stats":
             slot.engine_reported(report.stats)
@@ -84,7 +84,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
                 f"job {hello.job_uid} epoch {hello.epoch} is not placed here",
             )
             return
-        channel: Channel[agent_pb2.WorkerCommand] = Channel()
+        channel: OutgoingQueue[agent_pb2.WorkerCommand] = OutgoingQueue()
         silence = _Silence(self._worker_silence_s)
         async with _pumped(channel, context.write):
             run.attached(channel)
@@ -108,7 +108,7 @@ class _Silence:
         """The worker has said something."""
         self._seconds = 0
 
-    async def watch(self, run: JobRun, channel: Channel[agent_pb2.WorkerCommand]) -> None:
+    async def watch(self, run: JobRun, channel: OutgoingQueue[agent_pb2.WorkerCommand]) -> None:
         """Until the worker has been silent for too long, or this is cancelled."""
         for second in count():
             if second % ALIVE_EVERY_S == 0:
@@ -123,7 +123,7 @@ class _Silence:
 
 @asynccontextmanager
 async def _pumped(
-    channel: Channel[M], write: Callable[[M], Awaitable[object]]
+    channel: OutgoingQueue[M], write: Callable[[M], Awaitable[object]]
 ) -> AsyncIterator[None]:
     """Write what is sent to the channel while the block runs."""
     pump = asyncio.create_task(channel.pump(write))

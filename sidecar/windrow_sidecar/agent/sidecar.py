@@ -10,13 +10,13 @@ from contextlib import suppress
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.exporter import Exporter
 from windrow_sidecar.agent.gpu_sharing import GpuSharing
-from windrow_sidecar.agent.jobrun import JobRun
+from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.operator_link import OperatorLink
 from windrow_sidecar.agent.orphans import end_orphans
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slot import Slot
+from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.compute.mps import MpsDaemon
 
 _log = logging.getLogger(__name__)
@@ -30,8 +30,8 @@ class Sidecar:
 
     def __init__(self, settings: AgentSettings) -> None:
         self._settings = settings
-        self._outbox = Outbox()
-        self._slots: dict[int, Slot] = {}
+        self._outbox = EventOutbox()
+        self._slots: dict[int, AgentSlot] = {}
         self._policy = agent_pb2.EnginePolicy()
         self._orders: set[asyncio.Task[None]] = set()
         daemon = MpsDaemon(settings.run_dir.mps_folder) if settings.mps else None
@@ -75,13 +75,13 @@ class Sidecar:
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         await self._link.delivered(_FAREWELL_S)
 
-    def _all_slots(self) -> list[Slot]:
+    def _all_slots(self) -> list[AgentSlot]:
         return [self._slots[index] for index in sorted(self._slots)]
 
-    def _slot_at(self, index: int) -> Slot:
+    def _slot_at(self, index: int) -> AgentSlot:
         slot = self._slots.get(index)
         if slot is None:
-            slot = self._slots[index] = Slot(
+            slot = self._slots[index] = AgentSlot(
                 index,
                 self._settings,
                 self._outbox,

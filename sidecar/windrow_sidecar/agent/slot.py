@@ -9,28 +9,28 @@ from collections.abc import Callable
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar import _core
-from windrow_sidecar.agent.channel import Channel
-from windrow_sidecar.agent.outbox import Outbox
+from windrow_sidecar.agent.channel import OutgoingQueue
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.slotjobs import SlotJobs
+from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.utilization import Utilization, make_meter
 from windrow_sidecar.agent.worker_process import Standby
-from windrow_sidecar.compute.mode import Sharing
+from windrow_sidecar.compute.sharing import Sharing
 
 _log = logging.getLogger(__name__)
 
-EngineChannel = Channel[agent_pb2.EngineCommand]
+EngineChannel = OutgoingQueue[agent_pb2.EngineCommand]
 Counts = tuple[int, int, int, int, int]
 
 
-class Slot:
+class AgentSlot:
     """State of one slot. All of it belongs to the agent's event loop."""
 
     def __init__(
         self,
         index: int,
         settings: AgentSettings,
-        outbox: Outbox,
+        outbox: EventOutbox,
         *,
         on_facts: Callable[[], None],
         sharing: Callable[[], Sharing | None] = lambda: None,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import Copies, Mark
-from windrow_sidecar.compute.torch_cuda import require_torch_cuda
 from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
+from windrow_sidecar.torch_cuda import require_torch_cuda
 
 # Distances between events are 32-bit floats in milliseconds: over a second, exact to 0.06 us.
 _ANCHOR_LASTS_NS = 1_000_000_000

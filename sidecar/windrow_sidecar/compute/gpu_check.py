@@ -22,9 +22,9 @@ from pathlib import Path
 from windrow.errors import WindrowError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.compute.ground import mps_missing
 from windrow_sidecar.compute.mps import MpsDaemon
-from windrow_sidecar.compute.torch_cuda import look_at_torch, require_torch_cuda
+from windrow_sidecar.compute.sharing import mps_missing
+from windrow_sidecar.torch_cuda import look_at_torch, require_torch_cuda
 
 GPU = "cuda"
 _MODULE = "windrow_sidecar.compute.gpu_check"

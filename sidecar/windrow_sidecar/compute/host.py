@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from windrow.errors import UserError
 from windrow_sidecar import _core
-from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+from windrow_sidecar.cgroup import CgroupLimits, read_limits
 from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
 
 # A host device is two cores at least: one for decode, one for the worker.

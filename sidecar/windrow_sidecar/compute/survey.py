@@ -13,9 +13,8 @@ import sys
 from dataclasses import asdict, dataclass
 
 from windrow_sidecar import _core
-from windrow_sidecar.compute.ground import green_missing
-from windrow_sidecar.compute.mode import Ground, choose_sharing
 from windrow_sidecar.compute.mps import CONTROL
+from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing, green_missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Survey:
     """What was found; `gpu` is empty where there is none, and `why` says so.
 
     Attributes:
-        green_missing, mps_missing: as in `mode.Ground`; MPS counts as there where its program is.
+        green_missing, mps_missing: as in `mode.GpuCapabilities`; MPS counts as there where its program is.
         mode, reason: what `choose_sharing` makes of it.
         is_mps_client: whether the process that looked was a client of an MPS daemon.
     """
@@ -52,7 +51,7 @@ def survey(driver: str = "cuda", path: str | None = None) -> Survey:
     green = green_missing(driver)
     found = shutil.which(CONTROL, path=path)
     mps = "" if found else f"{CONTROL} is not on PATH"
-    chosen = choose_sharing(Ground(green, mps))
+    chosen = choose_sharing(GpuCapabilities(green, mps))
     return Survey(
         gpu=facts["name"],
         units=facts["units"],

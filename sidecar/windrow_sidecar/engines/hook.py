@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class StepInput:
     """What the engine knows at the start of a step. Times: nanoseconds of CLOCK_MONOTONIC."""
 
     step: int
@@ -29,7 +29,7 @@ class StepFacts:
         int  # requests that have arrived and are not running; above 0 with batch 0: KV is short
     )
     admitted_tokens: int  # context tokens that joined for this step
-    slo_debt_us: int  # least slack of a running request against its own objective; 0: not known
+    slack_us: int  # least slack of a running request against its own objective; 0: not known
     prefill_tokens: int = 0  # computed in this step; such a step is no sample of decode's latency
 
 
@@ -43,11 +43,11 @@ class StepHook(Protocol):
     def request_objective_us(self) -> int:
         """TPOT that a request is held to over its whole life; 0: nobody asks for slack.
 
-        Above 0 the engine says in `StepFacts.slo_debt_us` how much running requests have left.
+        Above 0 the engine says in `StepInput.slack_us` how much running requests have left.
         """
         ...
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Decide for the step that starts now. The engine obeys `decode_units` and admission."""
         ...
 
@@ -55,7 +55,7 @@ class StepHook(Protocol):
         """Take note of how long it took. Its own cost counts for the next step."""
         ...
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Decide for an engine that runs nothing: when it runs dry, then every 50 ms at most."""
         ...
 
@@ -69,14 +69,14 @@ class NullHook:
 
     request_objective_us = 0
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Take all units."""
         return _ALL_TO_DECODE
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Keep nothing."""
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Take all units."""
         return _ALL_TO_DECODE
 
@@ -84,7 +84,7 @@ class NullHook:
         """Hold nothing."""
 
 
-_ALL_TO_DECODE = Decision()
+_ALL_TO_DECODE = Grant()
 
 
 class FailClosed:
@@ -112,7 +112,7 @@ class FailClosed:
             self._switch_off("request_objective_us", error)
             return 0
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Ask the inner hook."""
         try:
             return _decision(self._inner.before_step(facts))
@@ -126,7 +126,7 @@ class FailClosed:
         except Exception as error:  # noqa: BLE001
             self._switch_off("after_step", error)
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Ask the inner hook."""
         try:
             return _decision(self._inner.idle(now_ns))
@@ -145,7 +145,7 @@ class FailClosed:
         if not self.failed:
             self._switch_off("the engine's check", error)
 
-    def _switch_off(self, method: str, error: Exception) -> Decision:
+    def _switch_off(self, method: str, error: Exception) -> Grant:
         _log.error("harvesting is switched off: %s failed", method, exc_info=error)
         self.failed = True
         broken, self._inner = self._inner, NullHook()
@@ -158,7 +158,7 @@ class FailClosed:
         return _ALL_TO_DECODE
 
 
-def _decision(answer: object) -> Decision:
-    if not isinstance(answer, Decision):
+def _decision(answer: object) -> Grant:
+    if not isinstance(answer, Grant):
         raise TypeError(f"a step hook answers with a Decision, not {answer!r}")
     return answer

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from windrow_sidecar.qos.levels import Levels, Split
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
 from windrow_sidecar.qos.solo import SoloSample, fit_solo
 from windrow_sidecar.qos.view import LEVELS_MAX
 
@@ -70,18 +70,18 @@ class Subject:
         return f"{self.device}/{engine}/{self.model_fingerprint[:16]}/tp{self.tensor_parallel}"
 
 
-def host_splits(units: int) -> Levels:
+def host_splits(units: int) -> Partitioning:
     """Splits of a CPU set: each number of cores for the worker, at most as many as the page holds.
 
     On large sets they are spread evenly, from decode alone to one core for decode.
     """
     n = min(units, LEVELS_MAX)
     shares = sorted({round(i * (units - 1) / (n - 1)) for i in range(n)}) if n > 1 else [0]
-    return Levels(units, tuple(Split(share, units - share) for share in shares))
+    return Partitioning(units, tuple(PartitionLevel(share, units - share) for share in shares))
 
 
 def plan(
-    levels: Levels, effort: Effort, *, max_batch: int, max_tokens: int, max_context: int
+    levels: Partitioning, effort: Effort, *, max_batch: int, max_tokens: int, max_context: int
 ) -> list[Point]:
     """Return what to measure: every split by every batch and context that fits.
 

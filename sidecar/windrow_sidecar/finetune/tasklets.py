@@ -20,7 +20,7 @@ PHASE_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class TokenWindow:
     """Tokens [begin, end) of each row of a micro-batch."""
 
     begin: int
@@ -67,9 +67,9 @@ class MicroBatch:
         return self.lines * self.width
 
     @property
-    def whole(self) -> Window:
+    def whole(self) -> TokenWindow:
         """All tokens of the rows."""
-        return Window(0, self.width)
+        return TokenWindow(0, self.width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Tasklet:
     phase: Phase
     layer: int
     layer_end: int
-    window: Window
+    window: TokenWindow
     micro: MicroBatch | None
     tokens: int = field(init=False, compare=False, repr=False)
     parts: int = field(init=False, compare=False, repr=False)
@@ -139,7 +139,7 @@ class Tasklet:
 
 def optimizer_tasklet(step: int) -> Tasklet:
     """Return the tasklet that ends a step."""
-    return Tasklet(step, Phase.OPTIMIZER, 0, 0, Window(0, 0), None)
+    return Tasklet(step, Phase.OPTIMIZER, 0, 0, TokenWindow(0, 0), None)
 
 
 def by_length(rows: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
@@ -168,3 +168,12 @@ def next_micro_batch(
     count = max(1, min(count, max_rows or count))
     taken = tuple(rows[:count])
     return MicroBatch(step, taken, tuple(lengths[row] for row in taken), evaluation, packed)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroLimits:
+    """How large the next group of micro-batches may be; it has one row at least."""
+
+    max_tokens: int  # of each micro-batch
+    max_rows: int = 0  # 0: no bound
+    micro_batches: int = 1  # that visit a layer together

@@ -23,7 +23,7 @@ from windrow.eventlog import EventLog
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
 if TYPE_CHECKING:
-    from windrow_sidecar.finetune.beside.standby import Order
+    from windrow_sidecar.finetune.colocated.standby import JobOrder
 
 NICENESS = 19
 _PR_SET_PDEATHSIG = 1
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
     )
     if options.standalone:
-        from windrow_sidecar.finetune.alone.dedicated import measure_alone
-        from windrow_sidecar.finetune.alone.together import run_together
+        from windrow_sidecar.finetune.standalone.dedicated import measure_alone
+        from windrow_sidecar.finetune.standalone.run import run_together
 
         if options.parent:
             _die_with_parent()
@@ -126,18 +126,18 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     if options.standby and not _take_order(options):
         return 0
 
-    from windrow_sidecar.finetune.beside.jobs import WorkerJobs
-    from windrow_sidecar.finetune.dataset.readers import Readers
+    from windrow_sidecar.finetune.colocated.jobs import WorkerJobs
+    from windrow_sidecar.finetune.data.readers import Readers
     from windrow_sidecar.turn import TurnNote
 
     readers = Readers()  # forked: before anything starts a thread
-    from windrow_sidecar.finetune.beside.slot import open_slot
-    from windrow_sidecar.finetune.beside.standby import Order
+    from windrow_sidecar.finetune.colocated.slot import open_slot
+    from windrow_sidecar.finetune.colocated.standby import JobOrder
 
     run_dir = RunDir(options.run_dir)
     jobs = WorkerJobs(
         run_dir,
-        Order(options.job_uid, options.epoch),
+        JobOrder(options.job_uid, options.epoch),
         lambda: open_slot(options.epoch, run_dir, options.slot, partition, _copy_rate()),
         lambda order: _event_log(run_dir, order),
         readers,
@@ -149,7 +149,7 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
 
 def _take_order(options: argparse.Namespace) -> bool:
     """Warm up, then become the worker of the job that stdin names; False: there will be none."""
-    from windrow_sidecar.finetune.beside.standby import await_order, warm_up
+    from windrow_sidecar.finetune.colocated.standby import await_order, warm_up
 
     warm_up(options.served_model)
     order = await_order(sys.stdin)
@@ -170,7 +170,7 @@ def _copy_rate() -> float | None:
     return float(rate) if rate else None
 
 
-def _event_log(run_dir: RunDir, order: Order) -> EventLog:
+def _event_log(run_dir: RunDir, order: JobOrder) -> EventLog:
     folder = Path(os.environ.get(ENV_LOG_DIR) or run_dir.job_dir(order.job_uid))
     source = os.environ.get(ENV_POD_NAME) or "worker"
     name = f"worker-{order.job_uid}-{order.epoch}-{os.getpid()}.events.jsonl"

@@ -15,7 +15,7 @@ import torch
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, DeviceAllocator
-from windrow_sidecar.compute.torch_cuda import require_torch_cuda
+from windrow_sidecar.torch_cuda import require_torch_cuda
 
 log = logging.getLogger(__name__)
 

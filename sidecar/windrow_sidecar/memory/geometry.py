@@ -10,7 +10,7 @@ from typing import Any
 
 from windrow.errors import UserError
 from windrow_sidecar._core import Geometry
-from windrow_sidecar.compute.cgroup import CgroupLimits, read_limits
+from windrow_sidecar.cgroup import CgroupLimits, read_limits
 
 # An arena may take this much of what the machine (or the control group) has: weights, torch's own
 # buffers and the worker's intermediates need the rest.

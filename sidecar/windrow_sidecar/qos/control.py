@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from windrow_sidecar.qos.guard import Guard
 from windrow_sidecar.qos.handover import Handover
-from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
 from windrow_sidecar.qos.policies.base import alone
 from windrow_sidecar.qos.predictor import Predictor
-from windrow_sidecar.qos.terms import Terms
-from windrow_sidecar.qos.view import Action, Decision, Offer, View
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 # A worker that would always have work: what `observe` and the estimate of headroom ask about.
 EAGER = Offer(job_epoch=1)
@@ -27,7 +27,7 @@ class Controller:
 
     def __init__(
         self,
-        levels: Levels,
+        levels: Partitioning,
         predictor: Predictor | None,
         guard: Guard | None = None,
         *,
@@ -36,7 +36,7 @@ class Controller:
         self._levels, self._predictor = levels, predictor
         self.guard = guard or Guard()
         self._handover = Handover(levels.units, pause_epoch)
-        self._terms: Terms | None = None
+        self._terms: HarvestTerms | None = None
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0
         self._current, self._switched_ns = 0, 0
@@ -45,7 +45,7 @@ class Controller:
         self.would_units = 0
 
     @property
-    def terms(self) -> Terms | None:
+    def terms(self) -> HarvestTerms | None:
         """In force; None: nothing is harvested."""
         return self._terms
 
@@ -63,7 +63,7 @@ class Controller:
         """A quarter of the objective: so long at most after a revocation the worker still runs."""
         return self._terms.objective_us // 4 if self._terms else 0
 
-    def set_terms(self, terms: Terms | None) -> None:
+    def set_terms(self, terms: HarvestTerms | None) -> None:
         """Take new terms from the next decision on."""
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
@@ -74,7 +74,7 @@ class Controller:
 
     def decide(
         self, view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
-    ) -> Decision:
+    ) -> Grant:
         """What both sides do from now on.
 
         `present`: a worker is attached and its heart beats; `chunks`: how many it may hold.
@@ -88,9 +88,9 @@ class Controller:
             view.batch,
             view.context_tokens,
             wish.finetune_units > 0 or handover.decode_units < self._levels.units,
-            view.slo_debt_us,
+            view.slack_us,
         )
-        return Decision(
+        return Grant(
             wish.action,
             wish.finetune_units,
             handover.decode_units,
@@ -143,18 +143,18 @@ class Controller:
         ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
         return policy.decide(view, EAGER, ctx).finetune_units
 
-    def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Decision:
+    def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Grant:
         """What policy and guard want, whatever the worker is doing right now."""
         terms, policy, predictor = self._terms, self._policy, self._predictor
         if terms is None or policy is None or predictor is None:
             self._switch_to(0, now_ns)
             self.why_paused = _why_nothing(terms, predictor)
-            return Decision(Action.PAUSE, 0, self._levels.units)
+            return Grant(Action.PAUSE, 0, self._levels.units)
         observing = terms.mode == "observe"
         if not present and not observing:
             self._switch_to(0, now_ns)
             self.why_paused = "no worker"
-            return Decision(Action.PAUSE, 0, self._levels.units)
+            return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
         ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
         wish = policy.decide(view, EAGER if observing else offer, ctx)
@@ -175,7 +175,7 @@ class Controller:
             return alone(ctx)
         return wish
 
-    def _guarded(self, wish: Decision, view: View, ctx: Context, now_ns: int) -> Decision:
+    def _guarded(self, wish: Grant, view: View, ctx: Context, now_ns: int) -> Grant:
         """The wish, unless the guard forbids it or it passes a hard limit."""
         if not self.guard.may_run(now_ns):
             self.why_paused = "breaker" if self.guard.reason else "guard"
@@ -190,7 +190,7 @@ class Controller:
         return wish
 
     def _context(
-        self, terms: Terms, predictor: Predictor, margin: float, view: View, since_ns: int
+        self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, since_ns: int
     ) -> Context:
         return Context(
             self._levels,
@@ -209,7 +209,7 @@ class Controller:
             self._current, self._switched_ns = index, now_ns
 
 
-def _why_nothing(terms: Terms | None, predictor: Predictor | None) -> str:
+def _why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
     if terms is None:
         return "no policy"
     return "off" if predictor else "no latency profile"

@@ -10,7 +10,7 @@ GROW_REST_NS = 2_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ChunkCounts:
     """Counts by state, in the order in which the arena gives them."""
 
     free: int
@@ -35,7 +35,7 @@ class LendingPlan:
 
 
 def plan_lending(
-    chunks: Chunks,
+    chunks: ChunkCounts,
     *,
     wanted: int,
     limit: int,

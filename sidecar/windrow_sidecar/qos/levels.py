@@ -8,7 +8,7 @@ from windrow.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PartitionLevel:
     """One way to share a device while decode works."""
 
     finetune_units: int
@@ -16,7 +16,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Levels:
+class Partitioning:
     """The splits of one device, from "decode alone" to "most for the worker".
 
     Attributes:
@@ -25,7 +25,7 @@ class Levels:
     """
 
     units: int
-    splits: tuple[Split, ...]
+    splits: tuple[PartitionLevel, ...]
 
     def __post_init__(self) -> None:
         """Refuse what a device cannot do.
@@ -33,7 +33,7 @@ class Levels:
         Raises:
             UserError: the first split is not decode alone, or the units do not fit.
         """
-        if not self.splits or self.splits[0] != Split(0, self.units):
+        if not self.splits or self.splits[0] != PartitionLevel(0, self.units):
             raise UserError(
                 f"the first split is {self.splits[:1]}, not decode alone on {self.units} units",
                 field="levels.splits",
@@ -76,17 +76,17 @@ class Levels:
         return bound if bound >= smallest else 0
 
 
-def host_levels(units: int) -> Levels:
+def host_levels(units: int) -> Partitioning:
     """Every split of a CPU set: decode takes what the worker leaves."""
-    return Levels(units, tuple(Split(i, units - i) for i in range(units)))
+    return Partitioning(units, tuple(PartitionLevel(i, units - i) for i in range(units)))
 
 
-def whole_levels(units: int) -> Levels:
+def whole_levels(units: int) -> Partitioning:
     """A device that decode and worker use in turn: no split but decode alone."""
-    return Levels(units, (Split(0, units),))
+    return Partitioning(units, (PartitionLevel(0, units),))
 
 
-def overlapping_levels(units: int, finetune_levels: tuple[int, ...]) -> Levels:
+def overlapping_levels(units: int, finetune_levels: tuple[int, ...]) -> Partitioning:
     """Splits of a GPU whose decode is not confined: the worker is capped, decode is not."""
     shares = (0, *(level for level in finetune_levels if level > 0))
-    return Levels(units, tuple(Split(share, units) for share in shares))
+    return Partitioning(units, tuple(PartitionLevel(share, units) for share in shares))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow.errors import UserError
-from windrow_sidecar.qos.levels import Levels
-from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloModel
+from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel
 
 FORGETTING = 0.99
 START_MARGIN = 0.08
@@ -31,7 +31,7 @@ _LEAST_INFORMATION = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class CoRunModel:
+class CoRunFactors:
     """Stage 2. The prior: complementary halves cost 5%, overlapping ones what they take."""
 
     b1: float = 1.05
@@ -42,12 +42,12 @@ class CoRunModel:
         return max(1.0, self.b1 * s_inf + self.k1 * s_ft)
 
 
-def co_run_model(profile: Mapping[str, Any]) -> CoRunModel:
+def co_run_model(profile: Mapping[str, Any]) -> CoRunFactors:
     """Stage 2 of a latency profile; the prior where none was measured."""
     co_run = profile.get("coRun")
     if not co_run or not co_run.get("samples"):
-        return CoRunModel()
-    return CoRunModel(float(co_run["b1"]), float(co_run["k1"]))
+        return CoRunFactors()
+    return CoRunFactors(float(co_run["b1"]), float(co_run["k1"]))
 
 
 class Predictor:
@@ -58,7 +58,10 @@ class Predictor:
     """
 
     def __init__(
-        self, levels: Levels, solo: Mapping[int, SoloModel], co_run: CoRunModel | None = None
+        self,
+        levels: Partitioning,
+        solo: Mapping[int, SoloStepModel],
+        co_run: CoRunFactors | None = None,
     ) -> None:
         missing = [s.decode_units for s in levels.splits if s.decode_units not in solo]
         if missing:
@@ -71,7 +74,7 @@ class Predictor:
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
         ]
-        start = co_run or CoRunModel()
+        start = co_run or CoRunFactors()
         self._b1, self._k1 = start.b1, start.k1
         # Information about (b1, k1), symmetric; the prior counts as much as one step.
         self._i00, self._i01, self._i11 = 1.0, 0.0, 1.0
@@ -79,9 +82,9 @@ class Predictor:
         self._fold()
 
     @property
-    def co_run(self) -> CoRunModel:
+    def co_run(self) -> CoRunFactors:
         """Stage 2 as it stands."""
-        return CoRunModel(self._b1, self._k1)
+        return CoRunFactors(self._b1, self._k1)
 
     def predict_us(self, batch: int, context_tokens: int) -> list[float]:
         """Predicted latency under each split, without a margin. The first is decode alone."""

@@ -33,7 +33,7 @@ class SoloSample:
 
 
 @dataclass(frozen=True, slots=True)
-class SoloModel:
+class SoloStepModel:
     """Coefficients for one number of units; none is negative."""
 
     c0_us: float
@@ -49,7 +49,7 @@ class SoloModel:
 class SoloFit:
     """A model and how well it fits what it was made from."""
 
-    model: SoloModel
+    model: SoloStepModel
     median_abs_error_percent: float
     samples: int
 
@@ -78,10 +78,10 @@ def fit_solo(samples: Iterable[SoloSample]) -> dict[int, SoloFit]:
     return {units: _fit_level(level) for units, level in sorted(by_units.items())}
 
 
-def solo_models(profile: Mapping[str, Any]) -> dict[int, SoloModel]:
+def solo_models(profile: Mapping[str, Any]) -> dict[int, SoloStepModel]:
     """The models of a latency profile (`LatencyProfileSpec` as a mapping, camelCase), by units."""
     return {
-        int(row["units"]): SoloModel(
+        int(row["units"]): SoloStepModel(
             float(row["c0Us"]), float(row["b0Us"]), float(row["k0NsPerToken"]) / 1e3
         )
         for row in profile["solo"]
@@ -98,7 +98,7 @@ def _fit_level(level: Sequence[SoloSample]) -> SoloFit:
         errors = _relative_errors(rows, target, best)
         weights = [1.0 if e <= _HUBER_AT else _HUBER_AT / e for e in errors]
     error = median(_relative_errors(rows, target, best))
-    return SoloFit(SoloModel(*best), 100 * error, len(level))
+    return SoloFit(SoloStepModel(*best), 100 * error, len(level))
 
 
 _Row = tuple[float, float, float]

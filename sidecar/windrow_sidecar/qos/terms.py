@@ -12,7 +12,7 @@ SCOPES = ("perStep", "perRequest")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class HarvestTerms:
     """The objective that is kept, who decides, and the limits that nobody passes."""
 
     name: str  # of the HarvestPolicy
@@ -39,7 +39,7 @@ def make_terms(
     scope: str,
     max_compute_percent: int,
     max_memory_percent: int,
-) -> Terms | None:
+) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
@@ -77,7 +77,7 @@ def make_terms(
                 field=field,
                 remedy=f"Give a number from {least} to 100.",
             )
-    terms = Terms(
+    terms = HarvestTerms(
         name=name,
         policy=policy,
         mode=mode,

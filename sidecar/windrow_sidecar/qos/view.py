@@ -47,7 +47,7 @@ class View:
     reserved_chunks: int = 0
     lent_chunks: int = 0
     objective_us: int = 0  # 0: no policy
-    slo_debt_us: int = 0  # perRequest: the least slack of a running request; below 0: in debt
+    slack_us: int = 0  # perRequest: the least slack of a running request; below 0: in debt
     steps_over_objective: int = 0
     heartbeat_ns: int = 0
 
@@ -77,7 +77,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class Grant:
     """What a policy answers. The guard may narrow it; the hook writes it to the page: the grant."""
 
     action: int = Action.PAUSE

@@ -16,7 +16,7 @@ from windrow_sidecar.engines.builtin.kv.kvplaces import KvPlaces
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.web.messages import Submit
@@ -82,7 +82,7 @@ class DecodeBench:
         """A request has left; its pages are handed out again, soonest of all."""
         self._pages += kv.pages
 
-    def request(self, tokens: Sequence[int], kv: SequenceKv, **sampling: float) -> Request:
+    def request(self, tokens: Sequence[int], kv: SequenceKv, **sampling: float) -> EngineRequest:
         """One whose next token follows `tokens`, all but the last of which are in `kv`."""
         settings = {"temperature": 0.0, "top_p": 1.0, "seed": 0} | sampling
         submit = Submit(
@@ -98,7 +98,7 @@ class DecodeBench:
             arrived_ns=0,
         )
         generator = torch.Generator().manual_seed(submit.seed) if submit.temperature else None
-        return Request(submit, list(tokens), kv, generator=generator)
+        return EngineRequest(submit, list(tokens), kv, generator=generator)
 
     def decode(self, tokens: Sequence[int], kvs: Sequence[SequenceKv]) -> torch.Tensor:
         """Append one token to each request; logits [b, vocab] of what follows."""

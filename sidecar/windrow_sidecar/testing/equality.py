@@ -12,22 +12,21 @@ from torch import Tensor, nn
 
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.layers.around import AroundLayer
-from windrow_sidecar.finetune.layers.boundaries import TorchBoundaries
-from windrow_sidecar.finetune.layers.embedding import by_token
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
-from windrow_sidecar.finetune.layers.visit import Parts
-from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
-from windrow_sidecar.finetune.plan.orders import Order, layer_major
-from windrow_sidecar.finetune.residency.frozen import FrozenLayers
-from windrow_sidecar.finetune.stream import MicroLimits, StepDone, TaskletStream
-from windrow_sidecar.finetune.tasklets import Window
-from windrow_sidecar.finetune.training.course import Course
-from windrow_sidecar.finetune.training.data import IGNORED, BatchPlan, Example, Split
-from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.training.schedule import Schedule
-from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
+from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, Example
+from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
+from windrow_sidecar.finetune.engine.orders import Order, layer_major
+from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.engine.stream import StepDone, TaskletStream
+from windrow_sidecar.finetune.model.around import AroundLayer
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.embedding import by_token
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.tasklets import MicroLimits, TokenWindow
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.rounding import in_type_of
 
@@ -38,7 +37,7 @@ STEPS, BATCH, SEED, RATE = 5, 5, 17, 1e-2
 class Cut:
     """How the work of ours is cut."""
 
-    grain: Grain = WholeRows()  # noqa: RUF009 - has no state
+    sizing: TaskletSizing = WholeRows()  # noqa: RUF009 - has no state
     order: Order = layer_major
     max_tokens: int = 4096
     micro_batches: int = 1
@@ -98,17 +97,17 @@ def stream_of(
     """Return our engine over a tuned model, as a job has it."""
     stack = DecoderStack(tuned.get_base_model(), cut.around_layer)
     return TaskletStream(
-        Parts(stack, Head(stack), Adapter(tuned)),
+        ModelParts(stack, Head(stack), Adapter(tuned)),
         AdapterOptimizer(trainable(tuned), Schedule("cosine", RATE, STEPS, 0.0)),
-        Split(rows, held_out),
+        DataSplit(rows, held_out),
         BatchPlan(len(rows), BATCH, SEED),
         total_steps=STEPS,
         boundaries=TorchBoundaries(),
         limits=lambda: MicroLimits(cut.max_tokens, micro_batches=cut.micro_batches),
-        grain=lambda: cut.grain,
+        sizing=lambda: cut.sizing,
         order=cut.order,
         seed=SEED,
-        course=Course(packed=cut.packed),
+        evaluation_policy=EvaluationPolicy(packed=cut.packed),
     )
 
 
@@ -219,7 +218,7 @@ class PeftLoop:
         numbers = self._plan.rows_of(step)
         batch = [self._rows[i] for i in numbers]
         width = max(row.length for row in batch) + self._padding
-        self._keys.at(SEED, step, numbers, Window(0, width))
+        self._keys.at(SEED, step, numbers, TokenWindow(0, width))
         pads = [width - row.length for row in batch]
         pairs = list(zip(batch, pads, strict=True))
         at = self.parameters[0].device

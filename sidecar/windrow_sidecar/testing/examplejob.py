@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from windrow.crd import parse_job_spec
-from windrow_sidecar.finetune.job import Job
+from windrow_sidecar.finetune.job.assembly import JobSpec
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 
 
-def example_job(folder: Path, *, rows: int = 12, **training: Any) -> Job:  # noqa: ANN401
+def example_job(folder: Path, *, rows: int = 12, **training: Any) -> JobSpec:  # noqa: ANN401
     """Make a job of two steps without evaluation that writes below `folder`.
 
     `training`: options that replace these.
@@ -33,4 +33,4 @@ def example_job(folder: Path, *, rows: int = 12, **training: Any) -> Job:  # noq
         },
         "output": {"destination": str(folder / "out")},
     }
-    return Job("default", "example", "example-uid", 1, parse_job_spec(spec))
+    return JobSpec("default", "example", "example-uid", 1, parse_job_spec(spec))

@@ -2,7 +2,7 @@
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
-ABORT), `deaf` (ignores TAKE), `at-work` (as `run`, and notes that it is its turn), `lingering`
+ABORT), `deaf` (ignores ADD_JOB), `at-work` (as `run`, and notes that it is its turn), `lingering`
 (outlives its agent by a second, as one that writes a checkpoint does), `silent` (lives, and says
 nothing after a few steps). Jobs that it is told to take run on threads of their own.
 """
@@ -96,7 +96,7 @@ class JobWorker:
     def _listen(self, call: Iterator[agent_pb2.WorkerCommand]) -> None:
         try:
             for command in call:
-                if command.action == "TAKE" and self._behave != "deaf":
+                if command.action == "ADD_JOB" and self._behave != "deaf":
                     self._take(command.job_uid, command.epoch)
                 elif command.action in ("STOP", "ABORT"):
                     self._aborted = command.action == "ABORT"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from windrow_sidecar._core import Arena
-from windrow_sidecar.qos.view import Action, Decision, Offer
+from windrow_sidecar.qos.view import Action, Grant, Offer
 
-_GO = Decision(Action.GO, 2, in_flight_bound_us=20_000)
+_GO = Grant(Action.GO, 2, in_flight_bound_us=20_000)
 
 
 class LendingDecode(threading.Thread):
@@ -40,7 +40,7 @@ class LendingDecode(threading.Thread):
                 self.arena.revoke(lent - target)
             if last != offer.job_epoch:
                 last = offer.job_epoch
-                page.publish_grant(*(getattr(_GO, name) for name in Decision.__slots__[:-1]))
+                page.publish_grant(*(getattr(_GO, name) for name in Grant.__slots__[:-1]))
 
     def __enter__(self) -> LendingDecode:
         """Begin."""

@@ -10,7 +10,7 @@ import sys
 import time
 
 from windrow_sidecar._core import Arena
-from windrow_sidecar.qos.view import Action, Decision, Phase
+from windrow_sidecar.qos.view import Action, Grant, Phase
 
 TASKLET_US = 2000
 TOKENS = 128
@@ -25,7 +25,7 @@ def main(socket: str, epoch: int, wanted_chunks: int) -> None:
     print("attached", flush=True)
     while True:
         seen = page.grant_seq
-        grant = Decision(*page.read_grant())
+        grant = Grant(*page.read_grant())
         for chunk in arena.draining(epoch):
             arena.give_back(chunk, owner=epoch)
         held = arena.held(epoch)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from windrow_sidecar.engines.hook import StepFacts
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.qos.view import Grant
 
 
 class RecordingHook:
@@ -19,19 +19,19 @@ class RecordingHook:
     def __init__(self) -> None:
         self.calls: list[tuple[str, object]] = []
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Keep it."""
         self.calls.append(("before_step", facts))
-        return Decision()
+        return Grant()
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Keep it."""
         self.calls.append(("after_step", (end_ns, latency_us)))
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Keep it."""
         self.calls.append(("idle", now_ns))
-        return Decision()
+        return Grant()
 
     def close(self) -> None:
         """Keep it."""
@@ -44,11 +44,11 @@ def check_calls(calls: list[tuple[str, object]]) -> int:
     Raises:
         AssertionError: with the call that breaks it.
     """
-    open_step: StepFacts | None = None
+    open_step: StepInput | None = None
     last_end_ns, last_number, steps = 0, -1, 0
     for i, (name, what) in enumerate(calls):
         if name == "before_step":
-            assert isinstance(what, StepFacts)
+            assert isinstance(what, StepInput)
             assert open_step is None, f"call {i}: a step begins before the last one has ended"
             assert what.step > last_number, f"call {i}: step {what.step} comes a second time"
             assert what.start_ns >= last_end_ns, f"call {i}: it begins before the last one's end"

@@ -9,9 +9,9 @@ from typing import Any
 from windrow.eventlog import EventLog
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
-from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.levels import host_levels
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.view import Grant
 
 UNITS = 2
 # A step of batch 4 takes 4 ms on both cores and 6 ms on one, whatever its context.
@@ -39,19 +39,19 @@ class SteppingEngine:
         )
         self._steps = 0
 
-    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Decision:
+    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Grant:
         """One step of that batch, 500 context tokens each."""
         self._steps += 1
         now_ns = time.monotonic_ns()
         decision = self.hook.before_step(
-            StepFacts(
+            StepInput(
                 step=self._steps,
                 start_ns=now_ns,
                 batch=batch,
                 context_tokens=500 * batch,
                 waiting=waiting,
                 admitted_tokens=0,
-                slo_debt_us=0,
+                slack_us=0,
             )
         )
         self.hook.after_step(now_ns + latency_us * 1000, latency_us)

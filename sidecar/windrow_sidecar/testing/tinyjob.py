@@ -10,20 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from windrow.crd import parse_job_spec
-from windrow_sidecar.finetune.activations.keeping import Keeping, Needs
-from windrow_sidecar.finetune.activations.planned import PlannedLayers
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
-from windrow_sidecar.finetune.layers.around import AroundLayer
-from windrow_sidecar.finetune.layers.boundaries import Boundaries, TorchBoundaries
-from windrow_sidecar.finetune.layers.layerwise import DecoderStack
-from windrow_sidecar.finetune.layers.loss import Head
-from windrow_sidecar.finetune.layers.visit import Parts
-from windrow_sidecar.finetune.plan.grain import Grain, WholeRows
-from windrow_sidecar.finetune.stream import MicroLimits, TaskletStream
-from windrow_sidecar.finetune.training.course import Course
-from windrow_sidecar.finetune.training.data import BatchPlan, Example, split
-from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer
-from windrow_sidecar.finetune.training.schedule import Schedule
+from windrow_sidecar.finetune.data.split import BatchPlan, Example, split
+from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
+from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.engine.stream import TaskletStream
+from windrow_sidecar.finetune.model.around import AroundLayer
+from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget, JobMemory
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
+from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
 
 WHOLE = WholeRows()
 VOCABULARY, HIDDEN, LAYERS, ROWS = 64, 16, 2, 10
@@ -42,9 +42,9 @@ def tiny_job(
     steps: int = 4,
     max_tokens: int = 24,
     micro_batches: int = 1,
-    grain: Grain = WHOLE,
+    sizing: TaskletSizing = WHOLE,
     boundaries: Boundaries | None = None,
-    course: Course | None = None,
+    evaluation_policy: EvaluationPolicy | None = None,
     base: nn.Module | None = None,
     around_layer: AroundLayer | None = None,
     adapter: Mapping[str, Any] | None = None,
@@ -66,25 +66,27 @@ def tiny_job(
     stack = DecoderStack(base, around_layer, units)
     rows = split(_rows(), eval_fraction=0.2, seed=1)
     stream = TaskletStream(
-        Parts(stack, Head(stack), Adapter(tuned)),
+        ModelParts(stack, Head(stack), Adapter(tuned)),
         AdapterOptimizer(trainable(tuned), Schedule("cosine", 1e-2, steps, 0.0)),
         rows,
         BatchPlan(len(rows.train), 3, seed),
         total_steps=steps,
         boundaries=boundaries or TorchBoundaries(),
         limits=lambda: MicroLimits(max_tokens, micro_batches=micro_batches),
-        grain=lambda: grain,
+        sizing=lambda: sizing,
         seed=seed,
-        course=course,
+        evaluation_policy=evaluation_policy,
     )
     return TinyJob(tuned, stream)
 
 
-def keeping_of(job: TinyJob, free_bytes: Callable[[], int]) -> Keeping:
+def activation_budget_of(job: TinyJob, free_bytes: Callable[[], int]) -> ActivationBudget:
     """Return what such a job's groups take besides boundaries, of memory with so much free."""
     stack = DecoderStack(job.model.get_base_model())
-    needs = Needs(longest=15, adapter_bytes=1000, own_boundaries=False)
-    return Keeping(stack, PlannedLayers(stack.layers), needs, least=False, free_bytes=free_bytes)
+    needs = JobMemory(longest=15, adapter_bytes=1000, own_boundaries=False)
+    return ActivationBudget(
+        stack, PlannedLayers(stack.layers), needs, least=False, free_bytes=free_bytes
+    )
 
 
 def tiny_llama() -> nn.Module:

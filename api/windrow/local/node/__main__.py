@@ -16,7 +16,7 @@ from windrow.errors import UserError
 from windrow.local.node.agent import NodeAgent
 from windrow.local.node.api import Api
 from windrow.local.node.backoff import BackoffRule
-from windrow.local.node.events import Recorder
+from windrow.local.node.events import NodeEventRecorder
 from windrow.local.node.launch import LaunchSettings, inherited_environment
 from windrow.local.node.pod import NodeServices
 from windrow.local.node.probes import Prober
@@ -69,7 +69,7 @@ async def run(options: argparse.Namespace) -> None:
             services = NodeServices(
                 api=api,
                 keeper=keeper,
-                recorder=Recorder(api, options.name),
+                recorder=NodeEventRecorder(api, options.name),
                 prober=prober,
                 pods_dir=directory / "p",
                 logs_dir=options.logs.absolute() if options.logs else directory / "logs",

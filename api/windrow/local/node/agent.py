@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 import httpx
 
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.binding import binding, wants_binding
-from windrow.local.node.pod import NodeServices, Pod
-from windrow.local.node.registration import Registration, node_labels
+from windrow.local.node.pod import NodeServices, PodRunner
+from windrow.local.node.registration import NodeRegistration, node_labels
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +24,12 @@ class NodeAgent:
     def __init__(self, name: str, api: Api, services: NodeServices) -> None:
         self._name, self._api, self._services = name, api, services
         self._labels: Mapping[str, str] = node_labels(name)
-        self._pods: dict[str, tuple[Pod, asyncio.Task[None]]] = {}
+        self._pods: dict[str, tuple[PodRunner, asyncio.Task[None]]] = {}
         self._binding: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Register, then run pods until cancelled; their containers end with it."""
-        registration = Registration(self._api, self._name)
+        registration = NodeRegistration(self._api, self._name)
         await registration.register()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(registration.keep_alive(), name="lease")
@@ -60,7 +60,7 @@ class NodeAgent:
                 self._binding[uid] = asyncio.create_task(self._bind(seen), name=f"bind {uid}")
         elif seen["spec"].get("nodeName") == self._name:
             if uid not in self._pods:
-                pod = Pod(seen, self._services)
+                pod = PodRunner(seen, self._services)
                 task = asyncio.create_task(self._run_pod(pod), name=f"pod {uid}")
                 self._pods[uid] = pod, task
             self._pods[uid][0].update(seen)
@@ -70,7 +70,7 @@ class NodeAgent:
             # Deleted without a grace: nobody waits for its containers any more.
             self._pods[uid][0].ask_to_stop(0)
 
-    async def _run_pod(self, pod: Pod) -> None:
+    async def _run_pod(self, pod: PodRunner) -> None:
         try:
             await pod.run()
         except Exception:
@@ -86,7 +86,7 @@ class NodeAgent:
             while True:
                 try:
                     await self._api.create(path, binding(seen, self._name))
-                except ApiError as error:
+                except NodeApiError as error:
                     # Gone, or taken by another node.
                     log.info("pod %s was not bound: %s", metadata["name"], error)
                     return

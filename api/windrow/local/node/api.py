@@ -27,7 +27,7 @@ _WATCH_SECONDS = 240
 _RETRY_SECONDS = (0.1, 0.5, 1.0, 2.0, 5.0)
 
 
-class ApiError(WindrowError):
+class NodeApiError(WindrowError):
     """The API server refused a call."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -114,7 +114,7 @@ class Api:
                 failures = 0
                 async for event in self._follow(path, listed["metadata"]["resourceVersion"]):
                     yield event
-            except (httpx.TransportError, ApiError) as error:
+            except (httpx.TransportError, NodeApiError) as error:
                 log.info("watch of %s broke: %r", path, error)
                 await asyncio.sleep(_RETRY_SECONDS[min(failures, len(_RETRY_SECONDS) - 1)])
                 failures += 1
@@ -130,11 +130,11 @@ class Api:
             timeout = httpx.Timeout(10, read=_WATCH_SECONDS + 30)
             async with self._client.stream("GET", path, params=params, timeout=timeout) as answer:
                 if answer.is_error:
-                    raise ApiError(answer.status_code, "watch refused")
+                    raise NodeApiError(answer.status_code, "watch refused")
                 async for line in answer.aiter_lines():
                     event = json.loads(line)
                     if event["type"] == "ERROR":
-                        raise ApiError(event["object"].get("code", 0), "watch ended")
+                        raise NodeApiError(event["object"].get("code", 0), "watch ended")
                     version = event["object"]["metadata"]["resourceVersion"]
                     if event["type"] != "BOOKMARK":
                         yield event["type"], event["object"]
@@ -146,7 +146,7 @@ class Api:
                 message = answer.json()["message"]
             except (ValueError, KeyError, TypeError):
                 message = answer.text
-            raise ApiError(answer.status_code, f"{method} {path}: {message}")
+            raise NodeApiError(answer.status_code, f"{method} {path}: {message}")
         body: Json = answer.json()
         return body
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.expansion import Lookup
 
 _REFERENCES = {
@@ -52,7 +52,7 @@ async def read(api: Api, namespace: str, kind: str, name: str) -> Mapping[str, b
     """Return the decoded data of a config map or secret, or None when there is none."""
     try:
         found = await api.get(f"/api/v1/namespaces/{namespace}/{_COLLECTIONS[kind]}/{name}")
-    except ApiError as error:
+    except NodeApiError as error:
         if error.code == httpx.codes.NOT_FOUND:
             return None
         raise

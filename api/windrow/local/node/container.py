@@ -14,7 +14,7 @@ from typing import Any
 from windrow.errors import UserError
 from windrow.local.node.backoff import Backoff, BackoffRule, restarts
 from windrow.local.node.probes import Execute, Probe, Prober, Streak
-from windrow.local.node.records import Record, Running, Terminated, Waiting
+from windrow.local.node.records import ContainerRecord, Running, Terminated, Waiting
 from windrow.local.node.status import is_sidecar
 from windrow.local.processes import Child
 
@@ -27,7 +27,7 @@ _CONFIG_RETRY_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ContainerSetup:
     """What a container needs of its pod and node.
 
     Attributes:
@@ -52,7 +52,9 @@ class Surroundings:
 class Container:
     """One container of a pod. `record` says how it is."""
 
-    def __init__(self, spec: Json, policy: str, record: Record, around: Surroundings) -> None:
+    def __init__(
+        self, spec: Json, policy: str, record: ContainerRecord, around: ContainerSetup
+    ) -> None:
         self.name: str = spec["name"]
         self.is_sidecar = is_sidecar(spec)
         self.record = record

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 import httpx
 
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _FORGET_SECONDS = 3000.0
 _MAX_QUEUED = 1000
 
 
-class Recorder:
+class NodeEventRecorder:
     """Writes events behind the callers' backs; a lost one is logged and never hurts the pod."""
 
     def __init__(self, api: Api, node: str) -> None:
@@ -53,7 +53,7 @@ class Recorder:
                 await self._api.create(
                     path, self._event(name, metadata, kind, reason, message, stamp)
                 )
-        except (ApiError, httpx.TransportError) as error:
+        except (NodeApiError, httpx.TransportError) as error:
             log.info("event %s of %s was not written: %s", reason, metadata["name"], error)
             return
         self._seen[key] = (name, count + 1, time.monotonic())

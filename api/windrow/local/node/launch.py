@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from windrow.local.keeper import ENV_MARK
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.configs import fetch, references_of
 from windrow.local.node.expansion import (
     ConfigError,
@@ -22,7 +22,7 @@ from windrow.local.node.expansion import (
     relocate,
 )
 from windrow.local.node.volumes import Volumes
-from windrow.local.processes import Child, Command, Keeper
+from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.rundir import ENV_LOG_DIR
 
 ANNOTATION_CPUSET = "windrow.dev/cpuset"
@@ -91,17 +91,17 @@ class Launcher:
         finally:
             child.signal(signal.SIGKILL)
 
-    async def _command(self, pod: Json, spec: Json) -> Command:
+    async def _command(self, pod: Json, spec: Json) -> ProcessCommand:
         namespace = pod["metadata"]["namespace"]
         try:
             lookup = await fetch(self._api, namespace, references_of(spec))
-        except (ApiError, httpx.TransportError) as error:
+        except (NodeApiError, httpx.TransportError) as error:
             raise OSError(f"config maps or secrets could not be read: {error}") from error
         mounts = self._volumes.mounts_of(spec)
         variables = container_environment(pod, spec, lookup, mounts)
         annotations = pod["metadata"].get("annotations") or {}
         working_directory = relocate(spec.get("workingDir", ""), mounts)
-        return Command(
+        return ProcessCommand(
             command_line(spec, variables, mounts),
             log=self._logs / f"{spec['name']}.log",
             env=self._node_environment(pod) | variables,

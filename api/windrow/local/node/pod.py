@@ -14,14 +14,14 @@ from pathlib import Path
 import httpx
 
 from windrow.errors import UserError
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.backoff import BackoffRule
-from windrow.local.node.container import Container, Surroundings
-from windrow.local.node.events import Recorder
+from windrow.local.node.container import Container, ContainerSetup
+from windrow.local.node.events import NodeEventRecorder
 from windrow.local.node.launch import Launcher, LaunchSettings, pod_logs
 from windrow.local.node.probes import Prober
-from windrow.local.node.records import Record, Terminated, resumed
-from windrow.local.node.report import RETRY_SECONDS, Reporter
+from windrow.local.node.records import ContainerRecord, Terminated, resumed
+from windrow.local.node.report import RETRY_SECONDS, PodStatusReporter
 from windrow.local.node.status import is_sidecar, pod_status
 from windrow.local.node.volumes import Volumes
 from windrow.local.processes import Child, Keeper
@@ -43,7 +43,7 @@ class NodeServices:
 
     api: Api
     keeper: Keeper
-    recorder: Recorder
+    recorder: NodeEventRecorder
     prober: Prober
     pods_dir: Path
     logs_dir: Path
@@ -51,7 +51,7 @@ class NodeServices:
     backoff: BackoffRule
 
 
-class Pod:
+class PodRunner:
     """One pod that is bound to this node. `run` it in a task; tell it of changes by `update`."""
 
     def __init__(self, seen: Json, services: NodeServices) -> None:
@@ -64,7 +64,7 @@ class Pod:
         self._launcher = Launcher(
             services.api, services.keeper, services.launch, self._volumes, self._logs
         )
-        self._reporter = Reporter(services.api, seen, self._make_status)
+        self._reporter = PodStatusReporter(services.api, seen, self._make_status)
         self._inits = [self._container(spec) for spec in seen["spec"].get("initContainers") or []]
         self._mains = [self._container(spec) for spec in seen["spec"]["containers"]]
         self._ephemerals: dict[str, Container] = {}
@@ -141,7 +141,7 @@ class Pod:
                 self._logs.mkdir(parents=True, exist_ok=True)
                 await self._volumes.prepare()
                 await self._reporter.annotate_logs(self._seen, self._logs)
-            except (UserError, ApiError, httpx.TransportError, OSError) as error:
+            except (UserError, NodeApiError, httpx.TransportError, OSError) as error:
                 if str(error) != said:
                     said = str(error)
                     self._event("Warning", "FailedMount", said)
@@ -182,7 +182,7 @@ class Pod:
             await asyncio.sleep(delay)
             try:
                 delay = await self._volumes.renew_tokens()
-            except (ApiError, httpx.TransportError) as error:
+            except (NodeApiError, httpx.TransportError) as error:
                 # The old token is good for the last fifth of its life.
                 log.warning("tokens of %s were not renewed: %s", self.uid, error)
                 delay = 10.0
@@ -227,7 +227,7 @@ class Pod:
         async def execute(words: Sequence[str], timeout_seconds: float) -> int | None:
             return await self._launcher.execute(self._seen, spec, words, timeout_seconds)
 
-        around = Surroundings(
+        around = ContainerSetup(
             launch=launch,
             execute=execute,
             changed=self._reporter.changed,
@@ -248,7 +248,7 @@ class Pod:
             return "Always"
         return "Never" if policy == "Never" else "OnFailure"
 
-    def _known(self, name: str) -> Record:
+    def _known(self, name: str) -> ContainerRecord:
         status = self._seen.get("status", {})
         kinds = ("initContainerStatuses", "containerStatuses", "ephemeralContainerStatuses")
         known = {entry["name"]: entry for kind in kinds for entry in status.get(kind) or []}

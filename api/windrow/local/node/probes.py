@@ -66,7 +66,7 @@ class Streak:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProbeResult:
     """What one call of a probe found out."""
 
     ok: bool
@@ -84,7 +84,7 @@ class Prober:
         """Close the connections."""
         await self._client.aclose()
 
-    async def ask(self, probe: Probe, ports: Mapping[str, int], execute: Execute) -> Answer:
+    async def ask(self, probe: Probe, ports: Mapping[str, int], execute: Execute) -> ProbeResult:
         """Call a probe once; raises ConfigError when it is of an unknown kind."""
         action = probe.action
         if "httpGet" in action:
@@ -93,14 +93,16 @@ class Prober:
             return await _ask_tcp(action["tcpSocket"], ports, probe.timeout)
         if "exec" in action:
             status = await execute(action["exec"]["command"], probe.timeout)
-            return Answer(status == 0, "timed out" if status is None else f"exit status {status}")
+            return ProbeResult(
+                status == 0, "timed out" if status is None else f"exit status {status}"
+            )
         raise ConfigError(
             "a process node knows httpGet, tcpSocket and exec probes only", field="probe"
         )
 
     async def _ask_http(
         self, action: Json, ports: Mapping[str, int], timeout_seconds: float
-    ) -> Answer:
+    ) -> ProbeResult:
         host = action.get("host") or POD_ADDRESS
         port = _port_number(action["port"], ports)
         scheme = action.get("scheme", "HTTP").lower()
@@ -110,19 +112,19 @@ class Prober:
             async with asyncio.timeout(timeout_seconds):
                 answer = await self._client.get(url, headers=headers, timeout=timeout_seconds)
         except (httpx.HTTPError, TimeoutError) as error:
-            return Answer(False, f"{url}: {error or type(error).__name__}")
-        return Answer(answer.status_code < 400, f"{url}: status {answer.status_code}")
+            return ProbeResult(False, f"{url}: {error or type(error).__name__}")
+        return ProbeResult(answer.status_code < 400, f"{url}: status {answer.status_code}")
 
 
-async def _ask_tcp(action: Json, ports: Mapping[str, int], timeout_seconds: float) -> Answer:
+async def _ask_tcp(action: Json, ports: Mapping[str, int], timeout_seconds: float) -> ProbeResult:
     host, port = action.get("host") or POD_ADDRESS, _port_number(action["port"], ports)
     try:
         async with asyncio.timeout(timeout_seconds):
             _, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
-        return Answer(False, f"{host}:{port}: {error or type(error).__name__}")
+        return ProbeResult(False, f"{host}:{port}: {error or type(error).__name__}")
     writer.close()
-    return Answer(True, "connected")
+    return ProbeResult(True, "connected")
 
 
 def _port_number(port: int | str, ports: Mapping[str, int]) -> int:

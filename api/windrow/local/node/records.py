@@ -73,7 +73,7 @@ class Terminated:
 
 
 @dataclass(frozen=True)
-class Record:
+class ContainerRecord:
     """A container between its first start and its last end."""
 
     state: Waiting | Running | Terminated = Waiting("PodInitializing")
@@ -83,23 +83,23 @@ class Record:
     ready: bool = False
 
 
-def resumed(status: Json | None, now: datetime) -> Record:
+def resumed(status: Json | None, now: datetime) -> ContainerRecord:
     """Return the record of a container that an earlier node process ran.
 
     What was running then has ended with it, so it counts as killed.
     """
     if status is None:
-        return Record()
+        return ContainerRecord()
     restarts = status.get("restartCount", 0)
     state = status.get("state") or {}
     if "running" in state:
         started = datetime.fromisoformat(state["running"]["startedAt"])
         killed = 128 + signal.SIGKILL
-        return Record(Terminated(killed, started, now, "NodeRestarted"), None, restarts)
+        return ContainerRecord(Terminated(killed, started, now, "NodeRestarted"), None, restarts)
     if ended := state.get("terminated"):
-        return Record(_terminated(ended), None, restarts)
+        return ContainerRecord(_terminated(ended), None, restarts)
     last = (status.get("lastState") or {}).get("terminated")
-    return Record(_terminated(last), None, restarts) if last else Record()
+    return ContainerRecord(_terminated(last), None, restarts) if last else ContainerRecord()
 
 
 def _terminated(ended: Json) -> Terminated:

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import httpx
 
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 from windrow.local.node.expansion import POD_ADDRESS
 from windrow.local.node.records import timestamp
 
@@ -72,7 +72,7 @@ def node_status(name: str, *, ready: bool, reason: str, now: datetime) -> Json:
     }
 
 
-class Registration:
+class NodeRegistration:
     """Keeps the Node object and its lease."""
 
     def __init__(self, api: Api, name: str) -> None:
@@ -96,7 +96,7 @@ class Registration:
             spec = {"renewTime": renewed, "leaseDurationSeconds": 4 * _RENEW_SECONDS}
             try:
                 await self._api.patch(f"{_LEASES}/{self._name}", {"spec": spec})
-            except (ApiError, httpx.TransportError) as error:
+            except (NodeApiError, httpx.TransportError) as error:
                 log.warning("lease was not renewed: %r", error)
             await asyncio.sleep(_RENEW_SECONDS)
 
@@ -104,7 +104,7 @@ class Registration:
         """Say that the node has stopped; a server that is away is not waited for."""
         try:
             await self._say(ready=False, reason="ProcessNodeStopped")
-        except (ApiError, httpx.TransportError) as error:
+        except (NodeApiError, httpx.TransportError) as error:
             log.info("the node's end was not written: %r", error)
 
     async def _say(self, *, ready: bool, reason: str) -> None:
@@ -115,6 +115,6 @@ class Registration:
 async def _create_or_exists(api: Api, path: str, body: Json) -> None:
     try:
         await api.create(path, body)
-    except ApiError as error:
+    except NodeApiError as error:
         if error.code != httpx.codes.CONFLICT:
             raise

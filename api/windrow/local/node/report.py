@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from windrow.local.node.api import Api, ApiError, Json
+from windrow.local.node.api import Api, Json, NodeApiError
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ RETRY_SECONDS = 2.0
 _GONE = (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT)
 
 
-class Reporter:
+class PodStatusReporter:
     """Writes the status of one pod whenever it was told that something changed."""
 
     def __init__(self, api: Api, pod: Json, make_status: Callable[[], Json]) -> None:
@@ -42,8 +42,8 @@ class Reporter:
             self._changed.clear()
             try:
                 await self._write()
-            except (ApiError, httpx.TransportError) as error:
-                if isinstance(error, ApiError) and error.code in _GONE:
+            except (NodeApiError, httpx.TransportError) as error:
+                if isinstance(error, NodeApiError) and error.code in _GONE:
                     continue
                 log.warning("status of %s was not written: %r", self._path, error)
                 await asyncio.sleep(RETRY_SECONDS)
@@ -62,8 +62,8 @@ class Reporter:
             try:
                 await self._write()
                 await self._api.delete(self._path, options)
-            except (ApiError, httpx.TransportError) as error:
-                if isinstance(error, ApiError) and error.code in _GONE:
+            except (NodeApiError, httpx.TransportError) as error:
+                if isinstance(error, NodeApiError) and error.code in _GONE:
                     return
                 log.warning("%s was not deleted: %r", self._path, error)
                 await asyncio.sleep(RETRY_SECONDS)

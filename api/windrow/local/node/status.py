@@ -8,7 +8,7 @@ from typing import Any
 
 from windrow.local.node.backoff import restarts
 from windrow.local.node.expansion import POD_ADDRESS
-from windrow.local.node.records import Record, Running, Terminated, timestamp
+from windrow.local.node.records import ContainerRecord, Running, Terminated, timestamp
 
 Json = dict[str, Any]
 
@@ -20,7 +20,7 @@ def is_sidecar(container: Json) -> bool:
     return container.get("restartPolicy") == "Always"
 
 
-def phase_of(pod: Json, records: Mapping[str, Record]) -> str:
+def phase_of(pod: Json, records: Mapping[str, ContainerRecord]) -> str:
     """Return Pending, Running, Succeeded or Failed."""
     policy = pod["spec"].get("restartPolicy", "Always")
     for container in pod["spec"].get("initContainers") or []:
@@ -44,7 +44,7 @@ def phase_of(pod: Json, records: Mapping[str, Record]) -> str:
     return "Running" if all(begun) else "Pending"
 
 
-def pod_status(pod: Json, records: Mapping[str, Record], now: datetime) -> Json:
+def pod_status(pod: Json, records: Mapping[str, ContainerRecord], now: datetime) -> Json:
     """Return the status to write: phase, conditions, addresses and the containers' statuses.
 
     `pod` is the object as last seen; the times of conditions that did not change come from it.
@@ -81,8 +81,8 @@ def pod_status(pod: Json, records: Mapping[str, Record], now: datetime) -> Json:
 def _conditions(
     spec: Json,
     phase: str,
-    inits: list[tuple[Json, Record]],
-    mains: list[tuple[Json, Record]],
+    inits: list[tuple[Json, ContainerRecord]],
+    mains: list[tuple[Json, ContainerRecord]],
     known: Mapping[str, Json],
 ) -> dict[str, tuple[bool, str]]:
     initialized = all(_has_initialized(container, record) for container, record in inits)
@@ -102,7 +102,7 @@ def _conditions(
     }
 
 
-def _has_initialized(container: Json, record: Record) -> bool:
+def _has_initialized(container: Json, record: ContainerRecord) -> bool:
     if is_sidecar(container):
         return record.started or record.restarts > 0 or record.last is not None
     return isinstance(record.state, Terminated) and record.state.exit_code == 0
@@ -123,7 +123,7 @@ def _condition(kind: str, wanted: tuple[bool, str], known: Json | None, now: dat
     }
 
 
-def _container_status(container: Json, record: Record) -> Json:
+def _container_status(container: Json, record: ContainerRecord) -> Json:
     status: Json = {
         "name": container["name"],
         "image": container.get("image", ""),

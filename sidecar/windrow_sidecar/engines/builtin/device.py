@@ -14,16 +14,15 @@ from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.finding import find_device
-from windrow_sidecar.compute.ground import look
 from windrow_sidecar.compute.host import HostPartition
-from windrow_sidecar.compute.mode import Sharing, choose_sharing
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.compute.unshared import Unshared
+from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
+from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.profile import host_splits
 from windrow_sidecar.memory.geometry import require_memory
-from windrow_sidecar.qos.levels import Levels, overlapping_levels, whole_levels
+from windrow_sidecar.qos.levels import Partitioning, overlapping_levels, whole_levels
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class EngineDevice:
     dtype: torch.dtype
     layout: str
     partition: Partition
-    splits: Levels
+    splits: Partitioning
     finetune_levels: tuple[int, ...]
     label: str
     background_threads: Callable[[], AbstractContextManager[None]]
@@ -103,7 +102,7 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
     background: Callable[[], AbstractContextManager[None]] = nullcontext
     partition: Partition
     if settings.run_dir is None:
-        partition = Unshared.cores("decode", set_threads=threads)
+        partition = WholeDevice.cores("decode", set_threads=threads)
     else:
         partition = host = HostPartition.from_affinity("decode", set_threads=threads)
         background = host.background_threads
@@ -137,7 +136,7 @@ def open_gpu(name: str, dtype: torch.dtype) -> EngineDevice:
     units = int(facts["units"])
     levels: tuple[int, ...] = ()
     splits = whole_levels(units)
-    sharing = choose_sharing(look(name, os.environ))
+    sharing = choose_sharing(probe(name, os.environ))
     if sharing.mode == "spatial":
         levels = CudaPartition("finetune", name).levels()[:-1]
         splits = overlapping_levels(units, levels)
@@ -148,7 +147,7 @@ def open_gpu(name: str, dtype: torch.dtype) -> EngineDevice:
         torch_device=device.torch,
         dtype=dtype,
         layout="token-major",
-        partition=Unshared("decode", units, "SMs"),
+        partition=WholeDevice("decode", units, "SMs"),
         splits=splits,
         finetune_levels=levels,
         label=f"gpu:{facts['name'].replace(' ', '-')}",

@@ -20,7 +20,7 @@ from windrow.rundir import PROTOCOL_VERSION, RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.harvest import AgentLink, HarvestHook, HarvestSettings
+from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hook import FailClosed
 from windrow_sidecar.engines.profile import Subject
@@ -33,7 +33,7 @@ class Harvesting:
     """The hook of the decode loop, and the link that tells it what the agent says."""
 
     hook: FailClosed
-    link: AgentLink
+    link: EngineAgentLink
 
     def close(self) -> None:
         """Hang up, then revoke what is granted."""
@@ -57,7 +57,7 @@ def start(
     )
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
-    link = AgentLink(
+    link = EngineAgentLink(
         run_dir.agent_socket,
         _hello(settings, run_dir, arena, device, subject),
         inner,

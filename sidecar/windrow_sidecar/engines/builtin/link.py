@@ -7,19 +7,19 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from windrow_sidecar.engines.builtin.web.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.web.channel import PeerGone, SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import (
     Cancel,
+    EngineReady,
     Finished,
     FrontUp,
     Output,
-    Ready,
     Submit,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RequestUpdate:
     """What one message of the engine holds for one request."""
 
     tokens: list[int]
@@ -29,10 +29,10 @@ class Piece:
 class EngineLink:
     """Requests to the engine, and tokens back to whoever waits for them."""
 
-    def __init__(self, channel: Channel, on_gone: asyncio.Event) -> None:
+    def __init__(self, channel: SocketChannel, on_gone: asyncio.Event) -> None:
         self._channel, self._gone = channel, on_gone
         self._ids = itertools.count(1)
-        self._inboxes: dict[int, asyncio.Queue[Piece]] = {}
+        self._inboxes: dict[int, asyncio.Queue[RequestUpdate]] = {}
         self.max_context = 0  # 0: not ready
 
     def start(self) -> None:
@@ -40,7 +40,7 @@ class EngineLink:
         asyncio.get_running_loop().add_reader(self._channel.fileno(), self._on_readable)
         self._send(FrontUp())
 
-    def submit(self, **fields: Any) -> tuple[int, asyncio.Queue[Piece]]:  # noqa: ANN401
+    def submit(self, **fields: Any) -> tuple[int, asyncio.Queue[RequestUpdate]]:  # noqa: ANN401
         """Send a request (all fields of Submit but its id); returns its id and its inbox."""
         request_id = next(self._ids)
         inbox = self._inboxes[request_id] = asyncio.Queue()
@@ -57,7 +57,7 @@ class EngineLink:
             for message in self._channel.receive():
                 if isinstance(message, Output):
                     self._spread(message)
-                elif isinstance(message, Ready):
+                elif isinstance(message, EngineReady):
                     self.max_context = message.max_context
         except PeerGone:
             asyncio.get_running_loop().remove_reader(self._channel.fileno())
@@ -71,7 +71,7 @@ class EngineLink:
         for request_id in {**tokens, **ends}:
             inbox = self._inboxes.get(request_id)
             if inbox is not None:
-                inbox.put_nowait(Piece(tokens.get(request_id, []), ends.get(request_id)))
+                inbox.put_nowait(RequestUpdate(tokens.get(request_id, []), ends.get(request_id)))
             if request_id in ends:
                 self._inboxes.pop(request_id, None)
 

@@ -27,7 +27,7 @@ from windrow_sidecar.engines.builtin.llama.weights import (
     plan_layout,
     write_manifest,
 )
-from windrow_sidecar.engines.builtin.loop import Parts
+from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
@@ -84,7 +84,7 @@ def load(
     log: EventLog | None,
     max_context: int,
     fingerprint: str,
-) -> Parts:
+) -> LoopParts:
     """Load the weights and put together what the loop drives, without a hook yet.
 
     Raises:
@@ -109,7 +109,7 @@ def load(
     )
     pool = PagePool(arena, pages_per_chunk=cache.pages_per_chunk)
     model = LlamaModel(config, layout, storage, cache)
-    return Parts(
+    return LoopParts(
         scheduler=Scheduler(
             pool,
             cache,

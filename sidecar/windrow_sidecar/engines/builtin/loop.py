@@ -19,13 +19,13 @@ from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache
 from windrow_sidecar.engines.builtin.kv.paging import ChunkSource
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.scheduler import Request, Scheduler
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest, Scheduler
 from windrow_sidecar.engines.builtin.step.decoder import Decoder
-from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
-from windrow_sidecar.engines.builtin.web.outbox import Outbox
-from windrow_sidecar.engines.hook import FailClosed, StepFacts
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
+from windrow_sidecar.engines.hook import FailClosed, StepInput
+from windrow_sidecar.qos.view import Grant
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # Requests wait for memory that the worker is about to give back: long enough to leave it the core,
@@ -35,7 +35,7 @@ _STEPS_PER_COLLECTION = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class LoopParts:
     """What the loop drives."""
 
     scheduler: Scheduler
@@ -58,7 +58,7 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, parts: Parts, channel: Channel, outbox: Outbox, *, prefill_tokens: int
+        self, parts: LoopParts, channel: SocketChannel, outbox: TokenBatcher, *, prefill_tokens: int
     ) -> None:
         self._parts, self._channel, self._outbox = parts, channel, outbox
         self._scheduler = parts.scheduler
@@ -97,14 +97,14 @@ class DecodeLoop:
         batch = list(scheduler.running)
         if prefill is not None and prefill[0] not in scheduler.prefilling:
             prefill = None  # retracted to make room
-        facts = StepFacts(
+        facts = StepInput(
             step=self._step,
             start_ns=start_ns,
             batch=len(batch),
             context_tokens=sum(request.kv.n_tokens for request in batch),
             waiting=len(scheduler.waiting),
             admitted_tokens=sum(request.kv.n_tokens for request in admitted),
-            slo_debt_us=least_slack_us(batch, start_ns, parts.hook.request_objective_us),
+            slack_us=least_slack_us(batch, start_ns, parts.hook.request_objective_us),
             prefill_tokens=len(prefill[1]) if prefill else 0,
         )
         asked_ns = parts.clock_ns()
@@ -148,7 +148,7 @@ class DecodeLoop:
             gc.collect(0)
         return event
 
-    def _take_share(self, decision: Decision) -> Decision:
+    def _take_share(self, decision: Grant) -> Grant:
         """Move to the units that the hook has decided on; returns what the step goes by.
 
         A level that is none, or a device that refuses one, ends harvesting: decode takes all units.
@@ -161,7 +161,7 @@ class DecodeLoop:
             parts.hook.give_up(error)
             with suppress(InvariantBroken):
                 parts.partition.activate(parts.units)
-            return Decision()
+            return Grant()
         return decision
 
     def _after_bare_pass(self, *, computed: bool) -> None:
@@ -201,7 +201,7 @@ class DecodeLoop:
         if request is not None:
             self._finish(request, "stop", self._parts.clock_ns(), error=cancel.error)
 
-    def _deliver(self, batch: list[Request], tokens: list[int], end_ns: int) -> None:
+    def _deliver(self, batch: list[EngineRequest], tokens: list[int], end_ns: int) -> None:
         for request, token in zip(batch, tokens, strict=True):
             request.tokens.append(token)
             request.first_token_ns = request.first_token_ns or end_ns
@@ -211,7 +211,7 @@ class DecodeLoop:
                 self._finish(request, reason, end_ns)
         self._outbox.end_step()
 
-    def _finish(self, request: Request, reason: str, end_ns: int, *, error: str = "") -> None:
+    def _finish(self, request: EngineRequest, reason: str, end_ns: int, *, error: str = "") -> None:
         self._scheduler.remove(request)
         self._outbox.finished(Finished(request.id, reason, request.first_token_ns, end_ns))
         if not error:
@@ -230,7 +230,7 @@ class DecodeLoop:
             )
 
 
-def least_slack_us(batch: Iterable[Request], now_ns: int, objective_us: int) -> int:
+def least_slack_us(batch: Iterable[EngineRequest], now_ns: int, objective_us: int) -> int:
     """Return how much sooner than the objective allows the tokens of a batch have come.
 
     That of the request that has saved the least; below 0 it is behind. 0 where no request is held
@@ -246,7 +246,7 @@ def least_slack_us(batch: Iterable[Request], now_ns: int, objective_us: int) -> 
     return min(slacks, default=0)
 
 
-def _finish_reason(request: Request, token: int) -> str:
+def _finish_reason(request: EngineRequest, token: int) -> str:
     if token in request.submit.stop_token_ids:
         return "stop"
     return "length" if request.n_completed >= request.submit.max_tokens else ""

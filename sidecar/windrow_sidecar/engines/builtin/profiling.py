@@ -13,15 +13,15 @@ from statistics import median
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import StepEvent
-from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.threads import Threads, most_useful
-from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Submit
-from windrow_sidecar.engines.builtin.web.outbox import Outbox
-from windrow_sidecar.engines.hook import FailClosed, NullHook, StepFacts
+from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
+from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
 from windrow_sidecar.engines.profile import WARM_UP_STEPS, Effort, Point
 from windrow_sidecar.qos.solo import SoloSample
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ class _OnUnits(NullHook):
     def __init__(self) -> None:
         self.units = 0
 
-    def before_step(self, facts: StepFacts) -> Decision:
-        return Decision(decode_units=self.units)
+    def before_step(self, facts: StepInput) -> Grant:
+        return Grant(decode_units=self.units)
 
 
-def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloSample]:
+def measure(parts: LoopParts, points: Iterable[Point], effort: Effort) -> list[SoloSample]:
     """Run the points one after the other, while no request is there; returns median latencies.
 
     Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and
@@ -70,7 +70,7 @@ def measure(parts: Parts, points: Iterable[Point], effort: Effort) -> list[SoloS
     return [_sample(point, steps) for point, steps in seen.items()]
 
 
-def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) -> None:
+def settle_threads(parts: LoopParts, threads: Threads, *, batch: int, context: int) -> None:
     """Find how many threads are useful on the whole device, and use no more from then on.
 
     Tried with that many requests of so many tokens, which have to fit into the arena; takes about
@@ -94,7 +94,7 @@ def settle_threads(parts: Parts, threads: Threads, *, batch: int, context: int) 
     _log.info("decode uses %d of %d threads: more are not worth it", threads.most, parts.units)
 
 
-def _steps_at(loop: DecodeLoop, parts: Parts, point: Point, steps: int) -> list[StepEvent]:
+def _steps_at(loop: DecodeLoop, parts: LoopParts, point: Point, steps: int) -> list[StepEvent]:
     """Decode so many steps with all requests of the point in the batch, after a warm-up."""
     for i in range(point.batch):
         parts.scheduler.submit(request(i, point.context, WARM_UP_STEPS + steps))
@@ -132,10 +132,10 @@ def request(number: int, context: int, steps: int) -> Submit:
 
 
 @contextmanager
-def muted(parts: Parts) -> Iterator[DecodeLoop]:
+def muted(parts: LoopParts) -> Iterator[DecodeLoop]:
     """A loop that nobody listens to."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        channel = Channel(ours)
-        outbox = Outbox(channel, interval=1 << 30)
+        channel = SocketChannel(ours)
+        outbox = TokenBatcher(channel, interval=1 << 30)
         yield DecodeLoop(parts, channel, outbox, prefill_tokens=1)

@@ -19,7 +19,7 @@ from windrow_sidecar.engines.builtin.web.messages import Submit
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class EngineRequest:
     """A request inside the engine."""
 
     submit: Submit
@@ -60,9 +60,9 @@ class Scheduler:
     ) -> None:
         self._pool, self._cache = pool, cache
         self._max_running, self._reserve_tokens = max_running, reserve_tokens
-        self.waiting: deque[Request] = deque()
-        self.prefilling: deque[Request] = deque()
-        self.running: list[Request] = []
+        self.waiting: deque[EngineRequest] = deque()
+        self.prefilling: deque[EngineRequest] = deque()
+        self.running: list[EngineRequest] = []
         self._turn = 0
         self.retractions = 0
 
@@ -76,14 +76,14 @@ class Scheduler:
         generator = None
         if submit.temperature > 0:
             generator = torch.Generator().manual_seed(submit.seed)
-        self.waiting.append(Request(submit, list(submit.prompt), generator=generator))
+        self.waiting.append(EngineRequest(submit, list(submit.prompt), generator=generator))
 
-    def find(self, request_id: int) -> Request | None:
+    def find(self, request_id: int) -> EngineRequest | None:
         """Return a request in whichever state, None when it is not here (any more)."""
         everywhere = (*self.running, *self.prefilling, *self.waiting)
         return next((r for r in everywhere if r.id == request_id), None)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: EngineRequest) -> None:
         """Forget a request and give its pages back."""
         for place in (self.running, self.prefilling, self.waiting):
             if request in place:
@@ -95,7 +95,7 @@ class Scheduler:
         for request in (*self.running, *self.prefilling, *self.waiting):
             self.remove(request)
 
-    def admit(self) -> list[Request]:
+    def admit(self) -> list[EngineRequest]:
         """Give pages to waiting requests, in order, as far as there is room.
 
         Those whose KV arrives come back as running, to be filled by the caller; the others are
@@ -118,7 +118,7 @@ class Scheduler:
                 self.prefilling.append(request)
         return arrived
 
-    def next_prefill(self, budget_tokens: int) -> tuple[Request, list[int]] | None:
+    def next_prefill(self, budget_tokens: int) -> tuple[EngineRequest, list[int]] | None:
         """Return the oldest prefilling request and the next of its tokens to compute, if any.
 
         One that has nothing left to compute starts to run.
@@ -146,13 +146,13 @@ class Scheduler:
         """Verify that every page is accounted for. Raises InvariantBroken."""
         self._pool.check(page for r in self._holders() for page in r.kv.pages)
 
-    def _holders(self) -> Iterable[Request]:
+    def _holders(self) -> Iterable[EngineRequest]:
         return (*self.running, *self.prefilling)
 
-    def _needs_page(self, request: Request) -> bool:
+    def _needs_page(self, request: EngineRequest) -> bool:
         return len(request.kv.pages) < self._cache.pages_for(len(request.tokens))
 
-    def _has_room_for(self, request: Request) -> bool:
+    def _has_room_for(self, request: EngineRequest) -> bool:
         holders = [*self._holders()]
         if not holders:
             return True  # whatever the reserve: it could never start otherwise
@@ -161,7 +161,7 @@ class Scheduler:
         growth = sum(self._pages_to_come(r) for r in (*holders, request))
         return growth <= self._pool.available
 
-    def _pages_to_come(self, request: Request) -> int:
+    def _pages_to_come(self, request: EngineRequest) -> int:
         ahead = min(len(request.tokens) + self._reserve_tokens, request.n_final)
         return max(0, self._cache.pages_for(ahead) - len(request.kv.pages))
 
@@ -172,6 +172,6 @@ class Scheduler:
         self.waiting.appendleft(victim)
         self.retractions += 1
 
-    def _drop_kv(self, request: Request) -> None:
+    def _drop_kv(self, request: EngineRequest) -> None:
         self._pool.release(request.kv.pages)
         request.kv = SequenceKv()

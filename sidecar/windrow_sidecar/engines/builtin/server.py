@@ -27,17 +27,17 @@ from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
-from windrow_sidecar.engines.builtin.loop import DecodeLoop, Parts
+from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.builtin.web.channel import PeerGone
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
-from windrow_sidecar.engines.builtin.web.messages import Ready
-from windrow_sidecar.engines.builtin.web.outbox import Outbox
+from windrow_sidecar.engines.builtin.web.messages import EngineReady
+from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, plan
 from windrow_sidecar.heap import settle_heap
-from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.levels import Partitioning
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.harvesting import Harvesting
@@ -147,11 +147,11 @@ def _run(
         _take_profile(settings, parts, arena, device.splits, subject, max_context)
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
-    outbox = Outbox(front.channel, interval=settings.stream_interval)
+    outbox = TokenBatcher(front.channel, interval=settings.stream_interval)
     loop = DecodeLoop(parts, front.channel, outbox, prefill_tokens=settings.prefill_tokens)
     signals.stop_loop = loop.stop
     try:
-        front.channel.send(Ready(max_context))
+        front.channel.send(EngineReady(max_context))
         _log.info("ready on %s:%d, context %d tokens", settings.host, settings.port, max_context)
         _quiet_interpreter()
         loop.run()
@@ -167,7 +167,7 @@ def _run(
 
 def _start_harvesting(
     settings: EngineSettings,
-    parts: Parts,
+    parts: LoopParts,
     arena: Arena,
     device: EngineDevice,
     subject: Subject,
@@ -220,9 +220,9 @@ def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) ->
 
 def _take_profile(
     settings: EngineSettings,
-    parts: Parts,
+    parts: LoopParts,
     arena: Arena,
-    splits: Levels,
+    splits: Partitioning,
     subject: Subject,
     max_context: int,
 ) -> Mapping[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from windrow_sidecar.engines.harvest.hook import HarvestHook
-from windrow_sidecar.engines.harvest.link import AgentLink
+from windrow_sidecar.engines.harvest.link import EngineAgentLink
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 
-__all__ = ["AgentLink", "HarvestHook", "HarvestSettings"]
+__all__ = ["EngineAgentLink", "HarvestHook", "HarvestSettings"]

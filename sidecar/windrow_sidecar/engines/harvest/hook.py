@@ -8,17 +8,17 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
-from windrow_sidecar.engines.harvest.lending import LendingDesk
+from windrow_sidecar.engines.harvest.lending import LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
-from windrow_sidecar.engines.harvest.stats import HarvestRate, Snapshot, StepStats, quantile
-from windrow_sidecar.engines.hook import StepFacts
+from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
+from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.control import Controller
-from windrow_sidecar.qos.lending import Chunks
-from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.lending import ChunkCounts
+from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.predictor import Predictor, co_run_model
-from windrow_sidecar.qos.solo import SoloModel, solo_models
-from windrow_sidecar.qos.terms import Terms
-from windrow_sidecar.qos.view import Action, Decision, Offer, View
+from windrow_sidecar.qos.solo import SoloStepModel, solo_models
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 _NOBODY = Offer()
 
@@ -41,7 +41,7 @@ class HarvestHook:
     def __init__(
         self,
         arena: Arena,
-        levels: Levels,
+        levels: Partitioning,
         profile: Mapping[str, Any] | None,
         settings: HarvestSettings | None = None,
         *,
@@ -51,17 +51,17 @@ class HarvestHook:
         self._arena, self._page, self._clock, self._log = arena, arena.page, clock, log
         self._levels = levels
         self._settings = settings or HarvestSettings()
-        solo: dict[int, SoloModel] = solo_models(profile) if profile else {}
+        solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
         predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
         self.controller = Controller(levels, predictor, pause_epoch=arena.page.pause_epoch)
-        self._desk = LendingDesk(arena, self._settings, log)
+        self._lending = LendingManager(arena, self._settings, log)
         self._stats = StepStats()
         self._rate = HarvestRate(profile, solo, levels.units)
-        self._new_terms: list[Terms | None] = []
+        self._new_terms: list[HarvestTerms | None] = []
         self._live_epoch: int | None = None  # None: nobody has said
         self._view = View()
         self._last_step = (0, 0)  # end_ns, latency_us
-        self._granted = Decision(decode_units=levels.units, pause_epoch=arena.page.pause_epoch)
+        self._granted = Grant(decode_units=levels.units, pause_epoch=arena.page.pause_epoch)
         self._published_ns, self._decided_ns, self._paused_ns = 0, clock(), 0
         self._unit_ns = 0
         self._tokens_done = 0
@@ -88,12 +88,12 @@ class HarvestHook:
     @property
     def is_awake(self) -> bool:
         """Whether there is anything to decide: a policy, or chunks that a worker still holds."""
-        return bool(self._new_terms) or self.controller.terms is not None or self._desk.holds_out
+        return bool(self._new_terms) or self.controller.terms is not None or self._lending.holds_out
 
     @property
     def chunks_lacking(self) -> int:
         """How many chunks more would have to be FREE for what the worker wants and may have."""
-        return self._desk.lacking
+        return self._lending.lacking
 
     def set_profile(self, profile: Mapping[str, Any]) -> None:
         """Decide by another latency profile from now on. Decode's thread, between two steps.
@@ -106,7 +106,7 @@ class HarvestHook:
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
-    def set_terms(self, terms: Terms | None) -> None:
+    def set_terms(self, terms: HarvestTerms | None) -> None:
         """A policy has arrived, changed or gone."""
         self._new_terms.append(terms)
 
@@ -115,7 +115,7 @@ class HarvestHook:
         self._live_epoch = epoch
         self._steady_until_ns = 0
 
-    def before_step(self, facts: StepFacts) -> Decision:
+    def before_step(self, facts: StepInput) -> Grant:
         """Show the view, decide, grant.
 
         Between two torch steps caches are cold and every line of Python costs ten times what it
@@ -138,7 +138,7 @@ class HarvestHook:
                 0,
                 *self._counts,
                 self._objective_us,
-                facts.slo_debt_us,
+                facts.slack_us,
                 self._stats.over,
             )
             decision = self._granted
@@ -147,11 +147,11 @@ class HarvestHook:
         self._cost_ns = self._clock() - begin_ns
         return decision
 
-    def _decide_anew(self, facts: StepFacts, now_ns: int) -> Decision:
+    def _decide_anew(self, facts: StepInput, now_ns: int) -> Grant:
         self._judge(now_ns)
         self._prefilled = facts.prefill_tokens > 0 or facts.batch == 0
         if facts.admitted_tokens:
-            self._desk.admit(now_ns, facts.admitted_tokens)
+            self._lending.admit(now_ns, facts.admitted_tokens)
         decision = self._decide(
             now_ns,
             facts.step,
@@ -161,7 +161,7 @@ class HarvestHook:
             facts.context_tokens,
             facts.waiting,
             facts.admitted_tokens,
-            facts.slo_debt_us,
+            facts.slack_us,
         )
         if not self._prefilled and self.controller.is_settled:
             self._steady_until_ns = now_ns + self._settings.steady_ns
@@ -187,9 +187,9 @@ class HarvestHook:
             self._steady_until_ns = 0
             self._trips = guard.trips
             self._mark_breaker(now_ns, guard.reason)
-        self._desk.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
+        self._lending.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
 
-    def idle(self, now_ns: int) -> Decision:
+    def idle(self, now_ns: int) -> Grant:
         """Decode runs dry: the worker may have the device."""
         self._judge(now_ns)
         return self._decide(now_ns, self._view.step, 0, 0, 0, 0, 0, 0)
@@ -197,14 +197,14 @@ class HarvestHook:
     def close(self) -> None:
         """Revoke everything: the worker reads a pause and gives its chunks back."""
         self._arena.revoke(self._arena.geometry.chunks)
-        self._granted = Decision(pause_epoch=self._granted.pause_epoch + 1)
+        self._granted = Grant(pause_epoch=self._granted.pause_epoch + 1)
         self._publish(self._granted, self._clock())
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> StepStatistics:
         """For the report of the agent's link; called by its thread, once a second."""
         latencies_us, costs_ns = self._stats.take()
         granted = self._granted
-        return Snapshot(
+        return StepStatistics(
             steps=self._stats.steps,
             steps_over_objective=self._stats.over,
             tpot_p50_s=quantile(latencies_us, 0.5) / 1e6,
@@ -220,7 +220,7 @@ class HarvestHook:
             tokens_done=self._tokens_done,
         )
 
-    def predicted_tokens_per_second(self, snapshot: Snapshot) -> float:
+    def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
         """What a worker would get here now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
@@ -234,8 +234,8 @@ class HarvestHook:
         context_tokens: int,
         waiting: int,
         admitted_tokens: int,
-        slo_debt_us: int,
-    ) -> Decision:
+        slack_us: int,
+    ) -> Grant:
         while self._new_terms:
             self._take_terms(now_ns, self._new_terms.pop(0))
         terms = self.controller.terms
@@ -253,16 +253,16 @@ class HarvestHook:
             admitted_tokens,
             *self._counts,
             self._objective_us,
-            slo_debt_us,
+            slack_us,
             self._stats.over,
         )
         self._page.publish_view(*fields)
         self._view = view = View(*fields, now_ns)
         offer = self._read_offer(now_ns)
-        chunks = Chunks(free, kv, lent, reserved, draining)
+        chunks = ChunkCounts(free, kv, lent, reserved, draining)
         # Whoever waits although the batch has room waits for KV.
         kv_short = waiting > 0 and batch < self._settings.max_batch
-        may_hold = self._desk.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
+        may_hold = self._lending.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
         decision = self.controller.decide(
             view, offer, now_ns, present=self._present, chunks=may_hold
         )
@@ -275,7 +275,7 @@ class HarvestHook:
         """The worker's offer; a dead or silent worker offers nothing."""
         live = self._live_epoch
         if live is not None:
-            self._desk.reclaim_unless(now_ns, live)
+            self._lending.reclaim_unless(now_ns, live)
         offer = Offer(*self._page.read_offer())
         present = (
             offer.job_epoch > 0
@@ -291,7 +291,7 @@ class HarvestHook:
         self._tokens_done = offer.tokens_done
         return offer
 
-    def _grant(self, new: Decision, now_ns: int) -> None:
+    def _grant(self, new: Grant, now_ns: int) -> None:
         """Publish what changed, or what the worker has not heard for a while."""
         old = self._granted
         self._granted = new
@@ -308,7 +308,7 @@ class HarvestHook:
         if new.action != old.action:
             self._mark_turn(new, now_ns)
 
-    def _mark_turn(self, new: Decision, now_ns: int) -> None:
+    def _mark_turn(self, new: Grant, now_ns: int) -> None:
         """A pause or its end; a worker that starves for a moment is no event."""
         why = self.controller.why_paused
         if new.action == Action.PAUSE and why != "starving":
@@ -319,7 +319,7 @@ class HarvestHook:
             self._mark(now_ns, "resume", f"after {(now_ns - self._paused_ns) / 1e6:.0f} ms")
             self._paused_ns = 0
 
-    def _publish(self, d: Decision, now_ns: int) -> None:
+    def _publish(self, d: Grant, now_ns: int) -> None:
         self._published_ns = now_ns
         self._page.publish_grant(
             d.action,
@@ -337,7 +337,7 @@ class HarvestHook:
             d.in_flight_bound_us,
         )
 
-    def _take_terms(self, now_ns: int, terms: Terms | None) -> None:
+    def _take_terms(self, now_ns: int, terms: HarvestTerms | None) -> None:
         self.controller.set_terms(terms)
         self._mark(
             now_ns,

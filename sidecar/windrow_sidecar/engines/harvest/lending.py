@@ -5,16 +5,16 @@ from __future__ import annotations
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
-from windrow_sidecar.qos.lending import Chunks, plan_lending
+from windrow_sidecar.qos.lending import ChunkCounts, plan_lending
 from windrow_sidecar.qos.reserve import AdmissionRate, Demand, reserve_chunks
-from windrow_sidecar.qos.terms import Terms
+from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Offer
 
 # The reserve follows the traffic once a second: sorting 600 windows takes about 40 us.
 _RESERVE_EVERY_NS = 1_000_000_000
 
 
-class LendingDesk:
+class LendingManager:
     """The one who moves chunks between decode and the worker. Decode's thread only."""
 
     def __init__(self, arena: Arena, settings: HarvestSettings, log: EventLog | None) -> None:
@@ -39,7 +39,13 @@ class LendingDesk:
         self._admitted.add(now_ns, tokens)
 
     def plan(
-        self, now_ns: int, chunks: Chunks, offer: Offer, terms: Terms | None, *, kv_short: bool
+        self,
+        now_ns: int,
+        chunks: ChunkCounts,
+        offer: Offer,
+        terms: HarvestTerms | None,
+        *,
+        kv_short: bool,
     ) -> int:
         """Lend or revoke as needed; returns how many chunks the worker may hold now.
 
@@ -78,7 +84,9 @@ class LendingDesk:
         self.target = plan.target if not fenced else 0
         return self.target
 
-    def size_reserve(self, now_ns: int, terms: Terms | None, in_flight_bound_us: int) -> None:
+    def size_reserve(
+        self, now_ns: int, terms: HarvestTerms | None, in_flight_bound_us: int
+    ) -> None:
         """Fit the reserve to the traffic, once a second. Belongs after a step."""
         if terms is None or now_ns - self._sized_ns < _RESERVE_EVERY_NS:
             return
@@ -123,7 +131,7 @@ class LendingDesk:
             self._draining_since_ns = self._draining_since_ns or now_ns
             self._mark(now_ns, "revoke", f"{len(asked)} chunks")
 
-    def _watch_draining(self, now_ns: int, chunks: Chunks) -> None:
+    def _watch_draining(self, now_ns: int, chunks: ChunkCounts) -> None:
         """Measure how long the worker takes to give back: the reserve has to last so long."""
         if not chunks.draining and self._draining_since_ns:
             took_us = (now_ns - self._draining_since_ns) / 1e3

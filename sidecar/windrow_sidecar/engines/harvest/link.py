@@ -17,8 +17,8 @@ import grpc
 from windrow.errors import UserError
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow_sidecar.engines.harvest.hook import HarvestHook
-from windrow_sidecar.engines.harvest.stats import Snapshot
-from windrow_sidecar.qos.terms import Terms, make_terms
+from windrow_sidecar.engines.harvest.stats import StepStatistics
+from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Profile:
     json: str
 
 
-class AgentLink:
+class EngineAgentLink:
     """Keeps one `Agent.Engine` stream open for as long as the engine lives."""
 
     def __init__(
@@ -118,7 +118,7 @@ class AgentLink:
             yield agent_pb2.EngineReport(stats=self._stats())
 
     def _stats(self) -> agent_pb2.EngineStats:
-        s: Snapshot = self._hook.snapshot()
+        s: StepStatistics = self._hook.snapshot()
         return agent_pb2.EngineStats(
             steps=s.steps,
             steps_over_objective=s.steps_over_objective,
@@ -148,7 +148,7 @@ class AgentLink:
         elif kind == "worker":
             self._hook.worker_lives(command.worker.epoch)
 
-    def _terms(self, policy: agent_pb2.EnginePolicy) -> Terms | None:
+    def _terms(self, policy: agent_pb2.EnginePolicy) -> HarvestTerms | None:
         """A policy that cannot be followed counts as none; the report says why."""
         self._refusal = ""
         try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow.metrics import TPOT_BUCKETS_SECONDS
-from windrow_sidecar.qos.solo import SoloModel
+from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.view import View
 
 # A forward and a backward pass cost about four times what a token costs in a decode batch.
@@ -17,7 +17,7 @@ _SMOOTHING = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class StepStatistics:
     """Figures since the last one (quantiles) or since the start (counters)."""
 
     steps: int
@@ -75,7 +75,7 @@ class HarvestRate:
     """Tokens a second that one compute unit yields: measured when a worker ran, else a prior."""
 
     def __init__(
-        self, profile: Mapping[str, Any] | None, solo: Mapping[int, SoloModel], units: int
+        self, profile: Mapping[str, Any] | None, solo: Mapping[int, SoloStepModel], units: int
     ) -> None:
         self._per_unit = _prior(profile, solo, units)
         self._seen: tuple[float, int] | None = None
@@ -97,7 +97,9 @@ class HarvestRate:
         return self._per_unit * self._smoothed_units
 
 
-def _prior(profile: Mapping[str, Any] | None, solo: Mapping[int, SoloModel], units: int) -> float:
+def _prior(
+    profile: Mapping[str, Any] | None, solo: Mapping[int, SoloStepModel], units: int
+) -> float:
     measured = [
         row["finetuneTokensPerSecond"] / row["finetuneUnits"]
         for row in (profile or {}).get("samples", [])

@@ -18,13 +18,13 @@ from windrow.errors import InvariantBroken, UserError
 from windrow.eventlog import EventLog, StepEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.engines.harvest import AgentLink, HarvestHook
+from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
-from windrow_sidecar.engines.hook import FailClosed, StepFacts
+from windrow_sidecar.engines.hook import FailClosed, StepInput
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.engines.sglang.learning import SoloLearner
-from windrow_sidecar.qos.levels import Levels
-from windrow_sidecar.qos.view import Decision
+from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
@@ -35,14 +35,14 @@ IDLE_POLL_MS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class HarvestParts:
     """What the scheduler's steps are harvested with."""
 
     inner: HarvestHook
     hook: FailClosed
-    link: AgentLink
+    link: EngineAgentLink
     partition: Partition
-    splits: Levels
+    splits: Partitioning
     subject: Subject
     arena: Arena
     allocator: Any  # LendingPagedAllocator
@@ -55,8 +55,8 @@ class Parts:
 class _Step:
     """A decode step that has been launched and is not over."""
 
-    facts: StepFacts
-    decision: Decision
+    facts: StepInput
+    decision: Grant
     units: int
     hook_ns: int
     admitted: int
@@ -70,7 +70,7 @@ class SchedulerHarvest:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: HarvestParts,
         learner: SoloLearner | None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
@@ -168,12 +168,12 @@ class SchedulerHarvest:
         start_ns: int,
         *,
         decodes: bool,
-    ) -> StepFacts:
+    ) -> StepInput:
         self._number += 1
         if not decodes:
             tokens = int(batch.extend_num_tokens or 0)
             self._known.update(request.rid for request in batch.reqs)
-            return StepFacts(
+            return StepInput(
                 self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
             )
         lengths = batch.seq_lens_cpu.tolist()
@@ -182,17 +182,17 @@ class SchedulerHarvest:
             if request.rid not in self._known:
                 self._known.add(request.rid)
                 admitted += length
-        return StepFacts(
+        return StepInput(
             step=self._number,
             start_ns=start_ns,
             batch=len(lengths),
             context_tokens=sum(lengths),
             waiting=_waiting(scheduler),
             admitted_tokens=admitted,
-            slo_debt_us=0,
+            slack_us=0,
         )
 
-    def _take_share(self, decision: Decision, *, decodes: bool) -> Decision:
+    def _take_share(self, decision: Grant, *, decodes: bool) -> Grant:
         """Move to the units that the hook has decided on, or that are to be learned about."""
         parts = self._parts
         units = self._units_of(decision) if decodes else decision.decode_units
@@ -203,10 +203,10 @@ class SchedulerHarvest:
             parts.hook.give_up(error)
             with suppress(InvariantBroken):
                 parts.partition.activate(parts.splits.units)
-            return Decision()
+            return Grant()
         return decision
 
-    def _units_of(self, decision: Decision) -> int:
+    def _units_of(self, decision: Grant) -> int:
         units = decision.decode_units or self._parts.splits.units
         alone = decision.finetune_units == 0 and units == self._parts.splits.units
         terms = self._parts.inner.controller.terms

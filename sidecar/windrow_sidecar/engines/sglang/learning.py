@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from statistics import median
 
-from windrow_sidecar.qos.levels import Levels
+from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.solo import SoloSample
 
 # Steps in a row on one share: the first find the caches of other cores.
@@ -32,7 +32,7 @@ class SoloLearner:
         units: the share that decode should take while it is alone; 0: all units.
     """
 
-    def __init__(self, levels: Levels) -> None:
+    def __init__(self, levels: Partitioning) -> None:
         self._shares = sorted({split.decode_units for split in levels.splits}, reverse=True)
         self._all = levels.units
         self._seen: dict[tuple[int, int, int], deque[tuple[int, int]]] = defaultdict(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from windrow_sidecar.engines.profile import Subject
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.weights import SharedModel
-    from windrow_sidecar.qos.levels import Levels
+    from windrow_sidecar.qos.levels import Partitioning
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class _Ground:
     """The device as decode shares it."""
 
     partition: Partition
-    splits: Levels
+    splits: Partitioning
     finetune_levels: tuple[int, ...]
     label: str
     driver: str
@@ -298,11 +298,11 @@ class Plugin:
     def _open(self, scheduler: Any, allocator: Any, ground: _Ground) -> None:  # noqa: ANN401
         from windrow.eventlog import EventLog
         from windrow_sidecar.engines.builtin.logflush import LogFlusher
-        from windrow_sidecar.engines.harvest import AgentLink, HarvestHook, HarvestSettings
+        from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
         from windrow_sidecar.engines.harvest.link import Profile
         from windrow_sidecar.engines.hook import FailClosed
         from windrow_sidecar.engines.profile import Subject
-        from windrow_sidecar.engines.sglang.harvesting import Parts, SchedulerHarvest
+        from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
         from windrow_sidecar.engines.sglang.learning import SoloLearner
 
         assert self.arena is not None
@@ -321,8 +321,10 @@ class Plugin:
         inner = HarvestHook(self.arena, ground.splits, profile, settings, log=log)
         hook = FailClosed(inner, on_failure=self._failed)
         reported = Profile(subject.key, json.dumps(profile)) if profile else None
-        link = AgentLink(self.run_dir.agent_socket, self._hello(subject, ground), inner, reported)
-        parts = Parts(
+        link = EngineAgentLink(
+            self.run_dir.agent_socket, self._hello(subject, ground), inner, reported
+        )
+        parts = HarvestParts(
             inner=inner,
             hook=hook,
             link=link,

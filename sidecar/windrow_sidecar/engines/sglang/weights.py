@@ -29,7 +29,7 @@ _FUSED = (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class FusedRows:
     """A tensor of the checkpoint inside of a parameter."""
 
     parameter: str
@@ -104,7 +104,7 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     return SharedModel(shared, end, tensors, model)
 
 
-def _find(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, Rows]:
+def _find(folder: Path, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, FusedRows]:
     """Where each tensor of the checkpoint must lie."""
     shapes = {name: tuple(file.get_slice(name).get_shape()) for file, name in _checkpoint(folder)}
     return {name: _place(name, shapes, parameters) for name in shapes}
@@ -114,7 +114,7 @@ def _place(
     name: str,
     shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, tuple[int, ...]],
-) -> Rows:
+) -> FusedRows:
     shape = shapes[name]
     if name in parameters:
         holder, first = name, 0
@@ -123,7 +123,7 @@ def _place(
     held = parameters.get(holder)
     if held is None or held[1:] != shape[1:] or first + shape[0] > held[0]:
         raise _cannot(f"{name} {list(shape)} has no place in the served model")
-    return Rows(holder, first, shape)
+    return FusedRows(holder, first, shape)
 
 
 def _fused_place(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, int]:
@@ -137,7 +137,7 @@ def _fused_place(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str,
     return name, 0
 
 
-def _prove(folder: Path, parameters: Mapping[str, Any], places: Mapping[str, Rows]) -> None:
+def _prove(folder: Path, parameters: Mapping[str, Any], places: Mapping[str, FusedRows]) -> None:
     """Compare rows of every tensor with the checkpoint's."""
     for file, name in _checkpoint(folder):
         rows = places[name]

@@ -1,9 +1,15 @@
-"""How a job's adapter is put into the model, and how it is written for everyone else to load."""
+"""How a job's adapter is put into the model, and how it is written for everyone else to load.
+
+peft makes an adapter of all layers at once, and of those that are in their files it sees NaN (see
+`frozen.LayerWeights.detach`). So what it copied or computed from them is made again, layer by layer
+while each is there: modules that are trained as a whole, and the magnitudes of DoRA.
+"""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +19,13 @@ from torch import Tensor, nn
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.adapter_config import (
-    bad_targets,
-    check_targets,
-    peft_config,
-)
+from windrow_sidecar.finetune.adapter.config import bad_targets, check_targets, peft_config
 from windrow_sidecar.finetune.adapter.targets import target_names
-from windrow_sidecar.finetune.adapter.turns import take_over
-from windrow_sidecar.finetune.base.structure import find_layers
-from windrow_sidecar.finetune.checkpoints.checkpoint import told_by_system
-from windrow_sidecar.finetune.residency.frozen import FrozenLayers
-from windrow_sidecar.finetune.windows.dropout import DropoutKeys, TokenDropout
-from windrow_sidecar.finetune.windows.prefix import Prefix
+from windrow_sidecar.finetune.model.key_values import Prefix
+from windrow_sidecar.finetune.model.structure import find_layers
+from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.training.checkpoint import told_by_system
 
 ADAPTER = "default"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -181,3 +182,49 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     # peft keeps names in sets: targets, and those of experts that it takes as parameters.
     plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
     (folder / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n")
+
+
+def take_over(layers: Sequence[nn.Module], frozen: FrozenLayers, adapter: str) -> None:
+    """Give the adapter of that name in each of `layers`, from the bottom, its first values.
+
+    Raises:
+        OSError: a file could not be read.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    with torch.no_grad():
+        for index, layer in enumerate(layers):
+            found = [m for m in layer.modules() if isinstance(m, ModulesToSaveWrapper | LoraLayer)]
+            if not any(_depends(module, adapter) for module in found):
+                continue
+            with frozen.forward(index):
+                for module in found:
+                    if isinstance(module, ModulesToSaveWrapper):
+                        _copy(module, adapter)
+                    else:
+                        _measure(module, adapter)
+
+
+def _depends(module: Any, adapter: str) -> bool:  # noqa: ANN401 - peft is untyped
+    """Whether what the adapter starts from depends on the base's weights."""
+    return adapter in getattr(module, "modules_to_save", ()) or adapter in getattr(
+        module, "lora_magnitude_vector", ()
+    )
+
+
+def _copy(wrapper: Any, adapter: str) -> None:  # noqa: ANN401
+    copied = dict(wrapper.modules_to_save[adapter].named_parameters())
+    for name, parameter in wrapper.original_module.named_parameters():
+        copied[name].copy_(parameter)
+
+
+def _measure(module: Any, adapter: str) -> None:  # noqa: ANN401
+    """The norm of each output's weights, as `DoraLinearLayer.update_layer` has it."""
+    if adapter not in module.lora_magnitude_vector:
+        return
+    magnitude = module.lora_magnitude_vector[adapter]
+    added = module.lora_B[adapter].weight @ module.lora_A[adapter].weight
+    weight = module.get_base_layer().weight
+    norm = magnitude.get_weight_norm(weight, added, scaling=module.scaling[adapter])
+    magnitude.weight.copy_(norm)

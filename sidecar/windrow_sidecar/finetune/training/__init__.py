@@ -1,1 +1,1 @@
-"""What a training consists of besides its layers: rows, steps, figures, health."""
+"""Optimizer, evaluation, figures and checkpoints of a job."""

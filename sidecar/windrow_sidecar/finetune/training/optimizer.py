@@ -1,18 +1,18 @@
-"""How a step changes the adapter: AdamW over gradients that micro-batches commit as a whole."""
+"""How a step changes the adapter: AdamW with a schedule, over the gradients of micro-batches."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from windrow.crd import OptimizerSpec
 from windrow.errors import UserError, WindrowError
-from windrow_sidecar.finetune.checkpoints.snapshot import Snapshot, Spare
-from windrow_sidecar.finetune.training.schedule import Schedule
+from windrow_sidecar.finetune.training.snapshot import Spare, TensorSnapshot
 
 # Kinds of tensors in a checkpoint, of which each name begins with one.
 PARAMETER, STATE, SUM, BEST = "parameter", "state", "sum", "best"
@@ -23,7 +23,7 @@ class NotFinite(WindrowError):
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class StepMetrics:
     """What a finished step was like."""
 
     learning_rate: float
@@ -55,7 +55,7 @@ class AdapterOptimizer:
         self._schedule, self._spec = schedule, spec or OptimizerSpec()
         self._sums: list[Tensor] | None = None
         self._best: dict[str, Tensor] = {}
-        self._snapshot: Snapshot | None = None
+        self._snapshot: TensorSnapshot | None = None
         self._spare = Spare()
         self._adamw = adamw(self._parameters, self._spec)
         self._narrow = [p for p in self._parameters if p.dtype != torch.float32]
@@ -81,7 +81,7 @@ class AdapterOptimizer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def step(self, number: int) -> StepFacts:
+    def step(self, number: int) -> StepMetrics:
         """Clip, update and clear the sum. `number`: of the step, from 0.
 
         Raises:
@@ -106,7 +106,7 @@ class AdapterOptimizer:
         self._adamw.step()
         self.discard()
         self._collect(torch.float32)
-        return StepFacts(rate, float(norm))
+        return StepMetrics(rate, float(norm))
 
     def _collect(self, dtype: torch.dtype | None) -> None:
         """Have autograd add gradients up in that type; None: in the parameter's own, for AdamW."""
@@ -123,10 +123,10 @@ class AdapterOptimizer:
             held[f"{SUM}/{name}"] = total
         return held | {f"{BEST}/{name}": value for name, value in self._best.items()}
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> TensorSnapshot:
         """Return `tensors` as they are now; they are copied before they change."""
         self._before_change(PARAMETER, STATE, SUM)
-        self._snapshot = Snapshot(self.tensors(), self._spare)
+        self._snapshot = TensorSnapshot(self.tensors(), self._spare)
         return self._snapshot
 
     def _before_change(self, *kinds: str) -> None:
@@ -221,3 +221,33 @@ def adamw(parameters: Sequence[nn.Parameter], spec: OptimizerSpec) -> torch.opti
         ) from error
     made: torch.optim.Optimizer = AdamW8bit(parameters, betas=betas, weight_decay=spec.weight_decay)
     return made
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Linear warm-up from zero, then constant, linear to zero, or half a cosine to zero.
+
+    Step for step the values of transformers' `get_scheduler`: its first step has rate 0 where there
+    is a warm-up.
+    """
+
+    kind: Literal["cosine", "linear", "constant"]
+    peak: float
+    total_steps: int
+    warmup_ratio: float
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the peak."""
+        return math.ceil(self.total_steps * self.warmup_ratio)
+
+    def rate(self, step: int) -> float:
+        """Return the rate of step `step` (the first is 0)."""
+        if step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.kind == "constant":
+            return self.peak
+        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        if self.kind == "linear":
+            return self.peak * max(0.0, 1.0 - done)
+        return self.peak * 0.5 * (1.0 + math.cos(math.pi * done))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from windrow_sidecar.qos.levels import Levels, Split
-from windrow_sidecar.qos.view import Action, Decision, Offer, View
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
+from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Context:
         in_flight_bound_us: how much work the worker may have launched at any time.
     """
 
-    levels: Levels
+    levels: Partitioning
     allowed: int
     idle_units: int
     predicted_us: Sequence[float]
@@ -42,7 +42,7 @@ class Policy(Protocol):
 
     name: ClassVar[str]
 
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Answer without side effects, and never with more than `ctx` allows."""
         ...
 
@@ -52,15 +52,15 @@ def has_work(offer: Offer) -> bool:
     return offer.job_epoch > 0 and not offer.starving
 
 
-def alone(ctx: Context) -> Decision:
+def alone(ctx: Context) -> Grant:
     """Decode on all units, the worker paused."""
-    return Decision(Action.PAUSE, 0, ctx.levels.units, predicted_us=int(ctx.predicted_us[0]))
+    return Grant(Action.PAUSE, 0, ctx.levels.units, predicted_us=int(ctx.predicted_us[0]))
 
 
-def share(ctx: Context, index: int) -> Decision:
+def share(ctx: Context, index: int) -> Grant:
     """Both at work under that split."""
-    split: Split = ctx.levels.splits[index]
-    return Decision(
+    split: PartitionLevel = ctx.levels.splits[index]
+    return Grant(
         Action.GO,
         split.finetune_units,
         split.decode_units,
@@ -69,14 +69,14 @@ def share(ctx: Context, index: int) -> Decision:
     )
 
 
-def decode_idle(ctx: Context) -> Decision:
+def decode_idle(ctx: Context) -> Grant:
     """The worker gets what the limits let it have, if they leave it anything.
 
     Decode keeps its narrowest share, so that its first step meets no second team on its units.
     """
     if not ctx.idle_units:
         return alone(ctx)
-    return Decision(
+    return Grant(
         Action.GO,
         ctx.idle_units,
         min(s.decode_units for s in ctx.levels.splits[: ctx.allowed]),

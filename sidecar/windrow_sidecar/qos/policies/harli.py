@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from windrow_sidecar.qos.policies.base import Context, alone, decode_idle, has_work, share
-from windrow_sidecar.qos.view import Decision, Offer, View
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 
 class Harli:
@@ -16,7 +16,7 @@ class Harli:
     def __init__(self, repick: Literal["invalid", "step"] = "invalid") -> None:
         self._keep_valid = repick == "invalid"
 
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Pick a pair; (all, 0) when the worker starves or nothing is feasible."""
         if not has_work(offer):
             return alone(ctx)

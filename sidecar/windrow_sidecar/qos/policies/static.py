@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from windrow_sidecar.qos.policies.base import Context, alone, has_work, share
-from windrow_sidecar.qos.view import Decision, Offer, View
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 
 class Static:
@@ -13,7 +13,7 @@ class Static:
 
     name: ClassVar[str] = "static"
 
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Always the same split while the worker has work."""
         del view
         if not has_work(offer) or ctx.allowed == 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from windrow_sidecar.qos.policies.base import Context, alone, decode_idle, has_work, share
-from windrow_sidecar.qos.view import Decision, Offer, View
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 # Below the bound by this much before the worker's share may grow: half of the predictor's starting
 # margin, several times what one more request changes.
@@ -31,7 +31,7 @@ class Windrow:
 
     name: ClassVar[str] = "windrow"
 
-    def decide(self, view: View, offer: Offer, ctx: Context) -> Decision:
+    def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Pick the share; decode alone when none fits, everything for the worker when idle."""
         if not has_work(offer):
             return alone(ctx)
@@ -51,5 +51,5 @@ def _budget_us(view: View, ctx: Context) -> float:
     objective = view.objective_us
     if not ctx.per_request:
         return objective
-    change = view.slo_debt_us / SLACK_STEPS
+    change = view.slack_us / SLACK_STEPS
     return objective + max(-objective / 2, min(objective, change))

@@ -12,7 +12,7 @@ import torch
 
 from windrow_sidecar.engines.builtin.kv.kvcache import SequenceKv
 from windrow_sidecar.engines.builtin.llama.model import Attention, LlamaModel
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.sampling import sample
 
 
@@ -25,11 +25,11 @@ class GatheredDecode:
         shape = (0, config.kv_heads, config.q_per_kv, config.head_dim)
         self._attended = torch.empty(shape, device=model.device, dtype=model.dtype)
 
-    def step(self, batch: Sequence[Request]) -> list[int]:
+    def step(self, batch: Sequence[EngineRequest]) -> list[int]:
         """See `Decoder`."""
         return sample(self.logits(batch), batch)
 
-    def logits(self, batch: Sequence[Request]) -> torch.Tensor:
+    def logits(self, batch: Sequence[EngineRequest]) -> torch.Tensor:
         """See `Decoder`."""
         model, cache = self._model, self._cache
         kvs = [request.kv for request in batch]

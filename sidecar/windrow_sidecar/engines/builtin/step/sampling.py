@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+def sample(logits: torch.Tensor, requests: Sequence[EngineRequest]) -> list[int]:
     """Return one token per request from logits [b, vocab], greedy where the temperature is 0."""
     tokens: list[int] = redraw(logits.argmax(-1), logits, requests).tolist()
     return tokens
 
 
-def redraw(greedy: torch.Tensor, logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+def redraw(
+    greedy: torch.Tensor, logits: torch.Tensor, requests: Sequence[EngineRequest]
+) -> torch.Tensor:
     """Replace the greedy choice [>= b] of those requests that have a temperature, in place.
 
     Costs nothing where none has; otherwise a sort of their logits, without waiting for the device.

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 
 _TOKEN, _POSITION, _SLOT, _LENGTH, _TABLE = 0, 1, 2, 3, 4
 
 
-class Rows(NamedTuple):
+class InputRows(NamedTuple):
     """Views of the first rows on the device; int64. A pass over them may be captured."""
 
     tokens: torch.Tensor  # [b]
@@ -42,10 +42,10 @@ class StaticInputs:
         # Whose pages stand in a row, and how many of them: most steps change none.
         self._shown: list[tuple[SequenceKv | None, int]] = [(None, 0)] * max_batch
 
-    def rows(self, batch: int, columns: int) -> Rows:
+    def rows(self, batch: int, columns: int) -> InputRows:
         """Views for a pass of that shape."""
         device = self._device[:batch]
-        return Rows(
+        return InputRows(
             device[:, _TOKEN],
             device[:, _POSITION],
             device[:, _SLOT],
@@ -53,7 +53,7 @@ class StaticInputs:
             device[:, _TABLE : _TABLE + columns],
         )
 
-    def write(self, batch: Sequence[Request], bucket: int) -> int:
+    def write(self, batch: Sequence[EngineRequest], bucket: int) -> int:
         """Fill the first `bucket` rows and start their copy; returns the pages of the longest.
 
         Rows that no request fills repeat the one with the shortest context: what they write into

@@ -13,7 +13,7 @@ import torch
 
 from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.scheduler import Request
+from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.buckets import batch_buckets, bucket_of
 from windrow_sidecar.engines.builtin.step.graphs import Captures, GraphRunner
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention
@@ -54,7 +54,7 @@ class StaticDecode:
             self.captures = self._runner.capture(self.buckets)
             self._read_back = torch.empty(largest, dtype=torch.int64, pin_memory=True)
 
-    def step(self, batch: Sequence[Request]) -> list[int]:
+    def step(self, batch: Sequence[EngineRequest]) -> list[int]:
         """See `Decoder`. Waits for the device once, for the tokens."""
         n = len(batch)
         self._run(batch)
@@ -67,12 +67,12 @@ class StaticDecode:
         tokens: list[int] = chosen.tolist()
         return tokens
 
-    def logits(self, batch: Sequence[Request]) -> torch.Tensor:
+    def logits(self, batch: Sequence[EngineRequest]) -> torch.Tensor:
         """See `Decoder`. Overwritten by the next step."""
         self._run(batch)
         return self._logits[: len(batch)]
 
-    def _run(self, batch: Sequence[Request]) -> None:
+    def _run(self, batch: Sequence[EngineRequest]) -> None:
         bucket = bucket_of(self.buckets, len(batch))
         most_pages = self._inputs.write(batch, bucket)
         for request in batch:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from windrow_sidecar.engines.builtin.link import Piece
+from windrow_sidecar.engines.builtin.link import RequestUpdate
 from windrow_sidecar.engines.builtin.web import api
 from windrow_sidecar.engines.builtin.web.messages import Finished
 from windrow_sidecar.engines.builtin.web.textstream import TextStream
 
 
-class Answer:
+class CompletionAnswer:
     """Collects pieces; gives the whole answer or one chunk at a time."""
 
     def __init__(
@@ -39,7 +39,7 @@ class Answer:
         """Whether nothing more belongs to it."""
         return self._end is not None
 
-    def add(self, piece: Piece) -> str:
+    def add(self, piece: RequestUpdate) -> str:
         """Take a piece in; returns the text that is certain now."""
         if piece.tokens and not self._n_completed:
             self._first_token_ns = time.monotonic_ns()

@@ -20,7 +20,7 @@ class PeerGone(Exception):
     """The other process has ended, or has closed its end."""
 
 
-class Channel:
+class SocketChannel:
     """One end. One thread."""
 
     def __init__(self, sock: socket.socket) -> None:

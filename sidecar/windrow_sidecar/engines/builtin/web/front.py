@@ -25,10 +25,10 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from windrow.errors import UserError
-from windrow_sidecar.engines.builtin.link import EngineLink, Piece
+from windrow_sidecar.engines.builtin.link import EngineLink, RequestUpdate
 from windrow_sidecar.engines.builtin.web import api
-from windrow_sidecar.engines.builtin.web.answer import Answer
-from windrow_sidecar.engines.builtin.web.channel import Channel
+from windrow_sidecar.engines.builtin.web.answer import CompletionAnswer
+from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Front:
         prompt = self._tokens(body.prompt)
         api.check_length(len(prompt), body.max_tokens, self._link.max_context)
         name = f"cmpl-{secrets.token_hex(12)}"
-        answer = Answer(name, self._settings.served_name, len(prompt), body, self._decode)
+        answer = CompletionAnswer(name, self._settings.served_name, len(prompt), body, self._decode)
         async with self._generation(name, prompt, body) as pieces:
             if body.stream:
                 return await _stream(request, answer, pieces)
@@ -125,7 +125,7 @@ class Front:
     @asynccontextmanager
     async def _generation(
         self, name: str, prompt: list[int], body: api.CompletionBody
-    ) -> AsyncIterator[AsyncIterator[Piece]]:
+    ) -> AsyncIterator[AsyncIterator[RequestUpdate]]:
         """Run a request in the engine; leaving early (a client that hangs up) cancels it there."""
         ends = set(body.stop_token_ids or [])
         if not body.ignore_eos:
@@ -169,7 +169,7 @@ class Front:
             raise web.HTTPServiceUnavailable(text="the engine is starting")
 
 
-async def _pieces(inbox: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
+async def _pieces(inbox: asyncio.Queue[RequestUpdate]) -> AsyncIterator[RequestUpdate]:
     while True:
         piece = await inbox.get()
         yield piece
@@ -178,7 +178,7 @@ async def _pieces(inbox: asyncio.Queue[Piece]) -> AsyncIterator[Piece]:
 
 
 async def _stream(
-    request: web.Request, answer: Answer, pieces: AsyncIterator[Piece]
+    request: web.Request, answer: CompletionAnswer, pieces: AsyncIterator[RequestUpdate]
 ) -> web.StreamResponse:
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -228,7 +228,7 @@ async def serve(settings: FrontSettings) -> None:
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
-    link = EngineLink(Channel(socket.socket(fileno=settings.channel_fd)), over)
+    link = EngineLink(SocketChannel(socket.socket(fileno=settings.channel_fd)), over)
     tokenizer = load_tokenizer(Path(settings.model_path))
     # Cancelling the handler is how a client that hangs up is noticed.
     runner = web.AppRunner(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from windrow.errors import UserError, WindrowError
 from windrow_sidecar.engines.builtin.settings import EngineSettings
-from windrow_sidecar.engines.builtin.web.channel import Channel, PeerGone
+from windrow_sidecar.engines.builtin.web.channel import PeerGone, SocketChannel
 from windrow_sidecar.engines.builtin.web.front import FrontSettings
 from windrow_sidecar.engines.builtin.web.messages import FrontUp
 
@@ -47,7 +47,7 @@ class FrontProcess:
                 ],
                 pass_fds=(theirs.fileno(), listening.fileno()),
             )
-        self.channel = Channel(ours)
+        self.channel = SocketChannel(ours)
 
     def wait_until_up(self) -> None:
         """Return once the port answers. Raises WindrowError when it does not come up."""

@@ -35,7 +35,7 @@ class FrontUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class EngineReady:
     """Engine to front: requests are welcome."""
 
     max_context: int  # prompt and completion together, tokens

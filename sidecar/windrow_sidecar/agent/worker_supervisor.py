@@ -1,0 +1,148 @@
+"""One worker and the jobs that share it: started for the first, told of the others, then reaped.
+
+Each job ends with its own word and leaves the others going. The process is to end by itself once
+the last one has; whoever has to be killed, or kills the worker in its turn, takes the others along,
+which lose their slot by it and go on elsewhere from their checkpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from windrow.proto import agent_pb2, attach_pb2
+from windrow_sidecar.agent.job_run import JobRun
+from windrow_sidecar.agent.orphans import forget_worker, note_worker
+from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.worker_process import Standby, WorkerProcess, write_job
+from windrow_sidecar.turn import forget_turn, read_turn
+
+_log = logging.getLogger(__name__)
+
+
+class WorkerSupervisor:
+    """A worker's process and its runs. All of it belongs to the agent's event loop.
+
+    Args:
+        settings: of the agent.
+        slot: its index.
+        on_exit: called once the process has been reaped, with how its last run ended.
+    """
+
+    def __init__(
+        self, settings: AgentSettings, slot: int, *, on_exit: Callable[[str], None]
+    ) -> None:
+        self._settings, self._slot, self._on_exit = settings, slot, on_exit
+        self._turn_note = settings.run_dir.turn_note(slot)
+        self.runs: list[JobRun] = []
+        self._process: WorkerProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._killer: asyncio.Task[None] | None = None
+        self._killed_for: JobRun | None = None
+        self._last_end = ""
+
+    @property
+    def pid(self) -> int:
+        """Of the worker; 0 before it has started and after it has been reaped."""
+        return self._process.pid if self._process and not self.is_over else 0
+
+    @property
+    def epoch(self) -> int:
+        """What decode knows the worker by: that of the job that it was started for."""
+        return self.runs[0].assign.epoch
+
+    @property
+    def is_over(self) -> bool:
+        """The worker has ended and has been reaped."""
+        return self._supervisor is not None and self._supervisor.done()
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether a run goes on that can bring the worker word of another."""
+        return self._killed_for is None and self._herald() is not None
+
+    async def start(self, run: JobRun, standby: Standby) -> None:
+        """Start the worker for a run; a start that fails is reported as the run's end."""
+        self.runs.append(run)
+        assign = run.assign
+        forget_turn(self._turn_note)
+        try:
+            self._process = await WorkerProcess.start(self._settings, assign, standby)
+        except (OSError, ValueError) as error:
+            await run.cannot_start(error)
+            self._supervisor = asyncio.create_task(asyncio.sleep(0))
+            return
+        _log.info("job %s epoch %d: worker %d", assign.job_uid, assign.epoch, self.pid)
+        note_worker(self._settings.run_dir.root, self._slot, self.pid)
+        self._supervisor = asyncio.create_task(self._supervise(self._process))
+
+    async def take(self, run: JobRun) -> None:
+        """Have the worker run this one too, in turns; see `takes_more`."""
+        herald = self._herald()
+        assert herald is not None
+        self.runs.append(run)
+        assign = run.assign
+        try:
+            write_job(self._settings, assign)
+        except (OSError, ValueError) as error:
+            await run.cannot_start(error)
+            return
+        _log.info("job %s epoch %d: joins worker %d", assign.job_uid, assign.epoch, self.pid)
+        herald.send(
+            agent_pb2.WorkerCommand(action="ADD_JOB", job_uid=assign.job_uid, epoch=assign.epoch)
+        )
+
+    async def wait(self) -> None:
+        """Until the worker has been reaped and the ends of its runs have been reported."""
+        if self._supervisor:
+            await asyncio.shield(self._supervisor)
+
+    # What its runs ask for (see `jobrun.RunningWorker`)
+
+    def is_shared_by(self, run: JobRun) -> bool:
+        """Whether another run goes on."""
+        return any(other.ended is None for other in self.runs if other is not run)
+
+    def kill_for(self, run: JobRun) -> None:
+        """End the worker at once."""
+        self._killed_for = self._killed_for or run
+        self._kill()
+
+    def ended(self, run: JobRun) -> None:
+        """After the last one the worker should end by itself; it is killed after the grace."""
+        self._last_end = attach_pb2.JobEvent.Kind.Name(run.ended or 0).lower()
+        if self._process and not self.is_shared_by(run):
+            self._killer = self._killer or asyncio.create_task(self._kill_after_grace())
+
+    def _herald(self) -> JobRun | None:
+        """A run over whose stream the worker hears of others."""
+        going = (run for run in self.runs if run.ended is None and not run.asked_to_end)
+        return next(going, None)
+
+    def _whose_turn(self) -> JobRun | None:
+        """The run that the worker was at when it ended; None: it has not said."""
+        turn = read_turn(self._turn_note)
+        return next((run for run in self.runs if turn and run.is_of(*turn)), None)
+
+    def _kill(self) -> None:
+        if self._process:
+            self._process.kill()
+
+    async def _kill_after_grace(self) -> None:
+        await asyncio.sleep(self._settings.grace_s)
+        _log.warning("worker %d: no end within %.0f s", self.pid, self._settings.grace_s)
+        self._kill()
+
+    async def _supervise(self, process: WorkerProcess) -> None:
+        end = await process.wait()
+        forget_worker(self._settings.run_dir.root, self._slot)
+        if self._killer:
+            self._killer.cancel()
+        costs = self._killed_for or self._whose_turn()
+        forget_turn(self._turn_note)
+        await asyncio.gather(*(run.worker_ended(end, through=costs) for run in self.runs))
+        if self._killer:
+            self._killer.cancel()
+        _log.info("worker %d: %s, %s", process.pid, self._last_end, end.describe())
+        self._on_exit(self._last_end)

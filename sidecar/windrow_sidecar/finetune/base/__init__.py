@@ -1,1 +1,0 @@
-"""The frozen base model: its parts, its weights, where they come from."""

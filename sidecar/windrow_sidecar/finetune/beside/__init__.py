@@ -1,1 +1,0 @@
-"""A job in a slot: decode's grants, lent memory, the agent."""

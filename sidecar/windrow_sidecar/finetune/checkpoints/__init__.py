@@ -1,1 +1,0 @@
-"""How a job's state survives."""

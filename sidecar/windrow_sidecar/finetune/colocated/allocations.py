@@ -1,0 +1,200 @@
+"""The memory of a job on a GPU beside decode: torch allocates everything from lent chunks.
+
+On the host only what is known by name lies in chunks (`memory.LentBoundaries`); here all of the
+job does, so a chunk that is asked back may hold anything. It is left in steps: first frozen layers
+that take turns, of which files have a copy, as many as need be; then activations of the
+group on its way go to the host, then adapter and moments, then all else but the base's parameters;
+so a job whose base is decode's own leaves every chunk, and comes back when there is room again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow.errors import Transient
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.finetune.colocated.resident_layers import Residents
+from windrow_sidecar.finetune.engine.stream import TaskletStream
+from windrow_sidecar.finetune.job.device import replan_if_short
+from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.recompute.activation_budget import GROUP_SHARE, ActivationBudget
+from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.memory.allocator import LentBudget
+
+log = logging.getLogger(__name__)
+
+# Of what a group is known to take: tensors that live for an instant, and blocks half full.
+_SLACK = 1.15
+
+
+def chunks_for(used_bytes: int, group_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks hold what is there and a group that takes so much at its peak."""
+    return -(-int(used_bytes + _SLACK * group_bytes) // chunk_bytes)
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A job that has been put together: what its memory is asked about."""
+
+    stream: TaskletStream
+    activation_budget: ActivationBudget
+    residents: Residents | None = None  # where layers take turns
+
+
+class AllocatedMemory:
+    """Follows the table of owners for one job (see `device.Memory`).
+
+    Args:
+        budget: of the allocator that torch uses.
+        device: that computes.
+        chunk_bytes: of a chunk.
+        host_free_bytes: of the host's memory, for what leaves the device.
+    """
+
+    def __init__(
+        self,
+        budget: LentBudget,
+        device: ComputeDevice,
+        *,
+        chunk_bytes: int,
+        host_free_bytes: Callable[[], int],
+    ) -> None:
+        self._budget, self._device = budget, device
+        self._chunk_bytes, self._host_free_bytes = chunk_bytes, host_free_bytes
+        self._job: Loaded | None = None
+        self._swap: Swap | None = None
+        self.is_starving = False  # as `starving` last found
+        self._away_bytes = 0  # that adapter and moments will take when they come back
+        self._stowed = False
+
+    def serve(self, job: Loaded) -> None:
+        """Belong to a job from now on."""
+        self._job = job
+        self._swap = Swap(job.stream, self._host_free_bytes)
+
+    @property
+    def held_chunks(self) -> int:
+        """How many chunks this worker has, as of the last `settle`."""
+        return self._budget.chunks
+
+    def capacity_tokens(self, micro_batches: int = 1) -> int:
+        """No bound here: groups are formed for what is free (`ActivationBudget.before`)."""
+        del micro_batches
+        return 1 << 40
+
+    def chunks_for(self, tokens: int, micro_batches: int = 1) -> int:
+        """How many chunks a group needs, with all that is there and every layer that is not.
+
+        `tokens`: of each micro-batch.
+        """
+        assert self._job is not None
+        group = self._job.activation_budget.peak_bytes(tokens * micro_batches)
+        used = self._budget.used_bytes() + self._away_bytes
+        if self._job.residents is not None:
+            used += self._job.residents.wanted_bytes
+        return chunks_for(used, group, self._chunk_bytes)
+
+    def settle(self) -> None:
+        """Follow the table of owners; what comes next is formed for what is there.
+
+        Raises:
+            Transient: decode asks for memory that cannot be left.
+        """
+        before = self._budget.chunks
+        if self._budget.asked_back():
+            self._leave()
+        changed = self._budget.settle() or self._budget.chunks != before
+        if self._job is None:
+            return
+        if self._job.residents is not None:
+            # Further layers come between two groups only, and leave the next one its share.
+            spare = int((1 - GROUP_SHARE) * self._budget.free_bytes())
+            self._job.residents.follow(spare if self._job.stream.between_micro_batches else 0)
+        if changed:
+            self._job.stream.replan()
+        replan_if_short(self._job.stream, self._job.activation_budget)
+
+    def starving(self, tasklet: Tasklet) -> bool:
+        """Whether a group that has not begun does not fit, or layers, or what was moved out."""
+        assert self._job is not None
+        layers = self._job.residents.missing_bytes if self._job.residents else 0
+        micro, activation_budget = tasklet.micro, self._job.activation_budget
+        if self._away_bytes:
+            tokens = micro.padded_tokens if micro else 0
+            away = int(_SLACK * self._away_bytes)
+            self.is_starving = not activation_budget.fits(tokens, away + layers)
+        elif layers > self._budget.free_bytes():
+            self.is_starving = True
+        else:
+            group = self._job.stream.tokens_to_begin
+            self.is_starving = bool(group) and not activation_budget.fits(group, layers)
+        return self.is_starving
+
+    def asked_back(self) -> bool:
+        """Whether decode waits for a chunk."""
+        return self._budget.asked_back()
+
+    def set_aside(self) -> None:
+        """Move the job's state to the host, and give up what is empty then."""
+        self._move_out()
+        self._budget.settle()
+
+    def bring_back(self) -> bool:
+        """Move it back."""
+        if self._job is None or self._swap is None:
+            return False
+        if self._stowed:
+            self._job.stream.stow(away=False)
+            self._stowed = False
+        self._away_bytes = 0
+        return self._swap.back()
+
+    def release(self) -> None:
+        """Drop the group on its way and give back every chunk that is empty then."""
+        self._device.mark().wait()
+        if self._job is not None:
+            self._job.stream.drop()
+        self._budget.give_back()
+
+    def _leave(self) -> None:
+        """Empty the chunks that drain, with as little moved as will do."""
+        # The allocator keeps a chunk until whatever may use it has ended, on every stream. With
+        # nothing queued its answer is final, and no more is moved than has to be.
+        self._device.mark().wait()
+        self._budget.settle()
+        residents = self._job.residents if self._job else None
+        shrinks = [residents.shrink] * residents.layers if residents else []
+        # Workspaces of libraries first: they cost nothing but to be made again.
+        steps = (self._device.release_caches, *shrinks, self._spill, self._move_out, self._stow)
+        for step in steps:
+            if not self._budget.asked_back():
+                return
+            step()
+            self._device.mark().wait()
+            self._budget.settle()
+        if not self._budget.asked_back():
+            return
+        raise Transient(
+            "decode asks for memory that holds what this job cannot do without; it goes on from "
+            "its checkpoint where more is lent"
+        )
+
+    def _spill(self) -> None:
+        if self._job is not None:
+            self._job.stream.spill(int(SPILL_SHARE * self._host_free_bytes()))
+
+    def _move_out(self) -> None:
+        """They come back before anything runs (see `runner`), into chunks that do not drain."""
+        if self._swap is not None and not self._away_bytes:
+            before = self._budget.used_bytes()
+            self._swap.out()
+            self._away_bytes = max(1, before - self._budget.used_bytes())
+
+    def _stow(self) -> None:
+        if self._job is not None:
+            self._job.stream.stow(away=True)
+            self._stowed = True
+        # Moving has computed: a buffer of another type is converted on its way.
+        self._device.release_caches()

@@ -1,0 +1,339 @@
+"""When the worker may run, as decode has granted it, and what decode is told.
+
+The worker asks before every launch and never holds on to an answer: what it has in flight, running
+and queued, stays within the bound of the grant (on the host: one tasklet). Silence of decode means
+pause.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from windrow_sidecar._core import Page
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.finetune.engine.sizing import Estimates
+from windrow_sidecar.finetune.job.in_flight import InFlight, Ran
+from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.qos.view import LEVELS_MAX, Action, Grant, Phase
+
+# Decode beats every step, and every 50 ms at most when it is idle.
+DECODE_STALE_NS = 1_000_000_000
+# Decode that is merely slow (a long prefill) is heard again within this.
+ASK_AFTER_SILENCE_NS = 2_000_000_000
+# While waiting: often enough that decode, which takes a second of silence for death, sees us beat.
+WAIT_S = 0.2
+# How long a tasklet waits in its middle before it is given up, so that commands are heard.
+PATIENCE_NS = 2_000_000_000
+_DECODE, _WORKER = 0, 1
+# Until decode says otherwise: a quarter of an objective of 20 ms.
+DEFAULT_BOUND_US = 5_000
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFacts:
+    """What the worker tells with each offer besides the tasklet."""
+
+    job_epoch: int
+    wanted_chunks: int = 0
+    held_chunks: int = 0
+    tokens_done: int = 0
+    starving: bool = False
+    bytes_per_token: int = 0  # that a layer holds from its forward to its backward
+    window_bytes_per_token: int = 0  # besides, where it runs on windows of tokens
+    resident_layers: int = 0  # whose weights are in memory
+
+
+def memory_delta_bytes(tasklet: Tasklet, bytes_per_token: int, of_windows: int = 0) -> int:
+    """Return how many bytes more the worker holds after a tasklet than before.
+
+    `of_windows`: bytes a token besides, of a tasklet on a part of its rows.
+    """
+    if tasklet.micro is None or tasklet.micro.evaluation:
+        return 0
+    a_token = bytes_per_token + (of_windows if tasklet.is_window else 0)
+    n_bytes = tasklet.tokens * tasklet.parts * a_token
+    if tasklet.phase is Phase.FORWARD:
+        return n_bytes
+    return -n_bytes if tasklet.phase is Phase.BACKWARD else 0
+
+
+@dataclass(slots=True)
+class Used:
+    """What of the current grant has been used; what is in flight counts as it was estimated."""
+
+    tasklets: int = 0
+    us: float = 0.0
+
+
+def _units_of(grant: Grant) -> int:
+    """How many units finetuning may run on now; 0: it may not run."""
+    return grant.finetune_units if grant.action == Action.GO else 0
+
+
+def may_launch(grant: Grant, used: Used, estimate_us: int, *, decode_silent_ns: int) -> bool:
+    """Decide whether a tasklet of that estimate may run under the grant."""
+    if decode_silent_ns > DECODE_STALE_NS:
+        return False
+    if _units_of(grant) < 1:
+        return False
+    if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
+        return False
+    return not (grant.budget_us and used.us + estimate_us > grant.budget_us)
+
+
+class GrantGate:
+    """The worker's side of the shared page.
+
+    Args:
+        page: of the slot.
+        partition: moves this process to the units it is granted.
+        estimates: shown in offers.
+        facts: what else offers say, asked at each.
+        decode_lives: whether the decode process is there, asked once it has been silent for long.
+        device: that runs tasklets.
+        clock: nanoseconds of CLOCK_MONOTONIC.
+    """
+
+    def __init__(
+        self,
+        page: Page,
+        partition: Partition,
+        estimates: Estimates,
+        facts: Callable[[], OfferFacts],
+        *,
+        decode_lives: Callable[[], bool],
+        device: ComputeDevice | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._page, self._partition, self._estimates = page, partition, estimates
+        self._levels = partition.levels()[:LEVELS_MAX]
+        self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
+        self._seq = -1
+        self._grant = Grant()
+        self._used = Used()
+        self._launched = 0
+        self._active = 0  # units of what was launched last
+        self._in_flight = InFlight(device or HostDevice(clock), self._ended)
+        self._held_ns = self._launched_us = 0
+        self._running: Tasklet | None = None
+        self._unheeded = False
+        self._glanced, self._glanced_units = 0, 0  # a grant seen in the middle of a tasklet
+
+    def latest(self) -> Grant:
+        """Read the page; return the newest grant."""
+        self._read()
+        return self._grant
+
+    @property
+    def grant(self) -> Grant:
+        """The newest grant that was read."""
+        return self._grant
+
+    @property
+    def units(self) -> int:
+        """Compute units of the newest grant."""
+        return self._grant.finetune_units
+
+    @property
+    def active_units(self) -> int:
+        """Compute units that the last launch took: of those granted, as many as were of use."""
+        return self._active
+
+    def decode_gone(self) -> bool:
+        """Whether decode has been silent for long and its process is gone."""
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return silent_ns > ASK_AFTER_SILENCE_NS and not self._decode_lives()
+
+    def launch(self, tasklet: Tasklet) -> bool:
+        """Claim the right to run `tasklet` now; True: run it, then call `landed`.
+
+        The offer that says "in flight" is out before the grant is looked at for the last time: a
+        decode that revokes meanwhile sees either that offer or one that has seen its pause.
+        """
+        self._in_flight.settle()
+        self._read()
+        claimed = self._claim(tasklet)
+        while claimed and self._read():
+            claimed = self._claim(tasklet)
+        self._held_ns = 0
+        self._running = tasklet if claimed else None
+        if claimed:
+            self._in_flight.begin()
+        return claimed
+
+    def revoked(self) -> bool:
+        """Whether the tasklet that runs may not go on as it does; False where none runs.
+
+        Its grant is not replaced: what a new one allows begins with the next launch.
+        """
+        if self._running is None:
+            return False
+        if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
+            return self._glanced_units < self._active
+        self._glanced = self._page.grant_seq
+        self._glanced_units = _units_of(Grant(*self._page.read_grant()))
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
+
+    def hold(self, give_up: Callable[[], bool]) -> bool:
+        """In the middle of a tasklet, say that nothing runs and wait until it may go on.
+
+        Returns:
+            False: it has waited for `PATIENCE_NS`, decode is gone, or `give_up` says so.
+        """
+        tasklet = self._running
+        assert tasklet is not None
+        self.quiet(tasklet)
+        began_ns = self._clock()  # what was queued of it has run until here
+        while not self._rejoin(tasklet):
+            waited_ns = self._clock() - began_ns
+            if waited_ns > PATIENCE_NS or give_up() or self.decode_gone():
+                self._running = None
+                return False
+            self.quiet(tasklet)
+            self.wait()
+        self._held_ns += self._clock() - began_ns
+        return True
+
+    def _may_go_on(self, grant: Grant) -> bool:
+        """Whether what runs may run on, whatever it has used."""
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
+
+    def _rejoin(self, tasklet: Tasklet) -> bool:
+        """Take the units that are granted now, no more than before, and say that it runs again."""
+        while self._may_go_on(self._grant):
+            units = min(self._active, self.units)
+            if units != self._active:
+                self._partition.activate(units)
+                self._active = units
+            self._launched_us = self._estimates.estimate_us(tasklet, units)
+            self._publish(tasklet, in_flight_us=max(1, self._launched_us))
+            if not self._read():
+                return True
+        return False
+
+    def _claim(self, tasklet: Tasklet) -> bool:
+        """Move to as many of the granted units as are of use, and say what is about to run."""
+        units = self._estimates.useful_units(tasklet, self.units)
+        estimate = self._estimates.estimate_us(tasklet, units)
+        if not self._allowed(estimate):
+            return False
+        self._in_flight.wait_until_fits(
+            estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
+        )
+        self._partition.activate(units)
+        self._active, self._launched_us = units, estimate
+        self._publish(tasklet, in_flight_us=max(1, self._in_flight.estimate_us + estimate))
+        return True
+
+    def landed(self, tasklet: Tasklet) -> None:
+        """All of a tasklet is queued; `take_ran` returns it when it has ended."""
+        self._used.tasklets += 1
+        self._used.us += self._launched_us
+        self._launched += 1
+        self._running = None
+        self._in_flight.end(
+            tasklet,
+            self._active,
+            estimate_us=self._launched_us,
+            held_ns=self._held_ns,
+            grant=self._seq,
+        )
+        self._in_flight.settle()
+
+    def take_ran(self) -> list[Ran]:
+        """Return the tasklets that have ended since the last time."""
+        return self._in_flight.take_ran()
+
+    def _ended(self, ran: Ran) -> None:
+        """Learn how long it took; of its grant it has used that, not what had been estimated."""
+        elapsed_us = (ran.end_ns - ran.begin_ns) / 1e3
+        if not ran.held_up:
+            self._estimates.learn(ran.tasklet, ran.units, elapsed_us)
+        if ran.grant == self._seq:
+            self._used.us += elapsed_us - ran.estimate_us
+
+    def quiet(self, tasklet: Tasklet | None) -> None:
+        """Say that nothing runs, and which pause has been seen. `tasklet`: the next one.
+
+        Waits first for what is in flight, its bound at most.
+        """
+        self._in_flight.drain()
+        # A grant that comes in here was not seen by whoever is about to wait: do not sleep over it.
+        self._unheeded = self._read() and self._may_go_on(self._grant)
+        self._publish(tasklet, in_flight_us=0)
+
+    def wait(self, timeout_s: float = WAIT_S) -> None:
+        """Sleep until the next grant or the timeout."""
+        if self._unheeded:
+            timeout_s, self._unheeded = 0.0, False
+        self._page.wait_grant(self._seq, timeout_s=timeout_s)
+        self._page.beat(_WORKER)
+
+    def _read(self) -> bool:
+        seq = self._page.grant_seq
+        if seq == self._seq:
+            return False
+        self._seq = seq
+        self._grant = Grant(*self._page.read_grant())
+        self._used = Used()
+        return True
+
+    def _allowed(self, estimate_us: int) -> bool:
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return may_launch(self._grant, self._used, estimate_us, decode_silent_ns=silent_ns)
+
+    def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:
+        now = self._facts()
+        micro = tasklet.micro if tasklet else None
+        self._page.publish_offer(
+            now.job_epoch,
+            tasklet.step if tasklet else 0,
+            self._launched,
+            int(tasklet.phase) if tasklet else 0,
+            tasklet.layer if tasklet else 0,
+            tasklet.layer_end if tasklet else 0,
+            tasklet.tokens if tasklet else 0,
+            len(micro.rows) if micro else 0,
+            self._estimates.by_level(tasklet, self._levels) if tasklet else (),
+            memory_delta_bytes(tasklet, now.bytes_per_token, now.window_bytes_per_token)
+            if tasklet
+            else 0,
+            now.resident_layers,
+            int(now.starving),
+            in_flight_us,
+            self._grant.pause_epoch,
+            now.wanted_chunks,
+            now.held_chunks,
+            now.tokens_done,
+        )
+
+
+_DECODE = 0
+
+
+class GrantPace:
+    """When the worker may compute at all, for what it does beside its tasklets.
+
+    On its core such work takes as much from decode as a tasklet does, so it stands still when no
+    tasklet may run. Reads the page only, so any thread may ask.
+    """
+
+    def __init__(self, page: Page) -> None:
+        self._page, self._seq = page, -1
+
+    def granted(self) -> bool:
+        """Whether the newest grant is of any compute, and decode is there."""
+        self._seq = self._page.grant_seq
+        grant = Grant(*self._page.read_grant())
+        silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until there is another grant."""
+        self._page.wait_grant(self._seq, timeout_s=timeout_s)

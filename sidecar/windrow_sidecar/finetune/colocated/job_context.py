@@ -1,0 +1,144 @@
+"""One job of a worker beside decode: its session, its memory, and what it wishes of the slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory, Loaded
+from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
+from windrow_sidecar.finetune.colocated.memory import LentBoundaries, LentMemory, TenantBoundaries
+from windrow_sidecar.finetune.colocated.resident_layers import Residents
+from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.engine.sizing import (
+    Estimates,
+    Paced,
+    micro_batches_a_visit,
+    most_that_fit,
+)
+from windrow_sidecar.finetune.engine.suspension import Suspension
+from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, open_session
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.training.health import ATTACHING, READING
+from windrow_sidecar.qos.view import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the jobs of a worker have in common.
+
+    Attributes:
+        gate: decode's grants.
+        estimates: of tasklets; they are those of one base, which takes nearly all of their time.
+        ground: what the slot's device is for this process.
+        lent: decode's chunks for boundary activations.
+        residents: layers of the base, where they take turns.
+    """
+
+    gate: GrantGate
+    estimates: Estimates
+    ground: SlotDevice
+    lent: LentBoundaries
+    residents: Residents | None
+
+
+class JobContext:
+    """A loaded job.
+
+    Args:
+        job: what to do.
+        base: the frozen model; gets the adapter.
+        shared: what it shares with other jobs.
+        standing: says whether the job's end is asked for.
+        rows: its rows, where they have been read already.
+
+    Raises:
+        UserError: model, rows or adapter cannot be honoured.
+        Transient: the place of the rows does not answer.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        base: BaseModel,
+        shared: Shared,
+        job_state: JobState,
+        rows: DataSplit | None = None,
+    ) -> None:
+        self._shared, self.job_state = shared, job_state
+        self.wanted_chunks, self._frozen = 0, base.frozen
+        ground = shared.ground
+        suspension = Suspension(shared.gate, job_state.stall, self._give_up)
+        self._boundaries = TenantBoundaries(shared.lent)
+        self._room: LentBoundaries | AllocatedMemory = ground.memory or shared.lent
+        with job_state.stall.during(READING if rows is None else ATTACHING):
+            self.session: TrainingSession = open_session(
+                job,
+                base,
+                boundaries=TorchBoundaries() if ground.memory else self._boundaries,
+                limits=self._limits,
+                sizing=self._sizing,
+                between=suspension.point,
+                device=ground.device,
+                units=ground.units_of(shared.gate),
+                alive=job_state.stall.renew,
+                windows=True,
+                rows=rows,
+            )
+        self.memory = self._memory()
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether the slot's memory is this job's; one that has it alone always has it."""
+        return self._shared.ground.memory is not None or self._boundaries.is_tenant
+
+    @property
+    def tokens_done(self) -> int:
+        """Real tokens of the optimizer steps that this process has finished."""
+        return self.session.stream.position.tokens_done - self.job_state.tokens_restored
+
+    def _memory(self) -> LentMemory | AllocatedMemory:
+        stream = self.session.stream
+        if (allocated := self._shared.ground.memory) is not None:
+            allocated.serve(Loaded(stream, self.session.activation_budget, self._shared.residents))
+            return allocated
+        return LentMemory(
+            self._shared.lent,
+            self._boundaries,
+            stream,
+            self.session.activation_budget,
+        )
+
+    def _limits(self) -> MicroLimits:
+        """As many rows as keep a layer's backward within the bound and lie in what is lent."""
+        tokens = self._sizing().tokens(Phase.BACKWARD)
+        of_each = self.session.micro_batch_tokens(tokens)
+        most = self.session.job.spec.training.batch_size
+        together = micro_batches_a_visit(self._frozen, self._shared.estimates, of_each, most)
+        wanted = self._room.chunks_for(max(of_each, self.session.longest_row), together)
+        # Never less than before: a wish that trembles would move chunks to and fro.
+        self.wanted_chunks = max(wanted, self.wanted_chunks)
+        lent = self._shared.lent
+        lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
+        rows = self._shared.gate.grant.micro_batch
+        together = most_that_fit(together, of_each, self._room.capacity_tokens)
+        return MicroLimits(min(tokens, self._room.capacity_tokens(together)), rows, together)
+
+    def _sizing(self) -> Paced:
+        """What the newest grant leaves time for."""
+        grant = self._shared.gate.latest()
+        bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
+        if self._shared.ground.device.queues:
+            bound_us //= 2  # while one runs, the next is queued behind it
+        if grant.budget_us:
+            bound_us = min(bound_us, grant.budget_us)
+        windows = not self.session.stream.windows_refused
+        units = grant.finetune_units
+        return Paced(self._shared.estimates, bound_us, units, windows, grant.window_tokens)
+
+    def _give_up(self) -> bool:
+        """Whether a layer that is held up in its middle had better be given up."""
+        return bool(self.job_state.stop_asked) or self.memory.asked_back()

@@ -1,0 +1,143 @@
+"""A further job that is made ready while the others of its worker train.
+
+On a thread of its own: it takes the job's folder, has the rows read by another process, and reads
+and verifies the last checkpoint; all of that waits, or computes without the interpreter's lock.
+What is left for the training thread is to put the adapter into the model.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from windrow.conditions import Reason
+from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data.readers import Readers, ReadingPause, RowsBeingRead, RowsWanted
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.job.report import Action, WorkerEvent
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
+from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER, VERIFYING
+
+log = logging.getLogger(__name__)
+
+Verdict = tuple[WorkerEvent, Ending]
+NOT_BEGUN = "it had not begun"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedJob:
+    """A job that has only to be attached to the model."""
+
+    job: JobSpec
+    folder: JobFolder
+    rows: DataSplit
+    checkpoint: Checkpoint | None  # to go on from
+
+
+class GivenUp(Exception):
+    """The job was to end before it was ready."""
+
+
+class Loading:
+    """Makes a job ready. A folder or rows that do not answer hold up nobody else.
+
+    Args:
+        file: the job's `job.json`.
+        order: names it.
+        standing: of the job; its stall watch is renewed as rows come.
+        readers: have the rows read.
+        rows_for: says what to read; called on the thread.
+        pace: when the rows may be read.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        order: JobOrder,
+        job_state: JobState,
+        readers: Readers,
+        rows_for: Callable[[JobSpec], RowsWanted],
+        pace: ReadingPause,
+    ) -> None:
+        self._file, self._order, self._job_state = file, order, job_state
+        self._readers, self._rows_for, self._pace = readers, rows_for, pace
+        self._lock = threading.Lock()
+        self._rows: RowsBeingRead | None = None
+        self._found: LoadedJob | Exception | None = None
+        self.verdict: Verdict | None = None  # that it was given up with
+        # A daemon: a disk that never answers must not keep the worker from ending.
+        threading.Thread(target=self._run, name=f"load-{order.job_uid}", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is a result, an error, or a verdict."""
+        return self.verdict is not None or self._found is not None
+
+    def result(self) -> LoadedJob:
+        """Return what was made ready, once it is over without a verdict.
+
+        Raises:
+            UserError, Transient, Fenced, OSError: why it could not be.
+        """
+        assert self._found is not None
+        if isinstance(self._found, Exception):
+            raise self._found
+        return self._found
+
+    def give_up(self, verdict: Verdict) -> bool:
+        """End it at once, whatever it waits for; False: it was over before."""
+        with self._lock:
+            if self.is_over:
+                return False
+            self.verdict = verdict
+            rows = self._rows
+        if rows is not None:
+            rows.end()
+        return True
+
+    def _run(self) -> None:
+        found: LoadedJob | Exception
+        try:
+            found = self._make_ready()
+        except GivenUp:
+            return
+        except Exception as error:
+            # The edge of a thread: whoever waits for the job hears of it.
+            log.info("job %s is not ready", self._order.job_uid, exc_info=True)
+            found = error
+        with self._lock:
+            self._found = found
+
+    def _make_ready(self) -> LoadedJob:
+        during = self._job_state.stall.during
+        job = replace(read_job(self._file), epoch=self._order.epoch)
+        wanted = self._rows_for(job)
+        folder = JobFolder(job.destination, job.uid, job.epoch)
+        with during(TAKING_FOLDER):
+            folder.claim()
+        with during(READING):
+            rows = self._begin_rows(wanted).wait(self._job_state.stall.renew, self._pace)
+        with during(VERIFYING):
+            checkpoint = folder.newest()
+        return LoadedJob(job, folder, rows, checkpoint)
+
+    def _begin_rows(self, wanted: RowsWanted) -> RowsBeingRead:
+        with self._lock:
+            if self.verdict is not None:
+                raise GivenUp
+            self._rows = self._readers.begin(wanted)
+            return self._rows
+
+
+def ended_unloaded(asked: Action) -> Verdict:
+    """How a job ends that is asked to before it was loaded; its checkpoints are as they were."""
+    if asked == "ABORT":
+        return WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"), Ending.FENCED
+    event = WorkerEvent("STOPPED", Reason.STOPPED, f"asked to stop; {NOT_BEGUN}")
+    return event, Ending.STOPPED

@@ -1,0 +1,293 @@
+"""What a worker has of its slot: decode's device, weights and memory, for one job or several."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch.utils.dlpack import from_dlpack
+
+from windrow.errors import Transient
+from windrow.rundir import RunDir
+from windrow_sidecar._core import Arena, AttachError
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory
+from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
+from windrow_sidecar.finetune.colocated.job_context import JobContext, Shared
+from windrow_sidecar.finetune.colocated.lent_layers import LentLayers
+from windrow_sidecar.finetune.colocated.memory import LentBoundaries
+from windrow_sidecar.finetune.colocated.resident_layers import Residents
+from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
+from windrow_sidecar.finetune.data.readers import RowsWanted
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.engine.sizing import Estimates
+from windrow_sidecar.finetune.job.assembly import JobSpec, rows_wanted
+from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.model.loading import (
+    BaseModel,
+    ExportedWeights,
+    find_model,
+    load_base,
+    read_manifest,
+)
+from windrow_sidecar.finetune.model.precision import WeightForm
+from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
+from windrow_sidecar.finetune.training.health import LOADING, LOADING_AFTER_S
+
+log = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+# Decode plans what it lends every 20 ms; what has not come after so long does not come soon.
+LENDING_SETTLES_S = 0.5
+
+Load = Callable[[JobSpec], BaseModel]
+
+
+class WorkerSlot:
+    """A slot as its worker has it: a gate, a base model, lent memory, and a seat for each job.
+
+    Args:
+        epoch: what is lent belongs to it, and offers are made under it, for as long as the worker
+            lives: that of the job that it was started for.
+        arena: attached.
+        ground: what the slot's device is for this process.
+        load: the frozen model of a job; called once memory is there.
+    """
+
+    def __init__(self, epoch: int, arena: Arena, ground: SlotDevice, load: Load) -> None:
+        self._epoch, self._arena, self._ground, self._load = epoch, arena, ground, load
+        self.estimates = Estimates()
+        self._base: BaseModel | None = None
+        self._base_of: JobSpec | None = None
+        self._residents: Residents | None = None
+        self._lent: LentBoundaries | None = None
+        self._contexts: list[JobContext] = []
+        self._tokens_of_left = 0
+        self._wanted_for_loading = 0
+        self._offers = True
+        self.gate = GrantGate(
+            arena.page,
+            ground.partition,
+            self.estimates,
+            self._offer_facts,
+            decode_lives=arena.owner_lives,
+            device=ground.device,
+        )
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the model is loaded, so that further jobs can join."""
+        return self._base is not None
+
+    def take(self, job: JobSpec, job_state: JobState) -> JobContext:
+        """Load the model and the first job.
+
+        Raises:
+            UserError: model, rows or adapter cannot be honoured.
+            Transient: decode went away before it lent any memory.
+        """
+        if self._ground.memory is not None:
+            self._await_memory(self._ground.memory, job_state)
+        try:
+            with job_state.stall.during(LOADING, LOADING_AFTER_S):
+                base = self._load_base(job)
+            return self._context(job, base, job_state)
+        finally:
+            self._wanted_for_loading = 0
+
+    def rows_for(self, job: JobSpec) -> RowsWanted:
+        """What to read of a further job, before it can join; any thread may ask.
+
+        Raises:
+            Transient: the job cannot share this worker.
+        """
+        assert self._base is not None
+        assert self._base_of is not None
+        self._check_shares(job, self._base_of)
+        return rows_wanted(job, self._base)
+
+    def pace(self) -> GrantPace:
+        """Return what tells when to read a further job's rows; any thread may ask it."""
+        return GrantPace(self._arena.page)
+
+    def join(self, job: JobSpec, rows: DataSplit, job_state: JobState) -> JobContext:
+        """Attach a further job, whose rows are there; decode has all of the device meanwhile.
+
+        Raises:
+            UserError: model or adapter cannot be honoured.
+        """
+        assert self._base is not None
+        self._step_aside()
+        try:
+            return self._context(job, shallow_clone(self._base), job_state, rows)
+        finally:
+            self._offers = True
+
+    def idle(self) -> bool:
+        """With nobody to train, wait a moment; False: decode is gone."""
+        self.gate.quiet(None)
+        self.gate.wait()
+        return not self.gate.decode_gone()
+
+    def leave(self, context: JobContext) -> None:
+        """A job has ended; what it has learned from still counts. The last one leaves no chunk."""
+        self._contexts.remove(context)
+        if not self._contexts and self._lent is not None and self._ground.memory is None:
+            self._lent.give_all_back()
+        context.job_state.held_chunks = 0
+        self._tokens_of_left += context.tokens_done
+
+    def close(self) -> None:
+        """Give all chunks back and offer nothing any more."""
+        self._offers = False
+        if self._ground.memory is not None:
+            self._ground.memory.release()
+        elif self._lent is not None:
+            self._lent.give_all_back()
+        self.gate.quiet(None)
+
+    def _step_aside(self) -> None:
+        """Hold nothing and offer nothing, on the one core that decode needs least.
+
+        Attaching is no tasklet: it has no bound, and no chunk comes back in it.
+        """
+        assert self._lent is not None
+        self._offers = False
+        self._lent.give_all_back()
+        self.gate.quiet(None)
+        self._ground.partition.activate(self._ground.partition.levels()[0])
+
+    def _check_shares(self, job: JobSpec, first: JobSpec) -> None:
+        if self._is_alone(first) or _base_words(job) != _base_words(first):
+            raise Transient(
+                f"the worker has loaded {_base_words(first)} for {first.name}, and cannot carry "
+                f"{job.name} beside it, which wants {_base_words(job)}"
+            )
+
+    def _is_alone(self, job: JobSpec) -> bool:
+        """Whether no other job can share the base of this one, or the memory."""
+        return self._ground.memory is not None or job.spec.model.quantization != "none"
+
+    def _load_base(self, job: JobSpec) -> BaseModel:
+        """Return the base with modules of the job's own; as it is where nobody can share it."""
+        self._base, self._base_of = self._load(job), job
+        frozen, config = self._base.frozen, self._base.config
+        layers = None
+        if frozen is not None:
+            self._residents = Residents(frozen)
+            if self._ground.memory is None:
+                layers = LentLayers(self._arena, frozen)
+        self._lent = LentBoundaries(
+            self._arena,
+            self._epoch,
+            boundaries=config.num_hidden_layers,
+            bytes_per_token=config.hidden_size * self._base.dtype.itemsize,
+            layers=layers,
+        )
+        return self._base if self._is_alone(job) else shallow_clone(self._base)
+
+    def _context(
+        self, job: JobSpec, base: BaseModel, job_state: JobState, rows: DataSplit | None = None
+    ) -> JobContext:
+        assert self._lent is not None
+        shared = Shared(self.gate, self.estimates, self._ground, self._lent, self._residents)
+        context = JobContext(job, base, shared, job_state, rows)
+        self._contexts.append(context)
+        return context
+
+    def _await_memory(self, memory: AllocatedMemory, job_state: JobState) -> None:
+        """Ask for all that decode lends, so that loading finds room, until no more comes."""
+        self._wanted_for_loading = self._arena.geometry.chunks
+        held, since_s = 0, time.monotonic()
+        while not held or time.monotonic() - since_s < LENDING_SETTLES_S:
+            memory.settle()
+            if memory.held_chunks != held:
+                held, since_s = memory.held_chunks, time.monotonic()
+            self.gate.quiet(None)
+            self.gate.wait()
+            if job_state.stop_asked or self.gate.decode_gone():
+                raise Transient("decode has lent no memory to load the job into")
+
+    def _offer_facts(self) -> OfferFacts:
+        if not self._offers:
+            return OfferFacts(job_epoch=0)
+        room = self._ground.memory or self._lent
+        held = room.held_chunks if room else 0
+        for context in self._contexts:
+            context.job_state.held_chunks = held if context.has_turn else 0
+        done = (context.tokens_done for context in self._contexts)
+        wishes = (context.wanted_chunks for context in self._contexts)
+        of_layers = self._lent.wanted_by_layers if self._lent and self._contexts else 0
+        facts = OfferFacts(
+            self._epoch,
+            # The largest wish of all: chunks must not move to and fro with every turn.
+            wanted_chunks=max(wishes, default=self._wanted_for_loading) + of_layers,
+            held_chunks=held,
+            tokens_done=self._tokens_of_left + sum(done),
+        )
+        present = next((context for context in self._contexts if context.has_turn), None)
+        if present is None:
+            return facts
+        return replace(
+            facts,
+            starving=present.memory.is_starving,
+            bytes_per_token=present.session.activation_budget.held_bytes_per_token,
+            window_bytes_per_token=present.session.activation_budget.window_bytes_per_token,
+            resident_layers=(
+                self._residents.layers if self._residents else present.session.stream.depth
+            ),
+        )
+
+
+def open_slot(
+    epoch: int, run_dir: RunDir, slot: int, host: Partition, copy_rate: float | None = None
+) -> WorkerSlot:
+    """Attach to decode; a job's model is decode's own weights where they are the same.
+
+    The device is that of decode's arena. `host`: this process's share of the cores, which is its
+    share of the device where that is the host. `copy_rate`: see `load_base`.
+
+    Raises:
+        UserError: torch does not see decode's GPU.
+        Transient: decode is not there.
+    """
+    try:
+        arena = Arena.attach(str(run_dir.arena_socket(slot)))
+    except AttachError as error:
+        raise Transient(f"decode's arena cannot be attached: {error}") from error
+    ground = slot_device(arena, epoch, host)
+
+    def load(job: JobSpec) -> BaseModel:
+        model_dir = find_model(job.spec.model.name, job.spec.model.revision)
+        exported = _same_weights(arena, run_dir.weights_manifest(slot), model_dir)
+        form = WeightForm.of(job.spec, exported.dtype if exported else None)
+        if exported is not None and form != WeightForm(exported.dtype):
+            log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
+            exported = None
+        return load_base(model_dir, exported, form, device=ground.device, copy_rate=copy_rate)
+
+    return WorkerSlot(epoch, arena, ground, load)
+
+
+def _base_words(job: JobSpec) -> str:
+    """Name what a job trains over: jobs that say the same can share it."""
+    model = job.spec.model
+    name = posixpath.normpath(model.name)
+    return f"{name} ({model.revision}, {job.spec.training.precision}, {model.quantization})"
+
+
+def _same_weights(arena: Arena, manifest_file: Path, model_dir: Path) -> ExportedWeights | None:
+    manifest = read_manifest(manifest_file)
+    if manifest is None:
+        log.info("decode exports no weights: the model is loaded a second time")
+        return None
+    if manifest["fingerprint"] != model_fingerprint(model_dir):
+        log.info("decode serves another model than %s: it is loaded beside it", model_dir)
+        return None
+    log.info("sharing decode's weights")
+    return ExportedWeights(manifest, from_dlpack(arena.imported(WEIGHTS)))

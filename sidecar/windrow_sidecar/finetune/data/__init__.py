@@ -1,0 +1,1 @@
+"""Rows: where they are read from, and the tokens that they become."""

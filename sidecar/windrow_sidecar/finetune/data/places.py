@@ -1,0 +1,307 @@
+"""Which files a dataset's source names, on whatever fsspec reaches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from windrow.conditions import Reason
+from windrow.errors import Transient, UserError
+from windrow_sidecar.finetune.data.remote import answers_later, is_of_client, lacks_credentials
+
+FIELD = "spec.dataset.source"
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+DEFAULT_SPLIT = "train"
+SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
+# What `datasets` writes beside rows.
+_NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
+# Words by which other tools name a split, and we do not.
+_SPLIT_LIKE = ("training", "testing", "evaluation")
+# Files that one message names.
+_NAMED = 5
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class DatasetSilent(Transient):
+    """The place where the rows are does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One file. `system` is fsspec's, `path` is the file's there, `name` is what people read."""
+
+    system: Any
+    path: str
+    name: str
+
+    @property
+    def suffix(self) -> str:
+        """Which of SUFFIXES it has; "": none of them."""
+        return _suffix(self.path)
+
+
+def local_path(place: str, *, field: str) -> Path:
+    """Return the path that a plain path or a `file://` URL names.
+
+    Raises:
+        UserError: another scheme.
+    """
+    parts = urlsplit(place)
+    if parts.scheme == "":
+        return Path(place)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost"):
+        return Path(unquote(parts.path))
+    raise UserError(
+        f"{place!r} cannot be reached from a worker",
+        field=field,
+        remedy="Write a path, or file:///path, on a volume that the decode pods mount.",
+    )
+
+
+def find_files(
+    source: str, split: str = "train", tell: Callable[[str], None] = lambda note: None
+) -> list[DataFile]:
+    """Return the files of a source, sorted by path.
+
+    Of a directory, the files with a known suffix; where some are named after a split, only those of
+    `split`.
+
+    Args:
+        source: a path, a URL, or the name of a dataset on the Hub.
+        split: that is wanted.
+        tell: is told of files that look like rows and are not read.
+
+    Raises:
+        UserError: it is not there, may not be read, holds no file of a known kind or of the split,
+            or holds the split in several folders, which are sets of their own.
+        DatasetSilent: the place does not answer.
+    """
+    url = _url(source)
+    with reaching(source):
+        system, path = _open_system(url)
+        # `isdir` and `exists` take a place that does not answer for one that is not there.
+        about = system.info(path)
+        if about["type"] != "directory" and not system.isdir(path):
+            _refuse_unknown(path, source)
+            _refuse_split_of_file(path, source, split)
+            return [DataFile(system, path, source)]
+        found = sorted(p for p in system.find(path) if not _is_hidden(p[len(path) :]))
+    rows = [p for p in found if _suffix(p) and PurePosixPath(p).name not in _NO_ROWS]
+    if not rows:
+        others = f"; there are {_some(found, path)}" if found else ""
+        raise UserError(
+            f"{source} holds no file that ends in {', '.join(SUFFIXES)}{others}",
+            field=FIELD,
+            remedy="Name the directory that holds the files.",
+            reason=Reason.DATASET_EMPTY,
+        )
+    place = _named(system, path)
+    wanted, without = _of_split(rows, path, place, split)
+    unread = [*without, *(p for p in found if not _suffix(p) and _may_be_rows(p))]
+    if unread:
+        why = f"they name no split, or do not end in {', '.join(SUFFIXES)}"
+        tell(f"{place} holds files that are not read: {_some(unread, path)} ({why})")
+    if doubtful := [p for p in wanted if _looks_like_another_split(p[len(path) :], split)]:
+        tell(
+            f"{place}: read as rows of the split {split!r}, though their names may say another: "
+            f"{_some(doubtful, path)} (a split is what a file's or folder's name begins with)"
+        )
+    plain = {p: str(PurePosixPath(p).with_suffix("")) for p in wanted if _is_packed(p)}
+    if twice := [p for p, unpacked in plain.items() if unpacked in wanted]:
+        tell(f"{place}: read packed and unpacked, so their rows count twice: {_some(twice, path)}")
+    return [DataFile(system, p, _named(system, p)) for p in wanted]
+
+
+@contextmanager
+def reaching(source: str) -> Iterator[None]:
+    """Hold while something is asked of the place where `source` is.
+
+    Raises:
+        UserError, DatasetSilent: instead of what its client raises, see `failed`.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, OSError) or is_of_client(error):
+            raise failed(source, error) from error
+        raise
+
+
+def failed(source: str, error: Exception) -> UserError | DatasetSilent:
+    """Return the error for a place that gave `error`: a network may answer later, a disk not."""
+    later = answers_later(error)
+    if later is None:
+        missing = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
+        later = not missing and urlsplit(source).scheme not in ("", "file")
+    if later:
+        said = " ".join(str(error).split())
+        return DatasetSilent(f"{source} does not answer: {said}")
+    return unreadable(source, error)
+
+
+def unreadable(source: str, error: Exception) -> UserError:
+    """Return the error for a source that is not there or may not be read."""
+    said = getattr(error, "strerror", None) or " ".join(str(error).split())
+    remedy = (
+        "Give the sidecar AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or a role) in its "
+        "environment."
+        if lacks_credentials(error)
+        else "Name a file or directory on a volume that the decode pods mount, s3://bucket/key, or "
+        "a dataset of the Hub (owner/name)."
+    )
+    return UserError(
+        f"{source} cannot be read: {said}",
+        field=FIELD,
+        remedy=remedy,
+        reason=Reason.DATASET_UNREADABLE,
+    )
+
+
+def _url(source: str) -> str:
+    """Return what fsspec takes; a name like owner/name that is no path is one of the Hub."""
+    scheme = urlsplit(source).scheme
+    if scheme in ("", "file"):
+        path = local_path(source, field=FIELD)
+        hub = scheme == "" and _HUB_NAME.fullmatch(source) and not _suffix(source)
+        return f"hf://datasets/{source}" if hub and not path.exists() else str(path.absolute())
+    return source
+
+
+def _open_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    try:
+        system, path = url_to_fs(url)
+    except ImportError as error:
+        scheme = urlsplit(url).scheme
+        raise UserError(
+            f"{url}: this worker has no client for {scheme}:// ({error})",
+            field=FIELD,
+            remedy=f"Install windrow[{scheme}] in the sidecar's image, or mount the data.",
+            reason=Reason.DATASET_UNREADABLE,
+        ) from error
+    return system, str(path)
+
+
+def _refuse_unknown(path: str, source: str) -> None:
+    if not _suffix(path):
+        raise UserError(
+            f"{source} is of no known kind",
+            field=FIELD,
+            remedy=f"Name a file that ends in one of {', '.join(SUFFIXES)} (and .gz, .zst, ...).",
+            reason=Reason.DATASET_UNREADABLE,
+        )
+
+
+def _refuse_split_of_file(path: str, source: str, split: str) -> None:
+    """A split chooses among files: of one file it can only be what that is named after."""
+    if split not in (DEFAULT_SPLIT, _split_of(PurePosixPath(path).name, split)):
+        raise UserError(
+            f"{source} is one file, which holds no split {split!r}",
+            field="spec.dataset.split",
+            remedy="Leave it out, or name a directory whose files are named after splits.",
+            reason=Reason.DATASET_EMPTY,
+        )
+
+
+def _of_split(paths: list[str], root: str, place: str, split: str) -> tuple[list[str], list[str]]:
+    """Return the paths of `split`, and those that are of none.
+
+    All of them are wanted where none is named after a split. `root`: their directory; `place`: what
+    people read of it.
+    """
+    splits = {path: _split_of(path[len(root) :], split) for path in paths}
+    if not any(splits.values()) and split == DEFAULT_SPLIT:
+        return paths, []
+    wanted = [path for path in paths if splits[path] == split]
+    if not wanted:
+        named = sorted({s for s in splits.values() if s})
+        raise UserError(
+            f"{split!r} is no split of {place}",
+            field="spec.dataset.split",
+            remedy=f"Write one of {', '.join(named)}."
+            if named
+            else "Leave it out: none of the files is named after a split.",
+            reason=Reason.DATASET_EMPTY,
+        )
+    folders = sorted({_folder_of(path[len(root) :], split) for path in wanted})
+    _refuse_several_sets(folders, place, split)
+    return wanted, [path for path in paths if not splits[path]]
+
+
+def _refuse_several_sets(folders: list[str], place: str, split: str) -> None:
+    """Refuse files of one split in several folders: subsets, of which a user wants one."""
+    if len(folders) > 1:
+        raise UserError(
+            f"{place} holds several sets of rows with the split {split!r}, in "
+            + ", ".join(folder or "itself" for folder in folders),
+            field=FIELD,
+            remedy=f"Name the folder of one of them: {place}/{folders[-1]}.",
+            reason=Reason.DATASET_UNREADABLE,
+        )
+
+
+def _folder_of(path: str, split: str) -> str:
+    """Return what stands before the part of a path that names its split."""
+    parts = PurePosixPath(path.lstrip("/")).parts
+    at = next(n for n, part in enumerate(parts) if _split_of(part, split))
+    return "/".join(parts[:at])
+
+
+def _split_of(path: str, wanted: str) -> str:
+    """Return the split in a path like `train/part.jsonl` or `val-00000.parquet`; "": none.
+
+    `wanted` is one, whatever its name.
+    """
+    for part in PurePosixPath(path).parts:
+        first = re.split(r"[-_.]", part, maxsplit=1)[0]
+        if wanted in (first, PurePosixPath(part).stem):
+            return wanted
+        if first in SPLITS:
+            return first
+    return ""
+
+
+def _suffix(path: str) -> str:
+    name = PurePosixPath(path)
+    if _is_packed(path):
+        name = name.with_suffix("")
+    return name.suffix if name.suffix in SUFFIXES else ""
+
+
+def _looks_like_another_split(path: str, split: str) -> bool:
+    words = set(re.split(r"[^a-z]+", path.lower()))
+    return split not in words and bool(words & {*SPLITS, *_SPLIT_LIKE} - {split})
+
+
+def _named(system: Any, path: str) -> str:  # noqa: ANN401 - fsspec's
+    """Return what people read of a path: a local one as it is, another with its scheme."""
+    return str(system.unstrip_protocol(path)).removeprefix("file://")
+
+
+def _is_packed(path: str) -> bool:
+    return PurePosixPath(path).suffix in COMPRESSED
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in PurePosixPath(path.lstrip("/")).parts)
+
+
+def _may_be_rows(path: str) -> bool:
+    """Whether somebody may take a file for rows: all but what is written about them."""
+    name = PurePosixPath(path)
+    about = ("README", "LICENSE", "LICENCE", "NOTICE", "CITATION")
+    return name.suffix not in (".md", ".py", ".yaml", ".yml", ".lock") and name.stem not in about
+
+
+def _some(paths: list[str], root: str) -> str:
+    """Name the first few."""
+    names = [path[len(root) :].lstrip("/") for path in paths[:_NAMED]]
+    more = [f"{len(paths) - _NAMED} more"] if len(paths) > _NAMED else []
+    return ", ".join(names + more)

@@ -1,0 +1,277 @@
+"""Processes that read rows for a worker that trains meanwhile.
+
+A thread of the worker could not be stopped while decode grants nothing, nor ended when its disk
+hangs, and would hold the interpreter's lock against tasklets (docs/design/0006 has the figures). A
+fresh process would import for 10 s and take 700 MB for it. So one process is forked while the
+worker has a single thread and all libraries; it forks another one for each set of rows, which
+shares their memory and begins at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import pickle
+import select
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, Protocol
+
+from windrow.crd import DatasetSpec
+from windrow.errors import WindrowError
+from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.split import DataSplit
+from windrow_sidecar.finetune.data.store import TokenFile
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_ORDER_BYTES = 1 << 16
+_ALIVE_EVERY_S = 1.0
+_ALIVE, _DONE = b".", b"!"
+_SIGNALS = {b"end": signal.SIGKILL, b"hold": signal.SIGSTOP, b"go": signal.SIGCONT}
+# A result may wait for so long; what is granted is looked at whenever it changes.
+_LOOK_EVERY_S = 0.05
+
+
+class ReadingPause(Protocol):
+    """When whoever reads may compute."""
+
+    def granted(self) -> bool:
+        """Whether it may now."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until that may have changed, no longer than the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWanted:
+    """What a process must know to read a job's rows.
+
+    Attributes:
+        dataset: where they are.
+        tokenizer: the directory that it is read from.
+        limits: of the model.
+        max_length: rows are cut to so many tokens.
+        learn_all: prompts count as well.
+        seed: draws the rows that are held out.
+    """
+
+    dataset: DatasetSpec
+    tokenizer: str
+    limits: ModelLimits
+    max_length: int
+    learn_all: bool
+    seed: int
+
+
+class Readers:
+    """Has rows read by processes of their own; they end with the worker.
+
+    Any thread may ask for rows. What it forks keeps the affinity mask of its maker.
+
+    Raises:
+        RuntimeError: this process has threads already, so it cannot be forked safely.
+    """
+
+    def __init__(self) -> None:
+        # Those of numpy's library, which wait until they are asked to compute, do not count.
+        threads = threading.active_count()
+        if threads > 1:
+            raise RuntimeError(f"readers must be made before other threads; there are {threads}")
+        # What is imported now need not be by each process that reads.
+        importlib.import_module("transformers.models.auto.tokenization_auto")
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._socket.close()
+            _run_apart(parent, lambda: _serve(theirs))
+        theirs.close()
+
+    def begin(self, wanted: RowsWanted) -> RowsBeingRead:
+        """Have a process begin to read.
+
+        Raises:
+            RuntimeError: the process that makes them has ended.
+        """
+        rows = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rows
+        ours, theirs = os.pipe()
+        try:
+            pid = int(self._ask(b"read " + pickle.dumps(wanted), [rows.fileno(), theirs]))
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        return RowsBeingRead(rows, ours, lambda word: self._ask(word + b" %d" % pid))
+
+    def close(self) -> None:
+        """End the process that makes them, and those that read."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # also wakes a thread that waits for an answer
+        self._socket.close()
+        os.waitpid(self.pid, 0)
+
+    def _ask(self, order: bytes, descriptors: tuple[int, ...] | list[int] = ()) -> bytes:
+        with self._lock:
+            try:
+                socket.send_fds(self._socket, [order], list(descriptors))
+                answer = self._socket.recv(_ORDER_BYTES)
+            except OSError as error:
+                raise RuntimeError(f"rows cannot be read: {error}") from error
+        if not answer:
+            raise RuntimeError("rows cannot be read: the process that has them read is gone")
+        return answer
+
+
+class RowsBeingRead:
+    """Rows that a process is reading.
+
+    Args:
+        rows: the file that they come into.
+        said: descriptor of what the process says; closed here.
+        tell: sends the process a word of `_SIGNALS`.
+    """
+
+    def __init__(self, rows: IO[bytes], said: int, tell: Callable[[bytes], object]) -> None:
+        self._rows, self._said, self._tell = rows, said, tell
+        self._held = False
+
+    def wait(self, alive: Callable[[], None], pace: ReadingPause) -> DataSplit:
+        """Return the rows once all are there; `alive` is called each second while they come.
+
+        The process stands still while `pace` grants nothing, which is no reason to give it up.
+
+        Raises:
+            UserError, Transient: see `read_dataset`.
+            RuntimeError: the process has ended without a word.
+        """
+        outcome = b""
+        with open(self._said, "rb", buffering=0) as said:
+            while (word := self._heard(said, alive, pace)) == _ALIVE:
+                alive()
+            if word == _DONE:
+                outcome = said.readall()
+        try:
+            found = pickle.loads(outcome)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise RuntimeError("the process that read the rows was killed") from error
+        if isinstance(found, BaseException):
+            raise found
+        split, file = found
+        file.lies_in(self._rows)
+        return split  # type: ignore[no-any-return]
+
+    def _heard(self, said: IO[bytes], alive: Callable[[], None], pace: ReadingPause) -> bytes:
+        """Return the next byte that the process says; b"" once it has ended."""
+        while not select.select([said], [], [], 0)[0]:
+            if self._held is pace.granted():
+                self._held = not self._held
+                self._tell(b"hold" if self._held else b"go")
+            if self._held:
+                alive()
+            pace.wait(_LOOK_EVERY_S)
+        return said.read(1)
+
+    def end(self) -> None:
+        """End the process, whatever it does; `wait` raises then."""
+        self._tell(b"end")
+
+
+def _serve(orders: socket.socket) -> None:
+    """Fork a process for each order, until there is nobody to give any."""
+    children: set[int] = set()
+    while True:
+        # Those that have ended by themselves: nobody else reaps them, so no number is used again
+        # before it has left the set.
+        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        if not select.select([orders], [], [], _ALIVE_EVERY_S if children else None)[0]:
+            continue
+        order, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 2)
+        if not order:
+            break
+        word, _, about = order.partition(b" ")
+        if word == b"read":
+            children.add(pid := _fork_reader(orders, about, *descriptors))
+            orders.send(b"%d" % pid)
+        else:
+            if (pid := int(about)) in children:
+                os.kill(pid, _SIGNALS[word])
+            orders.send(b"told")
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _fork_reader(orders: socket.socket, order: bytes, rows: int, said: int) -> int:
+    parent = os.getpid()
+    if (pid := os.fork()) == 0:
+        orders.close()
+        _run_apart(parent, lambda: _read(pickle.loads(order), rows, said))
+    os.close(rows)
+    os.close(said)
+    return pid
+
+
+def _run_apart(parent: int, run: Callable[[], None]) -> None:
+    """Be a process that ends with its parent, not with the signals that ask the worker to stop."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    status = 1
+    try:
+        for asks in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(asks, signal.SIG_IGN)
+        if os.getppid() == parent:  # else it died before the signal was set
+            run()
+            status = 0
+    except BaseException:
+        log.exception("a process that reads rows failed")
+    finally:
+        os._exit(status)
+
+
+def _read(wanted: RowsWanted, rows: int, said: int) -> None:
+    """Read into `rows`; tell over `said` of life, and at last of the outcome."""
+    told_s = time.monotonic()
+
+    def alive() -> None:
+        nonlocal told_s
+        if (now_s := time.monotonic()) - told_s >= _ALIVE_EVERY_S:
+            told_s = now_s
+            os.write(said, _ALIVE)
+
+    with open(said, "wb", closefd=False) as out:
+        outcome = pickle.dumps(_outcome(wanted, rows, alive))
+        out.write(_DONE + outcome)
+
+
+def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  # noqa: ANN401
+    """Return (split, its file), or what went wrong in a form that another process can raise."""
+    from transformers import AutoTokenizer
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core is all that decode can spare
+    stored = TokenFile(os.fdopen(rows, "r+b"))
+    try:
+        tokenizer = RowTokenizer(
+            AutoTokenizer.from_pretrained(wanted.tokenizer, trust_remote_code=False),
+            max_length=wanted.max_length,
+            learn_all=wanted.learn_all,
+        )
+        split = read_dataset(
+            wanted.dataset, tokenizer, wanted.limits, seed=wanted.seed, alive=alive, into=stored
+        )
+    except (WindrowError, MemoryError) as error:
+        return error.with_traceback(None)
+    except Exception as error:
+        # The edge of a process: whatever went wrong, the worker hears of it.
+        log.exception("rows cannot be read")
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    stored.flush()
+    return split, stored

@@ -1,0 +1,177 @@
+"""How a dataset becomes the rows of a job: every file read once, every wrong row named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from windrow.conditions import Reason
+from windrow.crd import DatasetSpec
+from windrow.errors import UserError
+from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.records import DatasetRecord, read_records
+from windrow_sidecar.finetune.data.rows import row_of
+from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
+from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
+from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
+
+log = logging.getLogger(__name__)
+
+# Wrong rows that one message names; reading ends there.
+NAMED = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can take."""
+
+    vocabulary: int
+    positions: int | None  # tokens of a row; None: the model names no bound
+    prefix: int = 0  # positions that virtual tokens take before each row
+
+    @classmethod
+    def of(cls, config: Any, *, prefix: int = 0) -> ModelLimits:  # noqa: ANN401
+        """Read them from transformers' configuration of a model."""
+        text = config.get_text_config()
+        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None), prefix)
+
+
+@dataclass(slots=True)
+class _WrongRows:
+    """What has been found wrong so far, and what that means."""
+
+    skip: bool
+    found: list[UserError] = field(default_factory=list)
+    count: int = 0
+    first: str = ""
+
+    def add(self, error: UserError) -> None:
+        if error.reason != Reason.DATASET_INVALID or error.field.startswith("spec."):
+            raise error
+        self.count += 1
+        if self.skip:
+            log.warning("row left out: %s", error)
+            self.first = self.first or f"{error.field}: {error.problem}"
+        else:
+            self.found.append(error)
+            if len(self.found) == NAMED:
+                self.settle()
+
+    def notes(self) -> Iterator[str]:
+        """Yield what is left out, in a sentence."""
+        if self.first:
+            yield f"{rows_are(self.count)} wrong and left out (first {self.first})"
+
+    def settle(self) -> None:
+        """Raise what was found, as one error."""
+        if len(self.found) == 1:
+            raise self.found[0]
+        if self.found:
+            first, *others = self.found
+            also = "; ".join(f"{e.field}: {e.problem}" for e in others)
+            more = ", reading ended there" if len(self.found) == NAMED else ""
+            raise UserError(
+                f"{first.problem}; also wrong{more}: {also}",
+                field=first.field,
+                remedy=f"{first.remedy} Or set spec.dataset.badRows to skip.",
+                reason=Reason.DATASET_INVALID,
+            )
+
+
+def read_dataset(
+    spec: DatasetSpec,
+    tokenizer: RowTokenizer,
+    limits: ModelLimits,
+    *,
+    seed: int,
+    alive: Callable[[], None] = lambda: None,
+    into: TokenFile | None = None,
+) -> DataSplit:
+    """Read, check and tokenize all rows; hold out some by the seed.
+
+    `alive` is called at each row, since a large set may take hours. `into`: where they are put.
+
+    Raises:
+        UserError: a file or row is wrong (the message names up to ten rows with their places), a
+            row is longer than the model allows, or there are too few rows.
+        Transient: the place does not answer.
+    """
+    wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
+    notes: list[str] = []
+    for file in find_files(spec.source, spec.split, notes.append):
+        holds_any = False
+        for record in read_records(file):
+            alive()
+            holds_any = True
+            try:
+                example = _example(record, spec.format, tokenizer)
+            except UserError as error:
+                wrong.add(error)
+                continue
+            _check_fits(example, limits)
+            stored.add(example)
+        if not holds_any:
+            notes.append(f"{file.name} holds no row")
+    wrong.settle()
+    notes += [*wrong.notes(), *tokenizer.notes()]
+    for note in notes:
+        log.warning("%s", note)
+    if not len(stored):
+        raise _empty(spec.source, wrong)
+    held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
+    kept = [row for row in range(len(stored)) if row not in held]
+    return DataSplit(
+        StoredRows(stored, kept),
+        StoredRows(stored, sorted(held)),
+        wrong.count,
+        tokenizer.cut,
+        tuple(notes),
+        stored.digest,
+    )
+
+
+def _example(record: DatasetRecord, form: str, tokenizer: RowTokenizer) -> Example:
+    return tokenizer.example(row_of(record, form))
+
+
+def _check_fits(example: Example, limits: ModelLimits) -> None:
+    if limits.positions is not None and limits.prefix + example.length > limits.positions:
+        raise _too_long(example, limits.positions, limits.prefix)
+    if max(example.ids) >= limits.vocabulary:
+        raise UserError(
+            f"the tokenizer makes token {max(example.ids)} ({example.where}), the model's "
+            f"vocabulary ends before {limits.vocabulary}",
+            field="spec.model.name",
+            remedy="Use the model's own tokenizer, or resize the model's embeddings.",
+            reason=Reason.MODEL_UNSUPPORTED,
+        )
+
+
+def _too_long(example: Example, positions: int, prefix: int) -> UserError:
+    problem = f"{example.where} has {example.length} tokens, the model allows {positions}"
+    remedy = f"Set it to {positions - prefix} or less: longer rows are cut."
+    if prefix:
+        problem += f", of which spec.adapter.prefix.virtualTokens takes {prefix}"
+        remedy = (
+            f"{remedy} Or lower virtualTokens." if prefix < positions else "Lower virtualTokens."
+        )
+    return UserError(
+        problem,
+        field="spec.training.maxSequenceLength",
+        remedy=remedy,
+        reason=Reason.DATASET_INVALID,
+    )
+
+
+def _empty(source: str, wrong: _WrongRows) -> UserError:
+    why = "it holds no row"
+    if wrong.count:
+        why = f"all of its {wrong.count} rows are wrong (first {wrong.first})"
+    return UserError(
+        f"{source} has nothing to train on: {why}",
+        field="spec.dataset.source",
+        remedy="Write one JSON object a line.",
+        reason=Reason.DATASET_EMPTY,
+    )

@@ -1,0 +1,182 @@
+"""What stands in a file of a dataset: its objects one by one, each with its place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from typing import Any, BinaryIO, cast
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow_sidecar.finetune.data.places import DataFile, reaching
+
+# Rows of a Parquet file that are in memory at once.
+_BATCH_ROWS = 1024
+# How plain OSErrors of bz2 and pyarrow begin that tell of a damaged file.
+_DAMAGE = (
+    "Invalid data stream",
+    "Truncated compressed stream",
+    "ZSTD decompress",
+    "Corrupt",
+    "Couldn't deserialize",
+)
+
+Fields = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRecord:
+    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines."""
+
+    where: str
+    content: Any  # bytes of a line, what a library made of it, or why it could not
+
+    def fields(self) -> Fields:
+        """Return the object.
+
+        Raises:
+            UserError: it is none.
+        """
+        if isinstance(self.content, UnicodeDecodeError):
+            raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
+        found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
+        if not isinstance(found, dict):
+            raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
+        return found
+
+
+def read_records(file: DataFile) -> Iterator[DatasetRecord]:
+    """Yield the records of a file as they are read; the whole is in memory for .json only.
+
+    Raises:
+        UserError: the file is not what its suffix says, is damaged, or cannot be read.
+        DatasetSilent: the place does not answer.
+    """
+    with reaching(file.name), _unpacking(file.name), _opened(file) as source:
+        yield from _READERS[file.suffix](source, file.name)
+
+
+@contextmanager
+def _opened(file: DataFile) -> Iterator[BinaryIO]:
+    """Yield what stands in a file, unpacked; fsspec knows no zstd, pyarrow does."""
+    if not file.path.endswith(".zst"):
+        with file.system.open(file.path, "rb", compression="infer") as source:
+            yield source
+        return
+    import pyarrow
+
+    with (
+        file.system.open(file.path, "rb") as packed,
+        pyarrow.CompressedInputStream(packed, "zstd") as unpacked,
+    ):
+        yield cast("BinaryIO", BufferedReader(unpacked))
+
+
+@contextmanager
+def _unpacking(name: str) -> Iterator[None]:
+    """Hold while a file is read; what unpackers raise of a damaged one is the file's fault."""
+    try:
+        yield
+    except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+        damaged = not isinstance(error, OSError) or isinstance(error, gzip.BadGzipFile)
+        if not damaged and not str(error).startswith(_DAMAGE):
+            raise  # of a disk or a network
+        raise UserError(
+            f"{name} is damaged or cut off ({error})",
+            field="spec.dataset.source",
+            remedy="Write it again; its suffix has to say how it is packed.",
+            reason=Reason.DATASET_UNREADABLE,
+        ) from error
+
+
+def bad_row(where: str, problem: str, remedy: str) -> UserError:
+    """Return the error for one row."""
+    return UserError(problem, field=where, remedy=remedy, reason=Reason.DATASET_INVALID)
+
+
+def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
+    for number, line in enumerate(source, start=1):
+        if line.strip():
+            yield DatasetRecord(f"{name}:{number}", line)
+
+
+def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
+    try:
+        found = json.load(source)
+    except UnicodeDecodeError as error:
+        raise _bad_file(name, "is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
+    except (ValueError, RecursionError) as error:
+        raise _bad_file(name, f"is beyond what is read of JSON ({error})") from error
+    if isinstance(found, dict) and isinstance(found.get("data"), list):
+        found = found["data"]
+    if not isinstance(found, list):
+        raise _bad_file(name, "is not a list of rows")
+    for number, element in enumerate(found):
+        yield DatasetRecord(f"{name}[{number}]", element)
+
+
+def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        for batch in parquet.ParquetFile(source).iter_batches(_BATCH_ROWS):
+            for element in _python_of(batch):
+                yield DatasetRecord(f"{name}[{number}]", element)
+                number += 1
+    except pyarrow.ArrowException as error:
+        raise _bad_file(name, f"is not a Parquet file ({error})") from error
+
+
+def _python_of(batch: Any) -> list[Any]:  # noqa: ANN401 - pyarrow's
+    """Return the rows of a batch; one that is not UTF-8 is its error, and the others are rows."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+    return [row for n in range(batch.num_rows) for row in _python_of(batch.slice(n, 1))]
+
+
+def _is_line(content: Any) -> bool:  # noqa: ANN401
+    return isinstance(content, bytes)
+
+
+def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
+    try:
+        return json.loads(line)
+    except UnicodeDecodeError as error:
+        raise bad_row(where, "is not UTF-8", "Save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
+        problem = f"is not JSON ({error.msg}, column {error.colno})"
+        raise bad_row(where, problem, "Mend the line.") from error
+    except (ValueError, RecursionError) as error:  # thousands of digits, or of brackets
+        raise bad_row(
+            where, f"is beyond what is read of JSON ({error})", "Mend the line."
+        ) from error
+
+
+def _bad_file(name: str, problem: str) -> UserError:
+    return UserError(
+        f"{name} {problem}",
+        field="spec.dataset.source",
+        remedy="Write JSON lines (.jsonl), a JSON list of objects (.json) or Parquet (.parquet).",
+        reason=Reason.DATASET_UNREADABLE,
+    )
+
+
+_READERS: dict[str, Callable[[BinaryIO, str], Iterator[DatasetRecord]]] = {
+    ".jsonl": _lines,
+    ".ndjson": _lines,
+    ".json": _array,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,156 @@
+"""What a row of each format holds, checked, with what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from windrow_sidecar.finetune.data.records import DatasetRecord, Fields, bad_row
+
+ROLES = ("system", "user", "assistant", "tool")
+# By which field a row of each format is told.
+MARKS = {"chat": "messages", "instruction": "instruction", "completion": "prompt", "text": "text"}
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRow:
+    """One row: either the turns of a conversation, or a prompt and its answer.
+
+    `where` is its place. Turns are as the row has them, without fields that are null; so are
+    `tools` and `template_settings`, which the chat template gets besides.
+    """
+
+    where: str
+    turns: tuple[Fields, ...] = ()
+    tools: list[Fields] | None = None
+    template_settings: Fields = field(default_factory=dict)
+    prompt: str = ""
+    answer: str = ""
+
+
+def row_of(record: DatasetRecord, form: str) -> DatasetRow:
+    """Return a record as a row of the format `chat`, `instruction`, `completion` or `text`.
+
+    Raises:
+        UserError: it is none; `field` is its place.
+    """
+    fields = record.fields()
+    if MARKS[form] not in fields:
+        _refuse_other_format(fields, record.where, form)
+    return _PARSERS[form](fields, record.where)
+
+
+def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
+    for other, mark in MARKS.items():
+        if mark in fields:
+            raise bad_row(
+                where,
+                f"has no `{MARKS[form]}`: it looks like a row of the format {other}, "
+                f"spec.dataset.format is {form}",
+                "Keep rows of one format in a dataset, and name it in spec.dataset.format.",
+            )
+
+
+def _chat(fields: Fields, where: str) -> DatasetRow:
+    found = fields.get("messages")
+    if not isinstance(found, list) or not found:
+        raise bad_row(
+            where,
+            "has no `messages` (a list of turns)",
+            "Write {'messages': [{'role': 'user', 'content': ...}, ...]}, or set "
+            "spec.dataset.format.",
+        )
+    turns = tuple(_turn(turn, f"messages[{i}]", where) for i, turn in enumerate(found))
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise bad_row(where, "has no turn of the assistant to learn from", "Add one.")
+    if fields.get("functions"):
+        raise bad_row(where, "has `functions`, which no template gets", "Write them in `tools`.")
+    settings = fields.get("chat_template_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise bad_row(where, "`chat_template_kwargs` is no object", "Write an object.")
+    return DatasetRow(where, turns=turns, tools=_tools(fields, where), template_settings=settings)
+
+
+def _tools(fields: Fields, where: str) -> list[Fields] | None:
+    """Return a row's tools: a list, or the JSON of one, as Parquet files have it."""
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            tools = [tools]
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise bad_row(where, "`tools` is no list of objects", "Write a list of JSON schemas.")
+    return tools
+
+
+def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
+    if not isinstance(turn, dict) or turn.get("role") not in ROLES:
+        raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
+    for call in ("tool_calls", "function_call"):
+        if turn.get(call):
+            raise bad_row(
+                where,
+                f"{name} has `{call}`, which is not learnt",
+                "Write the call into `content` as the model writes it, or drop the row.",
+            )
+    if turn["role"] == "assistant" and turn.get("weight", 1) != 1:
+        raise bad_row(
+            where,
+            f"{name} has the `weight` {turn['weight']}, and every answer counts the same here",
+            "Take `weight` out, or make a row of its own for each answer that shall be learnt.",
+        )
+    if not isinstance(turn.get("content"), str):
+        raise bad_row(where, f"{name} has no `content` that is text", "Write the turn's text.")
+    if turn["role"] == "assistant" and not turn["content"].strip():
+        raise bad_row(
+            where,
+            f"{name}: the assistant says nothing, so only the end of its turn would be learnt",
+            "Give the turn a text, or drop the row.",
+        )
+    return {key: value for key, value in turn.items() if value is not None}
+
+
+def _instruction(fields: Fields, where: str) -> DatasetRow:
+    task, answer = _text(fields, "instruction", where), _text(fields, "output", where)
+    given = fields.get("input") or ""
+    if not isinstance(given, str):
+        raise bad_row(where, "`input` is not text", "Write text or leave it out.")
+    material = f"### Input:\n{given}\n\n" if given.strip() else ""
+    prompt = f"### Instruction:\n{task}\n\n{material}### Response:\n"
+    return DatasetRow(where, prompt=prompt, answer=answer)
+
+
+def _completion(fields: Fields, where: str) -> DatasetRow:
+    prompt, answer = (_text(fields, name, where, blank=True) for name in ("prompt", "completion"))
+    if not (prompt + answer).strip():
+        raise bad_row(where, "prompt and completion are blank", "Write text, or drop the row.")
+    return DatasetRow(where, prompt=prompt, answer=answer)
+
+
+def _plain(fields: Fields, where: str) -> DatasetRow:
+    return DatasetRow(where, answer=_text(fields, "text", where))
+
+
+def _text(fields: Fields, name: str, where: str, *, blank: bool = False) -> str:
+    """Return a field's text; `blank`: it may consist of blanks, as a part of the row's text."""
+    value = fields.get(name)
+    if not isinstance(value, str) or not (value if blank else value.strip()):
+        found = "is blank" if isinstance(value, str) else "is not text"
+        found = found if name in fields else "is missing"
+        raise bad_row(
+            where, f"`{name}` {found}", f"Write text in `{name}`, or set spec.dataset.format."
+        )
+    return value
+
+
+_PARSERS: dict[str, Callable[[Fields, str], DatasetRow]] = {
+    "chat": _chat,
+    "instruction": _instruction,
+    "completion": _completion,
+    "text": _plain,
+}

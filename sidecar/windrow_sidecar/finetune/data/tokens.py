@@ -1,0 +1,115 @@
+"""What a row is to the model: its tokens, and which of them are learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.data.conversation import Conversations
+from windrow_sidecar.finetune.data.encoding import Rendered, encode
+from windrow_sidecar.finetune.data.records import bad_row
+from windrow_sidecar.finetune.data.rows import DatasetRow
+from windrow_sidecar.finetune.data.split import Example
+
+
+def rows_are(count: int) -> str:
+    """Begin a sentence about so many rows."""
+    return "1 row is" if count == 1 else f"{count} rows are"
+
+
+class RowTokenizer:
+    """Turns rows into the tokens that `tokenizer(text)` or `apply_chat_template` makes of them.
+
+    The loss counts what the assistant says (chat), the completion (instruction, completion) or
+    everything (text); and the end of the text (EOS), which is put after all but chats.
+
+    Args:
+        tokenizer: the model's. It needs no padding token: padding has no label, and behind a causal
+            mask no token sees what stands to its right.
+        max_length: rows are cut to so many tokens.
+        learn_all: prompts count as well.
+    """
+
+    def __init__(self, tokenizer: Any, *, max_length: int, learn_all: bool = False) -> None:  # noqa: ANN401
+        self._tokenizer, self._max_length, self._learn_all = tokenizer, max_length, learn_all
+        self._conversations = Conversations(tokenizer, learn_all=learn_all)
+        self.cut = 0  # rows so far that were longer than that
+        self._longest, self._longest_at = 0, ""
+        self._blank, self._first_blank = 0, ""
+
+    def example(self, row: DatasetRow) -> Example:
+        """Return the row's tokens.
+
+        Raises:
+            UserError: the tokenizer has no chat template (`field` is then one of the spec); the
+                row is no text, or nothing to learn from is left (`field` is the row's place).
+        """
+        rendered = self._conversations.rendered(row) if row.turns else self._plain(row)
+        _check_is_text(rendered.text, row.where)
+        ids, labels = encode(self._tokenizer, rendered)
+        end = self._tokenizer.eos_token_id
+        if not row.turns and end is not None and ids[-1:] != [end]:
+            ids.append(end)
+            labels.append(end)
+        made = Example(tuple(ids[: self._max_length]), tuple(labels[: self._max_length]), row.where)
+        if made.targets == 0:
+            raise _nothing_left(row.where, len(ids), self._max_length)
+        if not row.turns and not row.answer.strip():
+            self._blank += 1
+            self._first_blank = self._first_blank or row.where
+        if len(ids) > self._max_length:
+            self.cut += 1
+            if len(ids) > self._longest:
+                self._longest, self._longest_at = len(ids), row.where
+        return made
+
+    def notes(self) -> Iterator[str]:
+        """Yield what is not learnt of the rows so far, in sentences."""
+        if self.cut:
+            yield (
+                f"{rows_are(self.cut)} cut to spec.training.maxSequenceLength, {self._max_length} "
+                f"tokens; the longest has {self._longest} ({self._longest_at})"
+            )
+        if self._blank:
+            yield (
+                f"{rows_are(self._blank)} completed by blanks alone (first {self._first_blank}): "
+                "the model learns to say nothing there"
+            )
+        if self._conversations.rewritten:
+            yield (
+                f"{self._conversations.rewritten} answers are not learnt: the model's chat "
+                "template writes them otherwise once later turns follow (first in "
+                f"{self._conversations.first_rewritten}); give each its own row to learn them"
+            )
+
+    def _plain(self, row: DatasetRow) -> Rendered:
+        text = row.prompt + row.answer
+        begin = 0 if self._learn_all else len(row.prompt)
+        return Rendered(text, ((begin, len(text)),), special=True)
+
+
+def _check_is_text(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise bad_row(
+            where,
+            f"holds {half}, half of a character that JSON writes as two",
+            "Write both halves, or take it out.",
+        ) from error
+
+
+def _nothing_left(where: str, tokens: int, max_length: int) -> UserError:
+    if tokens <= max_length:
+        return bad_row(
+            where,
+            f"none of its {tokens} tokens would be learnt",
+            "Give it an answer, or drop the row.",
+        )
+    return bad_row(
+        where,
+        f"nothing to learn from is left within {max_length} tokens (the row has {tokens})",
+        "Raise spec.training.maxSequenceLength, or shorten or drop the row.",
+    )

@@ -1,1 +1,0 @@
-"""From what `spec.dataset` names to tokens that a step can take."""

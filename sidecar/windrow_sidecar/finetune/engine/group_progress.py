@@ -1,0 +1,183 @@
+"""How far a group of micro-batches has come, and so which tasklet may run now.
+
+The one place that knows what depends on what. Orders choose among what is allowed here, and the
+engine asks again before it runs anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet, TokenWindow
+from windrow_sidecar.qos.view import Phase
+
+
+@dataclass(slots=True)
+class _Reached:
+    """Of one micro-batch. Tokens count from the left, but for `back`."""
+
+    up: list[int]  # [layer]: tokens that have passed it forward
+    windows: list[list[TokenWindow]]  # [layer]: those that have run up and not yet back
+    back: list[int]  # [layer]: tokens from here to the right have run back
+    loss: int = 0  # tokens whose loss is known
+
+
+class GroupProgress:
+    """State of one group.
+
+    Args:
+        group: micro-batches that are on their way together; their gradients count as one.
+        depth: layers of the model.
+    """
+
+    def __init__(self, group: Sequence[MicroBatch], depth: int) -> None:
+        self.group, self.depth = tuple(group), depth
+        self._of = {
+            micro: _Reached([0] * depth, [[] for _ in range(depth)], [micro.width] * depth)
+            for micro in group
+        }
+
+    @property
+    def done(self) -> bool:
+        """Whether every micro-batch is through."""
+        return all(self._is_done(micro) for micro in self.group)
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has run."""
+        return all(self._of[micro].up[0] == 0 for micro in self.group)
+
+    def up(self, micro: MicroBatch, layer: int) -> int:
+        """Tokens that have passed a layer forward."""
+        return self._of[micro].up[layer]
+
+    def above(self, micro: MicroBatch, layer: int) -> int:
+        """Tokens whose input to a layer is there: the next forward window ends there at most."""
+        return self._of[micro].up[layer - 1] if layer else micro.width
+
+    def loss(self, micro: MicroBatch) -> int:
+        """Tokens whose loss is known."""
+        return self._of[micro].loss
+
+    def last_window(self, micro: MicroBatch, layer: int) -> TokenWindow | None:
+        """The window of a layer that has to run back next; None: all have, or none has run up."""
+        windows = self._of[micro].windows[layer]
+        return windows[-1] if windows else None
+
+    def passed(self, micro: MicroBatch) -> int:
+        """How many tokens times layers it has behind it, up and down."""
+        reached = self._of[micro]
+        return sum(reached.up) + sum(micro.width - left for left in reached.back)
+
+    def advance(self, tasklet: Tasklet) -> None:
+        """Note that a tasklet has run.
+
+        Raises:
+            ValueError: it might not have.
+        """
+        for part in tasklet.each_layer():
+            self.check(part)
+            self.note(part)
+
+    def check(self, part: Tasklet) -> None:
+        """Make sure that a tasklet of one layer may run.
+
+        Raises:
+            ValueError: it may not.
+        """
+        if why := self._blocked(part):
+            raise ValueError(f"{part} may not run: {why}")
+
+    def note(self, part: Tasklet) -> None:
+        """Note that a tasklet of one layer has run which `check` has let pass."""
+        assert part.micro is not None
+        reached = self._of[part.micro]
+        if part.phase is Phase.FORWARD:
+            reached.up[part.layer] = part.window.end
+            if not part.micro.evaluation:
+                reached.windows[part.layer].append(part.window)
+        elif part.phase is Phase.LOSS:
+            reached.loss = part.window.end
+        else:
+            reached.windows[part.layer].pop()
+            reached.back[part.layer] = part.window.begin
+
+    def copy(self) -> GroupProgress:
+        """Return one that goes its own way from here."""
+        twin = GroupProgress((), self.depth)
+        twin.group = self.group
+        twin._of = {
+            m: _Reached(list(r.up), [list(w) for w in r.windows], list(r.back), r.loss)
+            for m, r in self._of.items()
+        }
+        return twin
+
+    def allowed(self, cuts: Sequence[int]) -> Iterator[Tasklet]:
+        """Yield every tasklet of one layer that may run now; forward and loss in `cuts` tokens."""
+        for micro, reached in self._of.items():
+            spans = [
+                (Phase.FORWARD, layer, reached.up[layer], self.above(micro, layer))
+                for layer in range(self.depth)
+            ]
+            spans.append((Phase.LOSS, self.depth, reached.loss, reached.up[-1]))
+            for phase, layer, begin, limit in spans:
+                for end in sorted({min(begin + cut, limit) for cut in cuts}):
+                    if end > begin:
+                        yield tasklet_of(phase, micro, layer, TokenWindow(begin, end))
+            for layer, windows in enumerate(reached.windows):
+                if windows:
+                    tasklet = tasklet_of(Phase.BACKWARD, micro, layer, windows[-1])
+                    if not self._blocked(tasklet):
+                        yield tasklet
+
+    def _blocked(self, part: Tasklet) -> str:
+        reached = self._of.get(part.micro) if part.micro else None
+        if reached is None or part.micro is None:
+            return "it belongs to another group"
+        return self._RULES[part.phase](self, part, part.micro, reached)
+
+    def _forward(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
+        if reached.up[part.layer] != part.window.begin:
+            return "tokens to the left have to pass the layer before"
+        if self.above(micro, part.layer) < part.window.end:
+            return "the layer below has not run on these tokens"
+        return ""
+
+    def _loss(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
+        del micro
+        if reached.loss != part.window.begin:
+            return "the loss is taken from left to right"
+        return "" if reached.up[-1] >= part.window.end else "the last layer has not run on them"
+
+    def _backward(self, part: Tasklet, micro: MicroBatch, reached: _Reached) -> str:
+        if micro.evaluation:
+            return "an evaluation goes up only"
+        windows = reached.windows[part.layer]
+        if not windows or windows[-1] != part.window:
+            return "a layer runs back by the windows in which it ran up"
+        if part.window.end != reached.back[part.layer]:
+            return "tokens to the right have to run back before"
+        top = part.layer + 1 == self.depth
+        ready = (
+            reached.loss >= part.window.end
+            if top
+            else reached.back[part.layer + 1] <= part.window.begin
+        )
+        return "" if ready else "the gradient from above is not there"
+
+    _RULES = {  # noqa: RUF012 - a table of methods
+        Phase.FORWARD: _forward,
+        Phase.LOSS: _loss,
+        Phase.BACKWARD: _backward,
+    }
+
+    def _is_done(self, micro: MicroBatch) -> bool:
+        reached = self._of[micro]
+        return (reached.loss == micro.width) if micro.evaluation else reached.back[0] == 0
+
+
+def tasklet_of(phase: Phase, micro: MicroBatch, layer: int, window: TokenWindow) -> Tasklet:
+    """Return the tasklet of one layer; of the loss where `layer` is the number of layers."""
+    end = layer if phase is Phase.LOSS else layer + 1
+    return Tasklet(micro.step, phase, layer, end, window, micro)

@@ -1,0 +1,255 @@
+"""A group of micro-batches on its way through the layers: the tensors behind its tasklets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.adapter.adapters import Adapter
+from windrow_sidecar.finetune.data.split import IGNORED, Example
+from windrow_sidecar.finetune.engine.group_progress import GroupProgress
+from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
+from windrow_sidecar.qos.view import Phase
+
+_SEED_BITS = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """What runs tasklets: the model's parts and its adapter."""
+
+    stack: DecoderStack
+    head: Head
+    adapter: Adapter
+
+
+class MicroBatchGroup:
+    """One group.
+
+    Args:
+        parts: of the model.
+        group: the micro-batches.
+        examples: what their rows are.
+        boundaries: where activations between layers live.
+        labels_in_batch: by which the loss is divided.
+        seed: of dropout. Each (step, row, token, module) drops on its own account, so that the same
+            units are dropped however the work is cut, and again when it runs again.
+        longest: tokens of the longest row of the step or evaluation.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        group: Sequence[MicroBatch],
+        examples: Sequence[Example],
+        boundaries: Boundaries,
+        *,
+        labels_in_batch: int,
+        seed: int,
+        longest: int = 0,
+    ) -> None:
+        self._parts, self._examples, self._boundaries = parts, examples, boundaries
+        self._labels_in_batch, self._seed, self._longest = labels_in_batch, seed, longest
+        self._at: dict[MicroBatch, Activations] = {}
+        self._targets: dict[MicroBatch, Tensor] = {}
+        self.progress = GroupProgress(group, parts.stack.depth)
+        self.loss = 0.0  # sum over the labels so far
+
+    @property
+    def group(self) -> tuple[MicroBatch, ...]:
+        """The micro-batches."""
+        return self.progress.group
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of all micro-batches."""
+        return tuple(row for micro in self.group for row in micro.rows)
+
+    def run(self, tasklet: Tasklet) -> None:
+        """Run a tasklet; afterwards the frontier is further.
+
+        Raises:
+            ValueError: it may not run yet.
+        """
+        for part in tasklet.each_layer():
+            self.progress.check(part)
+            assert part.micro is not None
+            self._RUN[part.phase](self, part, part.micro)
+            self.progress.note(part)
+        if tasklet.phase is Phase.BACKWARD and self.progress.done:
+            self._finish()
+
+    def can_repeat(self, backward: Tasklet) -> bool:
+        """Whether that one, broken off half-way, may run again as if it never had.
+
+        A window has added to the sums of its keys and values, or to those of the prefix, by then.
+        """
+        assert backward.micro is not None
+        at = self._at[backward.micro]
+        return backward.window == backward.micro.whole and at.prefix is None
+
+    @property
+    def can_spill(self) -> bool:
+        """Whether nothing but layers hangs on the adapter: a prefix does."""
+        return all(at.prefix is None for at in self._at.values())
+
+    @property
+    def spill_bytes(self) -> int:
+        """How much host memory `spill` takes."""
+        return sum(x.nbytes for at in self._at.values() for x in at.inputs if x is not None)
+
+    def spill(self) -> None:
+        """Move what later tasklets need to the host and forget the rest; boundaries are cleared.
+
+        Layers that have run up run forward once more, each before its backward, so nothing changes
+        in what is learnt. Further boundaries lie on the host as well.
+        """
+        for at in self._at.values():
+            at.forget_graphs()
+        self._boundaries.clear()
+        self._boundaries = TorchBoundaries()
+
+    def _forward(self, part: Tasklet, micro: MicroBatch) -> None:
+        at = self._at.get(micro) or self._begin(part, micro)
+        self._seed_dropout(part, micro)
+        self._parts.stack.forward(
+            at, part.layer, part.window, self._boundaries, learn=not micro.evaluation
+        )
+
+    def _begin(self, part: Tasklet, micro: MicroBatch) -> Activations:
+        examples = [self._examples[row] for row in micro.rows]
+        positions = None
+        if micro.packed:
+            ids, targets, positions = packed(examples)
+            positions = positions.to(self._parts.stack.device)
+        else:
+            ids, targets = padded(examples)
+        ids = ids.to(self._parts.stack.device)
+        self._targets[micro] = targets.to(ids.device)
+        prefix = self._parts.adapter.prefix(micro.lines, learn=not micro.evaluation)
+        if not self._at and not micro.evaluation:
+            tokens = max(other.padded_tokens for other in self.group)
+            self._boundaries.expect(len(self.group), tokens)
+        stack, dropout = self._parts.stack, self._parts.adapter.dropout
+        if stack.drops_embeddings and not micro.evaluation:
+            dropout.at(self._seed, part.step, micro.rows, micro.whole, packed=_lengths(micro))
+        at = self._at[micro] = stack.begin(ids, prefix, positions, dropout, self._longest)
+        return at
+
+    def _loss(self, part: Tasklet, micro: MicroBatch) -> None:
+        at, window = self._at[micro], part.window
+        hidden = at.inputs[-1]
+        assert hidden is not None
+        part_of_row = (slice(None), slice(window.begin, window.end))
+        hidden = hidden.detach()[part_of_row].to(at.ids.device)
+        targets = self._targets[micro][part_of_row]
+        if micro.evaluation:
+            self.loss += float(self._parts.head.loss(hidden, targets))
+            return
+        adapter = self._parts.adapter
+        self._seed_dropout(part, micro)  # for an adapter of the head
+        total, gradient = self._parts.head.loss_and_gradient(
+            hidden,
+            targets,
+            labels_in_batch=self._labels_in_batch,
+            dropout=adapter.dropout if adapter.drops else None,
+        )
+        self.loss += float(total)
+        if window == micro.whole:
+            at.gradient = gradient
+            return
+        if at.gradient is None:
+            at.gradient = gradient.new_empty(*at.ids.shape, gradient.shape[-1])
+        at.gradient[part_of_row] = gradient
+
+    def _backward(self, part: Tasklet, micro: MicroBatch) -> None:
+        self._seed_dropout(part, micro)  # for what runs its forward a second time
+        with _whole_or_nothing(self._parts.adapter.learning(self._parts.stack.layers[part.layer])):
+            self._parts.stack.backward(self._at[micro], part.layer, part.window)
+
+    _RUN = {  # noqa: RUF012 - a table of methods
+        Phase.FORWARD: _forward,
+        Phase.LOSS: _loss,
+        Phase.BACKWARD: _backward,
+    }
+
+    def _seed_dropout(self, part: Tasklet, micro: MicroBatch) -> None:
+        if micro.evaluation:
+            return
+        if self._parts.adapter.drops:
+            self._parts.adapter.dropout.at(
+                self._seed,
+                part.step,
+                micro.rows,
+                part.window,
+                packed=_lengths(micro),
+            )
+        if self._parts.stack.own_dropout:
+            key = (self._seed, part.step, micro.rows[0], part.layer)
+            torch.manual_seed(hash(key) & _SEED_BITS)
+
+    def _finish(self) -> None:
+        for at in self._at.values():
+            if at.prefix is not None:
+                at.prefix.backward()
+        self._at.clear()
+        self._boundaries.clear()
+
+
+@contextmanager
+def _whole_or_nothing(learns: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let these have the block's gradient added when it ends, not if it fails.
+
+    Costs no addition more: without a `.grad` autograd hands over the gradient itself.
+    """
+    before = [parameter.grad for parameter in learns]
+    for parameter in learns:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(learns, before, strict=True):
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in zip(learns, before, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        elif gradient is not None:
+            parameter.grad.add_(gradient)
+
+
+def _lengths(micro: MicroBatch) -> tuple[int, ...]:
+    """Of rows in one line; empty: each has its own."""
+    return micro.lengths if micro.packed else ()
+
+
+def padded(examples: Sequence[Example]) -> tuple[Tensor, Tensor]:
+    """Return ids and targets, [rows, width] int64, padded on the right.
+
+    `targets[:, i]` is what the model has to say after token i; -100 where the loss does not look.
+    """
+    width = max(e.length for e in examples)
+    ids = torch.zeros(len(examples), width, dtype=torch.int64)
+    targets = torch.full((len(examples), width), IGNORED, dtype=torch.int64)
+    for i, example in enumerate(examples):
+        ids[i, : example.length] = torch.tensor(example.ids)
+        targets[i, : example.length - 1] = torch.tensor(example.labels[1:])
+    return ids, targets
+
+
+def packed(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, targets and positions, each [1, all tokens] int64, row after row.
+
+    Positions begin anew with each row, by which the model's own masks keep rows apart.
+    """
+    ids = torch.tensor([token for e in examples for token in e.ids])
+    targets = torch.tensor([label for e in examples for label in (*e.labels[1:], IGNORED)])
+    positions = torch.cat([torch.arange(e.length) for e in examples])
+    return ids[None], targets[None], positions[None]

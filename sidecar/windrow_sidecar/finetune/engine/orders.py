@@ -1,0 +1,170 @@
+"""In which order the tasklets of a group run, and what an order will run next.
+
+An order looks at the frontier and names the next tasklet; nothing else is remembered, so windows
+may change from one to the next, and a plan may be made anew at any moment.
+
+Between two tasklets the caches hold the layer that has just run, so finding one of them costs four
+times what the next costs right behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from windrow_sidecar.finetune.engine.group_progress import GroupProgress, tasklet_of
+from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet, TokenWindow
+from windrow_sidecar.qos.view import Phase
+
+_WHOLE = WholeRows()
+
+
+Order = Callable[[GroupProgress, TaskletSizing], Tasklet | None]
+
+
+def layer_major(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
+    """Every micro-batch passes a layer before any passes the next: a layer is visited twice."""
+    return _layers_up(at, sizing) or _losses(at, sizing) or _layers_down(at)
+
+
+def token_major(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
+    """Each window goes up through all layers and to its loss before the next one does."""
+    for micro in at.group:
+        if at.loss(micro) < min(micro.width, at.up(micro, at.depth - 1)):
+            return _loss(at, micro, sizing)
+        if at.up(micro, at.depth - 1) < micro.width:
+            return _window_up(at, micro, sizing)
+    return _layers_down(at)
+
+
+def interleaved(at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
+    """Micro-batches take turns at each layer, whatever the phase of the one that is behind."""
+    behind = sorted(at.group, key=at.passed)
+    for micro in behind:
+        alone = _layers_up(at, sizing, (micro,)) or _losses(at, sizing, (micro,))
+        if found := alone or _layers_down(at, (micro,)):
+            return found
+    return None
+
+
+ORDERS: dict[str, Order] = {
+    "layer-major": layer_major,
+    "token-major": token_major,
+    "interleaved": interleaved,
+}
+
+
+def unfold(order: Order, at: GroupProgress, sizing: TaskletSizing = _WHOLE) -> Iterator[Tasklet]:
+    """Yield what an order will run from here on, if nothing changes meanwhile."""
+    at = at.copy()
+    while (tasklet := order(at, sizing)) is not None:
+        at.advance(tasklet)
+        yield tasklet
+
+
+def next_of(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Tasklet | None:
+    """Return the next tasklet; over several layers where the order goes on so and they fit."""
+    made = order(at, sizing)
+    if made is None or not sizing.fits(made.with_another_layer()):
+        return made  # most often, so without a look ahead, which takes as long as ten of these
+    for following in islice(unfold(order, at, sizing), 1, None):
+        longer = made.joined(following)
+        if longer is None or not sizing.fits(longer):
+            break
+        made = longer
+    return made
+
+
+def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[Tasklet]:
+    """Yield what `next_of` will return from here on, if nothing changes meanwhile."""
+    at = at.copy()
+    while (tasklet := next_of(order, at, sizing)) is not None:
+        at.advance(tasklet)
+        yield tasklet
+
+
+def _layers_up(
+    at: GroupProgress, sizing: TaskletSizing, group: tuple[MicroBatch, ...] | None = None
+) -> Tasklet | None:
+    for layer in range(at.depth):
+        for micro in group or at.group:
+            begin, limit = at.up(micro, layer), at.above(micro, layer)
+            if begin < limit:
+                end = min(limit, begin + sizing.cut(Phase.FORWARD, micro))
+                return tasklet_of(Phase.FORWARD, micro, layer, TokenWindow(begin, end))
+    return None
+
+
+def _window_up(at: GroupProgress, micro: MicroBatch, sizing: TaskletSizing) -> Tasklet:
+    """Move the window on its way one layer up, or let the next one in."""
+    for layer in range(at.depth - 1, 0, -1):
+        begin, limit = at.up(micro, layer), at.above(micro, layer)
+        if begin < limit:
+            return tasklet_of(Phase.FORWARD, micro, layer, TokenWindow(begin, limit))
+    begin = at.up(micro, 0)
+    end = min(micro.width, begin + sizing.cut(Phase.FORWARD, micro))
+    return tasklet_of(Phase.FORWARD, micro, 0, TokenWindow(begin, end))
+
+
+def _losses(
+    at: GroupProgress, sizing: TaskletSizing, group: tuple[MicroBatch, ...] | None = None
+) -> Tasklet | None:
+    for micro in group or at.group:
+        if at.loss(micro) < micro.width:
+            return _loss(at, micro, sizing)
+    return None
+
+
+def _loss(at: GroupProgress, micro: MicroBatch, sizing: TaskletSizing) -> Tasklet:
+    begin = at.loss(micro)
+    end = min(at.up(micro, at.depth - 1), begin + sizing.cut(Phase.LOSS, micro))
+    return tasklet_of(Phase.LOSS, micro, at.depth, TokenWindow(begin, end))
+
+
+def _layers_down(at: GroupProgress, group: tuple[MicroBatch, ...] | None = None) -> Tasklet | None:
+    for layer in reversed(range(at.depth)):
+        for micro in group or at.group:
+            window = at.last_window(micro, layer)
+            if window is not None:
+                return tasklet_of(Phase.BACKWARD, micro, layer, window)
+    return None
+
+
+# As many as are found at once. What is learned of tasklets meanwhile changes only what follows.
+AHEAD = 8
+
+
+class Lookahead:
+    """What an order will run next, as far as the frontier allows it.
+
+    Args:
+        order: of the tasklets.
+        frontier: of the group; others move it, and say so.
+    """
+
+    def __init__(self, order: Order, progress: GroupProgress) -> None:
+        self._order, self._progress = order, progress
+        self._sizing: TaskletSizing | None = None
+        self._found: deque[Tasklet] = deque()
+
+    def peek(self, sizing: TaskletSizing) -> Tasklet | None:
+        """Return the next one; None: the group is through. Another grain begins a new plan."""
+        if sizing != self._sizing:
+            self._sizing = sizing
+            self._found.clear()
+        if not self._found:
+            self._found.extend(islice(listing(self._order, self._progress, sizing), AHEAD))
+        return self._found[0] if self._found else None
+
+    def ran(self, tasklet: Tasklet) -> None:
+        """That one has run; the plan goes on if it was the next, else it is made anew."""
+        if self._found and self._found[0] is tasklet:
+            self._found.popleft()
+        else:
+            self._found.clear()
+
+    def forget(self) -> None:
+        """Others have moved the frontier: make the plan anew."""
+        self._found.clear()

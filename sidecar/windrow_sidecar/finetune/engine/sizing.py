@@ -1,0 +1,276 @@
+"""How large a tasklet is: measured times of layers, and the tokens that stay within a bound."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.offload.schedule import micro_batches_to_hide
+from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
+from windrow_sidecar.qos.view import Phase
+
+# Weight of the newest measurement: settles within about ten tasklets, which is two layers' worth.
+FRESH = 0.2
+# Sizes that differ by less than a tenth say nothing about what a tasklet costs beside its tokens.
+_SPREAD = 0.1
+# Floating-point operations: for each weight and token (forward, back, and forward once more), and
+# those that a slow core does, before anything was measured.
+_FLOPS_A_WEIGHT, _FLOPS_A_SECOND = 8, 20e9
+# Measurements before a level may be preferred to another: the first ones find cold threads.
+SETTLED = 10
+# More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
+WORTHWHILE = 0.97
+# What is known of a level is out of date unless so many of the phase's last tasklets ran on it. One
+# try is not enough: a team that has slept takes half as long again for its first tasklets, and one
+# bad moment would keep it asleep for good.
+TRIED, LAST = 5, 50
+
+
+@dataclass(slots=True)
+class _Level:
+    """Of one phase on so many units: microseconds of a layer as a line over its tokens.
+
+    Fitted with forgetting.
+
+    Attributes:
+        fixed, slope: us of a tasklet without tokens, us a token; both 0: never measured.
+    """
+
+    measured: int = 0
+    x: float = 0.0
+    y: float = 0.0
+    xx: float = 0.0
+    xy: float = 0.0
+    fixed: float = 0.0
+    slope: float = 0.0
+
+    def learn(self, tokens: float, us: float) -> None:
+        weight = FRESH if self.measured else 1.0
+        self.measured += 1
+        self.x += weight * (tokens - self.x)
+        self.y += weight * (us - self.y)
+        self.xx += weight * (tokens * tokens - self.xx)
+        self.xy += weight * (tokens * us - self.xy)
+        # Asked for several times before the next measurement.
+        self.fixed, self.slope = self._fit()
+
+    def _fit(self) -> tuple[float, float]:
+        """Without sizes that differ, and where the fit makes no sense, time is in proportion."""
+        variance = self.xx - self.x * self.x
+        if variance > (_SPREAD * self.x) ** 2:
+            slope = (self.xy - self.x * self.y) / variance
+            fixed = self.y - slope * self.x
+            if slope > 0 and fixed > 0:
+                return fixed, slope
+        return 0.0, self.y / self.x
+
+
+class Estimates:
+    """What tasklets have taken in this slot."""
+
+    def __init__(self) -> None:
+        self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
+        self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
+
+    def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
+        """Take one measurement into account."""
+        self._last[tasklet.phase].append(units)
+        self._levels[tasklet.phase, units].learn(_size(tasklet), elapsed_us / tasklet.parts)
+
+    def estimate_us(self, tasklet: Tasklet, units: int) -> int:
+        """Microseconds on so many units; 0: never measured there."""
+        return round(self._us(tasklet, units))
+
+    def expected_s(self, tasklet: Tasklet, weights: int) -> float:
+        """Seconds on the slowest level where its phase was measured; before, by its products.
+
+        `weights`: of a layer, or of the head.
+        """
+        levels = {units for phase, units in self._levels if phase is tasklet.phase}
+        if known_us := max((self._us(tasklet, units) for units in levels), default=0.0):
+            return known_us / 1e6
+        return tasklet.parts * tasklet.tokens * weights * _FLOPS_A_WEIGHT / _FLOPS_A_SECOND
+
+    def useful_units(self, tasklet: Tasklet, granted: int) -> int:
+        """Return how many of the granted units make `tasklet` fastest.
+
+        All of them until they have been tried, and again now and then; fewer where more have proved
+        slower, or hardly any faster.
+        """
+        if granted <= 1 or self._last[tasklet.phase].count(granted) < TRIED:
+            return granted
+        best = granted
+        tried = {units for phase, units in self._levels if phase is tasklet.phase}
+        for units in sorted((units for units in tried if units < granted), reverse=True):
+            levels = (self._levels[tasklet.phase, n] for n in (units, best))
+            if min(level.measured for level in levels) < SETTLED:
+                continue
+            if self._us(tasklet, best) > WORTHWHILE * self._us(tasklet, units):
+                best = units
+        return best
+
+    def by_level(self, tasklet: Tasklet, levels: Sequence[int]) -> tuple[int, ...]:
+        """`estimate_us` for each of those numbers of units, as an offer holds them."""
+        return tuple(self.estimate_us(tasklet, units) for units in levels)
+
+    def tokens_within(self, phase: Phase, bound_us: float) -> int:
+        """Padded tokens with which one layer stays within `bound_us` on any level in use.
+
+        At least 1 where anything is known; 0: nothing is.
+        """
+        return min(
+            (max(1, int((bound_us - fixed) / slope)) for fixed, slope in self._in_use(phase)),
+            default=0,
+        )
+
+    def layer_us(self, phase: Phase, tokens: int) -> float:
+        """Microseconds of one layer for so many padded tokens, on the fastest level in use.
+
+        0: nothing is known.
+        """
+        return min((fixed + slope * tokens for fixed, slope in self._in_use(phase)), default=0.0)
+
+    def _in_use(self, phase: Phase) -> list[tuple[float, float]]:
+        """Coefficients of the phase on the levels of the last tasklets, where it was measured."""
+        units = {units for last in self._last.values() for units in last}
+        levels = [self._levels.get((phase, n)) for n in units]
+        return [(level.fixed, level.slope) for level in levels if level and level.measured]
+
+    def _us(self, tasklet: Tasklet, units: int) -> float:
+        level = self._levels.get((tasklet.phase, units))
+        return tasklet.parts * (level.fixed + level.slope * _size(tasklet)) if level else 0.0
+
+
+def _size(tasklet: Tasklet) -> int:
+    return tasklet.tokens if tasklet.micro else 1
+
+
+# Of the bound on what is in flight: estimates are means, and the slowest of a hundred tasklets
+# takes about a third more.
+TARGET = 0.7
+# Padded tokens of a tasklet before anything has been measured: short on any device.
+FIRST_TOKENS = 32
+# Fewer mostly pay for the call: a layer of a small model takes 1 ms for no tokens at all. Beside
+# decode on two cores, windows of 24 to 34 tokens kept within 5.5 ms and made 1,200 tokens a second,
+# one row of 200 at a time 2,373 (0.64 of the device alone), three rows 2,688 to 2,933 (0.68 to
+# 0.77), four rows 2,983 (0.74). So the bound gives way to this, and a layer that is longer is held
+# up between its modules (`suspension`).
+LEAST_TOKENS = 896
+
+
+class TaskletSizing(Protocol):
+    """How an order is cut into tasklets."""
+
+    def cut(self, phase: Phase, micro: MicroBatch) -> int:
+        """Return of how many tokens of each row a tasklet takes, at least one (see `orders`)."""
+
+    def fits(self, tasklet: Tasklet) -> bool:
+        """Whether a tasklet that spans several layers is not too large."""
+
+
+class WholeRows:
+    """One layer, all tokens: nobody waits for the device, or windows cannot be."""
+
+    def cut(self, phase: Phase, micro: MicroBatch) -> int:
+        """Return the whole width."""
+        del phase
+        return micro.width
+
+    def fits(self, tasklet: Tasklet) -> bool:
+        """No: a tasklet is a layer."""
+        del tasklet
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """A fixed number of tokens of each row."""
+
+    tokens: int
+
+    def cut(self, phase: Phase, micro: MicroBatch) -> int:
+        """Return it."""
+        del phase, micro
+        return self.tokens
+
+    def fits(self, tasklet: Tasklet) -> bool:
+        """No: a tasklet is a layer."""
+        del tasklet
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """As large as stays within a bound: a window of a layer, or several layers.
+
+    Attributes:
+        estimates: of this slot.
+        bound_us: on what is in flight.
+        units: that are granted now.
+        windows: whether rows may be cut.
+        most_tokens: of a window, as the policy asks; 0: it does not.
+    """
+
+    estimates: Estimates
+    bound_us: int
+    units: int
+    windows: bool = True
+    most_tokens: int = 0
+
+    def tokens(self, phase: Phase) -> int:
+        """Padded tokens of one layer, over all rows; a window runs forward and back."""
+        worst = Phase.LOSS if phase is Phase.LOSS else Phase.BACKWARD
+        known = self.estimates.tokens_within(worst, TARGET * self.bound_us)
+        if not known and worst is Phase.BACKWARD:
+            # A backward takes about twice as long: the gradient of the input, and of the adapter.
+            known = self.estimates.tokens_within(Phase.FORWARD, TARGET / 2 * self.bound_us)
+        known = max(LEAST_TOKENS, known) if known else FIRST_TOKENS
+        return min(known, self.most_tokens) if self.most_tokens else known
+
+    def cut(self, phase: Phase, micro: MicroBatch) -> int:
+        """Return the share of each row; even windows, since a short last one costs a whole call."""
+        if not self.windows and phase is not Phase.LOSS:
+            return micro.width
+        most = max(1, self.tokens(phase) // micro.lines)
+        return -(-micro.width // -(-micro.width // most))
+
+    def fits(self, tasklet: Tasklet) -> bool:
+        """Whether it is known to take no longer than a tasklet should."""
+        units = self.estimates.useful_units(tasklet, self.units)
+        return 0 < self.estimates.estimate_us(tasklet, units) <= TARGET * self.bound_us
+
+
+def micro_batches_a_visit(
+    frozen: FrozenLayers | None, estimates: Estimates, tokens: int, most: int
+) -> int:
+    """Return how many hide a layer's transfer behind what they compute, as both were measured.
+
+    One until a transfer and a forward have been, and where every layer stays in memory.
+
+    Args:
+        frozen: the layers; None: they do not take turns.
+        estimates: of this device.
+        tokens: padded ones of a micro-batch.
+        most: that a step can have.
+    """
+    if frozen is None or frozen.all_fit:
+        return 1
+    compute_us = estimates.layer_us(Phase.FORWARD, tokens)
+    if not compute_us or not frozen.bytes_per_s:
+        return 1
+    return min(most, micro_batches_to_hide(frozen.slot_bytes, frozen.bytes_per_s, compute_us / 1e6))
+
+
+def most_that_fit(wanted: int, tokens: int, capacity_tokens: Callable[[int], int]) -> int:
+    """Return as many of the wanted micro-batches as fit without any becoming smaller.
+
+    Args:
+        wanted: one at least.
+        tokens: of each, where there is room.
+        capacity_tokens: of each, by how many there are.
+    """
+    tokens = min(tokens, capacity_tokens(1))
+    return next((n for n in range(wanted, 1, -1) if capacity_tokens(n) >= tokens), 1)

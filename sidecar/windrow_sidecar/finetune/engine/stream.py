@@ -1,0 +1,445 @@
+"""What a job runs next, and the running of it: base evaluation, steps, final evaluation.
+
+One tasklet at a time, in the only legal order; between any two of them it can wait, be dropped back
+to the last committed micro-batch, or be checkpointed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, Example, lengths_of
+from windrow_sidecar.finetune.engine.group_progress import GroupProgress
+from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
+from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
+from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.offload.job_state import Home
+from windrow_sidecar.finetune.tasklets import (
+    MicroBatch,
+    MicroLimits,
+    Tasklet,
+    by_length,
+    next_micro_batch,
+    optimizer_tasklet,
+)
+from windrow_sidecar.finetune.training.checkpoint import Position
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, NotFinite, StepMetrics
+from windrow_sidecar.finetune.training.snapshot import TensorSnapshot
+from windrow_sidecar.qos.view import Phase
+
+
+class JobStage(Enum):
+    """Parts of a job's life."""
+
+    BASE_EVALUATION = "base"
+    TRAINING = "training"
+    HELD_OUT_EVALUATION = "held-out"  # between two steps
+    TUNED_EVALUATION = "tuned"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An optimizer step has ended; `position.step` of them are done."""
+
+    position: Position
+    facts: StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """Mean loss per label on the held-out rows."""
+
+    stage: JobStage
+    loss: float
+
+
+Outcome = StepDone | EvaluationDone
+
+
+class TaskletStream:
+    """The tasklets of one job.
+
+    Args:
+        parts: the model's, with its adapter.
+        optimizer: over the adapter's parameters.
+        rows, plan: what to train on, in which order.
+        total_steps: of the job.
+        boundaries: where activations between layers live.
+        limits: asked before each group of micro-batches.
+        grain: asked before each tasklet.
+        seed: of dropout.
+        order: of the tasklets of a group.
+        course: how rows stand together, and when the adapter is judged.
+    """
+
+    def __init__(
+        self,
+        parts: ModelParts,
+        optimizer: AdapterOptimizer,
+        rows: DataSplit,
+        plan: BatchPlan,
+        *,
+        total_steps: int,
+        boundaries: Boundaries,
+        limits: Callable[[], MicroLimits],
+        seed: int,
+        sizing: Callable[[], TaskletSizing] = WholeRows,
+        order: Order = layer_major,
+        evaluation_policy: EvaluationPolicy | None = None,
+    ) -> None:
+        self._parts, self._optimizer = parts, optimizer
+        self._split, self._plan, self._total_steps = rows, plan, total_steps
+        self._boundaries, self._limits, self._seed = boundaries, limits, seed
+        self._sizing, self._order = sizing, order
+        self._evaluation_policy = evaluation_policy or EvaluationPolicy()
+        self._train_lengths = lengths_of(rows.train)
+        self._position = Position(step=0)
+        self._tokens_seen = 0
+        self._batch_group: MicroBatchGroup | None = None
+        self._rows_left: tuple[int, ...] = ()
+        self._evaluated = (0.0, 0)  # loss sum, labels
+        self._enter(self._first_stage())
+
+    @property
+    def position(self) -> Position:
+        """Up to the last committed micro-batch."""
+        return self._position
+
+    @property
+    def stage(self) -> JobStage:
+        """Which part of the job comes next."""
+        return self._stage
+
+    @property
+    def total_steps(self) -> int:
+        """Of the job."""
+        return self._total_steps
+
+    @property
+    def told(self) -> str:
+        """How far training came, and of which step the adapter is."""
+        at = self._position
+        return self._evaluation_policy.told(at.judged, at.step, of=self._total_steps)
+
+    @property
+    def tokens_seen(self) -> int:
+        """Real tokens that have come to their loss in this process, evaluations included."""
+        return self._tokens_seen
+
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return self._parts.stack.depth
+
+    @property
+    def weights(self) -> int:
+        """Of the largest of the model's layers, or of its head where that is larger."""
+        stack = self._parts.stack
+        head: nn.Module = stack.model.get_output_embeddings()  # type: ignore[operator]
+        modules = (*stack.layers, head)
+        return max(sum(p.numel() for p in m.parameters()) for m in modules if m is not None)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the adapter is now."""
+        return self._optimizer.device
+
+    @property
+    def windows_refused(self) -> str:
+        """Why the model's rows cannot be cut into windows; "" if they can."""
+        return self._parts.stack.windows_refused
+
+    @property
+    def between_micro_batches(self) -> bool:
+        """Whether nothing is on its way that `drop` would lose."""
+        return self._batch_group is None or self._batch_group.progress.untouched
+
+    @property
+    def group_to_begin(self) -> tuple[MicroBatch, ...]:
+        """The group to be trained on next; empty: there is none, or it has begun.
+
+        An evaluation keeps nothing for a backward, so its groups do not count.
+        """
+        batch_group = self._batch_group
+        if (
+            batch_group is None
+            or self._stage is not JobStage.TRAINING
+            or not batch_group.progress.untouched
+        ):
+            return ()
+        return batch_group.group
+
+    @property
+    def tokens_to_begin(self) -> int:
+        """Padded tokens of that group."""
+        return sum(micro.padded_tokens for micro in self.group_to_begin)
+
+    @property
+    def before_optimizer(self) -> bool:
+        """Whether the optimizer's step is next, which changes everything that it owns."""
+        training = self._stage is JobStage.TRAINING
+        return training and self._batch_group is None and not self._rows_left
+
+    def peek(self) -> Tasklet | None:
+        """Return the tasklet to run next, as large as `sizing` wants it; None: the job is done."""
+        if self._stage is JobStage.FINISHED:
+            return None
+        if self._batch_group is None:
+            if not self._rows_left:
+                return optimizer_tasklet(self._position.step)
+            self._batch_group = self._form()
+            self._lookahead = Lookahead(self._order, self._batch_group.progress)
+        return self._lookahead.peek(self._sizing())
+
+    def plan(self) -> Iterator[Tasklet]:
+        """Yield what is left of the step or evaluation, as it would run if nothing changed."""
+        if self._stage is JobStage.FINISHED:
+            return
+        sizing, rows_left = self._sizing(), self._rows_left
+        if self._batch_group is not None:
+            yield from listing(self._order, self._batch_group.progress, sizing)
+        while rows_left:
+            group, rows_left = self._take(rows_left)
+            yield from listing(self._order, GroupProgress(group, self.depth), sizing)
+        if self._stage is JobStage.TRAINING:
+            yield optimizer_tasklet(self._position.step)
+
+    def run(self, tasklet: Tasklet) -> Outcome | None:
+        """Run what `peek` returned, or any other tasklet of its group that may run.
+
+        Returns:
+            what has come to its end with it, if anything has: a step, an evaluation.
+
+        Raises:
+            NotFinite: loss or gradient is NaN or infinite.
+            ValueError: it may not run now.
+        """
+        if self._batch_group is None:
+            if self._rows_left or tasklet.phase is not Phase.OPTIMIZER:
+                raise ValueError(f"{tasklet} is not next")
+            return self._step(tasklet)
+        self._batch_group.run(tasklet)
+        self._lookahead.ran(tasklet)
+        if tasklet.phase is Phase.LOSS:
+            self._tokens_seen += tasklet.real_tokens
+        if tasklet.phase is Phase.LOSS and not math.isfinite(self._batch_group.loss):
+            where = ", ".join(self._examples[row].where for row in self._batch_group.rows[:3])
+            training = self._stage is JobStage.TRAINING
+            step = (
+                f"step {tasklet.step + 1}" if training else f"an evaluation at step {tasklet.step}"
+            )
+            raise NotFinite(f"the loss of {step} is not finite (rows {where})")
+        return self._commit(self._batch_group) if self._batch_group.progress.done else None
+
+    def break_off(self, tasklet: Tasklet) -> None:
+        """Forget a tasklet that was given up in its middle.
+
+        It runs again. Of a backward of windows, or behind a prefix, the whole group does.
+        """
+        batch_group = self._batch_group
+        if batch_group is None:
+            return
+        if tasklet.phase is Phase.BACKWARD and not batch_group.can_repeat(tasklet):
+            self.drop()
+        else:
+            self._lookahead.forget()  # of several layers some may have run
+
+    def drop(self) -> None:
+        """Give up the group on its way, its memory included; its rows run again later."""
+        self.replan(force=True)
+        self._optimizer.discard()
+        self._boundaries.clear()
+
+    def spill(self, room_bytes: int) -> None:
+        """Leave nothing of the group on its way in device memory; it goes on from the host.
+
+        Dropped instead where that takes more than `room_bytes` of host memory, or cannot be.
+        """
+        batch_group = self._batch_group
+        if batch_group is None or batch_group.progress.untouched:
+            self.replan()
+        elif batch_group.can_spill and batch_group.spill_bytes <= room_bytes:
+            batch_group.spill()
+        else:
+            self.drop()
+
+    def swap_out(self, home: Home, room_bytes: int) -> None:
+        """Move what changes with training to the host (see `swapping`, `spill`).
+
+        Of a group on its way, keys and values of windows and one gradient stay where they are.
+        """
+        self.spill(room_bytes)
+        self._optimizer.move(home.out)
+        home.settle()
+
+    def swap_in(self, home: Home) -> None:
+        """Take back what `swap_out` has moved; between the two nothing may run."""
+        self._optimizer.move(home.back)
+        home.settle()
+
+    def stow(self, *, away: bool) -> None:
+        """Leave nothing on the device but the base's parameters, or come back; see `swap_out`.
+
+        The group on its way is given up; its rows run again later.
+        """
+        if away:
+            self.drop()
+        self._parts.stack.stow(away=away)
+
+    def replan(self, *, force: bool = False) -> None:
+        """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
+        if self._batch_group is not None and (force or self._batch_group.progress.untouched):
+            self._rows_left = self._batch_group.rows + self._rows_left
+            self._batch_group = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds besides `position`."""
+        return self._optimizer.tensors()
+
+    def snapshot(self) -> TensorSnapshot:
+        """The same, to be copied while the stream goes on."""
+        return self._optimizer.snapshot()
+
+    def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint."""
+        self._optimizer.load(tensors)
+        self._position = position
+        self._batch_group = None
+        self._enter(self._first_stage())
+
+    def _first_stage(self) -> JobStage:
+        if self._split.held_out and self._position.base_eval_loss is None:
+            return JobStage.BASE_EVALUATION
+        return self._training_or_after()
+
+    def _training_or_after(self) -> JobStage:
+        at, judged = self._position.step, self._position.judged
+        due = judged.step < at and self._evaluation_policy.judges(at, of=self._total_steps)
+        if due and self._split.held_out:
+            return JobStage.HELD_OUT_EVALUATION
+        if at < self._total_steps and not self._evaluation_policy.ends(judged):
+            return JobStage.TRAINING
+        return JobStage.TUNED_EVALUATION if self._split.held_out else JobStage.FINISHED
+
+    def _enter(self, stage: JobStage) -> None:
+        self._stage = stage
+        if stage is JobStage.TUNED_EVALUATION and self._evaluation_policy.patience:
+            self._optimizer.return_to_best()
+        self._parts.adapter.switch(
+            on=stage is not JobStage.BASE_EVALUATION, training=stage is JobStage.TRAINING
+        )
+        if stage is JobStage.TRAINING:
+            self._examples: Sequence[Example] = self._split.train
+            self._lengths = self._train_lengths
+            self._begin_step()
+            return
+        self._examples = self._split.held_out
+        self._lengths = lengths_of(self._examples)
+        self._evaluated = (0.0, 0)
+        self._rows_left = by_length(range(len(self._examples)), self._lengths)
+        self._longest = max(self._lengths, default=0)
+
+    def _begin_step(self) -> None:
+        rows = self._plan.rows_of(self._position.step)
+        done = set(self._position.committed_rows)
+        self._rows_left = tuple(row for row in by_length(rows, self._lengths) if row not in done)
+        self._longest = max(self._lengths[row] for row in rows)
+        self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
+
+    def _take(self, rows_left: tuple[int, ...]) -> tuple[list[MicroBatch], tuple[int, ...]]:
+        """Return the next group of micro-batches, and the rows that are left then."""
+        limits = self._limits()
+        group: list[MicroBatch] = []
+        while rows_left and len(group) < max(1, limits.micro_batches):
+            micro = next_micro_batch(
+                self._position.step,
+                rows_left,
+                self._lengths,
+                max_tokens=limits.max_tokens,
+                max_rows=_smaller(limits.max_rows, self._evaluation_policy.max_rows),
+                evaluation=self._stage is not JobStage.TRAINING,
+                packed=self._evaluation_policy.packed,
+            )
+            rows_left = rows_left[len(micro.rows) :]
+            group.append(micro)
+        return group, rows_left
+
+    def _form(self) -> MicroBatchGroup:
+        group, self._rows_left = self._take(self._rows_left)
+        evaluation = self._stage is not JobStage.TRAINING
+        return MicroBatchGroup(
+            self._parts,
+            group,
+            self._examples,
+            # An evaluation keeps nothing for backward: no reason to borrow memory for it.
+            TorchBoundaries() if evaluation else self._boundaries,
+            labels_in_batch=0 if evaluation else self._labels_in_batch,
+            seed=self._seed,
+            longest=self._longest,
+        )
+
+    def _commit(self, batch_group: MicroBatchGroup) -> Outcome | None:
+        """Note a group that is through."""
+        self._batch_group = None
+        if self._stage is not JobStage.TRAINING:
+            return self._add_evaluation(batch_group)
+        self._optimizer.commit()
+        self._position = replace(
+            self._position,
+            committed_rows=self._position.committed_rows + batch_group.rows,
+            loss_sum=self._position.loss_sum + batch_group.loss,
+        )
+        return None
+
+    def _add_evaluation(self, batch_group: MicroBatchGroup) -> Outcome | None:
+        labels = sum(self._examples[row].targets for row in batch_group.rows)
+        self._evaluated = (self._evaluated[0] + batch_group.loss, self._evaluated[1] + labels)
+        if self._rows_left:
+            return None
+        done = EvaluationDone(self._stage, self._evaluated[0] / self._evaluated[1])
+        if self._stage is JobStage.TUNED_EVALUATION:
+            self._enter(JobStage.FINISHED)
+            return done
+        if self._stage is JobStage.BASE_EVALUATION:
+            self._position = replace(self._position, base_eval_loss=done.loss)
+        else:
+            self._judge(done.loss)
+        self._enter(self._training_or_after())
+        return done
+
+    def _judge(self, loss: float) -> None:
+        at = self._position
+        judged = self._evaluation_policy.judge(at.judged, at.step, loss)
+        if judged.is_best and self._evaluation_policy.patience:
+            self._optimizer.keep_best()
+        self._position = replace(at, judged=judged)
+
+    def _step(self, tasklet: Tasklet) -> Outcome:
+        facts = self._optimizer.step(tasklet.step)
+        at = self._position
+        self._position = Position(
+            step=at.step + 1,
+            tokens_done=at.tokens_done + sum(self._lengths[row] for row in at.committed_rows),
+            loss=at.loss_sum / self._labels_in_batch,
+            base_eval_loss=at.base_eval_loss,
+            judged=at.judged,
+        )
+        if (stage := self._training_or_after()) is JobStage.TRAINING:
+            self._begin_step()
+        else:
+            self._enter(stage)
+        return StepDone(self._position, facts)
+
+
+def _smaller(one: int, other: int) -> int:
+    """Return the smaller of two bounds, of which 0 is none."""
+    return min(one, other) if one and other else one or other

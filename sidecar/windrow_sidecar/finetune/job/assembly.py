@@ -1,0 +1,341 @@
+"""What a worker is asked to do, and the assembly of everything that does it.
+
+Rows are told apart by positions that begin anew. A model whose mask is made without positions, or
+whose layers carry a state from token to token, lets a row see the one before it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windrow.crd import FinetuneJobSpec, parse_job_spec
+from windrow.documents import read_document
+from windrow.errors import UserError
+from windrow.outputs import check_alone, check_within, path_of
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.adapter.config import prefix_tokens
+from windrow_sidecar.finetune.adapter.reach import check_reach
+from windrow_sidecar.finetune.data.readers import RowsWanted
+from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
+from windrow_sidecar.finetune.data.tokens import RowTokenizer
+from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
+from windrow_sidecar.finetune.engine.orders import Order, layer_major
+from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.engine.stream import TaskletStream
+from windrow_sidecar.finetune.engine.suspension import between_modules
+from windrow_sidecar.finetune.model.around import InTurn
+from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.model.capabilities import sees_before
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.loss import Head
+from windrow_sidecar.finetune.model.structure import in_mode
+from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget, JobMemory
+from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
+from windrow_sidecar.finetune.tasklets import MicroLimits
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, Schedule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """One placement of one FinetuneJob.
+
+    Attributes:
+        outputs: what may be written; None: the worker is alone on a machine, under its user's
+            rights.
+    """
+
+    namespace: str
+    name: str
+    uid: str
+    epoch: int
+    spec: FinetuneJobSpec
+    outputs: tuple[Path, ...] | None = None
+
+    @property
+    def destination(self) -> Path:
+        """The directory that gets the adapter.
+
+        Raises:
+            UserError: the job may not write there.
+        """
+        place = Path(path_of(self.spec.output.destination))
+        return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
+
+
+def read_job(path: Path) -> JobSpec:
+    """Read a job as the agent writes it, or a FinetuneJob manifest (YAML or JSON).
+
+    Raises:
+        UserError: the file cannot be read, or the spec in it cannot be honoured.
+    """
+    document = read_document(path, "Name a FinetuneJob manifest.")
+    if not isinstance(document.get("spec"), dict):
+        raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
+    about = document.get("metadata") or document
+    outputs = document.get("outputs")
+    return JobSpec(
+        namespace=str(about.get("namespace", "default")),
+        name=str(about.get("name", path.stem)),
+        uid=str(about.get("uid", path.stem)),
+        epoch=int(document.get("epoch", 1)),
+        spec=parse_job_spec(document["spec"]),
+        outputs=None if outputs is None else tuple(map(Path, outputs)),
+    )
+
+
+@dataclass(slots=True)
+class TrainingSession:
+    """A job, loaded: its model with the adapter in it, and its tasklets."""
+
+    job: JobSpec
+    model: Any  # peft
+    stream: TaskletStream
+    longest_row: int  # tokens
+    shared_weights: bool
+    origin: Origin
+    activation_budget: ActivationBudget
+    device: ComputeDevice
+    rows: DataSplit
+    notes: tuple[str, ...] = ()  # what a user has to know of it, those of the rows included
+
+    def micro_batch_tokens(self, most: int) -> int:
+        """Padded tokens of a micro-batch that may have at most so many: rows may be too few."""
+        training = self.job.spec.training
+        return min(most, self.longest_row * (training.micro_batch_size or training.batch_size))
+
+
+def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
+    """Return what another process must know to do what `read_examples` does."""
+    training = job.spec.training
+    return RowsWanted(
+        dataset=job.spec.dataset,
+        tokenizer=base.tokenizer.name_or_path,
+        limits=ModelLimits.of(base.config, prefix=prefix_tokens(job.spec)),
+        max_length=training.max_sequence_length,
+        learn_all=training.loss == "all",
+        seed=training.seed,
+    )
+
+
+def read_examples(
+    job: JobSpec, base: BaseModel, alive: Callable[[], None] = lambda: None
+) -> DataSplit:
+    """Read, tokenize and split the rows of a job; `alive` is called at each.
+
+    Raises:
+        UserError, Transient: see `read_dataset`.
+    """
+    training = job.spec.training
+    tokenizer = RowTokenizer(
+        base.tokenizer,
+        max_length=training.max_sequence_length,
+        learn_all=training.loss == "all",
+    )
+    limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
+    return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed, alive=alive)
+
+
+def open_session(
+    job: JobSpec,
+    base: BaseModel,
+    *,
+    boundaries: Boundaries,
+    limits: Callable[[], MicroLimits],
+    sizing: Callable[[], TaskletSizing] = WholeRows,
+    order: Order = layer_major,
+    between: Callable[..., None] | None = None,
+    device: ComputeDevice | None = None,
+    units: Callable[[], int] = lambda: 0,
+    alive: Callable[[], None] = lambda: None,
+    windows: bool = False,
+    rows: DataSplit | None = None,
+) -> TrainingSession:
+    """Put adapter, data and optimizer of a job together.
+
+    Args:
+        job: what to do.
+        base: the frozen model; gets the adapter.
+        boundaries: where activations between layers live.
+        limits: of micro-batches, asked before each group.
+        grain: of tasklets, asked before each.
+        order: of the tasklets of a group.
+        between: called between the modules of a layer that runs (see `suspension`).
+        device: where `base` is (default: the host).
+        units: of the device that the next tasklet computes on (see `layerwise.DecoderStack`).
+        alive: called at each row that is read.
+        windows: whether `sizing` may cut rows: memory is counted for it.
+        rows: of the job, where they have been read already.
+
+    Raises:
+        UserError: rows, model or adapter cannot be honoured.
+    """
+    spec, training, device = job.spec, job.spec.training, device or HostDevice()
+    rows = rows or read_examples(job, base, alive)
+    tuned = add_adapter(base.model, spec, base.frozen)
+    stack = DecoderStack(base.model, base.frozen, units)
+    check_reach(tuned, stack)
+    parts = ModelParts(
+        stack, Head(stack), Adapter(tuned)
+    )  # before layers are looked at: it drops units
+    lengths = lengths_of(rows.train)
+    planned = PlannedLayers(stack.layers)
+    stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
+    learns = trainable(tuned)
+    if base.frozen is not None:
+        check_turns(learns)
+    if training.packing:
+        check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
+    needs = JobMemory(
+        max(lengths),
+        sum(parameter.nbytes for parameter in learns.values()),
+        own_boundaries=isinstance(boundaries, TorchBoundaries),
+        windows=windows,
+        prefix=prefix_tokens(spec),
+        shortest=min(lengths),
+    )
+    activation_budget = ActivationBudget(
+        stack,
+        planned,
+        needs,
+        least=base.frozen is not None,
+        free_bytes=device.free_bytes,
+        release_caches=device.release_caches,
+    )
+    plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
+    total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
+    schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
+    stream = TaskletStream(
+        parts,
+        AdapterOptimizer(learns, schedule, training.optimizer),
+        rows,
+        plan,
+        total_steps=total,
+        boundaries=boundaries,
+        limits=lambda: activation_budget.before(limits()),
+        sizing=sizing,
+        order=order,
+        seed=training.seed,
+        evaluation_policy=EvaluationPolicy.of(training),
+    )
+    if between is not None:
+        between_modules(stack.layers, between)
+    origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
+    positions = ModelLimits.of(base.config).positions
+    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    return TrainingSession(
+        job,
+        tuned,
+        stream,
+        needs.longest,
+        base.shared,
+        origin,
+        activation_budget,
+        device,
+        rows,
+        notes,
+    )
+
+
+def without_effect(
+    spec: FinetuneJobSpec, rows: int, steps: int, positions: int | None
+) -> Iterator[str]:
+    """Say which fields do not do what they seem to, for so many rows, steps and positions."""
+    training, model = spec.training, spec.model
+    if training.batch_size > rows:
+        yield (
+            f"spec.training.batchSize is {training.batch_size}, above the rows to train on "
+            f"({rows}): a step takes all of them"
+        )
+    if (training.eval_every_steps or 0) > steps:
+        never = ", and spec.training.earlyStop never acts" if training.early_stop else ""
+        yield (
+            f"spec.training.evalEverySteps is {training.eval_every_steps}: no evaluation comes "
+            f"between the {steps} steps{never}"
+        )
+    if positions is not None and training.max_sequence_length > positions:
+        yield (
+            f"spec.training.maxSequenceLength is {training.max_sequence_length}, and the model has "
+            f"{positions} positions: a row that is longer than these ends the job"
+        )
+    if model.revision != "main" and Path(model.name).is_dir():
+        yield f"spec.model.revision is {model.revision}: the folder {model.name} has none"
+
+
+def check_packing(stack: DecoderStack, *, prefix: bool) -> None:
+    """Refuse rows in one line where they would learn something else than apart.
+
+    Args:
+        stack: the model's layers, with the adapter.
+        prefix: whether the adapter is one.
+
+    Raises:
+        UserError: says why.
+    """
+    if prefix:
+        raise UserError(
+            "rows in one line would share one prefix",
+            field="spec.training.packing",
+            remedy="Set it to false for this type of adapter.",
+        )
+    if why := packing_refused(stack):
+        raise UserError(
+            f"{type(stack.model).__name__} cannot take several rows in one line: {why}",
+            field="spec.training.packing",
+            remedy="Set it to false for this model.",
+        )
+
+
+def check_turns(learns: Iterable[str]) -> None:
+    """Refuse to train what layers that take turns in memory would read anew at each visit.
+
+    Args:
+        learns: names of the parameters.
+
+    Raises:
+        UserError: biases are among them.
+    """
+    own = (name for name in learns if ".modules_to_save." not in name)  # copies, which stay
+    if any(name.endswith("bias") for name in own):
+        raise UserError(
+            "layers take turns in memory, and their biases would be read anew at each visit",
+            field="spec.adapter.lora.bias",
+            remedy="Write none, or use a machine whose memory holds the model.",
+        )
+
+
+# Tokens of the two rows of the probe.
+FIRST, SECOND = 3, 4
+
+
+def packing_refused(stack: DecoderStack) -> str:
+    """Return why rows may not stand in one line; "" if they may.
+
+    Each layer runs once, on two rows of a few tokens: what it makes of the second row must not
+    depend on the first.
+    """
+    ids = torch.arange(FIRST + SECOND, device=stack.device)[None]
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None].to(stack.device)
+    with in_mode(stack.model, training=False):
+        with torch.no_grad():
+            hidden, calls = stack.record(ids, positions=positions)
+            alone, _ = stack.record(ids[:, FIRST:])
+        if not torch.allclose(hidden[:, FIRST:], alone, rtol=1e-2, atol=1e-3):
+            return "its positions do not begin anew with a row"
+        for index, call in enumerate(calls):
+            if sees_before(stack, index, hidden, call, FIRST):
+                return f"in layer {index} a row sees the one before it"
+    return ""

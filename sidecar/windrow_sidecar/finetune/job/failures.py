@@ -1,0 +1,43 @@
+"""What an error means for a job."""
+
+from __future__ import annotations
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
+from windrow_sidecar.compute.host_device import out_of_memory
+from windrow_sidecar.finetune.data.places import DatasetSilent
+from windrow_sidecar.finetune.job.report import WorkerEvent
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.model.loading import ModelSilent
+from windrow_sidecar.finetune.training.checkpoint import Fenced, is_disk_full, no_room
+from windrow_sidecar.finetune.training.health import Unhealthy
+from windrow_sidecar.finetune.training.optimizer import NotFinite
+
+
+def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
+    """Say what an error means for the job: the event that tells, and how the worker ends.
+
+    `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
+    """
+    if isinstance(error, UserError):
+        event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
+        return event, Ending.USER_ERROR
+    kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
+    if checkpoint == "":
+        kept = "; no checkpoint yet, so the next attempt begins at step 0"
+    if isinstance(error, OSError) and is_disk_full(error):
+        detail = f"{no_room(error)}{kept}"
+        return WorkerEvent("FAILED", Reason.DISK_FULL, detail), Ending.FAILED
+    if isinstance(error, Fenced):
+        return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
+    if isinstance(error, Unhealthy):
+        return WorkerEvent("FAILED", error.reason, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, DatasetSilent):
+        return WorkerEvent("FAILED", Reason.DATA_STARVED, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, ModelSilent):
+        return WorkerEvent("FAILED", Reason.MODEL_UNREACHABLE, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, NotFinite):
+        return WorkerEvent("FAILED", Reason.LOSS_NOT_FINITE, f"{error}{kept}"), Ending.FAILED
+    reason = Reason.OUT_OF_MEMORY if out_of_memory(error) else Reason.WORKER_ERROR
+    detail = f"{type(error).__name__}: {error}{kept}"
+    return WorkerEvent("FAILED", reason, detail), Ending.FAILED

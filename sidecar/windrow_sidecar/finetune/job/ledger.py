@@ -1,0 +1,324 @@
+"""What a job leaves behind as it runs: events, progress, metrics, checkpoints, the adapter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from windrow.conditions import Reason
+from windrow.eventlog import EventLog, LossEvent, TaskletEvent
+from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
+from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage, Outcome
+from windrow_sidecar.finetune.job.assembly import TrainingSession
+from windrow_sidecar.finetune.job.report import JobProgress, JobReporter, WorkerEvent
+from windrow_sidecar.finetune.job.scalars import Scalars
+from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
+from windrow_sidecar.finetune.training.checkpoint import (
+    ADAPTER_DRAFT,
+    Checkpoint,
+    JobFolder,
+    is_disk_full,
+    no_room,
+    sync_file,
+    sync_folder,
+)
+from windrow_sidecar.finetune.training.checkpoint_writer import CheckpointWriter, Saved
+from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch
+from windrow_sidecar.memory.allocator import memory_stats
+
+
+@dataclass(slots=True)
+class JobState:
+    """What other threads read or set while the job runs; each field is replaced as a whole."""
+
+    progress: JobProgress = field(default_factory=JobProgress)
+    stop_asked: str = ""  # why; set by a signal handler
+    busy_ns: int = 0
+    held_chunks: int = 0
+    tokens_restored: int = 0  # real tokens of steps that were done before this process
+    stall: StallWatch = field(default_factory=StallWatch)
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The last good one, "" where there is none; None: nobody has looked for it yet."""
+        return self.progress.checkpoint_path if self.progress.total_steps else None
+
+    def report(self) -> JobProgress:
+        """Progress as of now."""
+        memory = memory_stats()
+        return replace(
+            self.progress,
+            busy_seconds=self.busy_ns / 1e9,
+            held_chunks=self.held_chunks,
+            allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
+            allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
+        )
+
+
+class Ledger:
+    """Writes down what happens to one job.
+
+    Args:
+        session: the job.
+        folder: its folder, claimed.
+        reporter: who is told.
+        events: tasklets and losses go here.
+        standing: progress goes here.
+        newest: returns the checkpoint to go on from (default: reads the folder).
+        forgets: whether checkpoints go once the adapter is written: nobody can go on from them.
+    """
+
+    def __init__(
+        self,
+        session: TrainingSession,
+        folder: JobFolder,
+        reporter: JobReporter,
+        events: EventLog,
+        job_state: JobState,
+        newest: Callable[[], Checkpoint | None] | None = None,
+        *,
+        forgets: bool = False,
+    ) -> None:
+        self._forgets = forgets
+        self._newest = newest or folder.newest
+        self._session, self._stream, self._folder = session, session.stream, folder
+        self._reporter, self._events, self._job_state = reporter, events, job_state
+        self._tuned_loss: float | None = None
+        spec = session.job.spec
+        self._scalars = Scalars(
+            folder.root,
+            session.job.epoch,
+            tensorboard=spec.training.tensorboard,
+            memory_bytes=session.device.peak_bytes,
+        )
+        self._writer = CheckpointWriter(
+            folder,
+            session.origin,
+            keep=spec.checkpoint.keep,
+            saved=self._saved,
+            failed=self._not_saved,
+        )
+        self._checkpoint_due = self._told_not_saved = False
+        self._gradients = GradientWatch()
+
+    def restore(self) -> None:
+        """Go on from the newest good checkpoint, where there is one, and say so.
+
+        Raises:
+            UserError: it is of another base, adapter or order of rows.
+            OSError: the disk has no room for a checkpoint.
+        """
+        found = self._newest()
+        self._newest = self._folder.newest  # what was handed over takes memory
+        if passed_over := self._folder.passed_over:
+            goes_on = found.path if found else "the beginning"
+            detail = f"passed over {'; '.join(passed_over)}; the job goes on from {goes_on}"
+            self._reporter.event(WorkerEvent("WARNED", Reason.CHECKPOINT_UNREADABLE, detail))
+        if found is not None:  # before the disk is: its remedy may be to delete the checkpoint
+            found.check(self._session.origin)
+        self._folder.check_room(sum(tensor.nbytes for tensor in self._stream.tensors().values()))
+        if found is None:
+            self._progress()
+            self._started(Reason.STARTED, "from the beginning")
+            return
+        self._stream.restore(found.position, found.tensors)
+        self._job_state.tokens_restored = found.position.tokens_done
+        self._scalars.begin(found.position.tokens_done)
+        self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
+        moved = found.origin.moved(self._session.origin)
+        self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
+
+    def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:
+        """Note a tasklet."""
+        job = self._session.job
+        self._job_state.busy_ns += end_ns - start_ns
+        self._events.append(
+            TaskletEvent(
+                job.uid,
+                job.epoch,
+                tasklet.step,
+                PHASE_WORDS[tasklet.phase],
+                tasklet.layer,
+                tasklet.real_tokens,
+                self._stream.position.tokens_done,
+                start_ns,
+                end_ns,
+                units,
+            )
+        )
+
+    def came(self, outcome: Outcome) -> None:
+        """Note the end of a step or of an evaluation; begins a checkpoint where one is due.
+
+        Raises:
+            Unhealthy: training on makes nothing better.
+            Fenced: another worker has the job.
+        """
+        if isinstance(outcome, EvaluationDone):
+            self._loss(outcome.stage.value, outcome.loss)
+            self._scalars.evaluation(self._stream.position.step, outcome)
+            self._evaluated(outcome)
+            return
+        at = outcome.position
+        self._loss("training", at.loss or 0.0)
+        self._progress(
+            learning_rate=outcome.facts.learning_rate, gradient_norm=outcome.facts.gradient_norm
+        )
+        self._scalars.step(outcome)
+        self._gradients.see(at.step, outcome.facts.gradient_norm)
+        if at.step % self._session.job.spec.checkpoint.every_steps == 0:
+            self.ask_for_checkpoint()
+
+    def ask_for_checkpoint(self) -> None:
+        """Have one written meanwhile, once the one that is being written is whole.
+
+        Raises:
+            Fenced: see `settle`.
+        """
+        self._checkpoint_due = True
+        self.settle()
+
+    def settle(self) -> None:
+        """Between two tasklets: tell of a checkpoint that is whole, begin the one that is due.
+
+        A disk that is slower than checkpoints come makes them fewer; the stream never waits for it.
+        One that the optimizer's step would have to wait for begins after it.
+
+        Raises:
+            Fenced: another worker has the job.
+        """
+        self._writer.settle()
+        waits = self._writer.is_writing or self._stream.before_optimizer
+        if self._checkpoint_due and not waits:
+            self._checkpoint_due = False
+            self._writer.begin(self._stream.position, self._stream.snapshot())
+
+    def checkpoint(self) -> str:
+        """Write one, of everything up to the last committed micro-batch. Returns what to say of it.
+
+        Raises:
+            Fenced, OSError: it was not written.
+        """
+        saved = self._writer.finish(self._stream.position, self._stream.snapshot())
+        return f"step {saved.position.step} is in {saved.path}"
+
+    def forget(self) -> None:
+        """Remove all checkpoints: the job was deleted.
+
+        Raises:
+            Fenced: another worker has the job.
+        """
+        self._writer.settle(wait=True)
+        self._folder.forget_checkpoints()
+
+    def succeeded(self) -> None:
+        """Write the last checkpoint and the adapter; with the adapter, the job has succeeded.
+
+        Raises:
+            Fenced, OSError: the adapter was not written.
+        """
+        try:
+            self.checkpoint()
+        except OSError as error:
+            self._not_saved(self._stream.position.step, error)
+        self._write_adapter()
+        if self._forgets:
+            self._folder.forget_checkpoints()
+        self._reporter.event(
+            WorkerEvent(
+                "SUCCEEDED",
+                Reason.COMPLETED,
+                self._stream.told,
+                adapter_path=str(self._folder.destination),
+                base_eval_loss=self._stream.position.base_eval_loss,
+                tuned_eval_loss=self._tuned_loss,
+            )
+        )
+
+    def _write_adapter(self) -> None:
+        """Write the adapter whole: what is in its place stays until all of it is on the disk."""
+        folder = self._folder
+        draft = folder.root / ADAPTER_DRAFT
+        with folder.writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                draft.mkdir()
+                save_adapter(self._session.model, draft)
+                for name in (WEIGHTS_FILE, CONFIG_FILE):
+                    sync_file(draft / name)
+            except OSError:
+                # A full disk: the half that was written would keep it full.
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            # With its configuration the folder is an adapter for everyone who looks: an earlier
+            # one goes first, the new one comes last.
+            (folder.destination / CONFIG_FILE).unlink(missing_ok=True)
+            for name in (WEIGHTS_FILE, CONFIG_FILE):
+                os.replace(draft / name, folder.destination / name)
+            sync_folder(folder.destination)
+            draft.rmdir()
+
+    def _not_saved(self, step: int, error: OSError) -> None:
+        """Tell of the first checkpoint that could not be written since one that was."""
+        if self._told_not_saved:
+            return
+        self._told_not_saved = True
+        reason, why = Reason.CHECKPOINT_NOT_WRITTEN, str(error)
+        if is_disk_full(error):
+            reason, why = Reason.DISK_FULL, no_room(error)
+        path = self._job_state.progress.checkpoint_path
+        kept = f"the last good one is {path}" if path else "there is none yet"
+        detail = f"the checkpoint of step {step} is not written, {kept}: {why}"
+        self._reporter.event(WorkerEvent("WARNED", reason, detail))
+
+    def _saved(self, checkpoint: Saved) -> None:
+        self._told_not_saved = False
+        at, path = checkpoint.position, str(checkpoint.path)
+        self._progress(checkpoint_step=at.step, checkpoint_path=path)
+        self._reporter.event(WorkerEvent("CHECKPOINTED", "", path))
+        self._events.flush()
+
+    def _started(self, reason: Reason, where: str) -> None:
+        notes = self._session.notes
+        detail = "; ".join((where, *notes))
+        self._reporter.event(WorkerEvent("STARTED", reason, detail, notes=notes))
+
+    def _evaluated(self, done: EvaluationDone) -> None:
+        """Tell a loss on the held-out rows; both are known once the last one is."""
+        base, step = self._stream.position.base_eval_loss, self._stream.position.step
+        if done.stage is JobStage.TUNED_EVALUATION:
+            self._tuned_loss = done.loss
+            before = "unknown" if base is None else f"{base:.4f}"
+            detail = f"held-out loss {before} before, {done.loss:.4f} after"
+        else:
+            when = f"step {step}" if step else "before the first step"
+            detail = f"{when}: held-out loss {done.loss:.4f}"
+        self._reporter.event(
+            WorkerEvent(
+                "EVALUATED", "", detail, base_eval_loss=base, tuned_eval_loss=self._tuned_loss
+            )
+        )
+
+    def _loss(self, stage: str, loss: float) -> None:
+        job, step = self._session.job, self._stream.position.step
+        self._events.append(LossEvent(job.uid, job.epoch, step, stage, loss, time.monotonic_ns()))
+
+    def _progress(self, **changed: float | str | None) -> None:
+        at, rows = self._stream.position, self._session.rows
+        self._job_state.progress = replace(
+            self._job_state.progress,
+            step=at.step,
+            # A checkpoint may be of a later step than the job asks for by now.
+            total_steps=max(self._stream.total_steps, at.step),
+            loss=at.loss,
+            tokens=at.tokens_done,
+            train_rows=len(rows.train),
+            held_out_rows=len(rows.held_out),
+            skipped_rows=rows.skipped,
+            cut_rows=rows.cut,
+            memory_bytes=self._session.device.peak_bytes(),
+            **changed,  # type: ignore[arg-type]
+        )

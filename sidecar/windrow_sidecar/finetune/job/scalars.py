@@ -1,0 +1,100 @@
+"""The figures of each step, written into the job's folder: JSON lines, and TensorBoard's files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from windrow.errors import UserError
+from windrow.eventlog import append_whole
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.finetune.engine.stream import EvaluationDone, StepDone
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class Scalars:
+    """Writes down steps and evaluations. What the disk does not take is left out, and logged.
+
+    Args:
+        folder: of the job.
+        epoch: of this worker.
+        tensorboard: write those files as well.
+        memory_bytes: the most that the process has held of its device (default: of the host).
+        clock: monotonic seconds.
+
+    Raises:
+        UserError: TensorBoard's library is not there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int,
+        *,
+        tensorboard: bool,
+        memory_bytes: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._memory_bytes = memory_bytes or HostDevice().peak_bytes
+        self._file, self._epoch, self._clock = folder / METRICS_FILE, epoch, clock
+        self._tokens, self._at = 0, clock()
+        self._board = _board(folder / TENSORBOARD_FOLDER) if tensorboard else None
+
+    def begin(self, tokens: int) -> None:
+        """Steps begin now; `tokens` are done already."""
+        self._tokens, self._at = tokens, self._clock()
+
+    def step(self, done: StepDone) -> None:
+        """Write a step: loss, learning rate, gradient norm, tokens and tokens/s, memory."""
+        position, now = done.position, self._clock()
+        seconds = max(1e-9, now - self._at)
+        figures = {
+            "loss": position.loss,
+            **asdict(done.facts),
+            "tokens": position.tokens_done,
+            "tokens_per_second": (position.tokens_done - self._tokens) / seconds,
+            "memory_bytes": self._memory_bytes(),
+        }
+        self._tokens, self._at = position.tokens_done, now
+        self._write(position.step, figures)
+
+    def evaluation(self, step: int, done: EvaluationDone) -> None:
+        """Write a loss on the held-out rows; its time is not that of the step that comes next."""
+        self._write(step, {"eval_loss": done.loss, "stage": done.stage.value})
+        self._at = self._clock()
+
+    def _write(self, step: int, figures: dict[str, Any]) -> None:
+        line = {"step": step, **figures, "epoch": self._epoch, "unix_seconds": time.time()}
+        try:
+            append_whole(self._file, json.dumps(line) + "\n")
+            if self._board is not None:
+                for name, value in figures.items():
+                    if isinstance(value, int | float):
+                        self._board.add_scalar(name, value, step)
+                self._board.flush()
+        except OSError as error:
+            log.warning("the figures of step %d are not written down: %s", step, error)
+
+
+def _board(folder: Path) -> Any:  # noqa: ANN401 - torch's writer is untyped
+    # It loads TensorFlow where that is there, which takes seconds and a GPU's memory.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            f"TensorBoard files need tensorboard, which this worker has not ({error})",
+            field="spec.training.tensorboard",
+            remedy="Install windrow[tensorboard] in the sidecar's image, or write false.",
+        ) from error
+    return SummaryWriter(str(folder))

@@ -1,1 +1,0 @@
-"""One decoder layer at a time, forward and backward."""

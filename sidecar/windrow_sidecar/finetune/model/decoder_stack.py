@@ -1,0 +1,320 @@
+"""How a transformers model runs one decoder layer at a time, forward and backward.
+
+How the model calls its layers is recorded; replaying those calls gives bit-equal results for every
+architecture that keeps its layers in one list. Each layer's output is detached and becomes the next
+one's leaf, so a backward ends at the layer's input; a layer's graph lives from its forward tasklet
+to its backward tasklet, and nothing is computed twice. A layer may also run on a window of tokens
+at a time (`windows`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn import functional
+
+from windrow_sidecar.finetune.model.around import NOTHING, AroundLayer, NothingAround
+from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, Forgotten, Graph
+from windrow_sidecar.finetune.model.capabilities import try_windows
+from windrow_sidecar.finetune.model.embedding import by_token, drops_embeddings
+from windrow_sidecar.finetune.model.key_values import KeyValues, Prefix
+from windrow_sidecar.finetune.model.layer_calls import (
+    LayerCall,
+    TokenDims,
+    part_of,
+    token_dims,
+)
+from windrow_sidecar.finetune.model.structure import (
+    asking,
+    find_layers,
+    find_norm,
+    follows_longest,
+    in_mode,
+    record,
+    unsupported,
+    what_layers_return,
+)
+from windrow_sidecar.finetune.model.token_dropout import DropoutKeys
+from windrow_sidecar.finetune.model.window_attention import looking_back
+from windrow_sidecar.finetune.tasklets import TokenWindow
+
+# Shapes (rows x width) whose calls are remembered: position tables and masks, a few KiB a token.
+CALLS_KEPT = 64
+# Tokens of the rows that the model is asked with to learn its structure.
+_PROBE = 6
+
+
+class DecoderStack:
+    """The parts of a causal language model that the tasklets run.
+
+    Attributes:
+        probe: ids with which the model was asked for its structure: [1, tokens].
+        device: where it computes.
+        returned: by a layer (see `what_layers_return`).
+        norm: what stands between the last layer and the head.
+        answer: the type of what the decoder returns.
+        drops_embeddings: whether units of what the first layer reads are dropped in training.
+        own_dropout: whether its layers drop units by themselves, besides the adapter.
+        windows_refused: why its layers cannot run on windows of tokens; "" if they can.
+        prefix_refused: why nothing can stand before a row's first token; "" if it can.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        around_layer: AroundLayer | None = None,
+        units: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Find layers, final norm and head by structure.
+
+        Args:
+            model: a transformers causal language model, with adapters or without.
+            around_layer: entered around each layer's forward and backward.
+            units: of the device that what is called now computes on; on a GPU torch runs a backward
+                on the stream of its forward, so a graph that was made on more units than are left
+                is made again before it runs back. Always the same where streams say nothing of it.
+
+        Raises:
+            UserError: it is not a plain stack of decoder layers.
+        """
+        self.model, self._units = model, units
+        self.around_layer: AroundLayer = around_layer or NothingAround()
+        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        self.config: Any = self.decoder.config
+        self.layers = find_layers(self.decoder, self.config)
+        embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self._calls: OrderedDict[tuple[int, ...], tuple[LayerCall, ...]] = OrderedDict()
+        self.device = _device(embedding)
+        self.probe = probe = torch.arange(_PROBE, device=self.device).unsqueeze(0)
+        _check_loss(model, self.config)
+        self._follows_longest = follows_longest(self.config)
+        with torch.no_grad(), asking(model), in_mode(model, training=False):
+            self.returned = what_layers_return(self.decoder, self.layers, probe, self.around_layer)
+            self.norm, self.answer = find_norm(self.decoder, self.layers, probe, self.returned)
+            hidden, wide = self.record(probe)
+            _, narrow = self.record(probe[:, :-1])
+        with torch.no_grad(), asking(model):
+            self.drops_embeddings = drops_embeddings(model, lambda: self.record(probe)[0])
+        plain = not self.drops_embeddings and torch.equal(embedding(probe), hidden)
+        self._embedding = embedding if plain else None
+        self._dims: list[TokenDims] = [token_dims(n, w) for n, w in zip(narrow, wide, strict=True)]
+        with asking(model), in_mode(model, training=False):
+            self.own_dropout, self.prefix_refused = try_windows(self, probe)
+        drops = "its layers drop units by themselves" if self.own_dropout else ""
+        self.windows_refused = drops or self.prefix_refused
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def stow(self, *, away: bool) -> None:
+        """Bring all of the model but its parameters to the host, or back; nothing may run."""
+        self._calls.clear()
+        to = torch.device("cpu") if away else self.device
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = buffer.to(to)
+        self.probe = self.probe.to(to)
+
+    def record(
+        self,
+        ids: Tensor,
+        past: Any = None,  # noqa: ANN401 - a Cache of transformers
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor, tuple[LayerCall, ...]]:
+        """Ask the model what its first layer would get, and how it calls each (see `structure`)."""
+        return record(self.decoder, self.layers, ids, past, positions, self.returned)
+
+    def begin(
+        self,
+        ids: Tensor,
+        prefix: Prefix | None = None,
+        positions: Tensor | None = None,
+        dropout: DropoutKeys | None = None,
+        longest: int = 0,
+    ) -> Activations:
+        """Embed `ids` ([rows, width], padded on the right) and look up how layers are called.
+
+        `positions`, of the same shape, tells rows apart that stand one after the other in one line.
+        `dropout`: by which units are dropped where the model does so ahead of its layers; None: as
+        torch draws. `longest`: tokens of the longest of all rows that belong together, of which
+        these may be some.
+
+        No attention mask is made of the padding: behind a causal mask a real token never sees what
+        stands to its right, and padded positions have no label.
+        """
+        before = prefix.tokens if prefix else 0
+        key = (*ids.shape, before, longest if self._follows_longest else 0)
+        with torch.no_grad():
+            known = self._calls.get(key) if positions is None else None
+            if known is not None and self._embedding is not None:
+                hidden, calls = self._embedding(ids), known
+                self._calls.move_to_end(key)
+            else:
+                past = prefix.past if prefix else None
+                with by_token(dropout if self.drops_embeddings else None):
+                    hidden, calls = self.record(ids, past, positions)
+                if self._follows_longest:
+                    calls = self._beside(longest, ids, past, positions, before)
+                if positions is None:
+                    self._remember(key, calls)
+        inputs: list[Tensor | None] = [hidden, *[None] * self.depth]
+        graphs: list[list[Graph | Forgotten]] = [[] for _ in self.layers]
+        return Activations(ids, calls, inputs, prefix, graphs, [None] * self.depth)
+
+    def _beside(
+        self,
+        longest: int,
+        ids: Tensor,
+        past: Any,  # noqa: ANN401 - a Cache of transformers
+        positions: Tensor | None,
+        before: int,
+    ) -> tuple[LayerCall, ...]:
+        """Return how layers are called for rows that pass beside one of `longest` tokens.
+
+        As in the padded batch of all of them, whichever pass together here.
+        """
+        # A short row makes dynamic RoPE forget the longer ones of earlier steps.
+        self.record(self.probe)
+        width = ids.shape[1]
+        if positions is None:
+            more = max(0, longest - width)
+        else:
+            more = longest
+            row = torch.arange(more, device=positions.device)[None]
+            positions = torch.cat([positions, row.expand(len(positions), -1)], dim=1)
+        _, calls = self.record(functional.pad(ids, (0, more)), past, positions)
+        ours = TokenWindow(0, width)
+        return tuple(
+            part_of(call, ours, dims, before=before)
+            for call, dims in zip(calls, self._dims, strict=True)
+        )
+
+    def forward(
+        self, at: Activations, layer: int, window: TokenWindow, store: Boundaries, *, learn: bool
+    ) -> None:
+        """Run one layer on a window of tokens; its input must be there, and what is left of it.
+
+        Afterwards the next layer's input is there. With `learn` the graph is kept for `backward`.
+        """
+        leaf, out = self._pass(at, layer, window, learn=learn)
+        if window == at.whole:
+            at.inputs[layer + 1] = store.place(out) if learn else out
+        else:
+            self._fill(at, layer + 1, window, out, store)
+        if learn:
+            at.graphs[layer].append(_graph(window, leaf, out, self._units()))
+        elif window.end == at.whole.end:
+            at.inputs[layer] = at.key_values[layer] = None
+
+    def backward(self, at: Activations, layer: int, window: TokenWindow) -> None:
+        """Run one layer's backward on the last window that is left of it.
+
+        Adds to the adapters' `.grad`; moves `at.gradient` down by a layer at those tokens. If it
+        fails half-way, a whole row's may run again once that `.grad` is what it was before.
+        """
+        graph = at.graphs[layer].pop()
+        if graph.window != window or at.gradient is None:
+            raise ValueError(f"{window} of layer {layer} is not next, {graph.window} is")
+        if isinstance(graph, Graph) and graph.units > self._units():
+            graph = Forgotten(window)
+        whole = window == at.whole
+        gradient = at.gradient if whole else at.gradient[:, window.begin : window.end]
+        try:
+            if isinstance(graph, Forgotten):
+                graph = _graph(window, *self._pass(at, layer, window, learn=True))
+            if graph.edge is not None:
+                with self.around_layer.backward(layer):
+                    torch.autograd.backward((graph.edge,), (gradient,))
+        except BaseException:
+            at.graphs[layer].append(Forgotten(window))
+            raise
+        if layer > 0 and graph.leaf.grad is not None:
+            if whole:
+                at.gradient = graph.leaf.grad
+            else:
+                gradient.copy_(graph.leaf.grad)
+        if not at.graphs[layer]:
+            at.inputs[layer] = at.key_values[layer] = None
+
+    def _pass(
+        self, at: Activations, layer: int, window: TokenWindow, *, learn: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Run a layer's forward; returns what it read and what it made."""
+        leaf = _leaf(at.inputs[layer], window, whole=window == at.whole).to(at.ids.device)
+        leaf.grad = None
+        leaf.requires_grad_(learn and layer > 0)
+        with torch.set_grad_enabled(learn), self.around_layer.forward(layer):
+            return leaf, self._run(at, layer, window, leaf)
+
+    def _run(self, at: Activations, layer: int, window: TokenWindow, leaf: Tensor) -> Tensor:
+        """Call a layer as the model would."""
+        call = at.calls[layer]
+        looking: AbstractContextManager[None] = NOTHING
+        if window != at.whole or at.prefix is not None:
+            before = at.prefix.tokens if at.prefix else 0
+            call = part_of(call, window, self._dims[layer], before=before)
+            looking = looking_back(self.config, window, _key_values(at, layer))
+        with looking:
+            out = self.layers[layer](leaf, *call.args, **call.kwargs)
+        made: Tensor = out[0] if isinstance(out, tuple) else out
+        return made
+
+    def _fill(
+        self, at: Activations, layer: int, window: TokenWindow, made: Tensor, store: Boundaries
+    ) -> None:
+        room = at.inputs[layer]
+        if room is None:
+            room = store.room(made, (*at.ids.shape, made.shape[-1]))
+            at.inputs[layer] = room
+        # `.data`: autograd has saved windows of this very memory; other tokens do not touch them.
+        room.data[:, window.begin : window.end].copy_(made.detach())
+
+    def _remember(self, key: tuple[int, ...], calls: tuple[LayerCall, ...]) -> None:
+        self._calls[key] = calls
+        while len(self._calls) > CALLS_KEPT:
+            self._calls.popitem(last=False)
+
+
+def _graph(window: TokenWindow, leaf: Tensor, out: Tensor, units: int = 0) -> Graph:
+    # The edge keeps the graph alive, not the output: that is in the boundary already.
+    return Graph(window, leaf, get_gradient_edge(out) if out.requires_grad else None, units)
+
+
+def _leaf(hidden: Tensor | None, window: TokenWindow, *, whole: bool) -> Tensor:
+    """Return what a layer reads, as a tensor without history and with a version of its own."""
+    assert hidden is not None, "the layer below has not run on these tokens"
+    return hidden if whole else hidden.data[:, window.begin : window.end]
+
+
+def _key_values(at: Activations, layer: int) -> KeyValues:
+    known = at.key_values[layer]
+    if known is None:
+        ahead = at.prefix.leaves[layer] if at.prefix else None
+        known = at.key_values[layer] = KeyValues(at.whole.tokens, ahead)
+    return known
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _check_loss(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - transformers' own
+    """The loss that is learnt is that of the tokens.
+
+    Raises:
+        UserError: the model's own adds one of its routers.
+    """
+    if getattr(config, "output_router_logits", False):
+        raise unsupported(
+            model,
+            "its loss adds one of its routers (output_router_logits)",
+            "Set output_router_logits to false in its config.json: tokens are learnt alone.",
+        )

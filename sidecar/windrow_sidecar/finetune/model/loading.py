@@ -1,0 +1,393 @@
+"""Where the frozen base model comes from: decode's own weights where they are the same, or a file.
+
+Shared weights are mapped read-only and become the parameters themselves; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windrow.conditions import Reason
+from windrow.errors import Transient, UserError
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
+from windrow_sidecar.engines.fingerprint import model_fingerprint
+from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.model.overlay import build_over
+from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
+from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.offload.weight_files import (
+    MODEL_FIELD,
+    check_files,
+    check_tensors,
+    unusable,
+    weight_files,
+)
+
+log = logging.getLogger(__name__)
+
+# Of the memory that is free: what the frozen weights may take, the rest is for activations.
+WEIGHTS_SHARE = 0.8
+ADAPTER_CONFIG = "adapter_config.json"
+DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
+MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
+CONFIG_REMEDY = (
+    "Use the model's own config.json; its type has to be one that transformers has, without code "
+    "of the model's own."
+)
+QUANTISED_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
+TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
+
+
+class ModelSilent(Transient):
+    """The place where the model is does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """A causal language model and its tokenizer."""
+
+    model: nn.Module
+    config: Any
+    tokenizer: Any
+    shared: bool  # the weights are decode's
+    frozen: FrozenLayers | None = None  # where memory does not hold all layers
+    fingerprint: str = ""  # of the checkpoint's files
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        return weight.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedWeights:
+    """What decode exported: a manifest and the bytes (uint8, read-only)."""
+
+    manifest: dict[str, Any]
+    storage: Tensor
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model that decode serves."""
+        return str(self.manifest["fingerprint"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights; of the widest where they differ."""
+        found = {getattr(torch, at["dtype"]) for at in self.manifest["tensors"].values()}
+        widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
+        return widest
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Each parameter as a tensor over the bytes."""
+        return {
+            name: self.storage[at["offset"] :]
+            .view(torch.uint8)[: _n_bytes(at)]
+            .view(getattr(torch, at["dtype"]))
+            .view(at["shape"])
+            for name, at in self.manifest["tensors"].items()
+        }
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """Return decode's manifest of weights, or None where it exports none."""
+    try:
+        manifest: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    return manifest
+
+
+def find_model(name: str, revision: str) -> Path:
+    """Return the directory of a model that is named by path or by its Hub name.
+
+    Raises:
+        UserError: there is none, it may not be read, or a file of its weights is missing or cut
+            short.
+        ModelSilent: the Hub does not answer; what is there already is used without it.
+    """
+    path = Path(name)
+    if not path.is_dir():
+        if path.is_absolute() or name.startswith("."):
+            raise _not_found(f"{path} is not a directory")
+        path = _from_hub(name, revision)
+    if (path / ADAPTER_CONFIG).is_file():
+        raise _is_adapter(path)
+    if not (path / "config.json").is_file():
+        raise _not_found(f"{path} holds no config.json")
+    check_files(path)
+    return path
+
+
+def _from_hub(name: str, revision: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
+            )
+        )
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        problem = (
+            f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
+        )
+        raise _not_found(problem) from error
+    except Exception as error:
+        if not (isinstance(error, HFValidationError | OSError) or is_of_client(error)):
+            raise
+        said = " ".join(str(error).split()).rstrip(".")
+        if answers_later(error):
+            raise ModelSilent(f"{name!r} is no directory, and the Hub gave: {said}") from error
+        raise _not_found(f"{name!r} is no directory, and the Hub gave: {said}") from error
+
+
+def load_base(
+    directory: Path,
+    exported: ExportedWeights | None = None,
+    form: WeightForm | None = None,
+    room_bytes: int | None = None,
+    device: ComputeDevice | None = None,
+    random_weights: int | None = None,
+    copy_rate: float | None = None,
+) -> BaseModel:
+    """Build the model, over `exported` where that is given, else from the directory's files.
+
+    `form`: of weights that are read from files; fp32 where nothing is said. `room_bytes`: what they
+    may take (default: most of what is free); where that is too little for all, layers take turns.
+    `device`: where it computes (default: the host). `random_weights`: a seed; weights are made up
+    on the device, as for measurements, and the directory needs none.
+    `copy_rate`: bytes a second that layers which take turns may move, so that decode keeps the rest
+    of the disk and the link; None: no limit.
+
+    Raises:
+        UserError: a form whose library is not there, an architecture that transformers cannot
+            build without code of the model's own, a checkpoint that cannot be read, or one too
+            large for this machine.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with _told_as_unusable(str(directory / "config.json"), CONFIG_REMEDY):
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    _check_kind(directory, config)
+    with _told_as_unusable(f"the tokenizer in {directory}", TOKENIZER_REMEDY):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    form, device = form or WeightForm(), device or HostDevice()
+    frozen: FrozenLayers | None = None
+    if random_weights is not None:
+        with _told_as_unusable(str(directory)):
+            model = _made_up(config, form, device, random_weights)
+    elif exported is not None:
+        model = _over(directory, config, exported)
+    elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
+        model = _read(directory, config, form)
+    elif form.quantization == "none":
+        copier = Copier(RateLimit(copy_rate), device=device)
+        model, frozen = _windowed(directory, config, form, room, copier, device)
+    else:
+        raise _too_large(directory, form, room)
+    if frozen is None:
+        model.to(device.torch)
+    model.requires_grad_(requires_grad=False)
+    found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
+    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found)
+
+
+def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
+    """Refuse what is no language model of one decoder, before anything is read.
+
+    Raises:
+        UserError: names the kind of model that it is.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    parts = [name for name in getattr(config, "sub_configs", {}) if name != "text_config"]
+    if architecture is None or (parts and architecture.config_class is type(config)):
+        says = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+        of_parts = f" with {' and '.join(parts)}" if parts else ""
+        raise unusable(
+            f"{directory / 'config.json'} says {says}{of_parts}, which is no decoder-only "
+            "language model",
+            DECODER_REMEDY,
+        )
+
+
+def _made_up(
+    config: Any,  # noqa: ANN401
+    form: WeightForm,
+    device: ComputeDevice,
+    seed: int,
+) -> nn.Module:
+    """Build a model as transformers initialises it, directly on the device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]), torch.device(device.torch):
+        torch.manual_seed(seed)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=form.dtype)
+    return model.eval()
+
+
+def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa: ANN401
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": form.dtype, "trust_remote_code": False}
+    if (quantised := form.config()) is not None:
+        options["quantization_config"] = quantised
+    of_shards = sorted(directory.glob("*.safetensors"))
+    if of_shards and not weight_files(directory) and not any(directory.glob("*.bin*")):
+        raise unusable(
+            f"{directory} holds {of_shards[0].name}, but neither model.safetensors nor an index of "
+            "shards, model.safetensors.index.json"
+        )
+    stored_quantised = getattr(config, "quantization_config", None) is not None
+    remedy = QUANTISED_REMEDY if stored_quantised else MODEL_REMEDY
+    model: nn.Module
+    with _told_as_unusable(str(directory), remedy):
+        model, said = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            # Else it raises, without a name. None of them gets past the next line.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
+    check_tensors(
+        model,
+        str(directory),
+        missing=said["missing_keys"],
+        unexpected=said["unexpected_keys"],
+        misshaped=said["mismatched_keys"],
+    )
+    keep_differentiable(model)
+    return model
+
+
+def _over(directory: Path, config: Any, exported: ExportedWeights) -> nn.Module:  # noqa: ANN401
+    """Build the model with decode's tensors as its parameters; nothing is copied."""
+    with _told_as_unusable(str(directory)):
+        where = f"what decode serves of {directory}"
+        return build_over(exported.tensors(), config, exported.dtype, where)
+
+
+def _windowed(
+    directory: Path,
+    config: Any,  # noqa: ANN401
+    form: WeightForm,
+    room: int,
+    copier: Copier,
+    device: ComputeDevice,
+) -> tuple[nn.Module, FrozenLayers]:
+    """Build a model of which memory holds some layers at a time."""
+    try:
+        with _told_as_unusable(str(directory)):
+            model, frozen = load_windowed(
+                directory, config, room_bytes=room, dtype=form.dtype, copier=copier, device=device
+            )
+    except CannotWindow as error:
+        copier.close()
+        raise _too_large(
+            directory, form, room, f"; its layers cannot take turns: {error}"
+        ) from error
+    except UserError:
+        copier.close()
+        raise
+    log.info("%d layers of the model are in memory at a time", frozen.capacity)
+    return model, frozen
+
+
+def _wanted_bytes(directory: Path, form: WeightForm) -> float:
+    """What the whole model takes."""
+    config = json.loads((directory / "config.json").read_text())
+    stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
+    on_disk = sum(file.stat().st_size for file in weight_files(directory))
+    return on_disk * form.bytes_per_weight / stored
+
+
+def _room_bytes(device: ComputeDevice) -> int:
+    """What frozen weights may take."""
+    if device.torch.type != "cpu":
+        return int(WEIGHTS_SHARE * device.free_bytes())
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(WEIGHTS_SHARE * max(free, available_bytes()))
+
+
+def _too_large(directory: Path, form: WeightForm, room: int, why: str = "") -> UserError:
+    wanted = _wanted_bytes(directory, form)
+    return UserError(
+        f"the model takes {wanted / 2**30:.1f} GiB, {room / 2**30:.1f} GiB are free for it{why}",
+        field=MODEL_FIELD,
+        remedy="Use a smaller model, training.precision bf16, model.quantization, or a slot "
+        "that serves this model, whose weights are shared.",
+        reason=Reason.MODEL_TOO_LARGE,
+    )
+
+
+def _n_bytes(at: dict[str, Any]) -> int:
+    n = int(getattr(torch, at["dtype"]).itemsize)
+    for size in at["shape"]:
+        n *= size
+    return n
+
+
+def _not_found(problem: str) -> UserError:
+    return UserError(
+        problem,
+        field=MODEL_FIELD,
+        remedy="Name a transformers model directory on a mounted volume, or a Hub model.",
+        reason=Reason.MODEL_NOT_FOUND,
+    )
+
+
+def _is_adapter(path: Path) -> UserError:
+    try:
+        base = json.loads((path / ADAPTER_CONFIG).read_bytes())["base_model_name_or_path"]
+    except (OSError, ValueError, TypeError, LookupError):
+        base = None
+    return unusable(
+        f"{path} holds an adapter ({ADAPTER_CONFIG}), which is no base model",
+        f"Name the model that it was made for{f': {base}' if base else ''}.",
+    )
+
+
+@contextmanager
+def _told_as_unusable(what: str, remedy: str = MODEL_REMEDY) -> Iterator[None]:
+    """Tell whatever libraries raise while they read `what` as an error of whoever named it.
+
+    They raise anything: ImportError for a quantisation, KeyError for an activation, zero division.
+
+    Raises:
+        UserError: instead.
+        CannotWindow, MemoryError, torch.OutOfMemoryError, RuntimeError for want of memory: as is.
+    """
+    try:
+        yield
+    except (UserError, CannotWindow):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        said = str(error).strip().partition("\n")[0].rstrip(".:")
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise unusable(f"{what} cannot be loaded: {kind}{said}", remedy) from error

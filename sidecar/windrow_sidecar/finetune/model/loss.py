@@ -1,0 +1,105 @@
+"""What a micro-batch's loss is, and its gradient at the output of the last layer.
+
+Only positions with a label pass through norm and head, a slice at a time, so that the logits (the
+largest tensor of a step: positions x vocabulary) never exist as a whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from windrow_sidecar.finetune.data.split import IGNORED
+from windrow_sidecar.finetune.model.around import NOTHING
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
+from windrow_sidecar.finetune.model.structure import (
+    asking,
+    in_mode,
+    logits_of,
+    standing_in,
+    unsupported,
+)
+from windrow_sidecar.finetune.model.token_dropout import DropoutKeys
+
+# Logits of one slice: 2**22 fp32 elements, 16 MiB.
+SLICE_ELEMENTS = 1 << 22
+
+
+class Head:
+    """Final norm, the model's own way from there to logits, and cross-entropy."""
+
+    def __init__(self, stack: DecoderStack) -> None:
+        """Take the head of a model.
+
+        Raises:
+            UserError: the model makes other logits of the last hidden states.
+        """
+        self._stack = stack
+        self._positions = max(1, SLICE_ELEMENTS // int(stack.config.vocab_size))
+        model = stack.model
+        with torch.no_grad(), asking(model), in_mode(model, training=False):
+            theirs, embedded = logits_of(model, stack.layers, stack.probe, stack.returned)
+            ours = self._logits(embedded[0])
+        if not torch.allclose(ours, theirs[0].float(), rtol=1e-2, atol=1e-3):
+            raise unsupported(model, "its logits are not made of its last hidden states alone")
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the cross-entropy over all targets; shapes as below."""
+        with torch.no_grad():
+            wanted = targets != IGNORED
+            rows, labels = hidden[wanted], targets[wanted]
+            total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+            for start in range(0, len(rows), self._positions):
+                cut = slice(start, start + self._positions)
+                total += self._slice(rows[cut], labels[cut])
+            return total
+
+    def loss_and_gradient(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        labels_in_batch: int,
+        dropout: DropoutKeys | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return (sum of the cross-entropy, d(mean loss of the whole batch)/d(hidden)).
+
+        Args:
+            hidden: [rows, tokens, hidden], output of the last layer.
+            targets: [rows, tokens], int64: what follows each token; -100: ignored.
+            labels_in_batch: by which the batch's loss is divided, over all its micro-batches.
+            dropout: told which of the tokens run, where it stands at all of them.
+        """
+        wanted = targets != IGNORED
+        rows, labels = hidden.detach()[wanted], targets[wanted]
+        places = wanted.flatten().nonzero()[:, 0]
+        gradient = torch.empty_like(rows)
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        for start in range(0, len(rows), self._positions):
+            cut = slice(start, start + self._positions)
+            piece = rows[cut].requires_grad_()
+            with dropout.only(places[cut]) if dropout else NOTHING:
+                loss = self._slice(piece, labels[cut])
+            (loss / labels_in_batch).backward()  # type: ignore[no-untyped-call]
+            assert piece.grad is not None
+            gradient[cut] = piece.grad
+            total += loss.detach()
+        full = torch.zeros_like(hidden)
+        full[wanted] = gradient
+        return total, full
+
+    def _slice(self, rows: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self._logits(rows), labels, reduction="sum")
+
+    def _logits(self, rows: Tensor) -> Tensor:
+        """Let the model go on behind its decoder, which answers with `rows`, [positions, hidden].
+
+        So scales, caps and biases of its logits are its own.
+        """
+        stack = self._stack
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=rows.device)  # nobody looks at them
+        answer = stack.answer(last_hidden_state=stack.norm(rows)[None])
+        with standing_in(stack.decoder, lambda *_, **__: answer):
+            logits: Tensor = stack.model(input_ids=ids, use_cache=False).logits
+        return logits[0].float()

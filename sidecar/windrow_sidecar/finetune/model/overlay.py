@@ -1,0 +1,57 @@
+"""How a model is built over tensors that exist already: they become its parameters, uncopied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.offload.tensor_files import absent
+from windrow_sidecar.finetune.offload.weight_files import check_tensors
+
+
+def build_over(
+    tensors: Mapping[str, Tensor],
+    config: Any,  # noqa: ANN401
+    dtype: torch.dtype = torch.float32,
+    where: str = "the given weights",
+) -> nn.Module:
+    """Return the causal language model of a transformers configuration, in `dtype`.
+
+    It is built over stand-ins of one element, since transformers would bring a device's tensors to
+    the host; then each parameter takes over what it stands for, wherever that lies.
+
+    Raises:
+        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ; `where`
+            says in the error whence the tensors are.
+        ValueError: a parameter had to be copied.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    state = {name: absent(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    model: nn.Module
+    model, said = architecture.from_pretrained(
+        None,
+        config=config,
+        state_dict=state,
+        dtype=dtype,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
+    check_tensors(
+        model,
+        where,
+        missing=said["missing_keys"],
+        unexpected=said["unexpected_keys"],
+        misshaped=said["mismatched_keys"],
+    )
+    stands_for = {state[name].data_ptr(): tensor for name, tensor in tensors.items()}
+    copied = [name for name, p in model.named_parameters() if p.data_ptr() not in stands_for]
+    if copied:
+        raise ValueError(f"{copied[0]} and {len(copied) - 1} more would have to be copied")
+    for parameter in model.parameters():
+        parameter.data = stands_for[parameter.data_ptr()]
+    return model

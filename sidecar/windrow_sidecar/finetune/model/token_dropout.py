@@ -1,0 +1,160 @@
+"""Dropout whose mask belongs to the token: the same units are dropped however the work is cut.
+
+A unit's fate is a hash of (seed, step, row, token, module, unit), so nothing is kept for backward:
+the mask is made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.tasklets import TokenWindow
+
+# Odd constants of SplitMix64 (Steele, Lea, Flood 2014) and its finaliser, as signed 64-bit numbers.
+_STEP = -7046029254386353131
+_MIX_1 = -4658895280553007687
+_MIX_2 = -7723592293110705685
+_RESOLUTION = 31
+
+
+class DropoutKeys:
+    """Where the tasklet that runs stands; shared by the dropout modules of a model."""
+
+    def __init__(self) -> None:
+        self._at: tuple[int, int, tuple[int, ...], TokenWindow, tuple[int, ...]] | None = None
+        self._tokens: Tensor | None = None
+        self._chosen: Tensor | None = None
+
+    def at(
+        self,
+        seed: int,
+        step: int,
+        rows: Sequence[int],
+        window: TokenWindow,
+        packed: Sequence[int] = (),
+    ) -> None:
+        """Say which tokens of which rows run next; `packed`: their lengths in one line.
+
+        A token drops the same units wherever its row stands.
+        """
+        at = (seed, step, tuple(rows), window, tuple(packed))
+        if at != self._at:
+            self._at, self._tokens = at, None
+
+    @contextmanager
+    def only(self, chosen: Tensor) -> Iterator[None]:
+        """Let some of those tokens run alone: `chosen`, int64, count in lines x tokens."""
+        self._chosen = chosen
+        try:
+            yield
+        finally:
+            self._chosen = None
+
+    def tokens(self, device: torch.device) -> Tensor:
+        """Return a key for each token that runs: [lines, tokens], int64; or [tokens chosen]."""
+        if self._at is None:
+            raise ValueError("dropout runs outside of a tasklet")
+        if self._tokens is None:
+            seed, step, rows, window, packed = self._at
+            base = _mixed(torch.tensor([seed, step], dtype=torch.int64))
+            row = torch.tensor(rows, dtype=torch.int64)[:, None]
+            position = torch.arange(window.begin, window.end, dtype=torch.int64)[None, :]
+            if packed:
+                line = slice(window.begin, window.end)
+                row = row.flatten().repeat_interleave(torch.tensor(packed))[None, line]
+                position = torch.cat([torch.arange(length) for length in packed])[None, line]
+            row, position = _mixed(row * _STEP + base[0]), _mixed(position * _STEP + base[1])
+            self._tokens = _mixed(row ^ position).to(device)
+        return self._tokens if self._chosen is None else self._tokens.flatten()[self._chosen]
+
+
+class TokenDropout(nn.Module):
+    """Takes the place of `nn.Dropout` in an adapter.
+
+    Args:
+        p: share of the units that is dropped.
+        keys: says which tokens run.
+        index: of this module among those of the model.
+    """
+
+    def __init__(self, p: float, keys: DropoutKeys, index: int) -> None:
+        super().__init__()
+        self.p, self._keys = p, keys
+        self.index: Tensor
+        # A tensor of the layer's own: what it computes is then the same in every layer.
+        self.register_buffer("index", torch.tensor(index), persistent=False)
+
+    def prepare(self, device: torch.device) -> None:
+        """Work out now whatever `forward` would remember."""
+        if self.training:
+            self._keys.tokens(device)
+
+    def pretend(self, tokens: int) -> None:
+        """Let `forward` run outside of a tasklet, on one row of so many tokens."""
+        self.train()
+        self._keys.at(0, 0, (0,), TokenWindow(0, tokens))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop units of `x`: [rows, tokens, units], or the same with rows and tokens as one.
+
+        Raises:
+            ValueError: `x` holds other tokens than those that run (a module of an expert).
+        """
+        if not self.training:
+            return x
+        keys = self._keys.tokens(x.device).reshape(*([-1] if x.dim() == 2 else x.shape[:-1]), 1)
+        if keys.numel() != x.shape[:-1].numel():
+            raise ValueError(f"{tuple(x.shape)} is no activation of {keys.numel()} tokens")
+        dropped: Tensor = _Dropped.apply(x, keys, self.index, self.p)
+        return dropped
+
+
+def masked(x: Tensor, keys: Tensor, index: int, p: float) -> Tensor:
+    """Return x * mask / (1 - p) for what nothing flows back to: [rows, tokens, units].
+
+    Args:
+        x: what is masked.
+        keys: of its tokens, [rows, tokens].
+        index: of what drops; below 0 it is no adapter's.
+        p: share of the units that is dropped.
+    """
+    return x * _mask(keys[..., None], x.shape[-1], index, p, x.dtype)
+
+
+class _Dropped(torch.autograd.Function):
+    """x * mask / (1 - p)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor, index: Tensor, p: float) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(keys)
+        ctx.index, ctx.p = index, p
+        return x * _mask(keys, x.shape[-1], index, p, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        (keys,) = ctx.saved_tensors
+        mask = _mask(keys, gradient.shape[-1], ctx.index, ctx.p, gradient.dtype)
+        return gradient * mask, None, None, None
+
+
+def _mask(keys: Tensor, units: int, index: Tensor | int, p: float, dtype: torch.dtype) -> Tensor:
+    """Return 0 or 1 / (1 - p) for each token and unit: [..., units]."""
+    unit = torch.arange(units, dtype=torch.int64, device=keys.device) * _STEP + index
+    # One round over the product: both factors are mixed already.
+    drawn = (keys ^ _mixed(unit)) * _MIX_1
+    drawn ^= drawn >> 32
+    drawn = (drawn * _MIX_2) >> (64 - _RESOLUTION)
+    kept = drawn >= round((p - 0.5) * (1 << _RESOLUTION))
+    return kept.to(dtype) * (1.0 / (1.0 - p))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser: neighbours become strangers."""
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)

@@ -1,0 +1,240 @@
+"""The window of frozen layers that is in memory while the others wait in their files.
+
+Around each layer's forward and backward (see `around.AroundLayer`): its weights are there, the
+next ones are on their way. A layer that leaves is dropped, since its file has it; so giving memory
+back takes no copy. Graphs must not hold weights: see `activations.planned`, which looks them up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windrow_sidecar.finetune.offload.copying import Copier, Part, Transfer
+from windrow_sidecar.finetune.offload.schedule import coming, moves
+from windrow_sidecar.finetune.offload.tensor_files import Stored, absent
+
+ALIGN_BYTES = 64
+# Memory for one layer: uint8 of at least so many bytes.
+MakeSlot = Callable[[int], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The frozen parameters of one layer and where each lies in a file."""
+
+    parameters: tuple[tuple[nn.Parameter, Stored], ...]
+
+    @property
+    def n_bytes(self) -> int:
+        """In memory, each parameter aligned."""
+        return sum(_aligned(_bytes_of(parameter)) for parameter, _ in self.parameters)
+
+    def attach(self, slot: Tensor) -> list[Part]:
+        """Let the parameters lie in `slot`; return what has to be copied there."""
+        parts, begin = [], 0
+        for parameter, stored in self.parameters:
+            n_bytes = _bytes_of(parameter)
+            room = slot[begin : begin + n_bytes].view(parameter.dtype).view(parameter.shape)
+            parameter.data = room
+            parts.append(Part(stored, room))
+            begin += _aligned(n_bytes)
+        return parts
+
+    def detach(self) -> None:
+        """Leave only the shapes: whoever computes with them gets NaN, and does not go unnoticed."""
+        for parameter, _ in self.parameters:
+            parameter.data = absent(tuple(parameter.shape), parameter.dtype, parameter.device)
+
+
+@dataclass(slots=True)
+class Moved:
+    """What the window has cost so far."""
+
+    transfers: int = 0
+    n_bytes: int = 0
+    copy_s: float = 0.0
+    waited_s: float = 0.0  # by layers, for their weights
+
+    @property
+    def hidden(self) -> float:
+        """Share of the copying behind which something computed."""
+        return 1.0 - min(1.0, self.waited_s / self.copy_s) if self.copy_s else 1.0
+
+
+class FrozenLayers:
+    """Keeps at most `capacity` layers in memory.
+
+    Args:
+        layers: all of the model, from the bottom.
+        copier: moves them.
+        capacity: 1 at least; 2 let the next layer come while one runs.
+        make_slot: memory for one layer.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        copier: Copier,
+        *,
+        capacity: int,
+        make_slot: MakeSlot = lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._layers, self._copier, self._clock = layers, copier, clock
+        self._capacity, self._make_slot = capacity, make_slot
+        self.slot_bytes = max(layer.n_bytes for layer in layers)
+        self._free: list[Tensor] = []
+        self._slots: dict[int, Tensor] = {}
+        self._coming: dict[int, Transfer] = {}
+        self._order: tuple[int, ...] = tuple(range(len(layers)))
+        self.moved = Moved()
+
+    @property
+    def capacity(self) -> int:
+        """How many layers may be in memory."""
+        return self._capacity
+
+    @property
+    def depth(self) -> int:
+        """Layers of the model."""
+        return len(self._layers)
+
+    @property
+    def slots(self) -> int:
+        """For how many layers memory is held."""
+        return len(self._slots) + len(self._free)
+
+    @property
+    def all_fit(self) -> bool:
+        """Whether no layer has to leave for another."""
+        return self._capacity >= len(self._layers)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """How fast layers come (see `Copier.bytes_per_s`)."""
+        return self._copier.bytes_per_s
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Layers in memory or on their way there."""
+        return frozenset(self._slots)
+
+    @contextmanager
+    def forward(self, layer: int) -> Iterator[None]:
+        """Hold the layer's weights while its forward runs."""
+        self._visit(coming(len(self._layers), layer, up=True, returns=torch.is_grad_enabled()))
+        yield
+
+    @contextmanager
+    def backward(self, layer: int) -> Iterator[None]:
+        """Hold the layer's weights while its backward runs."""
+        self._visit(coming(len(self._layers), layer, up=False))
+        yield
+
+    def resize(self, capacity: int) -> None:
+        """Use memory for so many layers from now on; to be called between tasklets.
+
+        What is too much is let go at once, farthest in the schedule first. 0: no memory at all; a
+        layer that runs then needs one again.
+        """
+        self._capacity = capacity
+        for layer in moves(self._order, self._slots.keys(), capacity).evict:
+            self._evict(layer)
+        del self._free[max(0, capacity - len(self._slots)) :]
+
+    def add(self, slot: Tensor) -> None:
+        """Hold one layer more from now on, in memory of the caller's: `slot_bytes` of uint8."""
+        self._free.append(slot)
+        self._capacity += 1
+
+    def remove(self, slot: Tensor) -> None:
+        """Use what `add` was given no more; to be called between tasklets.
+
+        The layer in it is dropped, wherever it stands in the schedule, and nothing moves there any
+        more once this is back.
+        """
+        for layer in [layer for layer, held in self._slots.items() if held is slot]:
+            self._evict(layer)
+        self._free = [free for free in self._free if free is not slot]
+        self._capacity -= 1
+
+    def close(self) -> None:
+        """Let all go and end the copying."""
+        self.resize(0)
+        self._copier.close()
+
+    def _visit(self, order: tuple[int, ...]) -> None:
+        self._order, layer = order, order[0]
+        wanted = moves(order, self._slots.keys(), max(1, self._capacity))
+        for old in wanted.evict:
+            self._evict(old)
+        for new in wanted.load:
+            slot = self._free.pop() if self._free else self._make_slot(self.slot_bytes)
+            self._slots[new] = slot
+            self._coming[new] = self._copier.start(self._layers[new].attach(slot))
+        if layer in self._coming:
+            begun = self._clock()
+            self._arrive(layer)
+            self.moved.waited_s += self._clock() - begun
+
+    def _arrive(self, layer: int) -> None:
+        transfer = self._coming.pop(layer)
+        try:
+            transfer.wait()
+            self._copier.hold_back(transfer)
+        finally:
+            self._account(layer)
+            if transfer.error is not None:
+                self._evict(layer)
+
+    def _evict(self, layer: int) -> None:
+        transfer = self._coming.pop(layer, None)
+        if transfer is not None:
+            transfer.cancel()
+            self._account(layer)
+        self._layers[layer].detach()
+        self._free.append(self._slots.pop(layer))
+
+    def _account(self, layer: int) -> None:
+        self.moved.transfers += 1
+        self.moved.n_bytes += self._layers[layer].n_bytes
+        self.moved.copy_s = self._copier.seconds
+
+
+def weights_of(
+    layers: Sequence[nn.Module], prefixes: Sequence[str], stored: Mapping[str, Stored]
+) -> list[LayerWeights]:
+    """Match the parameters of each layer with a checkpoint.
+
+    Args:
+        layers: as yet without an adapter.
+        prefixes: of the names of each layer's parameters, with a dot at the end.
+        stored: of the checkpoint.
+
+    Raises:
+        KeyError: the checkpoint keeps a parameter under another name or in another shape.
+    """
+    found = []
+    for layer, prefix in zip(layers, prefixes, strict=True):
+        pairs = []
+        for name, parameter in layer.named_parameters():
+            at = stored[prefix + name]
+            if at.shape != tuple(parameter.shape):
+                raise KeyError(prefix + name)
+            pairs.append((parameter, at))
+        found.append(LayerWeights(tuple(pairs)))
+    return found
+
+
+def _bytes_of(parameter: Tensor) -> int:
+    return parameter.numel() * parameter.dtype.itemsize
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

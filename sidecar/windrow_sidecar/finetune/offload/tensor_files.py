@@ -1,0 +1,110 @@
+"""Where the weights of a model lie in its files (safetensors), without reading them.
+
+Layers are read straight into their place: the page cache keeps what the machine has memory for, and
+nothing of a file counts as this process's memory, as its mapped pages would.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from windrow_sidecar.finetune.offload.weight_files import read_header, weight_files
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file."""
+
+    path: Path
+    begin: int  # byte of the file
+    n_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def stored_tensors(directory: Path) -> dict[str, Stored]:
+    """Return every floating-point tensor of a checkpoint by name.
+
+    Raises:
+        UserError: a file is missing, cut short, or no safetensors file.
+        OSError: a file cannot be read.
+    """
+    return dict(found for path in weight_files(directory) for found in _of(path))
+
+
+def read(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of a file, in `dtype` where one is named.
+
+    Raises:
+        OSError: the file cannot be read, or has become shorter.
+    """
+    raw = torch.empty(stored.n_bytes, dtype=torch.uint8)
+    with OpenFiles() as files:
+        files.read_into(raw, stored, 0)
+    tensor = raw.view(stored.dtype).view(stored.shape)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+class OpenFiles:
+    """Files that stay open while layers come and go."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read_into(self, piece: Tensor, stored: Stored, skip: int) -> None:
+        """Fill `piece` (uint8, contiguous, in host memory) from `skip` bytes into a tensor.
+
+        Raises:
+            OSError: the file cannot be read, or has become shorter.
+        """
+        if stored.path not in self._descriptors:
+            self._descriptors[stored.path] = os.open(stored.path, os.O_RDONLY | os.O_CLOEXEC)
+        room, done = memoryview(piece.numpy().data), 0
+        while done < len(room):
+            at = stored.begin + skip + done
+            count = os.preadv(self._descriptors[stored.path], [room[done:]], at)
+            if not count:
+                raise OSError(f"{stored.path} ends before byte {at}")
+            done += count
+
+    def close(self) -> None:
+        """Close all."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def _of(path: Path) -> Iterator[tuple[str, Stored]]:
+    header = read_header(path)
+    for name, at in header.tensors.items():
+        if at["dtype"] not in _DTYPES:
+            continue
+        begin, end = at["data_offsets"]
+        first, shape = header.begin + begin, tuple(at["shape"])
+        yield name, Stored(path, first, end - begin, shape, _DTYPES[at["dtype"]])
+
+
+def absent(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
+) -> Tensor:
+    """Return NaN in that shape; takes the memory of one element."""
+    return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)

@@ -1,0 +1,1 @@
+"""What a layer keeps of its forward, and what backward computes again."""

@@ -1,0 +1,179 @@
+"""One forward of one layer under a recipe: what is kept of it, and how backward gets the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from windrow_sidecar.finetune.model.window_attention import looking_as_now
+from windrow_sidecar.finetune.recompute.dropouts import AtDropouts, random_state
+from windrow_sidecar.finetune.recompute.extraction import Signs, unsigned
+from windrow_sidecar.finetune.recompute.recompute_plan import RecomputePlan
+from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tensors
+
+
+class CheckpointedForward:
+    """Between a layer's forward and the end of its backward.
+
+    A forward that does not show the tensors that the recipe expects (a mixture of experts that
+    routes otherwise, a kernel chosen anew) is run a second time as a whole in its backward: slower,
+    never wrong.
+
+    Args:
+        layer, args, kwargs: the call. Weights are looked up when they are needed: they may be
+            elsewhere by then.
+        recipe: None: keep nothing but the arguments.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        recompute_plan: RecomputePlan | None,
+    ) -> None:
+        self._layer, self._recompute_plan = layer, recompute_plan
+        self._args, self._kwargs = args, kwargs
+        self._weights = layer_tensors(layer)
+        self._leaves = pytree.tree_leaves((args, kwargs))
+        self._state = torch.get_rng_state() if layer.training else None
+        self._looking = looking_as_now()
+        self._points: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self._uses = dict(recompute_plan.uses) if recompute_plan else {}
+        self._packed = 0
+        self._fits = recompute_plan is not None
+        self._again: dict[int, Tensor] | None = None
+
+    @property
+    def misfit(self) -> bool:
+        """Whether the forward was another one than the recipe's."""
+        return self._recompute_plan is not None and not self._fits
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept now, storages counted once."""
+        storages = {t.untyped_storage()._cdata: t for t in self._values.values()}
+        return sum(t.untyped_storage().nbytes() for t in storages.values())
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Take what the layer's forward saves while this is open."""
+        with self._noting(), torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            yield
+        expected = len(self._recompute_plan.recording.layouts) if self._recompute_plan else 0
+        self._fits = self._fits and self._packed == expected
+        if not self._fits:
+            self._values.clear()
+
+    def pack(self, tensor: Tensor) -> int:
+        """Keep of the next saved tensor what the recipe says; returns its position."""
+        position = self._packed
+        self._packed += 1
+        recompute_plan = self._recompute_plan
+        if recompute_plan is None or not self._fits:
+            return position
+        layouts = recompute_plan.recording.layouts
+        if position >= len(layouts) or not layouts[position].fits(tensor):
+            self._fits = False
+            return position
+        for value, take in recompute_plan.taken.get(position, ()):
+            kept = take(tensor.detach())
+            self._values[value] = kept.clone() if value in recompute_plan.compact else kept
+        return position
+
+    def unpack(self, position: int) -> Tensor:
+        """Return the saved tensor of that position, kept or computed again."""
+        recompute_plan = self._recompute_plan
+        if recompute_plan is None or not self._fits:
+            return self._from_second_run(position)
+        with torch.no_grad():
+            value = self._value(recompute_plan, recompute_plan.recording.graph.needs[position])
+            if position in recompute_plan.recording.signs:
+                return unsigned(value, recompute_plan.recording.layouts[position])
+            return value
+
+    def _value(self, recompute_plan: RecomputePlan, value: int) -> Tensor:
+        """Return a value; it is let go with the last use that is to be expected."""
+        origin = recompute_plan.recording.there.get(value)
+        if origin is not None:
+            return self._found(*origin)
+        if value not in self._values:
+            self._run(recompute_plan, recompute_plan.made_by[value])
+        tensor = self._values[value]
+        self._uses[value] -= 1
+        if self._uses[value] <= 0:
+            del self._values[value]
+        return tensor
+
+    def _found(self, in_layer: bool, index: int) -> Tensor:
+        tensor: Tensor = (self._weights if in_layer else self._leaves)[index]
+        return tensor.detach()
+
+    def _run(self, recompute_plan: RecomputePlan, op: int) -> None:
+        call = recompute_plan.recording.calls[op]
+        if call is None:
+            signs = recompute_plan.recording.graph.ops[op]
+            self._keep(signs.outputs, [Signs()(self._value(recompute_plan, signs.inputs[0]))])
+            return
+        leaves = [
+            self._value(recompute_plan, x.value) if isinstance(x, Ref) else x for x in call.leaves
+        ]
+        if call.mutates:
+            leaves[0] = leaves[0].clone()
+        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        with self._drawing_as(call):
+            result = call.function(*args, **kwargs)
+        self._keep(call.outputs, list(result) if isinstance(result, tuple | list) else [result])
+
+    def _keep(self, outputs: tuple[int | None, ...], results: list[Any]) -> None:
+        for value, result in zip(outputs, results, strict=True):
+            if value is not None and self._uses.get(value, 0) > 0:
+                self._values.setdefault(value, result)
+
+    def _noting(self) -> AbstractContextManager[Any]:
+        """Note the generator's state before each dropout whose mask will be drawn again."""
+        wanted = self._recompute_plan.random_points if self._recompute_plan else frozenset()
+
+        @contextmanager
+        def note(point: int) -> Iterator[None]:
+            if point in wanted:
+                self._points[point] = torch.get_rng_state()
+            yield
+
+        return AtDropouts(note) if wanted else nullcontext()
+
+    def _drawing_as(self, call: OpCall) -> AbstractContextManager[None]:
+        state = None if call.random_point is None else self._points[call.random_point]
+        return random_state(state)
+
+    def _from_second_run(self, position: int) -> Tensor:
+        if self._again is None:
+            self._again = self._run_again()
+        return self._again.pop(position)
+
+    def _run_again(self) -> dict[int, Tensor]:
+        """Run the layer's forward once more and return all that it saves, by position."""
+        saved: list[Tensor] = []
+
+        def pack(tensor: Tensor) -> int:
+            saved.append(tensor.detach())
+            return 0
+
+        def refuse(_: int) -> Tensor:
+            raise RuntimeError("the second run of a forward has no backward of its own")
+
+        hidden = self._args[0].detach().requires_grad_(self._args[0].requires_grad)
+        with (
+            torch.enable_grad(),
+            self._looking(),
+            random_state(self._state),
+            torch.autograd.graph.saved_tensors_hooks(pack, refuse),
+        ):
+            self._layer(hidden, *self._args[1:], **self._kwargs)
+        return dict(enumerate(saved))

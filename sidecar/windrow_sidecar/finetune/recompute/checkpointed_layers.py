@@ -1,0 +1,153 @@
+"""How a stack's layers keep to a budget of activations (see `around.AroundLayer`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from windrow_sidecar.finetune.model.window_attention import is_looking_back
+from windrow_sidecar.finetune.recompute.checkpointed_forward import CheckpointedForward
+from windrow_sidecar.finetune.recompute.planning import BudgetTooSmall, plan_within
+from windrow_sidecar.finetune.recompute.recompute_plan import RecomputePlan, recompute_plan_of
+from windrow_sidecar.finetune.recompute.recording import CannotRecord, Recording, record
+
+log = logging.getLogger(__name__)
+
+ALL = inf
+# Shapes and budgets that are remembered, a few hundred KiB each.
+RECORDINGS_KEPT, RECIPES_KEPT = 64, 256
+
+
+class PlannedLayers:
+    """Keeps of each layer's forward what fits its budget; the rest is computed again in backward.
+
+    `bytes_per_token` is that budget for one layer; it may change between two layers. None keeps
+    everything as autograd does, at no cost; 0 keeps nothing but the layer's input, at the price of
+    a second forward; `ALL` keeps everything but weights, which are looked up again, so that they
+    may leave meanwhile.
+
+    Args:
+        layers: of the model.
+        gemm_again: whether single matrix products may run again where a budget asks for it.
+            Otherwise a budget that is too small for cheap operations means 0.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], *, gemm_again: bool = True) -> None:
+        self._layers, self._gemm_again = layers, gemm_again
+        self.bytes_per_token: float | None = None
+        self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._recipes: OrderedDict[Hashable, RecomputePlan | None] = OrderedDict()
+        # Layers that computed the same when they were first seen share all later recordings.
+        self._likeness: dict[int, Hashable] = {}
+
+    @contextmanager
+    def forward(self, layer: int) -> Iterator[None]:
+        """Follow the layer's forward; the backward that belongs to it may run once."""
+        if self.bytes_per_token is None or not torch.is_grad_enabled():
+            yield
+            return
+        followed: list[CheckpointedForward] = []
+        with ExitStack() as open_until_it_returns:
+
+            def follow(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                hook.remove()  # what records the layer, or runs it again, is not followed
+                recompute_plan = self.recompute_plan(layer, args, kwargs)
+                followed.append(CheckpointedForward(module, args, kwargs, recompute_plan))
+                open_until_it_returns.enter_context(followed[-1].forward())
+
+            hook = self._layers[layer].register_forward_pre_hook(follow, with_kwargs=True)
+            try:
+                yield
+            finally:
+                hook.remove()
+        if any(following.misfit for following in followed):
+            # It is not like the other layer after all: from now on it has recordings of its own.
+            self._likeness[layer] = layer
+
+    def backward(self, layer: int) -> AbstractContextManager[None]:
+        """Nothing is left to do: autograd asks for what it needs."""
+        del layer
+        return nullcontext()
+
+    def recording(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Recording | None:
+        """Return what the layer computes in a call of that kind; None: it cannot be told."""
+        call = _call_key(args, kwargs)
+        if layer not in self._likeness:
+            found = self._record(layer, args, kwargs)
+            self._likeness[layer] = (call, found.constants) if found else layer
+            self._recordings.setdefault((self._likeness[layer], call), found)
+        key = (self._likeness[layer], call)
+        if key not in self._recordings:
+            self._recordings[key] = self._record(layer, args, kwargs)
+        _touch(self._recordings, key, RECORDINGS_KEPT)
+        return self._recordings[key]
+
+    def recompute_plan(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> RecomputePlan | None:
+        """Return how to keep to the budget in a call of that kind; None: keep its arguments."""
+        if not self.bytes_per_token:
+            return None
+        budget = min(self.bytes_per_token * args[0].shape[:-1].numel(), sys.maxsize)
+        recording = self.recording(layer, args, kwargs)
+        key = (self._likeness[layer], _call_key(args, kwargs), budget)
+        if key not in self._recipes:
+            self._recipes[key] = _within(recording, round(budget), gemm_again=self._gemm_again)
+        _touch(self._recipes, key, RECIPES_KEPT)
+        return self._recipes[key]
+
+    def _record(
+        self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Recording | None:
+        try:
+            return record(self._layers[layer], args, kwargs)
+        except CannotRecord as error:
+            log.info("layer %d is run again as a whole: %s", layer, error)
+            return None
+
+
+def _within(recording: Recording | None, budget: int, *, gemm_again: bool) -> RecomputePlan | None:
+    if recording is None:
+        return None
+    for again in (False, True) if gemm_again else (False,):
+        try:
+            return recompute_plan_of(
+                recording, plan_within(recording.graph, budget, gemm_again=again)
+            )
+        except BudgetTooSmall:
+            continue
+    return None
+
+
+def _call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return (
+        str(spec),
+        is_looking_back(),
+        tuple(
+            (tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else leaf
+            if isinstance(leaf, Hashable)
+            else type(leaf)
+            for leaf in leaves
+        ),
+    )
+
+
+def _touch(held: OrderedDict[Hashable, Any], key: Hashable, most: int) -> None:
+    """Remember `key` longest, and no more than `most`."""
+    held.move_to_end(key)
+    while len(held) > most:
+        held.popitem(last=False)

@@ -1,0 +1,171 @@
+"""How a value that shall be kept is had from a tensor that autograd hands over.
+
+Autograd saves more than it names: a fp32 copy of a bf16 tensor holds just that tensor, a chunk's
+storage holds the whole. So each saved tensor stands for every value from which it was made by
+widening casts and views; and a ReLU's result stands for its signs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windrow_sidecar.finetune.recompute.layer_graph import LayerGraph, OpKind
+
+_WIDENED = {
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, torch.float64),
+    (torch.float16, torch.float64),
+    (torch.float32, torch.float64),
+}
+_BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """What a tensor is without its content: equal looks in one run are one tensor."""
+
+    storage: int
+    offset: int  # elements
+    size: tuple[int, ...]
+    stride: tuple[int, ...]  # 0 for extents of 1, where kernels differ
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorLayout:
+        """Look at a tensor."""
+        size = tuple(tensor.shape)
+        stride = tuple(0 if n == 1 else s for n, s in zip(size, tensor.stride(), strict=True))
+        storage = tensor.untyped_storage()._cdata
+        return cls(storage, int(tensor.storage_offset()), size, stride, tensor.dtype)
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor of another run is laid out alike; storage and offset may differ."""
+        return (
+            self.dtype == tensor.dtype
+            and self.size == tuple(tensor.shape)
+            and all(
+                n == 1 or mine == theirs
+                for n, mine, theirs in zip(self.size, self.stride, tensor.stride(), strict=True)
+            )
+        )
+
+    @property
+    def elements(self) -> int:
+        """How many."""
+        return torch.Size(self.size).numel()
+
+
+@dataclass(frozen=True, slots=True)
+class As:
+    """The tensor seen in another shape of the same storage, `shift` elements further."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    shift: int
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Apply it."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.shift)
+
+
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """The tensor in a smaller type that holds its values exactly."""
+
+    dtype: torch.dtype
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Apply it."""
+        return tensor.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Signs:
+    """One bit an element: whether it is above zero."""
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return uint8 [elements / 8, rounded up]."""
+        above = (tensor.reshape(-1) > 0).to(torch.uint8)
+        above = torch.nn.functional.pad(above, (0, -above.numel() % 8)).view(-1, 8)
+        weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=tensor.device)
+        return (above * weights).sum(1, dtype=torch.uint8)
+
+
+def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
+    """Return 1 where `Signs` found an element above zero and 0 elsewhere, laid out as `layout`."""
+    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=bits.device)
+    above = (bits.unsqueeze(1) & weights).ne(0).view(-1)[: layout.elements]
+    return above.to(layout.dtype).view(layout.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Extractor:
+    """Take a value from the tensor at `position` among those that autograd saves."""
+
+    position: int
+    steps: tuple[As | Narrow | Signs, ...]
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the value."""
+        for step in self.steps:
+            tensor = step(tensor)
+        return tensor
+
+
+def extractors_of(
+    graph: LayerGraph,
+    layouts: Sequence[TensorLayout],
+    sign_of: Mapping[int, int],
+    saved: Sequence[TensorLayout],
+) -> dict[int, Extractor]:
+    """Find every value that can be kept, and how, from the earliest tensor that gives it.
+
+    Args:
+        graph: of the layer.
+        looks: of its values.
+        sign_of: values that are signs, with the position of the tensor whose signs they are.
+        saved: looks of the saved tensors, by position.
+    """
+    known = {layout: value for value, layout in enumerate(layouts) if value not in sign_of}
+    producers = graph.producers()
+    takes: dict[int, Extractor] = {}
+    for position, layout in enumerate(saved):
+        value = known[layout]
+        steps: tuple[As | Narrow | Signs, ...] = ()
+        while value not in takes and not graph.values[value].there:
+            takes[value] = Extractor(position, steps)
+            behind = _behind(graph, layouts, value, producers.get(value), steps)
+            if behind is None:
+                break
+            value, steps = behind
+    for value, position in sign_of.items():
+        takes[value] = Extractor(position, (Signs(),))
+    return takes
+
+
+def _behind(
+    graph: LayerGraph,
+    layouts: Sequence[TensorLayout],
+    value: int,
+    producer: int | None,
+    steps: tuple[As | Narrow | Signs, ...],
+) -> tuple[int, tuple[As | Narrow | Signs, ...]] | None:
+    """Return what `value` was made of, if that can be had from it, and the steps to it."""
+    if producer is None or len(graph.ops[producer].inputs) != 1:
+        return None
+    op, made = graph.ops[producer], layouts[value]
+    origin = op.inputs[0]
+    layout = layouts[origin]
+    if op.kind is OpKind.VIEW and layout.storage == made.storage and layout.dtype == made.dtype:
+        whole = layout.elements == made.elements
+        if whole or not any(isinstance(step, Narrow) for step in steps):
+            return origin, (*steps, As(layout.size, layout.stride, layout.offset - made.offset))
+    if op.name.startswith("aten._to_copy") and (layout.dtype, made.dtype) in _WIDENED:
+        same = layout.size == made.size and layout.stride == made.stride
+        return (origin, (*steps, Narrow(layout.dtype))) if same else None
+    return None

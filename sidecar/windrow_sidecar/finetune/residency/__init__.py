@@ -1,1 +1,0 @@
-"""A window of frozen layers in device memory over copies that lie in files."""

@@ -1,1 +1,0 @@
-"""How several jobs share one base model in one worker, taking turns."""

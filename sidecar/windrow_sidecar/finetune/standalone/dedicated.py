@@ -1,0 +1,181 @@
+"""One job on a device of its own: how it is loaded, and the denominator of eta."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from windrow.errors import UserError
+from windrow.eventlog import EventLog, TaskletEvent
+from windrow_sidecar.compute.device import ComputeDevice
+from windrow_sidecar.compute.finding import find_device
+from windrow_sidecar.compute.host_device import HostDevice
+from windrow_sidecar.compute.partition import UnknownLevel
+from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
+from windrow_sidecar.finetune.engine.stream import StepDone
+from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession, open_session, read_job
+from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.job.in_flight import Ran
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.loading import BaseModel, find_model, load_base
+from windrow_sidecar.finetune.model.precision import WeightForm
+from windrow_sidecar.finetune.standalone.measurement import Step, endless, measure
+from windrow_sidecar.finetune.tasklets import PHASE_WORDS, MicroLimits
+
+# Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
+# enough there to hide what queueing it costs Python, about half a millisecond.
+MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
+
+
+def measure_alone(options: argparse.Namespace) -> int:
+    """Measure a job for `--seconds` or `--steps`.
+
+    Raises:
+        UserError: the job cannot be honoured, or there are several.
+    """
+    device = find_device(options.device)
+    units = take_units(device, options.units)
+    if len(options.job) > 1:
+        raise UserError("--seconds and --steps measure one job", remedy="Name one.")
+    job = read_job(options.job[0])
+    job = replace(job, spec=endless(job.spec))
+    events = event_log(job, options.log_dir)
+    base = base_of(job, device, random_weights=options.random_weights)
+    estimates = Estimates()
+    session, gate = open_alone(job, device, base, estimates), OpenGate(units, device, estimates)
+    memory = OwnMemory(session.stream, activation_budget=session.activation_budget)
+    measured = measure(
+        lambda: _step(session, gate, memory, events),
+        engine="windrow",
+        units=units,
+        seconds=options.seconds,
+        steps=options.steps,
+    )
+    events.flush()
+    measured.write(options.json)
+    return 0
+
+
+def event_log(job: JobSpec, folder: Path | None) -> EventLog:
+    """Return the log of a job, in `folder` or in the job's own."""
+    folder = folder or job.destination / ".windrow" / job.uid
+    return EventLog(folder / f"dedicated-{os.getpid()}.events.jsonl", source="dedicated")
+
+
+def take_units(device: ComputeDevice, units: int | None) -> int:
+    """Compute on the last `units` of the device (None: all) from now on; returns how many.
+
+    Raises:
+        UserError: the device has no share of that size.
+    """
+    if device.torch.type == "cpu":
+        return take_cores(units)
+    if units is None:
+        return device.total_units()
+    from windrow_sidecar.compute.cuda import CudaPartition
+
+    try:
+        CudaPartition("finetune", device.name).activate(units)
+    except UnknownLevel as error:
+        raise UserError(str(error), field="--units", remedy="Choose one of them.") from error
+    return units
+
+
+def take_cores(units: int | None) -> int:
+    """Move this process to the last `units` of its cores (None: all); returns how many.
+
+    Raises:
+        UserError: it has not so many.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    units = len(cpus) if units is None else units
+    if not 0 < units <= len(cpus):
+        raise UserError(
+            f"{units} cores cannot be had",
+            field="--units",
+            remedy=f"Write 1 to {len(cpus)}, or leave it out for all.",
+        )
+    os.sched_setaffinity(0, cpus[-units:])
+    torch.set_num_threads(units)
+    return units
+
+
+def base_of(job: JobSpec, device: ComputeDevice, *, random_weights: int | None = None) -> BaseModel:
+    """Load the base model that a job names onto a device; `random_weights`: see `load_base`.
+
+    Raises:
+        UserError: it cannot be had.
+    """
+    directory = find_model(job.spec.model.name, job.spec.model.revision)
+    form = WeightForm.of(job.spec)
+    return load_base(directory, form=form, device=device, random_weights=random_weights)
+
+
+def open_alone(
+    job: JobSpec,
+    device: ComputeDevice | None = None,
+    base: BaseModel | None = None,
+    estimates: Estimates | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> TrainingSession:
+    """Load a job onto a device (default: the host), over `base` where that is loaded already.
+
+    `estimates`: what tasklets take there, as the gate learns it. Where layers take turns, as many
+    micro-batches visit each together as hide its transfer. `alive`: called at each row.
+
+    Raises:
+        UserError: it cannot be honoured.
+    """
+    device = device or HostDevice()
+    base, known = base or base_of(job, device), estimates or Estimates()
+    frozen, tokens = base.frozen, MICRO_BATCH_TOKENS[device.torch.type]
+
+    def limits() -> MicroLimits:
+        of_each = session.micro_batch_tokens(tokens)
+        together = micro_batches_a_visit(frozen, known, of_each, job.spec.training.batch_size)
+        return MicroLimits(tokens, micro_batches=together)
+
+    session = open_session(
+        job, base, boundaries=TorchBoundaries(), limits=limits, device=device, alive=alive
+    )
+    return session
+
+
+def _step(session: TrainingSession, gate: OpenGate, memory: OwnMemory, events: EventLog) -> Step:
+    """Run one optimizer step to its end."""
+    stream, before = session.stream, session.stream.position.tokens_done
+    while True:
+        memory.settle()
+        tasklet = stream.peek()
+        assert tasklet is not None  # endless
+        memory.starving(tasklet)
+        gate.launch(tasklet)
+        outcome = stream.run(tasklet)
+        gate.landed(tasklet)
+        if isinstance(outcome, StepDone):
+            gate.quiet(None)
+            for ran in gate.take_ran():
+                events.append(_event(session, ran))
+            at = outcome.position
+            return Step(at.tokens_done - before, at.loss or 0.0)
+
+
+def _event(session: TrainingSession, ran: Ran) -> TaskletEvent:
+    tasklet = ran.tasklet
+    return TaskletEvent(
+        session.job.uid,
+        session.job.epoch,
+        tasklet.step,
+        PHASE_WORDS[tasklet.phase],
+        tasklet.layer,
+        tasklet.real_tokens,
+        session.stream.position.tokens_done,
+        ran.begin_ns,
+        ran.end_ns,
+        ran.units,
+    )

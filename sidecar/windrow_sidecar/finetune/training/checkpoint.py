@@ -1,0 +1,356 @@
+"""How a job's state survives: whole or not at all, newest good one first, one writer at a time.
+
+Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started), `holder-N` (whose
+epoch N is), and
+`checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the next step that are done), each with a manifest of
+the SHA-256 of its files. A folder is written under another name, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from windrow.conditions import Reason
+from windrow.errors import UserError, WindrowError
+from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
+from windrow_sidecar.finetune.training.evaluation import Judged
+
+log = logging.getLogger(__name__)
+
+FORMAT = 4
+MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+ADAPTER_DRAFT = "adapter"  # in the job's folder
+# Of a disk, a quota, or the largest file that is allowed.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether something could not be written for want of room."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def no_room(error: OSError) -> str:
+    """Say where a disk is full, and what to do."""
+    where = error.filename or "the destination"
+    return f"{where} cannot be written: {error.strerror or error}. Free space there"
+
+
+@contextmanager
+def told_by_system(file: Path) -> Iterator[None]:
+    """Raise what safetensors says of `file` as the error of the system that it is.
+
+    Raises:
+        OSError: with the number of the system's error, where it has one.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{file}: {error}") from error
+        code = int(number[1])
+        raise OSError(code, os.strerror(code), str(file)) from error
+
+
+class Fenced(WindrowError):
+    """Another worker has the job, with a higher epoch as a rule: this one may not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a job stands. Steps count from 0 to the job's total."""
+
+    step: int  # finished ones
+    committed_rows: tuple[int, ...] = ()  # of the step on its way, already in the gradient sums
+    loss_sum: float = 0.0  # over their labels
+    tokens_done: int = 0  # real tokens of finished steps
+    loss: float | None = None  # of the last finished step
+    base_eval_loss: float | None = None
+    judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A good checkpoint, read and verified."""
+
+    path: Path
+    position: Position
+    tensors: dict[str, Tensor]
+    origin: Origin = field(default_factory=Origin)
+
+    def check(self, wanted: Origin) -> None:
+        """Raise UserError unless it is of that origin."""
+        if (differs := self.origin.differs(wanted)) is not None:
+            raise UserError(
+                f"{self.path} cannot be gone on from: {differs.problem}",
+                field=differs.field,
+                remedy=f"{differs.remedy}, or delete {self.path.parents[1]} and start anew.",
+                reason=Reason.CHECKPOINT_MISMATCH,
+            )
+
+
+class JobFolder:
+    """The folder of one job below its destination, as the worker of one epoch sees it.
+
+    Args:
+        destination: of the adapter.
+        job_uid: of the job.
+        epoch: of the worker.
+        parent: the process with whose end the worker ends; 0: there is none.
+
+    Attributes:
+        passed_over: checkpoints that `newest` could not use, newest first, each with the reason.
+    """
+
+    def __init__(self, destination: Path, job_uid: str, epoch: int, parent: int = 0) -> None:
+        self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
+        self.root = destination / ".windrow" / job_uid
+        self.checkpoints = self.root / "checkpoints"
+        self.passed_over: tuple[str, ...] = ()
+        self._parent = parent
+
+    def claim(
+        self,
+        waits_for: Callable[[str], None] = lambda who: None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Make the folder and raise the fence to this epoch; the epoch is this process's then.
+
+        A worker whose parent is gone writes its last checkpoint: it is waited for.
+
+        Args:
+            waits_for: is told for whom, where it has to wait.
+            alive: called now and then while it waits.
+
+        Raises:
+            UserError: the destination is not writable.
+            Fenced: a higher epoch was here already, or another process has this very one: the same
+                manifest is run twice.
+            OSError: the disk is full.
+        """
+        holder = self.root / f"{HOLDER}{self.epoch}"
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            wait_for_orphan(holder, waits_for, alive)
+            with self._locked():
+                self._check()
+                hold(holder, parent=self._parent)
+                self._remove_drafts()
+                _write_file(self.root / "fence", str(self.epoch).encode())
+        except AlreadyHeld as held:
+            raise Fenced(
+                f"{held} is training this job, in {self.root}. Wait until it ends, or stop it; "
+                "another job needs a name and a destination of its own"
+            ) from held
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            raise UserError(
+                f"{self.destination} cannot be written: {error.strerror}",
+                field="spec.output.destination",
+                remedy="Name a directory on a volume that the worker may write.",
+                reason=Reason.OUTPUT_NOT_WRITABLE,
+            ) from error
+
+    def _remove_drafts(self) -> None:
+        """Of workers that were killed while they wrote: as large as what they would have been."""
+        for draft in (*self.checkpoints.glob(".step-*"), self.root / ADAPTER_DRAFT):
+            shutil.rmtree(draft, ignore_errors=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the fence: inside, no other epoch can claim or write.
+
+        Raises:
+            Fenced: a higher epoch has claimed the folder.
+        """
+        with self._locked():
+            self._check()
+            yield
+
+    def save(
+        self,
+        position: Position,
+        tensors: Mapping[str, Tensor],
+        *,
+        keep: int,
+        origin: Origin | None = None,
+    ) -> Path:
+        """Write a checkpoint and forget all but the newest `keep`. Returns its path.
+
+        Those of later positions go as well: the job has gone on from before them, since they could
+        not be read. `tensors` must not share memory.
+
+        Raises:
+            Fenced: see `writing`.
+            OSError: it could not be written; what was there stands.
+        """
+        from safetensors.torch import save_file
+
+        def fill(folder: Path) -> None:
+            _write_file(folder / STATE, json.dumps(asdict(position)).encode())
+            with told_by_system(folder / TENSORS):
+                save_file(dict(tensors), folder / TENSORS)
+            sync_file(folder / TENSORS)
+            manifest = {
+                "format": FORMAT,
+                "job_uid": self.job_uid,
+                "epoch": self.epoch,
+                "origin": asdict(origin or Origin()),
+                "sha256": {name: _sha256(folder / name) for name in (STATE, TENSORS)},
+            }
+            _write_file(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
+
+        rows = len(position.committed_rows)
+        target = self.checkpoints / f"step-{position.step:08d}-{rows:05d}"
+        self.replace(target, fill)
+        later = [folder for folder in self._folders() if folder > target]
+        for old in (*later, *self._folders()[len(later) + keep :]):
+            shutil.rmtree(old)
+        return target
+
+    def replace(self, target: Path, fill: Callable[[Path], None]) -> None:
+        """Let `fill` write a folder, then put it in the place of `target` as a whole.
+
+        Raises:
+            Fenced: see `writing`.
+        """
+        draft = target.with_name(f".{target.name}.{self.epoch}")
+        with self.writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            try:
+                fill(draft)
+                sync_folder(draft)
+            except OSError:
+                # A full disk: the half that was written would keep it full.
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            if target.exists():
+                shutil.rmtree(target)
+            draft.rename(target)
+            sync_folder(target.parent)
+
+    def check_room(self, n_bytes: int) -> None:
+        """Check that the disk takes a checkpoint of so many bytes, before anything is trained.
+
+        Raises:
+            OSError: it does not.
+        """
+        disk = os.statvfs(self.checkpoints)
+        if (free := disk.f_bavail * disk.f_frsize) < n_bytes:
+            why = f"{free} bytes are free, a checkpoint takes {n_bytes}"
+            raise OSError(errno.ENOSPC, why, str(self.checkpoints))
+
+    def forget_checkpoints(self) -> None:
+        """Remove all of them: nobody goes on from them any more.
+
+        Raises:
+            Fenced: see `writing`.
+        """
+        with self.writing():
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def newest(self) -> Checkpoint | None:
+        """Return the newest good checkpoint; for broken and foreign ones see `passed_over`."""
+        self.passed_over = ()
+        for folder in self._folders():
+            try:
+                return _read(folder, self.job_uid)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+                log.warning("checkpoint %s is passed over: %s", folder, why)
+                self.passed_over += (f"{folder}: {why}",)
+        return None
+
+    def _folders(self) -> list[Path]:
+        return sorted(self.checkpoints.glob("step-*"), reverse=True)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with (self.root / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _check(self) -> None:
+        try:
+            highest = int((self.root / "fence").read_text())
+        except FileNotFoundError:
+            return
+        if highest > self.epoch:
+            raise Fenced(f"epoch {highest} of the job has started; this worker has {self.epoch}")
+
+
+def _read(folder: Path, job_uid: str) -> Checkpoint:
+    from safetensors.torch import load
+
+    manifest = json.loads((folder / MANIFEST).read_text())
+    if manifest["format"] != FORMAT:
+        raise ValueError(f"format {manifest['format']}, this version reads {FORMAT}")
+    if manifest["job_uid"] != job_uid:
+        raise ValueError(f"belongs to job {manifest['job_uid']}")
+    contents = {name: (folder / name).read_bytes() for name in (STATE, TENSORS)}
+    for name, content in contents.items():
+        if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
+            raise ValueError(f"{name} is not what was written")
+    state: dict[str, Any] = json.loads(contents[STATE])
+    state["committed_rows"] = tuple(state["committed_rows"])
+    state["judged"] = Judged(**state["judged"])
+    with told_by_system(folder / TENSORS):
+        tensors = load(contents[TENSORS])
+    return Checkpoint(folder, Position(**state), tensors, Origin(**manifest["origin"]))
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write, sync and rename, so that a reader sees the old content or the new."""
+    draft = path.with_name(path.name + ".draft")
+    try:
+        with draft.open("wb") as out:
+            out.write(content)
+            out.flush()
+            os.fsync(out.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(draft)
+        raise
+    draft.rename(path)
+
+
+def sync_file(path: Path) -> None:
+    """Make the contents of a file last; a disk may only now find that it is full.
+
+    Raises:
+        OSError: they do not.
+    """
+    with path.open("rb+") as written:
+        os.fsync(written.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as written:
+        return hashlib.file_digest(written, "sha256").hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside of `folder` last."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
