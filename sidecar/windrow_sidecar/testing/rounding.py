@@ -24,6 +24,10 @@ from torch.overrides import TorchFunctionMode
 # operations x 96 terms of a sum, each of at most 2**-53 of the value, is 2e-11; four times that for
 # what amplifies on the way. A single fp32 result among them is 2**-24, 500 times as much.
 ROUNDING = 2.0**20 * 2.0**-53
+# A tensor whose true value is zero (the gradient of a key's bias, which the softmax cancels) holds
+# rounding alone: of 2**3 roundings of the whole, one a layer and pass. What is smaller than that,
+# over ROUNDING, cannot be told from it.
+NOISE = 2.0**3 * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,14 @@ class Apart:
 def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
     """Compare by name.
 
-    A tensor whose norm is below 1e-5 of all of them counts against that: its values are rounding
-    errors themselves (the bias of a key, which the softmax cancels).
+    A tensor whose norm is below NOISE / ROUNDING (8e-6) of all of them counts against that share of
+    it: its values are rounding themselves.
     """
     if ours.keys() != theirs.keys():
         raise KeyError(sorted(ours.keys() ^ theirs.keys()))
     norm = math.sqrt(sum(float(t.double().square().sum()) for t in theirs.values()))
     off = {name: float((ours[name].double() - theirs[name].double()).norm()) for name in theirs}
-    floor = 1e-5 * norm
+    floor = NOISE / ROUNDING * norm
     worst = max(off[name] / max(floor, float(theirs[name].double().norm())) for name in off)
     return Apart(math.sqrt(sum(value**2 for value in off.values())) / norm, worst)
 
