@@ -99,8 +99,8 @@ class HoldsMemory:
             self.activations = 0
 
 
-class Appetite:
-    """What is left of `Keeping` here."""
+class Budget:
+    """What is left of `ActivationBudget` here."""
 
     def peak_bytes(self, tokens: int) -> int:
         return tokens * 1000
@@ -125,7 +125,7 @@ class Beside(LentAllocations):
 
     def load(self) -> HoldsMemory:
         job = HoldsMemory(self.allocator)
-        self.memory.serve(Loaded(job, Appetite(self.budget)))
+        self.memory.serve(Loaded(job, Budget(self.budget)))
         return job
 
 

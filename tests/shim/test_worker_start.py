@@ -17,7 +17,7 @@ SLOT = """
 import sys
 from pathlib import Path
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.compute.whole_device import Unshared
+from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.colocated.slot_device import slot_device
 
 GEOMETRY = Geometry(layers=2, kv_heads=2, head_dim=128, dtype_bytes=4, block_bytes=2 << 20,
@@ -26,7 +26,7 @@ decode = Arena.create(GEOMETRY, reserved_chunks=0, driver="cuda")
 decode.lend(8, owner=7)
 decode.serve(path := sys.argv[1] + "/a.sock")
 worker = Arena.attach(path)
-slot = slot_device(worker, 7, Unshared("finetune", 2), {})
+slot = slot_device(worker, 7, WholeDevice("finetune", 2), {})
 slot.memory.settle()
 import torch
 """
