@@ -112,9 +112,9 @@ def is_gone(pid):
 FORKING_OWNER = """
 import os, signal, sys, time
 from pathlib import Path
-from windrow.local.processes import Command, Keeper
+from windrow.local.processes import Keeper, ProcessCommand
 keeper = Keeper()
-child = keeper.start(Command(["sleep", "600"], Path(sys.argv[1])))
+child = keeper.start(ProcessCommand(["sleep", "600"], Path(sys.argv[1])))
 if os.fork() == 0:
     time.sleep(600)
 print(child.pid, flush=True)

@@ -35,8 +35,8 @@ CHUNKS = 24
 # A worker on a machine with so little memory that layers of the model take turns there.
 IN_ROOM = (
     "import sys; from windrow_sidecar.finetune import worker; "
-    "from windrow_sidecar.finetune.base import model; "
-    "model._room_bytes = lambda device: {}; sys.exit(worker.main())"
+    "from windrow_sidecar.finetune.model import loading; "
+    "loading._room_bytes = lambda device: {}; sys.exit(worker.main())"
 )
 
 

@@ -174,14 +174,14 @@ def test_pinned_copies_take_no_more_than_their_room(shim, tmp_path):
     code = """
 from pathlib import Path
 from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, Stored
-from windrow_sidecar.finetune.offload.staging import Piece, Staging
+from windrow_sidecar.finetune.offload.staging import StagedPiece, Staging
 file = Path(sys.argv[1]) / "weights"
 file.write_bytes(bytes(20 << 20))
 room = 20 << 20
 staging = Staging(slot.device, room, OpenFiles())
 for i in range(4):
     stored = Stored(file, i * (5 << 20), 5 << 20, (5 << 20,), torch.uint8)
-    staging.bytes_of(Piece(stored, 0, 5 << 20, torch.uint8), 5 << 20)
+    staging.bytes_of(StagedPiece(stored, 0, 5 << 20, torch.uint8), 5 << 20)
 print(staging.kept_bytes == 2 * (5 << 20))
 pinned = torch.cuda.host_memory_stats()["allocated_bytes.current"]
 print(pinned - 2 * (8 << 20) <= room, pinned)  # two buffers beside what is kept
