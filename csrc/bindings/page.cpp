@@ -17,8 +17,8 @@ namespace {
 constexpr std::size_t kEstimatesField = 8;
 static_assert(Offer::kNames[kEstimatesField] == "estimates_us");
 
-// Whatever publishing costs, decode pays before each step: a record is a named tuple of Python, whose
-// items are read in place, and no dictionary is ever built.
+// Whatever publishing costs, decode pays before each step: a record is a named tuple of Python,
+// whose items are read in place, and no dictionary is ever built.
 template <class Record>
 std::int64_t integer_of(const nb::tuple& record, std::size_t field) {
   const std::int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(record.ptr(), field));
@@ -60,8 +60,7 @@ template <class Record, std::size_t... Fields>
 Record record_of(const nb::tuple& fields, std::index_sequence<Fields...>) {
   if (nb::len(fields) != Record::kNames.size()) {
     throw std::invalid_argument("the record has " + std::to_string(nb::len(fields)) +
-                                " fields; the page's has " +
-                                std::to_string(Record::kNames.size()));
+                                " fields; the page's has " + std::to_string(Record::kNames.size()));
   }
   return Record{field_of<Record, Fields>(fields)..., 0};
 }
@@ -72,8 +71,8 @@ void def_publish(nb::class_<SharedPage>& page, const char* name, const char* arg
   page.def(
       name,
       [](SharedPage& self, const nb::tuple& fields) {
-        (self.*Publish)(record_of<Record>(
-            fields, std::make_index_sequence<Record::kNames.size() - 1>{}));
+        (self.*
+         Publish)(record_of<Record>(fields, std::make_index_sequence<Record::kNames.size() - 1>{}));
       },
       nb::arg(argument), doc);
 }
@@ -154,8 +153,8 @@ void bind_page(nb::module_& module) {
 
   nb::class_<SharedPage> page(module, "Page",
                               "View and grant (decode writes), offer (worker writes).");
-  def_publish<View, &SharedPage::publish_view>(
-      page, "publish_view", "view", "Publish; sets heartbeat_ns.");
+  def_publish<View, &SharedPage::publish_view>(page, "publish_view", "view",
+                                               "Publish; sets heartbeat_ns.");
   def_publish<Offer, &SharedPage::publish_offer>(
       page, "publish_offer", "offer", "Publish; sets heartbeat_ns; wakes who waits for an offer.");
   def_publish<Grant, &SharedPage::publish_grant>(

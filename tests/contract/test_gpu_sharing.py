@@ -18,7 +18,7 @@ from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.flags import parse_settings
-from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, look_at_gpu
+from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, probe_gpu
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
@@ -247,7 +247,7 @@ def test_a_survey_says_what_would_be_chosen_and_why(cuda_standin, run_dir):
 
 
 async def test_the_agent_looks_from_another_process(cuda_standin):
-    found = await look_at_gpu({})
+    found = await probe_gpu({})
     assert found.gpu
     assert found.green_missing == ""
     assert not found.is_mps_client
@@ -256,9 +256,9 @@ async def test_the_agent_looks_from_another_process(cuda_standin):
 async def test_a_client_of_the_daemon_that_was_started_finds_itself_one(cuda_standin, pod):
     daemon = pod.daemon()
     daemon.start()
-    assert (await look_at_gpu(daemon.environment)).is_mps_client
+    assert (await probe_gpu(daemon.environment)).is_mps_client
     daemon.stop()
-    assert not (await look_at_gpu(daemon.environment)).is_mps_client
+    assert not (await probe_gpu(daemon.environment)).is_mps_client
 
 
 async def test_what_the_agent_starts_is_tried_by_a_real_process(cuda_standin, pod):

@@ -111,7 +111,9 @@ def test_a_job_that_is_judged_to_its_end_says_of_which_step_its_adapter_is():
     )
     run(job)
     assert job.stream.told == "3 steps; the adapter is that of step 1"
-    assert tiny_job(steps=3).stream.told == "3 steps"
+    unjudged = tiny_job(steps=3)
+    run(unjudged)
+    assert unjudged.stream.told == "3 steps"
 
 
 @settings(

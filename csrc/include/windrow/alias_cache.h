@@ -26,10 +26,10 @@ struct Alias {
 
 // Maps blocks to consecutive addresses, and keeps what it has mapped.
 //
-// On a GPU mapping a block costs about 40 us and unmapping it 26 (kvcached, on an A100), so an alias that is not
-// used any more stays mapped, also while its chunks are given back: the worker must not touch them
-// then, but when the same blocks are to be had again, the alias serves without a call. Aliases that
-// idle longest are unmapped when their number or the addresses run out.
+// On a GPU mapping a block costs about 40 us and unmapping it 26 (kvcached, on an A100), so an
+// alias that is not used any more stays mapped, also while its chunks are given back: the worker
+// must not touch them then, but when the same blocks are to be had again, the alias serves without
+// a call. Aliases that idle longest are unmapped when their number or the addresses run out.
 //
 // Where a chunk is one memory, consecutive blocks lie in its home (ChunkHomes) and cost no call
 // beside the one that mapped the chunk; whole chunks that are no neighbours are mapped side by

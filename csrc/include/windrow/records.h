@@ -29,7 +29,7 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(reserved_chunks)           \
   X(lent_chunks)               \
   X(objective_us)              \
-  X(slack_us)               \
+  X(slack_us)                  \
   X(steps_over_objective)      \
   X(heartbeat_ns)
 

@@ -38,8 +38,8 @@ struct TraceStep {
 };
 
 // A buddy allocator for everything below 2 MiB: leaves of 2 KiB, powers of two up to a whole block
-// (Harli's small pool). It never touches the memory that it hands out, which may be a device's: all of its
-// books lie beside it, 9 bytes a leaf.
+// (Harli's small pool). It never touches the memory that it hands out, which may be a device's: all
+// of its books lie beside it, 9 bytes a leaf.
 //
 // A freed piece first goes on a short list of its size, uncoalesced, from which the next request of
 // that size is served (the common case of a training step: the same sizes again and again). Lists

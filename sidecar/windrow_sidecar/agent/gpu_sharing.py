@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 WATCH_EVERY_S = 1.0
 SWITCHED_OFF = "it is switched off (--mps off)"
 
-Look = Callable[[Mapping[str, str]], Awaitable[Survey]]
+Probe = Callable[[Mapping[str, str]], Awaitable[Survey]]
 
 
-async def look_at_gpu(environment: Mapping[str, str]) -> Survey:
+async def probe_gpu(environment: Mapping[str, str]) -> Survey:
     """Ask in a process of its own, which leaves no context on the GPU.
 
     `environment`: what that process has besides this one's.
@@ -55,7 +55,7 @@ class GpuSharing:
     Args:
         run_dir: of the pod.
         daemon: to start; None: MPS is switched off.
-        look: what the GPU offers to a process with such an environment.
+        probe: what the GPU offers to a process with such an environment.
         changed: called when the sharing is another than before.
         every_s: between two looks at the daemon.
     """
@@ -65,11 +65,11 @@ class GpuSharing:
         run_dir: RunDir,
         daemon: MpsDaemon | None,
         *,
-        look: Look = look_at_gpu,
+        probe: Probe = probe_gpu,
         changed: Callable[[], None] = lambda: None,
         every_s: float = WATCH_EVERY_S,
     ) -> None:
-        self._run_dir, self._daemon, self._look = run_dir, daemon, look
+        self._run_dir, self._daemon, self._probe = run_dir, daemon, probe
         self._changed, self._every_s = changed, every_s
         self._watch: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
@@ -78,7 +78,7 @@ class GpuSharing:
     async def start(self) -> None:
         """Decide, and start the daemon where it is wanted; whatever is missing is a reason."""
         self._forget_environment()
-        found = await self._look({})
+        found = await self._probe({})
         if not found.gpu:
             _log.info("no GPU to share: %s", found.why)
             return
@@ -117,7 +117,7 @@ class GpuSharing:
         # Clients of a daemon that was taken over prove that there can be some; one more context
         # beside a decode that fills the GPU might find no room.
         if not await self._clients(daemon):
-            tried = await self._look(daemon.environment)
+            tried = await self._probe(daemon.environment)
             if not tried.is_mps_client:
                 await self._stop_unless_used(daemon)
                 why = tried.why or "the driver ran it without MPS; see mps/log"
