@@ -215,22 +215,23 @@ class HarvestHook:
             step, start_ns, batch = facts.step, facts.start_ns, facts.batch or 1
             context_tokens, waiting = facts.context_tokens, facts.waiting
             admitted_tokens, slack_us = facts.admitted_tokens, facts.slack_us
+        # In the order of `View`: with keywords it takes three times as long, before every step.
         return View(
-            step=step,
-            start_ns=start_ns,
-            last_end_ns=last_end_ns,
-            last_step_us=last_step_us,
-            batch=batch,
-            context_tokens=context_tokens,
-            waiting=waiting,
-            admitted_tokens=admitted_tokens,
-            kv_chunks=kv,
-            free_chunks=free,
-            reserved_chunks=reserved,
-            lent_chunks=lent,
-            objective_us=self._objective_us,
-            slack_us=slack_us,
-            steps_over_objective=self._stats.over,
+            step,
+            start_ns,
+            last_end_ns,
+            last_step_us,
+            batch,
+            context_tokens,
+            waiting,
+            admitted_tokens,
+            kv,
+            free,
+            reserved,
+            lent,
+            self._objective_us,
+            slack_us,
+            self._stats.over,
         )
 
     def _decide(self, now_ns: int, facts: StepInput | None) -> Grant:
