@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from test_finetune_command import COMMAND, manifest
-from waiting import wait_until
+from waiting import is_running, wait_until
 
 from windrow_sidecar.finetune.job.runner import Ending
 
@@ -68,15 +68,6 @@ def test_sigterm_stops_it_with_a_checkpoint_and_json(tmp_path):
     assert (process.returncode, said["state"]) == (130, "Stopped")
     assert "stopped: asked to stop; step" in said["message"]
     assert said["checkpoint"] == str(checkpoints(tmp_path)[-1])
-
-
-def is_running(pid):
-    """Whether a process runs; one that has ended may wait for whoever inherited it to reap it."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_a_worker_whose_command_was_killed_writes_a_checkpoint_that_an_immediate_rerun_goes_on_from(

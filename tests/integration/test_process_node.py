@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes import client
-from waiting import DEADLINE_SECONDS, wait_until
+from waiting import DEADLINE_SECONDS, is_running, wait_until
 
 from windrow.local.keeper import descendants
 
@@ -104,14 +104,6 @@ def pods(kube, namespace):
 
 def python(name, code, **fields):
     return {"name": name, "image": "none", "command": ["python", "-uc", code], **fields}
-
-
-def is_running(pid):
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return status.rpartition(")")[2].split()[0] != "Z"
 
 
 SHOW = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -18,3 +19,12 @@ def wait_until(condition: Callable[[], T], what: str, *, seconds: float = DEADLI
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
         time.sleep(0.05)
     return value
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs; one that has ended may still wait to be reaped."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
