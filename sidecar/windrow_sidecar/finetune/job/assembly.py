@@ -7,7 +7,7 @@ whose layers carry a state from token to token, lets a row see the one before it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,7 +207,8 @@ def open_session(
         check_turns(learns)
     if training.packing:
         check_packing(stack, prefix=tuned.active_peft_config.is_prompt_learning)
-    budget = _activation_budget(job, base, stack, learns, rows, runtime)
+    lengths = lengths_of(rows.train)
+    budget = _activation_budget(job, base, stack, learns, lengths, runtime)
     plan = BatchPlan(len(rows.train), training.batch_size, training.seed)
     total = plan.total_steps(epochs=training.epochs, max_steps=training.max_steps)
     schedule = Schedule(training.schedule, training.learning_rate, total, training.warmup_ratio)
@@ -229,9 +230,8 @@ def open_session(
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     positions = ModelLimits.of(base.config).positions
     notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
-    longest = max(lengths_of(rows.train))
     return TrainingSession(
-        job, tuned, stream, longest, base.shared, origin, budget, runtime.device, rows, notes
+        job, tuned, stream, max(lengths), base.shared, origin, budget, runtime.device, rows, notes
     )
 
 
@@ -240,13 +240,12 @@ def _activation_budget(
     base: BaseModel,
     stack: DecoderStack,
     learns: Mapping[str, Tensor],
-    rows: DataSplit,
+    lengths: Sequence[int],
     runtime: TaskletRuntime,
 ) -> ActivationBudget:
     """Let the stack's layers keep what the device has room for."""
     planned = PlannedLayers(stack.layers)
     stack.around_layer = InTurn(base.frozen, planned) if base.frozen else planned
-    lengths = lengths_of(rows.train)
     needs = JobMemory(
         max(lengths),
         sum(parameter.nbytes for parameter in learns.values()),
