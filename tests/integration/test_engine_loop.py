@@ -347,6 +347,21 @@ def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
     assert 2 in batches
 
 
+def test_a_hook_can_have_a_step_begin_later_and_the_step_counts_the_gap(bench):
+    class Gaps(NullHook):
+        def before_step(self, facts: StepInput) -> Grant:
+            self.until_ns = facts.start_ns + 30_000_000
+            return Grant(gap_until_ns=self.until_ns if facts.step == 2 else 0)
+
+    one = bench()
+    one.use(Gaps())
+    one.scheduler.submit(request(1, max_tokens=4, kv_arrives=True))
+    one.run_dry()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert steps[2].end_ns - steps[2].start_ns >= 30_000_000
+    assert steps[2].hook_us < 30_000, "the gap is no cost of the decision"
+
+
 def test_the_facts_tell_the_hook_what_the_step_is(bench):
     seen: list[StepInput] = []
 
