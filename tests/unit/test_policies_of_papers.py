@@ -211,8 +211,9 @@ def test_harli_has_its_45_pairs():
 
 
 def test_windrow_takes_turns_where_they_beat_every_share_and_keeps_to_them():
-    # Two cores: a step takes 4 ms alone and 6 ms beside the worker on one core; S = 20 ms. A share
-    # is worth one core; turns 2 x (20 - 4) / 20 = 1.6, by its estimates 1.8 x 16 / 20 = 1.44.
+    # Two cores: a step takes 4 ms alone and 6 ms beside the worker on one core; S = 16 ms. A share
+    # is worth one core of two, by its estimates 1 of 1.8; turns 1.8 x (16 - 4) / 16 = 1.35.
+    turning_policy, busy = Windrow(turns=True), BUSY._replace(objective_us=16_000)
     ctx = {
         "levels": host_levels(2),
         "idle_units": 2,
@@ -220,18 +221,22 @@ def test_windrow_takes_turns_where_they_beat_every_share_and_keeps_to_them():
         "solo_us": [4000.0, 5500.0],
     }
     offer = WORK._replace(estimates_us=(5400, 3000, 0, 0, 0, 0, 0, 0))
-    grant = Windrow().decide(BUSY, offer, gpu(**ctx))
-    assert (grant.finetune_units, grant.gap_until_ns) == (2, START_NS + 16_000_000)
+    grant = turning_policy.decide(busy, offer, gpu(**ctx))
+    assert (grant.finetune_units, grant.gap_until_ns) == (2, START_NS + 12_000_000)
+    assert Windrow().decide(busy, offer, gpu(**ctx)).gap_until_ns == 0
+    # However loose the objective, a step takes four times as long as alone at most.
+    loose = BUSY._replace(objective_us=2_000_000)
+    assert turning_policy.decide(loose, offer, gpu(**ctx)).gap_until_ns == START_NS + 12_000_000
     # At 12 ms: 1.8 x 8 / 12 = 1.2: more than a share, but not by a quarter.
     tighter = BUSY._replace(objective_us=12_000)
-    assert Windrow().decide(tighter, offer, gpu(**ctx)).gap_until_ns == 0
+    assert turning_policy.decide(tighter, offer, gpu(**ctx)).gap_until_ns == 0
     turning = gpu(**ctx, current=IN_TURNS)
-    assert Windrow().decide(tighter, offer, turning).gap_until_ns == START_NS + 8_000_000
-    # Turns count the margin twice: 20 / 1.2 - 4.
-    margin = Windrow().decide(BUSY, offer, gpu(**ctx, margin=0.1))
-    assert margin.gap_until_ns == pytest.approx(START_NS + 12_666_666, abs=1000)
+    assert turning_policy.decide(tighter, offer, turning).gap_until_ns == START_NS + 8_000_000
+    # Turns count the margin twice: 16 / 1.2 - 4.
+    margin = turning_policy.decide(busy, offer, gpu(**ctx, margin=0.1, current=IN_TURNS))
+    assert margin.gap_until_ns == pytest.approx(START_NS + 9_333_333, abs=1000)
     # Nobody who waits is made to wait longer.
-    assert Windrow().decide(BUSY._replace(waiting=1), offer, gpu(**ctx)).gap_until_ns == 0
+    assert turning_policy.decide(busy._replace(waiting=1), offer, gpu(**ctx)).gap_until_ns == 0
 
 
 def test_windrow_takes_a_part_of_the_step_where_no_share_fits_throughout():

@@ -9,7 +9,7 @@ from windrow_sidecar.qos.guard import Guard
 from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
-from windrow_sidecar.qos.policies.base import IN_TURNS, alone, is_for_one_step
+from windrow_sidecar.qos.policies.base import IN_TURNS, alone, effective_units, is_for_one_step
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -57,7 +57,8 @@ class Controller:
     Attributes:
         why_paused: in a few words, while the worker is paused; "" while it may run.
         refusal: why no harvesting is possible under these terms; "" where it is.
-        would_units: what the policy would have given the worker in mode `observe`.
+        would_units: what the policy gives the worker, on average over the step; in mode `observe`,
+            what it would.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Controller:
         self._during = _During()
         self.why_paused = "no policy"
         self.refusal = ""
-        self.would_units = 0
+        self.would_units = 0.0
 
     @property
     def terms(self) -> HarvestTerms | None:
@@ -175,8 +176,11 @@ class Controller:
             near = min(1.0, expected / terms.objective_us)
             self._predictor.follow((latency_us - expected) / expected, near * near)
 
-    def headroom_units(self, view: View) -> int:
-        """What a worker that always has work would get at this moment; callable from any thread."""
+    def headroom_units(self, view: View) -> float:
+        """What a worker that always has work would get at this moment; callable from any thread.
+
+        Of turns and parts of steps, as much as the worker has on average.
+        """
         terms, policy, predictor = self._terms, self._policy, self._predictor
         if (
             terms is None
@@ -187,7 +191,7 @@ class Controller:
         ):
             return 0
         ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
-        return policy.decide(view, EAGER, ctx).finetune_units
+        return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
     def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Grant:
         """What policy and guard want, whatever the worker is doing right now."""
@@ -206,7 +210,7 @@ class Controller:
         doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
             self._switch_to(0, now_ns)
-            self.would_units = 0
+            self.would_units = 0.0
             self.why_paused = doubt or "objective"
             return Grant(Action.PAUSE, 0, self._levels.units)
         wish = policy.decide(view, EAGER if observing else offer, ctx)
@@ -227,7 +231,7 @@ class Controller:
         else:
             index = self._levels.index_of(wish.finetune_units, wish.decode_units)
             self._switch_to(index, now_ns)
-        self.would_units = wish.finetune_units
+        self.would_units = effective_units(wish, view, EAGER if observing else offer, ctx)
         if observing:
             self.why_paused = "observe"
             return alone(ctx)

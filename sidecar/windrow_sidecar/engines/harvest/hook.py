@@ -70,7 +70,7 @@ class HarvestHook:
         self._last_step = (0, 0)  # end_ns, latency_us
         self._granted = Grant(decode_units=levels.units, pause_epoch=arena.page.pause_epoch)
         self._published_ns, self._decided_ns, self._paused_ns = 0, clock(), 0
-        self._unit_ns = 0
+        self._unit_ns, self._units = 0.0, 0.0  # that the worker has
         self._tokens_done = 0
         self._present = False
         self._prefilled = False
@@ -275,8 +275,9 @@ class HarvestHook:
         decision = self.controller.decide(
             view, offer, now_ns, present=self._present, chunks=may_hold
         )
-        self._unit_ns += self._granted.finetune_units * (now_ns - self._decided_ns)
+        self._unit_ns += self._units * (now_ns - self._decided_ns)
         self._decided_ns = now_ns
+        self._units = self.controller.would_units if decision.finetune_units else 0.0
         self._grant(decision, now_ns)
         return decision
 

@@ -140,6 +140,21 @@ def in_turns(view: View, ctx: Context, gap_us: float) -> Grant:
     )
 
 
+def effective_units(grant: Grant, view: View, offer: Offer, ctx: Context) -> float:
+    """Units that the worker has under a grant, on average over the step: those of turns in part."""
+    if grant.action != Action.GO:
+        return 0.0
+    part = 1.0
+    step_us = max(1, grant.predicted_us)
+    if grant.gap_until_ns:
+        part = (grant.gap_until_ns - view.start_ns) / 1000 / step_us
+    elif grant.budget_us:
+        part = grant.budget_us / step_us
+    elif grant.n_tasklets and (one_us := tasklet_us(offer, ctx, grant.finetune_units)):
+        part = grant.n_tasklets * one_us / step_us
+    return grant.finetune_units * min(1.0, part)
+
+
 def decode_idle(ctx: Context) -> Grant:
     """The worker gets what the limits let it have, if they leave it anything.
 

@@ -3,8 +3,8 @@
 It compares what the other policies do, by the worker's own speed on each number of units:
 - a share of the units throughout (Harli's pairs), the largest that is feasible;
 - where none is and decode keeps all units, the smallest share for a part of the step (LLMStation);
-- turns on the whole device (gaps before steps), where a loose objective leaves more time between
-  steps than any share is worth beside them.
+- with `turns`, turns on the whole device (gaps before steps), where a loose objective leaves more
+  time between steps than any share is worth beside them.
 
 Where it departs from `harli.py`, and why:
 - It takes the largest feasible share of the worker instead of the largest predicted latency: the
@@ -48,12 +48,18 @@ TURNS_MARGIN = 2.0
 # By so much turns must beat a share before they are worth it. Longer steps keep requests for
 # longer, so the batch grows and decode idles less than it would beside a share.
 TURNS_GAIN = 1.25
+# No step is stretched further than this, whatever the objective: the worker has three quarters of
+# the device then, and what more it could get would cost every reader of tokens more.
+MOST_STRETCH = 4.0
 
 
 class Windrow:
     """The most work for the worker within the objective."""
 
     name: ClassVar[str] = "windrow"
+
+    def __init__(self, *, turns: bool = False) -> None:
+        self._turns = turns
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Pick shares, a part of a step or turns; everything for the worker when decode idles."""
@@ -63,7 +69,7 @@ class Windrow:
             return decode_idle(ctx)
         budget_us = _budget_us(view, ctx)
         beside = _beside(budget_us / (1 + ctx.margin), ctx)
-        gap_us = _gap_us(budget_us, view, ctx)
+        gap_us = _gap_us(budget_us, view, ctx) if self._turns else 0.0
         if gap_us:
             worth = _speed(offer, ctx, ctx.idle_units) * gap_us / (gap_us + ctx.solo_us[0])
             wanted = 1.0 if ctx.current == IN_TURNS else TURNS_GAIN
@@ -99,7 +105,8 @@ def _gap_us(budget_us: float, view: View, ctx: Context) -> float:
     """How long the worker may run before the step; 0 where it is too short, or a prompt comes."""
     if not ctx.gaps or not ctx.idle_units or view.waiting or view.admitted_tokens:
         return 0.0
-    gap_us = budget_us / (1 + TURNS_MARGIN * ctx.margin) - ctx.solo_us[0]
+    step_us = min(budget_us / (1 + TURNS_MARGIN * ctx.margin), MOST_STRETCH * ctx.solo_us[0])
+    gap_us = step_us - ctx.solo_us[0]
     return gap_us if gap_us >= LEAST_GAP_US else 0.0
 
 
