@@ -145,14 +145,18 @@ class Controller:
         """Whether the last decision is in force as it was wished: no units are changing hands."""
         return self._during.settled
 
-    def observe(self, now_ns: int, latency_us: float) -> None:
-        """Judge the step that was decided last, and learn from it. Belongs after the step."""
+    def observe(self, now_ns: int, latency_us: float) -> float | None:
+        """Judge the step that was decided last, and learn from it. Belongs after the step.
+
+        Returns how far the step was from its prediction, relative to that; None: it ran without a
+        worker, or between two partitions.
+        """
         during, terms = self._during, self._terms
         if terms is None or during.batch == 0:
-            return
+            return None
         if not 0 < latency_us < IMPOSSIBLE_US:
             self.guard.distrust(now_ns)
-            return
+            return None
         # Judged by request, a long step is no breach while every request has slack left.
         judged = not terms.per_request or during.slack_us <= 0
         self.guard.observe(
@@ -162,19 +166,21 @@ class Controller:
             harvested=during.harvested,
         )
         if self._predictor is None:
-            return
+            return None
         if during.split > 0:
-            self._predictor.observe(
+            return self._predictor.observe(
                 during.split,
                 batch=during.batch,
                 context_tokens=during.context_tokens,
                 latency_us=latency_us,
                 objective_us=terms.objective_us,
             )
-        elif during.in_part and during.predicted_us > 0:
-            expected = during.predicted_us
-            near = min(1.0, expected / terms.objective_us)
-            self._predictor.follow((latency_us - expected) / expected, near * near)
+        if not during.in_part or during.predicted_us <= 0:
+            return None
+        expected = during.predicted_us
+        residual, near = (latency_us - expected) / expected, min(1.0, expected / terms.objective_us)
+        self._predictor.follow(residual, near * near)
+        return residual
 
     def headroom_units(self, view: View) -> float:
         """What a worker that always has work would get at this moment; callable from any thread.
@@ -182,14 +188,10 @@ class Controller:
         Of turns and parts of steps, as much as the worker has on average.
         """
         terms, policy, predictor = self._terms, self._policy, self._predictor
-        if (
-            terms is None
-            or policy is None
-            or predictor is None
-            or self.guard.reason
-            or self.refusal
-        ):
-            return 0
+        if terms is None or policy is None or predictor is None:
+            return 0.0
+        if self.guard.reason or self.refusal:
+            return 0.0
         ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
         return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
