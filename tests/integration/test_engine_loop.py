@@ -449,7 +449,7 @@ def test_a_profile_measures_every_point_and_leaves_nothing_behind(bench):
     one = bench()
     points = [Point(units, batch, 40) for units in (2, 1) for batch in (1, 4)]
     effort = Effort(rounds=2, steps=3, batches=(), contexts=(), soft_limit_s=60)
-    samples = measure(one.parts, points, effort)
+    samples = measure(one.parts, points, effort).samples
     assert [(s.units, s.batch) for s in samples] == [(2, 1), (2, 4), (1, 1), (1, 4)]
     assert [s.context_tokens // s.batch for s in samples] == [42] * 4
     assert all(s.step_us > 0 for s in samples)

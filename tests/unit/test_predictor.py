@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
 from windrow_sidecar.qos.predictor import (
     MARGIN_MAX,
     MARGIN_MIN,
     START_MARGIN,
-    CoRunFactors,
     Predictor,
-    co_run_model,
 )
 from windrow_sidecar.qos.solo import SoloStepModel
 

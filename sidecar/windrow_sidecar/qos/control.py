@@ -30,6 +30,19 @@ class EngineTraits:
     chunk_bytes: int = 0
 
 
+class Decided(NamedTuple):
+    """A decision as it was taken, and what it rested on."""
+
+    at_ns: int
+    view: View
+    offer: Offer
+    grant: Grant
+    margin: float
+    alone_us: float  # predicted, of the step without a worker
+    why_paused: str
+    extrapolated: bool  # batch or context lie outside of what was profiled
+
+
 class _During(NamedTuple):
     """What a step runs under, to judge it by afterwards."""
 
@@ -80,6 +93,7 @@ class Controller:
         self._current, self._switched_ns = 0, 0
         self._during = _During()
         self.why_paused = "no policy"
+        self._margin, self._alone_us = 0.0, 0.0  # of the last decision
         self.refusal = ""
         self.would_units = 0.0
 
@@ -182,6 +196,12 @@ class Controller:
         self._predictor.follow(residual, near * near)
         return residual
 
+    def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
+        """Return the last decision with what it rested on."""
+        return Decided(
+            now_ns, view, offer, grant, self._margin, self._alone_us, self.why_paused, False
+        )
+
     def headroom_units(self, view: View) -> float:
         """What a worker that always has work would get at this moment; callable from any thread.
 
@@ -209,6 +229,7 @@ class Controller:
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
         ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
+        self._margin, self._alone_us = margin, ctx.solo_us[0]
         doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
             self._switch_to(0, now_ns)

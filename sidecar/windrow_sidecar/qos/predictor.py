@@ -1,17 +1,15 @@
 """Predict the next decode step on each level: Harli's two stages, refined online.
 
-Stage 1 (`solo.py`) is fitted from a profile. Stage 2 multiplies it by what the worker costs:
-t1 = (b1 * s_inf + k1 * s_ft) * t0(s_inf), with shares of the units s_inf and s_ft and one (b1, k1)
-for all batches and phases (Harli, Eq. 3). Recursive least squares follows (b1, k1) online.
+Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
+costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunFactors
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel
 
@@ -28,26 +26,6 @@ _MAX_INNOVATION = 0.5
 # information about the other direction fade to nothing: the first step in it would then throw the
 # estimate far off. So much information (a tenth of one step's) never fades.
 _LEAST_INFORMATION = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class CoRunFactors:
-    """Stage 2. The prior: complementary halves cost 5%, overlapping ones what they take."""
-
-    b1: float = 1.05
-    k1: float = 1.05
-
-    def factor(self, s_inf: float, s_ft: float) -> float:
-        """By how much the worker stretches a step; never below 1."""
-        return max(1.0, self.b1 * s_inf + self.k1 * s_ft)
-
-
-def co_run_model(profile: Mapping[str, Any]) -> CoRunFactors:
-    """Stage 2 of a latency profile; the prior where none was measured."""
-    co_run = profile.get("coRun")
-    if not co_run or not co_run.get("samples"):
-        return CoRunFactors()
-    return CoRunFactors(float(co_run["b1"]), float(co_run["k1"]))
 
 
 class Predictor:

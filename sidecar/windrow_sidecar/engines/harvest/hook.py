@@ -8,15 +8,17 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.qos.co_run import co_run_model
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies.base import is_for_one_step
-from windrow_sidecar.qos.predictor import Predictor, co_run_model
+from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -77,6 +79,7 @@ class HarvestHook:
         self._waiting_since_ns = 0  # 0: no request waits
         self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
         self._breaker, self._trips = "", 0
+        self._decisions = Decisions(self._settings.run_dir) if self._settings.run_dir else None
         self._objective_us = 0
         self._counts = (0, 0, 0, 0)  # kv, free, reserved, lent, as the view has them
         self._steady_until_ns = 0  # until then the last decision stands, if facts stay the same
@@ -165,6 +168,8 @@ class HarvestHook:
         """Count and learn from the steps under the last decision. In one go: cold code is dear."""
         unjudged, self._unjudged = self._unjudged, []
         stats, controller = self._stats, self.controller
+        if self._decisions and unjudged:
+            self._decisions.ended([took_us for took_us, _ in unjudged], self._objective_us)
         for latency_us, cost_ns in unjudged:
             stats.add(latency_us, cost_ns, self._objective_us)
             if not self._prefilled:
@@ -174,6 +179,8 @@ class HarvestHook:
         guard = controller.guard
         if guard.trips != self._trips or guard.reason != self._breaker:
             self._steady_until_ns = 0
+            if self._decisions:
+                self._decisions.breached(guard.reason or "two steps over the objective")
             self._trips = guard.trips
             self._mark_breaker(now_ns, guard.reason)
         self._lending.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
@@ -189,9 +196,13 @@ class HarvestHook:
         self._arena.revoke(self._arena.geometry.chunks)
         self._granted = Grant(pause_epoch=self._granted.pause_epoch + 1)
         self._publish(self._granted, self._clock())
+        if self._decisions:
+            self._decisions.drain()
 
     def snapshot(self) -> StepStatistics:
         """For the report of the agent's link; called by its thread, once a second."""
+        if self._decisions:
+            self._decisions.drain()
         latencies_us, costs_ns = self._stats.take()
         granted = self._granted
         return StepStatistics(
@@ -289,6 +300,8 @@ class HarvestHook:
         self._decided_ns = now_ns
         self._units = self.controller.would_units if decision.finetune_units else 0.0
         self._grant(decision, now_ns)
+        if self._decisions:
+            self._decisions.decided(self.controller.explain(now_ns, view, offer, decision))
         return decision
 
     def _read_offer(self, now_ns: int) -> Offer:
