@@ -48,7 +48,6 @@ from windrow_sidecar.qos.solo import SoloSample, solo_models
 _log = logging.getLogger(__name__)
 
 _CHECK_STEPS = 12
-_CHECK_BATCHES, _CHECK_CONTEXT = (4, 16), 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +102,9 @@ class Profiler:
                 self._check(profile)
             except (OSError, ValueError) as error:
                 if not isinstance(error, FileNotFoundError):
-                    _log.warning("the profile in %s cannot be read: %s", path, error)
+                    _log.warning("the profile in %s cannot be read: %s", path, str(error))
             except UserError as error:
-                _log.warning("the profile in %s is not used: %s", path, error)
+                _log.warning("the profile in %s is not used: %s", path, str(error))
             else:
                 _log.info("profile: read back from %s, and a few steps bear it out", path)
                 return profile
@@ -156,13 +155,9 @@ class Profiler:
         missing = {s.decode_units for s in self.splits.splits} - set(models)
         if missing:
             raise UserError(f"it lacks decode on {sorted(missing)} units")
-        points = [
-            Point(self.splits.units, batch, context)
-            for batch in _CHECK_BATCHES
-            if batch <= self.bounds.max_batch
-            for context in (min(_CHECK_CONTEXT, self.bounds.max_context - 2 * _CHECK_STEPS),)
-            if batch * context <= self.bounds.max_tokens
-        ]
+        points = self._points_of(profile)
+        if not points:
+            raise UserError("none of its points fits into this engine")
         few = Effort(1, _CHECK_STEPS - WARM_UP_STEPS, (), (), soft_limit_s=5.0)
         model = models[self.splits.units]
         off = [
@@ -170,10 +165,23 @@ class Profiler:
             for s in profiling.measure(self.parts, points, few).samples
         ]
         limit = CHECK_LIMIT_PERCENT + noise
-        if off and 100 * median(off) > limit:
+        if 100 * median(off) > limit:
             raise UserError(
                 f"steps take {100 * median(off):.0f}% other than it says; {limit:.0f}% would do"
             )
+
+    def _points_of(self, profile: Mapping[str, Any]) -> list[Point]:
+        """A point of few requests and one of many, on the whole device, from what was measured."""
+        bounds, whole = self.bounds, self.splits.units
+        fitting = [
+            Point(whole, row["batch"], row["contextTokens"] // row["batch"] - _CHECK_STEPS)
+            for row in profile["samples"]
+            if (row["units"], row["finetuneUnits"]) == (whole, 0)
+            and 0 < row["batch"] <= bounds.max_batch
+            and row["contextTokens"] <= bounds.max_tokens
+        ]
+        fitting = sorted((p for p in fitting if p.context > 0), key=lambda p: p.batch)
+        return list(dict.fromkeys((fitting[0], fitting[-1]))) if fitting else []
 
     def _known(self, effort: str, points: list[Point]) -> dict[Point, SoloSample]:
         """What an interrupted profile of the same kind and effort has measured."""
