@@ -13,12 +13,11 @@ from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManage
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.qos.co_run import co_run_model
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies.base import is_for_one_step
-from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.predictor import predictor_of
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -55,7 +54,7 @@ class HarvestHook:
         self._levels = levels
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
-        predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
+        predictor = predictor_of(levels, profile) if profile else None
         geometry = arena.geometry
         self.controller = Controller(
             levels,
@@ -113,7 +112,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(Predictor(self._levels, solo, co_run_model(profile)))
+        self.controller.set_predictor(predictor_of(self._levels, profile))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
