@@ -43,7 +43,7 @@ class _OnUnits(NullHook):
         return Grant(decode_units=self.units)
 
 
-class Load(Protocol):
+class LoadBeside(Protocol):
     """What computes on the worker's units while decode is measured beside it."""
 
     def run_on(self, units: int) -> None:
@@ -117,7 +117,7 @@ def _latencies_us(steps: Iterable[StepEvent]) -> list[float]:
 
 
 def measure_beside(
-    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: Load
+    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: LoadBesideBeside
 ) -> list[CoRunSample]:
     """Run the points with a load on the worker's units; returns median latencies.
 
