@@ -117,7 +117,7 @@ def _latencies_us(steps: Iterable[StepEvent]) -> list[float]:
 
 
 def measure_beside(
-    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: LoadBesideBeside
+    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: LoadBeside
 ) -> list[CoRunSample]:
     """Run the points with a load on the worker's units; returns median latencies.
 
