@@ -8,7 +8,6 @@ from typing import get_args
 from windrow.crd import HarvestPolicySpec
 from windrow_sidecar.qos.policies import POLICIES
 
-
 ROOT = Path(__file__).resolve().parents[2]
 
 
