@@ -173,7 +173,7 @@ figures: setup
 	$(PY) tools/quote_figures.py
 
 constraints:
-	$(UV) pip compile pyproject.toml --extra dev --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
 	rm -rf build dist $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache .mypy_cache

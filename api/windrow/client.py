@@ -184,6 +184,15 @@ class WindrowClient:
             )
         return job.adapter_path
 
+    def job_objects(self, *, namespace: str | None = None) -> list[dict[str, Any]]:
+        """Return the jobs of a namespace (None: of all) as the API server holds them."""
+        return self._list(FINETUNE_JOB, namespace)
+
+    def conditions(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
+        """Return the conditions of a job."""
+        found = self._get(FINETUNE_JOB, name, namespace)
+        return list((found.get("status") or {}).get("conditions") or ())
+
     def events(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> list[EventView]:
         """Return the events about a job (or about anything else of that name), oldest first."""
         return self.recent_events(namespace=namespace, selector=f"involvedObject.name={name}")

@@ -12,7 +12,10 @@ from windrow.errors import Transient
 from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
 
-COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject")
+COMMANDS = (
+    *("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject"),
+    *("explain", "report", "monitor"),
+)
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
     "kind": "FinetuneJob",
