@@ -61,4 +61,4 @@ def test_the_cluster_that_stays_does_what_the_page_says(tmp_path):
 
 def test_a_step_is_planned_without_a_cluster():
     (line,) = blocks("bash")[2].splitlines()
-    assert "tasklet" in run(line, dict(os.environ)).lower()
+    assert "backward" in run(line, dict(os.environ))
