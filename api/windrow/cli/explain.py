@@ -1,4 +1,4 @@
-"""`windrow explain`: why a slot decided as it did, decision by decision."""
+"""`windrow explain`: why a job is where it is, or why a slot decided as it did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from windrow.cli.output import Json, print_json, print_line
+from windrow.cli import explain_job
+from windrow.cli.output import Json, Kubeconfig, Namespace, print_json, print_line
 from windrow.decisions import Decision, around, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
@@ -20,25 +21,33 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def explain(
-    slot: Annotated[
+    target: Annotated[
         str,
         typer.Argument(
-            metavar="SLOT",
-            help="Run directory of the decode pod (/run/windrow inside it), or decode's process.",
+            metavar="JOB | SLOT",
+            help="Name of a FinetuneJob; or the run directory of a decode pod (/run/windrow inside "
+            "it), or decode's process.",
         ),
     ],
     at: Annotated[
         str,
-        typer.Option("--around", help="now, -30s, -5m, 18:02:11 (today), or an ISO time."),
+        typer.Option("--around", help="Of a slot: now, -30s, -5m, 18:02:11, or an ISO time."),
     ] = "now",
-    within: Annotated[float, typer.Option(help="Seconds before and after it.")] = 2.0,
+    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after it.")] = 2.0,
+    namespace: Namespace = "default",
     as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show what decode decided around a moment: what it saw, what it granted, how steps went.
+    """Say why a job is where it is; or what a slot's decode decided around a moment, and why.
+
+    Example: windrow explain support-tone
 
     Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
-    ring = ring_of(slot)
+    if not (target.isdigit() or "/" in target):
+        explain_job.explain(target, namespace, as_json, kubeconfig)
+        return
+    ring = ring_of(target)
     found = around(read_decisions(ring), moment(at, datetime.now().astimezone()), within)
     if as_json:
         print_json([asdict(decision) | {"at": decision.at.isoformat()} for decision in found])
