@@ -15,7 +15,7 @@ from json import dumps
 from typing import Any
 
 from windrow.errors import InvariantBroken, UserError
-from windrow.eventlog import EventLog, StepEvent
+from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
@@ -77,7 +77,7 @@ class SchedulerHarvest:
         self._parts, self._learner, self._clock = parts, learner, clock
         self._step: _Step | None = None
         self._number = 0
-        self._known: set[str] = set()
+        self._first_ns: dict[str, int] = {}  # of each request: the end of its first step here
         self._processed_ns = self._looked_ns = self._idle_ns = 0
         self._hold_until_ns = 0
         self._confined = False
@@ -117,9 +117,10 @@ class SchedulerHarvest:
         self._processed_ns = self._clock()
         if self.is_awake:
             for request in batch.reqs:
-                if request.finished():
-                    self._known.discard(request.rid)
-                    self._parts.link.request_completed()
+                if request.rid in self._first_ns and request.finished():
+                    self._finished(request, self._first_ns.pop(request.rid))
+                elif not self._first_ns.get(request.rid, 1):
+                    self._first_ns[request.rid] = self._processed_ns
 
     def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
         """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
@@ -172,15 +173,16 @@ class SchedulerHarvest:
         self._number += 1
         if not decodes:
             tokens = int(batch.extend_num_tokens or 0)
-            self._known.update(request.rid for request in batch.reqs)
+            for request in batch.reqs:
+                self._first_ns.setdefault(request.rid, 0)
             return StepInput(
                 self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
             )
         lengths = batch.seq_lens_cpu.tolist()
         admitted = 0
         for request, length in zip(batch.reqs, lengths, strict=True):
-            if request.rid not in self._known:
-                self._known.add(request.rid)
+            if request.rid not in self._first_ns:
+                self._first_ns[request.rid] = 0
                 admitted += length
         return StepInput(
             step=self._number,
@@ -213,6 +215,25 @@ class SchedulerHarvest:
         if alone and self._learner is not None and terms is not None and terms.mode == "harvest":
             return self._learner.units or units
         return units
+
+    def _finished(self, request: Any, first_ns: int) -> None:  # noqa: ANN401
+        """Count a request that has ended, and log it."""
+        reason = request.finished_reason
+        error = getattr(reason, "message", "") or "" if _aborted(reason) else ""
+        if not error:
+            self._parts.link.request_completed()
+        if self._parts.log is not None:
+            self._parts.log.append(
+                RequestEvent(
+                    id=request.rid,
+                    arrived_ns=_arrived_ns(request) or first_ns or self._processed_ns,
+                    first_token_ns=first_ns or self._processed_ns,
+                    end_ns=self._processed_ns,
+                    prompt_tokens=len(request.origin_input_ids),
+                    completion_tokens=len(request.output_ids),
+                    error=error,
+                )
+            )
 
     def _end_step(self, end_ns: int) -> int:
         """Close the step that runs; returns when it ended, 0 where none did."""
@@ -274,6 +295,17 @@ class SchedulerHarvest:
         allocator = self._parts.allocator
         growth = _requests(scheduler) * self._parts.reserved_tokens // allocator.page_size
         return max(int(allocator.chunks.pages_per_chunk), int(growth))
+
+
+def _aborted(reason: Any) -> bool:  # noqa: ANN401
+    return type(reason).__name__ == "FINISH_ABORT"
+
+
+def _arrived_ns(request: Any) -> int:  # noqa: ANN401
+    """When a request came to the scheduler; 0 where SGLang does not say. It counts in seconds."""
+    times = getattr(request, "time_stats", None)
+    seconds = getattr(times, "decode_prealloc_queue_entry_time", 0.0)
+    return int((seconds or getattr(times, "wait_queue_entry_time", 0.0)) * 1e9)
 
 
 def _waiting(scheduler: Any) -> int:  # noqa: ANN401
