@@ -10,6 +10,8 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -48,6 +50,8 @@ MODELS = {
     "qwen2": lambda folder: made(Qwen2Config(**SIZES), folder),
     "qwen3": lambda folder: made(Qwen3Config(**SIZES, head_dim=32), folder),
     "mistral": lambda folder: made(MistralConfig(**SIZES, head_dim=32), folder),
+    "gemma": lambda folder: made(GemmaConfig(**SIZES, head_dim=32), folder),
+    "gemma2": lambda folder: made(Gemma2Config(**SIZES, head_dim=32), folder),
 }
 
 

@@ -156,20 +156,21 @@ def up(
     from windrow.client import WindrowClient
     from windrow.local import assets, serving
     from windrow.local.cluster import ClusterSettings
-    from windrow.local.demo import PODS_WITHIN
+    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
     from windrow.local.devices import bystanders, devices, usable_cores
     from windrow.local.standing import up as start
 
     held = devices(usable_cores(), pods)
+    sglang = _sglang(engine)
     plan = serving.plan_pods(
         held,
         assets.find(assets.MODEL, option="--model", given=model),
-        sglang=_sglang(engine),
+        sglang=sglang,
     )
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
     client = WindrowClient(Path(info.kubeconfig))
     serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN)
+    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     if as_json:
         print_json(info)
         return

@@ -43,10 +43,11 @@ from windrow.views import JobView
 
 POLICY = "demo"
 PODS_WITHIN = timedelta(seconds=120)
+SGLANG_WITHIN = timedelta(seconds=300)  # it imports for a minute where cores are busy
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load and as much time again
 WARM_UP_S = 10.0
 # For a server that learns its latency profile from what it serves.
-LEARN_S, LEARN_RATE, LEARN_LOADS = 15.0, 0.6, 4
+LEARN_S, LEARN_RATE, LEARN_LOADS = 15.0, 0.3, 4
 LEARNED_WITHIN = timedelta(seconds=3)  # until the operator has heard of it
 DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
@@ -223,7 +224,7 @@ def serve(on: DemoStage) -> serving.Pods:
     serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
-    serving.await_ready(on.client, pods, PODS_WITHIN)
+    serving.await_ready(on.client, pods, PODS_WITHIN if settings.sglang is None else SGLANG_WITHIN)
     if settings.sglang is not None:
         learn(on, pods)
     return pods

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # How often chunks are looked after while steps follow each other, and an idle scheduler asks.
 _CHUNKS_EVERY_NS, _IDLE_EVERY_NS = 5_000_000, 5_000_000
+# How long until empty chunks are looked for again, where there were none.
+_NONE_EMPTY_NS = 100_000_000
 # How long an idle scheduler may sleep while somebody reads its heartbeat.
 IDLE_POLL_MS = 20
 
@@ -79,7 +81,7 @@ class SchedulerHarvest:
         self._number = 0
         self._first_ns: dict[str, int] = {}  # of each request: the end of its first step here
         self._processed_ns = self._looked_ns = self._idle_ns = 0
-        self._hold_until_ns = 0
+        self._hold_until_ns = self._free_again_ns = 0
         self._confined = False
 
     @property
@@ -134,8 +136,10 @@ class SchedulerHarvest:
         allocator.hold(keep)
         if self._parts.hook.failed:
             allocator.chunks.reclaim_of_the_dead()
-        elif (lacking := self._parts.inner.chunks_lacking) > 0:
-            allocator.set_free(lacking, keep_pages=keep)
+        elif now_ns >= self._free_again_ns:
+            wanted = self._chunks_to_set_free()
+            if wanted > 0 and not allocator.set_free(wanted, keep_pages=keep):
+                self._free_again_ns = now_ns + _NONE_EMPTY_NS
 
     def idle(self) -> None:
         """Nothing runs."""
@@ -289,6 +293,20 @@ class SchedulerHarvest:
             self._confined = False
             with suppress(InvariantBroken):
                 self._parts.partition.activate(self._parts.splits.units)
+
+    def _chunks_to_set_free(self) -> int:
+        """Chunks that are not free yet, of those that the policy lets a worker have.
+
+        Not only of those that one asks for: whether there is memory to lend is what the operator
+        decides by where a worker starts.
+        """
+        parts = self._parts
+        lacking, terms = parts.inner.chunks_lacking, parts.inner.controller.terms
+        if terms is None or terms.mode != "harvest":
+            return lacking
+        free, kv, *others = parts.arena.counts()
+        may_have = (free + kv + sum(others)) * terms.max_memory_percent // 100
+        return max(lacking, may_have - free - sum(others))
 
     def _pages_to_keep(self, scheduler: Any) -> int:  # noqa: ANN401
         """Free pages that are not lent: room for every request to grow while a worker lets go."""
