@@ -21,6 +21,8 @@ ANNOTATION_INJECTED_BY: Final = f"{GROUP}/injected-by"  # the rule that matched
 ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over any selector
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"  # where the sidecar serves its metrics
 FINALIZER: Final = f"{GROUP}/cleanup"
+# Of a job whose adapter is loaded, or about to be, in serving pods.
+FINALIZER_ADAPTER: Final = f"{GROUP}/adapter"
 SIDECAR_CONTAINER: Final = "windrow"
 
 
