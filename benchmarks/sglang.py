@@ -193,10 +193,10 @@ def _answers(n: int) -> list[Result]:
 def _soak(n: int) -> list[Result]:
     """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
     chance = random.Random(7)
-    requests = _conversation(n, 11, longest=120, every=11)
+    requests = _conversation(n, 11, longest=100, every=7)  # nearly 8 at once, all that it takes
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
     script = {
-        "server": {**DECODE, "max_total_tokens": 1280},
+        "server": {**DECODE, "max_total_tokens": 1024},
         "requests": requests,
         "aborts": aborts,
         "health_every": 500,

@@ -315,8 +315,8 @@ class Worker:
     been answered meanwhile: a step that waited for the other side would wait for ever.
 
     Attributes:
-        seen: phase, tokens lent at its beginning, decode steps and tokens delivered within it, and
-            the longest run of iterations with a batch that delivered none.
+        seen: phase, tokens lent at its beginning, steps launched within it, and the longest run of
+            iterations that had a batch and launched none.
     """
 
     OWNER, ANSWERS, STOPPED_S = 5, 4, 5.0
@@ -326,7 +326,7 @@ class Worker:
 
         self.scheduler, self.allocator = scheduler, scheduler.token_to_kv_pool_allocator
         self.outputs, self.seen, self.wanted, self.owner = outputs, [], wanted, self.OWNER
-        self.delivered = self.without = 0
+        self.without = 0
         self._turn("lending")
         self.process = self._start()
         terms = make_terms(
@@ -380,21 +380,16 @@ class Worker:
         return process
 
     def _count(self) -> None:
-        tokens = sum(map(len, self.outputs.tokens.values()))
-        none = tokens == self.delivered and not self.scheduler.running_batch.is_empty()
+        facts, steps = self.seen[-1], plugin().harvest._number - self.step
+        none = steps == facts[2] and not self.scheduler.running_batch.is_empty()
         self.without = self.without + 1 if none else 0
-        facts = self.seen[-1]
-        facts[2:] = [
-            plugin().harvest._number - self.step,
-            facts[3] + tokens - self.delivered,
-            max(facts[4], self.without),
-        ]
-        self.delivered = tokens
+        facts[2:] = [steps, max(facts[3], self.without)]
 
     def _turn(self, phase: str, number: int = 0) -> None:
         if number:
             self.process.send_signal(number)
-        self.seen.append([phase, self.allocator.lent_tokens, 0, 0, 0])
+        self.seen.append([phase, self.allocator.lent_tokens, 0, 0])
+        self.without = 0
         self.phase, self.answers, self.since_s = phase, len(self.outputs.ends), time.monotonic()
         self.step = plugin().harvest._number
 

@@ -95,14 +95,13 @@ def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delay
     phases = {phase: facts for phase, *facts in played["faults"]}
     assert [*phases] == ["lending", "stopped", "going on", "killed", "a new one", "over"]
     for phase in ("stopped", "killed"):
-        lent, steps, tokens, without = phases[phase]
+        lent, steps, without = phases[phase]
         assert lent > 0
         # The worker runs no tasklet meanwhile, so that a step which waited for one would not end.
         assert steps > 20
-        assert tokens > steps
-        # SGLang delivers a step's tokens one iteration later, and admits requests in one of its
-        # own: two iterations without a token are its ways, a third would be somebody's doing.
-        assert without <= 2
+        # SGLang admits requests in an iteration of their own: one without a step is its way, a
+        # second in a row would be somebody's doing.
+        assert without <= 1
     assert phases["over"][0] > 0  # lent to the new one
     assert played["available"] == played["total"]
     assert set(played["ends"].values()) == {"length"}
