@@ -55,7 +55,10 @@ def main() -> int:
         write("sglang-demo", _demos(options.demo), env, options.json)
     else:
         quick = options.quick
-        results = [*_step_cost(20 if quick else 400), *_start_cost(1 if quick else 4)]
+        results = _step_cost(20 if quick else 400)
+        write("sglang, steps", results, env, options.json)
+        results += _start_cost(1 if quick else 4)
+        write("sglang, steps and start", results, env, options.json)
         results += _answers(40 if quick else 200)
         write("sglang", results, env, options.json)
     return 0
