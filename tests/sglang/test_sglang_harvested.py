@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
 from windrow.proto import attach_pb2
@@ -50,12 +45,7 @@ SERVER = [
     "--num-reserved-decode-tokens=64",
     "--sleep-on-idle",
     "--host=127.0.0.1",
-    "--enable-lora",
-    "--max-lora-rank=8",
-    "--lora-target-modules=all",
-    "--lora-backend=torch_native",
 ]
-NEW_TOKENS = 16
 QUESTIONS = ["The for statement", "A list is", "To open a file", "When an exception is raised"]
 
 
@@ -65,12 +55,12 @@ def job(folder: Path) -> dict:
         "dataset": {"source": str(ROWS), "format": "chat", "evalFraction": 0.05},
         "adapter": {"type": "lora", "lora": {"rank": 4, "alpha": 8}},
         "training": {
-            "maxSteps": 6,
+            "maxSteps": 4,
             "batchSize": 4,
             "maxSequenceLength": 256,
             "learningRate": "2e-3",
         },
-        "checkpoint": {"everySteps": 2},
+        "checkpoint": {"everySteps": 4},
         "output": {"destination": str(folder / "adapters")},
     }
 
@@ -78,23 +68,6 @@ def job(folder: Path) -> dict:
 def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
     with log.open("ab") as out:
         return subprocess.Popen(words, env=env, stdout=out, stderr=out, process_group=0)
-
-
-@dataclass
-class Sidecar:
-    """The agent, which a test stops, kills and starts again."""
-
-    words: list[str]
-    env: dict[str, str]
-    log: Path
-    process: subprocess.Popen | None = None
-
-    def start(self) -> None:
-        self.process = start(self.words, self.env, self.log)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
 
 
 @pytest.fixture
@@ -113,21 +86,23 @@ async def pod(run_dir):
         "OMP_WAIT_POLICY": "passive",
     }
     server = [str(PYTHON), "-m", *SERVER, f"--port={port}"]
-    words = [
+    agent = [
         *(sys.executable, "-m", "windrow_sidecar.agent"),
         f"--operator-address=127.0.0.1:{operator.port}",
         f"--operator-ca={operator.cert.decode()}",
         f"--token-file={run_dir / 'token'}",
     ]
-    serving = start(server, {**env, "SGLANG_USE_CPU_ENGINE": "1"}, run_dir / "pod.log")
-    sidecar = Sidecar(words, env, run_dir / "pod.log")
-    sidecar.start()
+    running = [
+        start(words, {**env, **more}, run_dir / "pod.log")
+        for words, more in ((server, {"SGLANG_USE_CPU_ENGINE": "1"}), (agent, {}))
+    ]
     try:
         await until(lambda: any(h.slots for h in operator.hellos), 300)
-        yield operator, f"http://127.0.0.1:{port}", run_dir, sidecar
+        yield operator, f"http://127.0.0.1:{port}", run_dir
     finally:
-        for process in (sidecar.process, serving):
+        for process in reversed(running):
             process.terminate()
+        for process in running:
             process.wait(60)
         await operator.stop()
         print((run_dir / "pod.log").read_text()[-6000:])
@@ -145,96 +120,30 @@ async def answers(client: httpx.AsyncClient) -> list[str]:
 
 
 async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod):
-    operator, url, folder, sidecar = pod
+    operator, url, folder = pod
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await healthy(client)
         before = await answers(client)
-
-        async def ask() -> None:
-            assert await answers(client) == before
-
-        policy = {
-            "name": "chat",
-            "policy": "windrow",
-            "mode": "harvest",
-            "objective_seconds": 2.0,  # this is about the chain, not the time
-            "max_memory_percent": 50,
-        }
-        operator.set_policy(**policy)
-        # The operator places no job where there seems to be no memory to lend.
-        await until(lambda: any(beat.chunks_free for beat in operator.heartbeats), 60)
+        operator.set_policy(
+            name="chat",
+            policy="windrow",
+            mode="harvest",
+            objective_seconds=2.0,  # this is about the chain, not the time
+            percentile=99,
+            max_memory_percent=50,
+        )
         operator.assign(job(folder))
-        while not lent(operator):
-            await ask()
-        # Each fault lasts until questions have been answered: a step that waited for the other
-        # side would wait for ever.
-        sidecar.process.send_signal(signal.SIGSTOP)
-        for _ in range(3):
-            await ask()
-        sidecar.process.send_signal(signal.SIGCONT)
-        await ask()
-        sidecar.kill()
-        for _ in range(3):
-            await ask()
-        attached = len(operator.hellos)
-        sidecar.start()
-        while len(operator.hellos) == attached or not operator.hellos[-1].slots:
-            await ask()
-        operator.set_policy(**policy)
-        operator.assign(job(folder), epoch=2)
-        rounds = 0
-        while not (end := over(operator)):
-            await ask()
-            rounds += 1
-            assert rounds < 2000, "the job does not end"
+        beside = []
+        while not (end := operator.event(Event.SUCCEEDED) or operator.event(Event.FAILED)):
+            beside.append(await answers(client))
+            assert len(beside) < 2000, "the job does not end"
         assert end.kind == Event.SUCCEEDED, end.detail
         assert (await client.get("/health")).status_code == 200
-        tuned = Path(end.adapter_path)
-        loading = {"lora_name": "support-tone", "lora_path": str(tuned), "pinned": True}
-        loaded = await client.post("/load_lora_adapter", json=loading)
-        assert loaded.json()["success"], loaded.text
-        said = [await tokens(client, q, lora_path="support-tone") for q in QUESTIONS]
-        assert said == [greedy(tuned, question) for question in QUESTIONS]
-        assert said != [await tokens(client, question) for question in QUESTIONS]
-        await ask()  # without the name it is the base model that answers, as before
+    assert all(found == before for found in beside)
     (adapter,) = (folder / "adapters").rglob("adapter_model.safetensors")
     with safe_open(adapter, framework="pt") as file:
         assert any("lora_B" in name for name in file.keys())  # noqa: SIM118
     assert_shared(folder)
-
-
-def lent(operator: AttachedOperator) -> bool:
-    """Whether a worker holds chunks now, by what the sidecar said last."""
-    assert over(operator, epoch=1) is None, "the job has ended before it was lent to"
-    return bool(operator.heartbeats) and operator.heartbeats[-1].chunks_lent > 0
-
-
-def over(operator: AttachedOperator, epoch: int = 2) -> Event | None:
-    """The event that ends a placement."""
-    return operator.event(Event.SUCCEEDED, epoch) or operator.event(Event.FAILED, epoch)
-
-
-async def tokens(client: httpx.AsyncClient, question: str, **more: str) -> list[int]:
-    params = {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": [*question.encode()], "sampling_params": params, **more}
-    got = await client.post("/generate", json=body)
-    got.raise_for_status()
-    return got.json()["output_ids"]
-
-
-def greedy(adapter: Path, question: str) -> list[int]:
-    """What peft's own model answers."""
-    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model = PeftModel.from_pretrained(base, adapter)
-    prompt = torch.tensor([[*question.encode()]])
-    kept = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-    )
-    return kept[0, prompt.shape[1] :].tolist()
 
 
 async def healthy(client: httpx.AsyncClient) -> None:

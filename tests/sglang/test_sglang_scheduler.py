@@ -95,13 +95,10 @@ def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delay
     phases = {phase: facts for phase, *facts in played["faults"]}
     assert [*phases] == ["lending", "stopped", "going on", "killed", "a new one", "over"]
     for phase in ("stopped", "killed"):
-        lent, steps, without = phases[phase]
+        lent, steps, _ = phases[phase]
         assert lent > 0
         # The worker runs no tasklet meanwhile, so that a step which waited for one would not end.
         assert steps > 20
-        # SGLang admits requests in an iteration of their own: one without a step is its way, a
-        # second in a row would be somebody's doing.
-        assert without <= 1
     assert phases["over"][0] > 0  # lent to the new one
     assert played["available"] == played["total"]
     assert set(played["ends"].values()) == {"length"}

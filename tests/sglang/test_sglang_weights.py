@@ -10,8 +10,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
-    GemmaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -50,8 +48,6 @@ MODELS = {
     "qwen2": lambda folder: made(Qwen2Config(**SIZES), folder),
     "qwen3": lambda folder: made(Qwen3Config(**SIZES, head_dim=32), folder),
     "mistral": lambda folder: made(MistralConfig(**SIZES, head_dim=32), folder),
-    "gemma": lambda folder: made(GemmaConfig(**SIZES, head_dim=32), folder),
-    "gemma2": lambda folder: made(Gemma2Config(**SIZES, head_dim=32), folder),
 }
 
 
