@@ -59,6 +59,7 @@ class Reason(StrEnum):
     DELETED = "Deleted"
     SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
+    SECRET_UNREADABLE = "SecretUnreadable"
     # Suspended
     SUSPENDED = "Suspended"
     NOT_SUSPENDED = "NotSuspended"
@@ -72,6 +73,7 @@ class Reason(StrEnum):
     MODEL_UNSUPPORTED = "ModelUnsupported"
     MODEL_TOO_LARGE = "ModelTooLarge"
     OUTPUT_NOT_WRITABLE = "OutputNotWritable"
+    CREDENTIALS_MISSING = "CredentialsMissing"
     CHECKPOINT_MISMATCH = "CheckpointMismatch"
     # Checkpointed
     CHECKPOINT_WRITTEN = "CheckpointWritten"
@@ -86,6 +88,8 @@ class Reason(StrEnum):
     NO_PROGRESS = "NoProgress"
     DATA_STARVED = "DataStarved"
     MODEL_UNREACHABLE = "ModelUnreachable"
+    OUTPUT_UNREACHABLE = "OutputUnreachable"
+    CHECKPOINT_UNREACHABLE = "CheckpointUnreachable"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     FENCED = "Fenced"
     STALE_EPOCH = "StaleEpoch"
@@ -220,6 +224,9 @@ LIFECYCLE: Final = (
     ConditionRow(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
     ConditionRow(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
     ConditionRow(
+        T.FAILED, "True", R.CREDENTIALS_MISSING, "The Secret lacks a key that its place needs."
+    ),
+    ConditionRow(
         T.FAILED,
         "True",
         R.CHECKPOINT_MISMATCH,
@@ -270,7 +277,9 @@ RETRIED: Final = (
     R.NO_PROGRESS,
     R.DATA_STARVED,
     R.MODEL_UNREACHABLE,
+    R.OUTPUT_UNREACHABLE,
     R.CHECKPOINT_UNREADABLE,
+    R.CHECKPOINT_UNREACHABLE,
     R.FENCED,
 )
 

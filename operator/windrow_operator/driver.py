@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
@@ -24,7 +25,8 @@ from windrow_operator.injection import Refusal, SidecarTemplate, attached_sideca
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot
-from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
+from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile, without_secret
+from windrow_operator.secrets import JobSecrets, read_secrets
 from windrow_operator.status import is_urgent
 from windrow_operator.webhook import WebhookRegistration
 
@@ -132,7 +134,8 @@ class Driver:
         try:
             run = self._cluster.run_of(job)
             actions = reconcile(job, run, slots, now, self._timeouts)
-            await self._carry_out(job, actions, slots)
+            actions, secrets = await self._with_secrets(job, actions, now)
+            await self._carry_out(job, actions, slots, secrets)
         except ObjectNotFound:
             self._cluster.drop_job(job.uid)
         except Conflict:
@@ -144,7 +147,20 @@ class Driver:
             log.exception("job %s could not be reconciled", job.key)
             self._alarm.within(_IDLE_SECONDS)
 
-    async def _carry_out(self, job: Job, actions: Actions, slots: dict[str, Slot]) -> None:
+    async def _with_secrets(
+        self, job: Job, actions: Actions, now: datetime
+    ) -> tuple[Actions, JobSecrets]:
+        """Read the Secrets of a job that is about to be placed; without them it waits."""
+        if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
+            return actions, JobSecrets()
+        try:
+            return actions, await read_secrets(self._kube, job.namespace, job.spec)
+        except UserError as error:
+            return without_secret(job, str(error), now, self._timeouts), JobSecrets()
+
+    async def _carry_out(
+        self, job: Job, actions: Actions, slots: dict[str, Slot], secrets: JobSecrets
+    ) -> None:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
@@ -155,7 +171,7 @@ class Driver:
         if actions.status is not None and self._due(job, dict(actions.status), now):
             body = await self._write_status(job, {**body, "status": actions.status}, now)
         for command in actions.commands:
-            self._send(job, command, slots, now)
+            self._send(job, command, slots, now, secrets)
         for event in actions.events:
             await self._recorder.record(self._cluster.jobs.get(job.uid), event)
             if event.reason == "SlotLost":
@@ -214,7 +230,14 @@ class Driver:
             self._cluster.drop_job(job.uid)
         self.wake()
 
-    def _send(self, job: Job, command: Command, slots: dict[str, Slot], now: datetime) -> None:
+    def _send(
+        self,
+        job: Job,
+        command: Command,
+        slots: dict[str, Slot],
+        now: datetime,
+        secrets: JobSecrets,
+    ) -> None:
         session = self._attach.session_of(command.slot) if self._attach else None
         live = self._cluster.slots.get(command.slot)
         if session is None or live is None:
@@ -224,9 +247,10 @@ class Driver:
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
             slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
-            session.send(
-                pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
-            )
+            assign = self._assignment(job, command, slot, live.facts.index)
+            assign.dataset_secret.update(secrets.dataset)
+            assign.output_secret.update(secrets.output)
+            session.send(pb.OperatorMessage(assign=assign))
             self._metrics.placements.inc()
             return
         if command.action == "STOP":
@@ -249,6 +273,7 @@ class Driver:
             epoch=command.epoch,
             spec_json=json.dumps(job.body["spec"]),
             outputs=pb.Outputs(trees=slot.outputs),
+            checkpoint_path=(job.status.get("checkpoint") or {}).get("path", ""),
         )
 
     # --- sidecars ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class Timeouts:
     rejected_pause: timedelta = timedelta(seconds=2)
     backoff_base: timedelta = timedelta(seconds=2)  # doubled with every failure
     backoff_cap: timedelta = timedelta(minutes=5)
+    secret_pause: timedelta = timedelta(seconds=30)  # a Secret that could not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,13 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
         commands=(Command("ASSIGN", choice.slot.key, job.epoch + 1),),
         events=(Event(Reason.PLACED, choice.message),),
     )
+
+
+def without_secret(job: Job, message: str, now: datetime, timeouts: Timeouts) -> Actions:
+    """Leave a job waiting whose Secret could not be read; it is read again after a while."""
+    after = status.waiting(job, Reason.SECRET_UNREADABLE, message, now)
+    step = _write_status(job, after, Reason.SECRET_UNREADABLE, message, warning=True)
+    return replace(step, wake_at=now + timeouts.secret_pause)
 
 
 def _refusal(job: Job) -> tuple[Reason, str] | None:

@@ -8,10 +8,11 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import Condition
-from windrow.crd.dataset import DatasetSpec
+from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.training import CheckpointSpec, TrainingSpec
 from windrow.crd.values import Record, Timestamp, cel, invalid
+from windrow.outputs import is_bucket
 
 
 class ModelSpec(Record):
@@ -69,17 +70,41 @@ class OutputSpec(Record):
                     r"!self.destination.matches('^(file:)?[./]*$')",
                     "destination must name a directory below a volume, without ..",
                 ),
+                cel(
+                    r"!self.destination.startsWith('s3://') || "
+                    r"self.destination.matches('^s3://[^/?#]+/+[^/?#]')",
+                    "destination must name a folder of a bucket: s3://bucket/folder",
+                ),
+                cel(
+                    "!has(self.secretRef) || self.destination.startsWith('s3://')",
+                    "secretRef has a use for s3:// only",
+                ),
             ]
         }
     )
 
     destination: Place = Field(
-        description="Directory that gets the adapter. Checkpoints stand below it while the job "
-        "runs. No two jobs may write to one."
+        description="Directory that gets the adapter, on a volume of the policy or as "
+        "s3://bucket/folder. Checkpoints stand below it while the job runs. No two jobs may write "
+        "to one."
+    )
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Credentials for an s3:// destination. Default: what the sidecar's own "
+        "environment gives.",
     )
     deploy: DeploySpec = Field(
         default_factory=DeploySpec, description="Loading of the adapter into serving pods."
     )
+
+    @model_validator(mode="after")
+    def _secret_has_a_use(self) -> Self:
+        if self.secret_ref is not None and not is_bucket(self.destination):
+            raise invalid(
+                f"secretRef has no use: {self.destination!r} is a path",
+                "Leave it out, or write to s3://bucket/folder.",
+            )
+        return self
 
 
 class FinetuneJobSpec(Record):

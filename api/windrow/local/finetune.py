@@ -88,7 +88,7 @@ def read_local_job(manifest: Path) -> LocalJob:
     except UserError as error:
         where = f"{manifest}: {error.field}"
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
-    destination = check_alone(Path(path_of(spec.output.destination)))
+    destination = check_alone(spec.output.destination)
     uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]
     return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
 

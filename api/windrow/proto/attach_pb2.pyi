@@ -124,7 +124,21 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "dataset_secret", "output_secret", "checkpoint_path")
+    class DatasetSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class OutputSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SLOT_FIELD_NUMBER: _ClassVar[int]
     JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +146,9 @@ class Assign(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     slot: int
     job_namespace: str
     job_name: str
@@ -139,7 +156,10 @@ class Assign(_message.Message):
     epoch: int
     spec_json: str
     outputs: Outputs
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ...) -> None: ...
+    dataset_secret: _containers.ScalarMap[str, str]
+    output_secret: _containers.ScalarMap[str, str]
+    checkpoint_path: str
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("trees",)

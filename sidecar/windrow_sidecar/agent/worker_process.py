@@ -54,6 +54,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
         "uid": assign.job_uid,
         "epoch": assign.epoch,
         "spec": json.loads(assign.spec_json),
+        "checkpoint": assign.checkpoint_path,
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
     }
     (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")

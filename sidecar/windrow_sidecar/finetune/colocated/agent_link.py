@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import grpc
 
 from windrow.conditions import Reason
+from windrow.errors import Transient
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
@@ -34,6 +35,7 @@ RECONNECT_S = 0.5
 # to have written its checkpoint. The agent says every five seconds that it is there.
 SILENT_AFTER_S = 30.0
 LOOK_EVERY_S = 5.0
+CREDENTIALS_WITHIN_S = 30.0
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
 
@@ -67,6 +69,8 @@ class JobAgentLink:
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._credentials: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+        self._has_credentials = threading.Event()
         self.end_asked: Action | None = None  # STOP, FORGET or ABORT, also once it was picked up
         self._wake = threading.Event()
         self._closing = False
@@ -114,6 +118,16 @@ class JobAgentLink:
         except queue.Empty:
             return None
 
+    def credentials(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Return what the job's Secrets hold, for its rows and for its destination.
+
+        Raises:
+            Transient: the agent, which sends them first of all, has not answered.
+        """
+        if not self._has_credentials.wait(CREDENTIALS_WITHIN_S):
+            raise Transient("the sidecar did not hand over the credentials of the job")
+        return self._credentials
+
     def _run(self) -> None:
         last_attempts = LAST_ATTEMPTS
         with grpc.insecure_channel(self._target) as channel:
@@ -145,6 +159,11 @@ class JobAgentLink:
     def _hear(self, command: agent_pb2.WorkerCommand) -> None:
         self._heard_s = self._clock() if command.action == "ALIVE" else self._heard_s
         if command.action == "ALIVE":
+            return
+        if command.action == "CREDENTIALS":
+            # Never into a log or a file: they live and end with this process.
+            self._credentials = (dict(command.dataset_secret), dict(command.output_secret))
+            self._has_credentials.set()
             return
         if command.action == "ADD_JOB":
             self._take(JobOrder(command.job_uid, command.epoch))

@@ -15,7 +15,6 @@ import queue
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
@@ -27,7 +26,9 @@ from windrow_sidecar.finetune.colocated.loading import NOT_BEGUN, Loading, Verdi
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers
-from windrow_sidecar.finetune.job.assembly import read_job
+from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import Arrival, JobHandle, JobMultiplexer, worst
@@ -140,7 +141,7 @@ class WorkerJobs:
     def _begin_loading(self, order: JobOrder, slot: WorkerSlot) -> None:
         pending = self._meet(order)
         self._loading[pending] = Loading(
-            self._file_of(order),
+            lambda: self._read(pending),
             order,
             pending.job_state,
             self._readers,
@@ -177,8 +178,8 @@ class WorkerJobs:
         pending = self._meet(order)
 
         def load() -> JobHandle:
-            job = replace(read_job(self._file_of(order)), epoch=order.epoch)
-            folder = JobFolder(job.destination, job.uid, job.epoch)
+            job = self._read(pending)
+            folder = open_folder(job)
             with pending.job_state.stall.during(TAKING_FOLDER):
                 folder.claim()
             if self._slot is None:
@@ -227,8 +228,26 @@ class WorkerJobs:
         self._open.append(pending)
         return pending
 
-    def _file_of(self, order: JobOrder) -> Path:
-        return self._run_dir.job_dir(order.job_uid) / "job.json"
+    def _read(self, pending: PendingJob) -> JobSpec:
+        """Read a job, with the credentials that its stream brings where it names a Secret.
+
+        Raises:
+            UserError: the spec cannot be honoured.
+            Transient: the agent does not answer.
+        """
+        order = pending.order
+        job = read_job(self._run_dir.job_dir(order.job_uid) / "job.json")
+        secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref)
+        if not any(secrets):
+            return replace(job, epoch=order.epoch)
+        rows, adapter = pending.agent.credentials()
+        named = [secret.name if secret else "" for secret in secrets]
+        return replace(
+            job,
+            epoch=order.epoch,
+            dataset_credentials=Credentials(named[0], rows),
+            output_credentials=Credentials(named[1], adapter),
+        )
 
     def _job_handle(
         self,

@@ -10,14 +10,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers, ReadingPause, RowsBeingRead, RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
-from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.job.report import Action, WorkerEvent
 from windrow_sidecar.finetune.job.runner import Ending
@@ -48,7 +48,7 @@ class Loading:
     """Load one job; folders or rows that do not answer hold up no other job.
 
     Args:
-        file: the job's `job.json`.
+        job: reads it; called on the thread.
         order: names it.
         standing: of the job; its stall watch is renewed as rows come.
         readers: have the rows read.
@@ -58,14 +58,14 @@ class Loading:
 
     def __init__(
         self,
-        file: Path,
+        job: Callable[[], JobSpec],
         order: JobOrder,
         job_state: JobState,
         readers: Readers,
         rows_for: Callable[[JobSpec], RowsWanted],
         pace: ReadingPause,
     ) -> None:
-        self._file, self._order, self._job_state = file, order, job_state
+        self._job, self._order, self._job_state = job, order, job_state
         self._readers, self._rows_for, self._pace = readers, rows_for, pace
         self._lock = threading.Lock()
         self._rows: RowsBeingRead | None = None
@@ -116,9 +116,9 @@ class Loading:
 
     def _make_ready(self) -> LoadedJob:
         during = self._job_state.stall.during
-        job = replace(read_job(self._file), epoch=self._order.epoch)
+        job = self._job()
         wanted = self._rows_for(job)
-        folder = JobFolder(job.destination, job.uid, job.epoch)
+        folder = open_folder(job)
         with during(TAKING_FOLDER):
             folder.claim()
         with during(READING):

@@ -12,6 +12,7 @@ from windrow.crd import DatasetSpec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import DatasetRecord, read_records
+from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.rows import row_of
 from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
@@ -88,10 +89,11 @@ def read_dataset(
     seed: int,
     alive: Callable[[], None] = lambda: None,
     into: TokenFile | None = None,
+    credentials: Credentials | None = None,
 ) -> DataSplit:
     """Read, check and tokenize all rows; hold out some by the seed.
 
-    `alive` is called at each row, since a large set may take hours. `into`: where they are put.
+    `alive` is called at each row, since a large set may take hours. `into`: where they are put. `credentials`: for the place where they are.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
@@ -100,7 +102,7 @@ def read_dataset(
     """
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
     notes: list[str] = []
-    for file in find_files(spec.source, spec.split, notes.append):
+    for file in find_files(spec.source, spec.split, notes.append, credentials):
         holds_any = False
         for record in read_records(file):
             alive()
