@@ -20,7 +20,7 @@ from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
-from windrow.outputs import check_alone, path_of
+from windrow.outputs import check_alone
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"

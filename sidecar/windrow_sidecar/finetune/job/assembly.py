@@ -24,9 +24,9 @@ from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.reach import check_reach
-from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
