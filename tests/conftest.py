@@ -161,7 +161,7 @@ def answers(port):
 
 @pytest.fixture
 def bucket(object_store, monkeypatch):
-    """A folder of a bucket that is this test's own, and the Secret for it; the environment has none."""
+    """A folder of a bucket that is this test's own, and the Secret for it."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     return f"s3://team/{uuid.uuid4().hex[:8]}", object_store

@@ -14,6 +14,7 @@ from windrow.conditions import Reason
 from windrow.crd.texts import HUB_NAME
 from windrow.errors import Transient, UserError
 from windrow_sidecar.finetune.data.remote import (
+    NO_CREDENTIALS,
     Credentials,
     answers_later,
     is_of_client,
@@ -94,7 +95,7 @@ def find_files(
     """
     url = _url(source)
     with reaching(source):
-        system, path = _open_system(url, credentials or Credentials())
+        system, path = _open_system(url, credentials or NO_CREDENTIALS)
         # `isdir` and `exists` take a place that does not answer for one that is not there.
         about = system.info(path)
         if about["type"] != "directory" and not system.isdir(path):

@@ -27,7 +27,7 @@ from typing import IO, Any, Protocol
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
-from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
@@ -73,7 +73,7 @@ class RowsWanted:
     max_length: int
     learn_all: bool
     seed: int
-    credentials: Credentials = Credentials()
+    credentials: Credentials = NO_CREDENTIALS
 
 
 class Readers:

@@ -93,7 +93,8 @@ def read_dataset(
 ) -> DataSplit:
     """Read, check and tokenize all rows; hold out some by the seed.
 
-    `alive` is called at each row, since a large set may take hours. `into`: where they are put. `credentials`: for the place where they are.
+    `alive` is called at each row, since a large set may take hours. `into`: where they are put.
+    `credentials`: for the place where they are.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a

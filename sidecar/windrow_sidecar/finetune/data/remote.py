@@ -1,7 +1,8 @@
 """Reach places on other machines: with which credentials, and what it means that one cannot be.
 
-A place that could not be reached may answer later, or the job names it wrongly. As the clients of the field have it (urllib3's and the Hub's own lists of what is tried again): no
-connection, 408, 425, 429 and 5xx pass; any other answer, 401, 403 and 404 first of all, stays.
+A place that could not be reached may answer later, or the job names it wrongly. As the clients of
+the field have it (urllib3's and the Hub's own lists of what is tried again): no connection, 408,
+425, 429 and 5xx pass; any other answer, 401, 403 and 404 first of all, stays.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class Credentials:
 
     secret: str = ""
     values: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+NO_CREDENTIALS = Credentials()
 
 
 def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.reach import check_reach
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
-from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
@@ -69,8 +69,8 @@ class JobSpec:
     epoch: int
     spec: FinetuneJobSpec
     outputs: tuple[Path, ...] | None = None
-    dataset_credentials: Credentials = Credentials()
-    output_credentials: Credentials = Credentials()
+    dataset_credentials: Credentials = NO_CREDENTIALS
+    output_credentials: Credentials = NO_CREDENTIALS
     checkpoint: str = ""
 
     @property

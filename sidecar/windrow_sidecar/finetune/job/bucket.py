@@ -1,8 +1,8 @@
 """Keep a job's checkpoints and adapter in a bucket of object storage.
 
-Objects are written whole, but there is no rename and no lock. So a checkpoint is made and verified on
-the worker's own disk, its files are uploaded, and its manifest comes last: a checkpoint without one
-is not there. Of the adapter, its configuration comes last. Below `<destination>/.windrow/<job uid>/`
+Objects are written whole, but there is no rename and no lock. So a checkpoint is made on the
+worker's own disk, its files are uploaded, and its manifest comes last: a checkpoint without one is
+not there. Of the adapter, its configuration comes last. Below `<destination>/.windrow/<job uid>/`
 each worker puts `epochs/NNNNNNNN` when it claims the job, and looks for a higher one before each
 manifest and adapter. A worker that was passed by between looking and writing leaves one more
 checkpoint of the same job, which is as good as any.
@@ -81,7 +81,12 @@ class BucketFolder(JobFolder):
     """
 
     def __init__(
-        self, url: str, job_uid: str, epoch: int, system: Any, scratch: Path | None = None
+        self,
+        url: str,
+        job_uid: str,
+        epoch: int,
+        system: Any,  # noqa: ANN401 - fsspec's
+        scratch: Path | None = None,
     ) -> None:
         self._jobs = (scratch or Path(tempfile.gettempdir())) / "windrow-jobs" / job_uid
         super().__init__(self._jobs / str(epoch), job_uid, epoch)

@@ -120,8 +120,8 @@ class Ledger:
             self._reporter.event(WorkerEvent("WARNED", Reason.CHECKPOINT_UNREADABLE, detail))
         if found is None and not passed_over and self._session.job.checkpoint:
             raise CheckpointUnreachable(
-                f"{self._session.job.checkpoint} is not there: this slot's pod does not see what the "
-                "job has done so far. Mount the same storage in every pod that the job may run on, "
+                f"{self._session.job.checkpoint} is not there: this slot's pod does not see what "
+                "the job has done so far. Mount the same storage in every pod that it may run on, "
                 "or write to s3://"
             )
         if found is not None:  # before the disk is: its remedy may be to delete the checkpoint
