@@ -98,6 +98,7 @@ class Reason(StrEnum):
     SERVING = "Serving"
     ENGINE_NOT_SERVING = "EngineNotServing"
     BREAKER_OPEN = "BreakerOpen"
+    RESTING = "Resting"
     TENSOR_PARALLEL = "TensorParallel"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
@@ -240,6 +241,12 @@ SLOT: Final = (
     ),
     ConditionRow(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
     ConditionRow(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.RESTING,
+        "Jobs of several owners failed here one after the other; the message says which.",
+    ),
     ConditionRow(
         T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."
     ),

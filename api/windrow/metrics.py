@@ -59,6 +59,14 @@ OPERATOR_NOT_INJECTED: Final = Metric(
 OPERATOR_PASS_SECONDS: Final = Metric(
     "windrow_operator_pass_seconds", "Time of one pass over all jobs."
 )
+OPERATOR_WATCH_MISSED: Final = Metric(
+    "windrow_operator_watch_missed_total",
+    "Objects of a kind that were found changed or gone before the watch told so.",
+    ("kind",),
+)
+OPERATOR_LEADER: Final = Metric(
+    "windrow_operator_leader", "1 while this replica of the operator is the one that acts."
+)
 OPERATOR_LAST_EVENT: Final = Metric(
     "windrow_operator_last_watch_event_timestamp_seconds", "When a watch last delivered anything."
 )

@@ -18,6 +18,7 @@ from windrow.errors import UserError
 from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
+from windrow_operator.health import SlotHealth
 from windrow_operator.injection import (
     RUN_VOLUME,
     attached_sidecars,
@@ -82,8 +83,19 @@ class ClusterState:
         self.priorities: dict[str, int] = {}  # value by PriorityClass
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
+        self.health = SlotHealth()
         self.used: dict[str, tuple[str, float]] = {}  # policy key: day, device seconds
         self._specs: dict[tuple[str, int], tuple[FinetuneJobSpec | None, str]] = {}
+
+    def begin_term(self, now: datetime) -> None:
+        """Forget what sidecars said to an earlier leader, and what it counted."""
+        self.started_at = now
+        self.slots.clear()
+        self.runs.clear()
+        self.used.clear()
+        self.health = SlotHealth()
+        for key, body in self.policy_bodies.items():
+            self._take_usage(key, body)
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -106,10 +118,13 @@ class ClusterState:
         if not _is_newer(body, self.policy_bodies.get(key)):
             return
         self.policy_bodies[key] = dict(body)
+        self._take_usage(key, body)
+        self.policies[key] = policies.policy_of(body)
+
+    def _take_usage(self, key: str, body: Mapping[str, Any]) -> None:
         usage = (body.get("status") or {}).get("usage")
         if usage and key not in self.used:
             self.used[key] = (usage["day"], float(usage["gpuSeconds"]))
-        self.policies[key] = policies.policy_of(body)
 
     def drop_policy(self, key: str) -> None:
         """Forget a HarvestPolicy."""
@@ -128,6 +143,10 @@ class ClusterState:
     def drop_pod(self, uid: str) -> None:
         """Forget a pod that the API server no longer has."""
         self.pods.pop(uid, None)
+
+    def put_namespace(self, body: Mapping[str, Any]) -> None:
+        """Keep the labels of a namespace."""
+        self.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
 
     def put_priority_class(self, body: Mapping[str, Any]) -> None:
         """Keep the value of a PriorityClass."""
@@ -166,7 +185,7 @@ class ClusterState:
         """
         pods = {key_of(pod.namespace, pod.name) for pod in self.pods.values() if not pod.ending}
         gone = key not in pods and key.rpartition(".")[0] not in pods
-        return Slot(key=key, attached=False, lost_at=self.started_at, pod_gone=gone)
+        return Slot(key=key, attached=False, lost_at=self.started_at, awaited=True, pod_gone=gone)
 
     def _slot_view(self, live: LiveSlot, holders: Mapping[str, list[str]], now: datetime) -> Slot:
         pod = self.pods.get(live.pod_uid)
@@ -185,7 +204,10 @@ class ClusterState:
             attached=live.attached,
             silent=live.is_silent(now),
             lost_at=None if live.attached else live.lost_at or self.started_at,
+            awaited=not live.attached and live.lost_at is None,
             pod_gone=pod is None or pod.ending,
+            resting=self.health.resting(live.key, now),
+            failed_jobs=self.health.failed_jobs(live.key),
             terms=self.terms(pod, now) if pod else None,
             holders=tuple(self._holder(uid) for uid in held),
             max_jobs=max(1, live.facts.max_jobs),
@@ -294,7 +316,15 @@ class ClusterState:
 
     def assign(self, uid: str, epoch: int, slot: str, now: datetime) -> None:
         """Remember that the sidecar was told to run a job."""
-        self.runs[uid] = JobPlacement(uid, epoch, slot, RunState.ASSIGNED, since=now)
+        checkpoint = ((self.jobs.get(uid) or {}).get("status") or {}).get("checkpoint") or {}
+        self.runs[uid] = JobPlacement(
+            uid,
+            epoch,
+            slot,
+            RunState.ASSIGNED,
+            since=now,
+            checkpoint_before=int(checkpoint.get("step", 0)),
+        )
 
     def stop_sent(self, uid: str, now: datetime) -> None:
         """Remember that the sidecar was asked to stop a job."""
@@ -317,6 +347,7 @@ class ClusterState:
         ]
         for live in gone:
             del self.slots[live.key]
+            self.health.forget(live.key)
         return gone
 
 

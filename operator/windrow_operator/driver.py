@@ -22,6 +22,7 @@ from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
+from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot
 from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
@@ -107,17 +108,23 @@ class Driver:
         while True:
             await self._alarm.wait()
             started = time.monotonic()
-            await self.turn()
+            try:
+                await self.turn()
+            except NotLeading as error:
+                log.warning("a pass was ended: %s", error)
+                self._alarm.within(_RETRY_SECONDS)
             self._metrics.passed(time.monotonic() - started, self._cluster)
 
     async def turn(self) -> None:
         """One pass over policies and jobs."""
         now = self._clock()
         self._charge(now)
+        self._end_sessions(now)
         self._configure_sidecars(now)
         slots = self._cluster.slot_views(now)
         for job in self._cluster.job_views():
             await self._step(job, slots)
+            self._metrics.moved()
         await self._attach_sidecars(now)
         await self._register()
         await self._write_policies(now)
@@ -139,7 +146,9 @@ class Driver:
             await self._refresh(job)
         except ApiError as error:
             log.warning("job %s: %s", job.key, error)
-            self._alarm.within(_RETRY_SECONDS)
+            self._alarm.within(error.retry_after.total_seconds())
+        except NotLeading:
+            raise
         except Exception:  # a surprise in one job must not stop the others
             log.exception("job %s could not be reconciled", job.key)
             self._alarm.within(_IDLE_SECONDS)
@@ -154,6 +163,7 @@ class Driver:
             body = await self._set_finalizer(job, body, present=True)
         if actions.status is not None and self._due(job, dict(actions.status), now):
             body = await self._write_status(job, {**body, "status": actions.status}, now)
+        self._note_health(job, actions, now)
         for command in actions.commands:
             self._send(job, command, slots, now)
         for event in actions.events:
@@ -164,6 +174,14 @@ class Driver:
             await self._set_finalizer(job, body, present=False)
         if actions.delete:
             await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
+
+    def _note_health(self, job: Job, actions: Actions, now: datetime) -> None:
+        if actions.slot_failed is None or not job.slot:
+            return
+        if actions.slot_failed:
+            self._cluster.health.failed(job.slot, job.key, now)
+        else:
+            self._cluster.health.worked(job.slot)
 
     def _due(self, job: Job, after: Body, now: datetime) -> bool:
         """Return whether to write now; mere progress is written every two seconds."""
@@ -347,6 +365,17 @@ class Driver:
             terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
                 self._cluster.charge(terms.policy.key, since.total_seconds(), now)
+
+    def _end_sessions(self, now: datetime) -> None:
+        """End the streams of sidecars that are silent, and of those whose pod is no more."""
+        if self._attach is None:
+            return
+        if (due := self._attach.end_silent(now)) is not None:
+            self._alarm.within((due - now).total_seconds())
+        for session in list(self._attach.sessions.values()):
+            if session.pod.uid not in self._cluster.pods:
+                log.warning("pod %s is gone: the stream of its sidecar is ended", session.pod.key)
+                self._attach.end(session)
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
+from collections.abc import Mapping
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -12,8 +13,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from windrow import metrics as names
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of, state_word
 
-# The driver looks at everything at least every few seconds; longer silence means that it hangs.
-LIVE_WITHIN_SECONDS = 60.0
+# A driver that leads takes a step every few seconds. One that waits for a slow API server does so
+# for 55 s at most (four tries of ten seconds and the pauses between them), and is not hung.
+LIVE_WITHIN_SECONDS = 120.0
+# So many comparisons in a row that found what a watch ought to have told: it is stuck.
+_STUCK_AFTER = 3
 
 
 class Metrics:
@@ -29,6 +33,8 @@ class Metrics:
         self._injections = self._counter(names.OPERATOR_INJECTIONS)
         self._not_injected = self._counter(names.OPERATOR_NOT_INJECTED)
         self._refused = self._counter(names.OPERATOR_ATTACH_REFUSED)
+        self._watch_missed = self._counter(names.OPERATOR_WATCH_MISSED)
+        self._leader = self._gauge(names.OPERATOR_LEADER)
         self._last_event = self._gauge(names.OPERATOR_LAST_EVENT)
         self.pass_seconds = Histogram(
             names.OPERATOR_PASS_SECONDS.name,
@@ -40,7 +46,9 @@ class Metrics:
         self._compute = self._gauge(names.SLOT_COMPUTE)
         self._memory = self._gauge(names.SLOT_MEMORY)
         self._tokens = self._gauge(names.SLOT_TOKENS)
-        self._last_pass = time.monotonic()
+        self._moved = time.monotonic()
+        self._leads = False
+        self._missed_in_a_row = 0
         self._lacks = "the operator starts"  # empty: it is ready
 
     def _gauge(self, metric: names.Metric) -> Gauge:
@@ -61,13 +69,29 @@ class Metrics:
         """Count a sidecar that was turned away."""
         self._refused.labels(reason).inc()
 
+    def leads(self, term: int) -> None:
+        """Note that this replica leads, and under which term; 0: it does not."""
+        self._leads = bool(term)
+        self._leader.set(self._leads)
+        self.moved()
+
+    def moved(self) -> None:
+        """Note that the driver has taken a step."""
+        self._moved = time.monotonic()
+
+    def missed(self, objects: Mapping[str, int]) -> None:
+        """Note how many objects a comparison found that the watches ought to have told of."""
+        self._missed_in_a_row = self._missed_in_a_row + 1 if objects else 0
+        for kind, count in objects.items():
+            self._watch_missed.labels(kind).inc(count)
+
     def watched(self) -> None:
         """Note that a watch delivered something."""
         self._last_event.set_to_current_time()
 
     def passed(self, seconds: float, cluster: ClusterState) -> None:
         """Note a pass of the driver and what it saw."""
-        self._last_pass = time.monotonic()
+        self.moved()
         self.pass_seconds.observe(seconds)
         self._jobs.clear()
         for state, count in Tally(state_word(body) for body in cluster.jobs.values()).items():
@@ -98,15 +122,20 @@ class Metrics:
 
     def waits(self, lacks: str) -> None:
         """Note that the operator cannot work yet and that it waits, which is no reason to end."""
-        self._last_pass, self._lacks = time.monotonic(), lacks
+        self._lacks = lacks
 
     def works(self) -> None:
         """Note that the operator is at work."""
-        self._last_pass, self._lacks = time.monotonic(), ""
+        self._lacks = ""
 
-    def is_live(self) -> bool:
-        """Return whether the driver still moves."""
-        return time.monotonic() - self._last_pass < LIVE_WITHIN_SECONDS
+    def stalled(self) -> str:
+        """Return what does not move any more and a restart would mend; empty: nothing."""
+        still_s = time.monotonic() - self._moved
+        if self._leads and still_s > LIVE_WITHIN_SECONDS:
+            return f"the driver has taken no step for {still_s:.0f} s"
+        if self._missed_in_a_row >= _STUCK_AFTER:
+            return f"the watches told nothing for {self._missed_in_a_row} comparisons"
+        return ""
 
     def application(self) -> web.Application:
         """Return the HTTP application: `/metrics`, `/healthz` and `/readyz`."""
@@ -125,5 +154,5 @@ class Metrics:
         return web.Response(status=503 if self._lacks else 200, text=self._lacks or "ok")
 
     async def _health(self, _: web.Request) -> web.Response:
-        live = self.is_live()
-        return web.Response(status=200 if live else 503, text="ok" if live else "driver stalled")
+        stalled = self.stalled()
+        return web.Response(status=503 if stalled else 200, text=stalled or "ok")

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from windrow.outputs import is_below
-from windrow_operator.model import Base, Holder, Job, Slot
+from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot
 
 # A message lists so many slots one by one; a cluster may have thousands.
 SLOTS_LISTED = 8
@@ -48,6 +48,7 @@ def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
     best = min(
         open_slots,
         key=lambda slot: (
+            job.key in slot.failed_jobs,
             len(_others(job, slot)),
             not serves_model(job, slot),
             -slot.predicted_tokens_per_second,
@@ -75,10 +76,18 @@ def admission_refusal(job: Job, slot: Slot) -> str:
     policy = slot.terms.policy
     if slot.terms.mode != "harvest":
         return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
-    spec = policy.spec
-    if spec and not spec.access.namespace_selector.matches(dict(job.namespace_labels)):
+    if not _is_open_to(policy, job):
         return f"is closed to namespace {job.namespace} by policy {policy.name}"
     return ""
+
+
+def _is_open_to(policy: CheckedPolicy, job: Job) -> bool:
+    if policy.spec is None:
+        return True
+    selector = policy.spec.access.namespace_selector
+    if selector.is_empty:
+        return job.namespace == policy.namespace
+    return selector.matches(dict(job.namespace_labels))
 
 
 def serves_model(job: Job, slot: Slot) -> bool:
@@ -133,6 +142,8 @@ def _capacity_refusal(slot: Slot) -> str:
         return f"has an engine that is {slot.engine_state or 'not ready'}"
     if slot.breaker:
         return f"gave up harvesting ({slot.breaker})"
+    if slot.resting:
+        return f"rests {slot.resting}"
     return "has no memory to lend" if slot.memory_full else ""
 
 

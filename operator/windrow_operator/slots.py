@@ -171,6 +171,8 @@ def _readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.ENGINE_NOT_SERVING, f"The engine is {view.engine_state}"
     if view.breaker:
         return "False", Reason.BREAKER_OPEN, view.breaker
+    if view.resting:
+        return "False", Reason.RESTING, f"It rests {view.resting}"
     return "True", Reason.SERVING, "The slot can take a job"
 
 

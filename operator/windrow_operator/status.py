@@ -86,6 +86,7 @@ def running(job: Job, run: JobPlacement, now: datetime) -> Body:
     else:
         fact = (Reason.STARTED, run.started or "The worker has loaded the job")
     after = _checkpointed(job, after, run, now)
+    after.pop("rejections", None)
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
 
@@ -148,8 +149,28 @@ def retried(
     what = f"{run.reason or 'WorkerError'}: {run.detail or 'no detail'}"
     after = unplaced(job, run, reason, f"{what}. Tried again at {timestamp(retry_at)}", now)
     after["retryAt"] = timestamp(retry_at)
-    if counts:
-        after["attempts"] = int(job.status.get("attempts") or 0) + 1
+    count = "attempts" if counts else "rejections"
+    after[count] = int(job.status.get(count) or 0) + 1
+    return after
+
+
+def lost(
+    job: Job,
+    run: JobPlacement | None,
+    message: str,
+    now: datetime,
+    *,
+    losses: int,
+    retry_at: datetime | None,
+) -> Body:
+    """The placement was lost; `losses` in a row without a new checkpoint, this one included."""
+    again = f". Tried again at {timestamp(retry_at)}" if retry_at else ""
+    after = unplaced(job, run, Reason.SLOT_LOST, f"{message}{again}", now)
+    after.pop("losses", None)
+    if losses:
+        after["losses"] = losses
+    if retry_at is not None:
+        after["retryAt"] = timestamp(retry_at)
     return after
 
 

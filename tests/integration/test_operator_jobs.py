@@ -407,6 +407,13 @@ def test_a_token_for_another_audience_is_refused(cluster):
     assert sidecar.refusal() == grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_pod_that_was_not_made_harvestable_is_no_slot(cluster):
+    """A policy selects it and its token is good; the webhook never saw it."""
+    cluster.policy()
+    pod = cluster.create_pod("decode-0", {"windrow.dev/inject": "disabled"})
+    assert cluster.attach(pod).refusal() == grpc.StatusCode.PERMISSION_DENIED
+
+
 def test_a_token_of_a_pod_that_was_replaced_is_refused(cluster):
     old = cluster.pod()
     token = cluster.token(old)

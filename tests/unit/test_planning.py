@@ -57,8 +57,20 @@ def test_a_tie_goes_by_name():
     assert place(job(), [slot("b"), slot("a")]).slot.key == "team/a"
 
 
+def every_namespace():
+    named = {"key": "kubernetes.io/metadata.name", "operator": "Exists"}
+    return policy(access={"namespaceSelector": {"matchExpressions": [named]}})
+
+
 def test_a_slot_of_another_namespace_is_named_in_full():
-    assert place(job(namespace="other"), [slot("a")]).message.startswith("team/a predicts")
+    guest = job(namespace="other", namespace_labels={"kubernetes.io/metadata.name": "other"})
+    open_to_all = EffectivePolicy(every_namespace(), "harvest")
+    assert place(guest, [slot("a", terms=open_to_all)]).message.startswith("team/a predicts")
+
+
+def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
+    refused = place(job(namespace="other"), [slot("a")])
+    assert refused.message == "team/a is closed to namespace other by policy chat"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from windrow.crd.adapter import AdapterSpec
-from windrow.crd.common import Condition
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
 from windrow.crd.dataset import DatasetSpec
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.training import CheckpointSpec, TrainingSpec
@@ -175,7 +175,9 @@ class FinetuneJobStatus(Record):
     )
     state: str | None = Field(default=None, description="The conditions in one word, for people.")
     conditions: list[Condition] | None = Field(
-        default=None, description="The lifecycle; docs/conditions.md lists types and reasons."
+        default=None,
+        description="The lifecycle; docs/conditions.md lists types and reasons.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     epoch: int | None = Field(
         default=None,
@@ -198,6 +200,14 @@ class FinetuneJobStatus(Record):
         default=None, description="Losses on the held-out rows."
     )
     attempts: int | None = Field(default=None, description="Failures of workers so far.")
+    losses: int | None = Field(
+        default=None,
+        description="Placements in a row that were lost with their sidecar or worker and without a "
+        "new checkpoint.",
+    )
+    rejections: int | None = Field(
+        default=None, description="Placements in a row that the sidecar did not take."
+    )
     retry_at: Timestamp | None = Field(
         default=None, description="No placement before this time (back-off after a failure)."
     )
