@@ -193,8 +193,8 @@ class AccessSpec(Record):
 
     namespace_selector: LabelSelector = Field(
         default_factory=LabelSelector,
-        description="Namespaces whose jobs may be placed here, by their labels. Empty: the policy's "
-        "own. All of them: an expression `kubernetes.io/metadata.name` `Exists`.",
+        description="Namespaces whose jobs may be placed here, by their labels. Empty: that of the "
+        "policy. All of them: an expression `kubernetes.io/metadata.name` `Exists`.",
     )
     gpu_seconds_per_day: int | None = Field(
         default=None,
