@@ -101,6 +101,7 @@ class App:
         self._settings, self._kube = settings, kube
         self._stop = asyncio.Event()
         self._state = StateFile(settings.state_file)
+        self._facts: dict[str, Any] = {"pid": os.getpid(), "ready": False, "leads": False}
         self._leading: Leading | None = None
         self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
@@ -136,16 +137,15 @@ class App:
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
             stack.push_async_callback(lease.release)
+            stack.callback(self._write_state, ready=False, leads=False)
             stack.push_async_callback(_end, tasks[1:])
             self.metrics.works()
-            stack.callback(self._write_state, ready=False, leads=False)
             self._write_state(
                 attachPort=ports.attach,
                 webhookPort=ports.webhook,
                 metricsPort=ports.metrics,
                 attachAddress=f"{self._settings.advertise_address}:{ports.attach}",
                 ready=True,
-                leads=False,
             )
             log.info("ready: %s", ports)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -166,7 +166,7 @@ class App:
                 self._leading = None
                 self.metrics.leads(0)
                 self.cluster.begin_term(utc_now())
-                self._write_state(ready=True, leads=False)
+                self._write_state(leads=False)
             if term.done() and not term.cancelled() and (error := term.exception()):
                 raise error
 
@@ -192,7 +192,7 @@ class App:
             clock=utc_now,
         )
         await self._patiently(self._leading.begin)
-        self._write_state(ready=True, leads=True, term=lease.term)
+        self._write_state(leads=True, term=lease.term)
         await self._leading.run()
 
     async def _compare(self) -> None:
@@ -345,7 +345,8 @@ class App:
         return task
 
     def _write_state(self, **facts: Any) -> None:  # noqa: ANN401 - JSON
-        self._state.write({"pid": os.getpid(), **facts})
+        self._facts |= facts
+        self._state.write(self._facts)
 
 
 def _webhook_client(settings: Settings, port: int) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class ClusterState:
         self.pods: dict[str, Pod] = {}  # by UID
         self.namespaces: dict[str, dict[str, str]] = {}  # labels by name
         self.priorities: dict[str, int] = {}  # value by PriorityClass
+        self.patient: set[str] = set()  # PriorityClasses that do not preempt
+        self.preempted: dict[str, str] = {}  # UID of a job: key of the one that is to have its slot
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
         self.health = SlotHealth()
@@ -92,6 +94,7 @@ class ClusterState:
         self.started_at = now
         self.slots.clear()
         self.runs.clear()
+        self.preempted.clear()
         self.used.clear()
         self.health = SlotHealth()
         for key, body in self.policy_bodies.items():
@@ -150,7 +153,11 @@ class ClusterState:
 
     def put_priority_class(self, body: Mapping[str, Any]) -> None:
         """Keep the value of a PriorityClass."""
-        self.priorities[body["metadata"]["name"]] = int(body.get("value", 0))
+        name = body["metadata"]["name"]
+        self.priorities[name] = int(body.get("value", 0))
+        self.patient.discard(name)
+        if body.get("preemptionPolicy") == "Never":
+            self.patient.add(name)
 
     def charge(self, policy_key: str, seconds: float, now: datetime) -> None:
         """Count device seconds that a job held a slot of this policy."""
@@ -269,6 +276,8 @@ class ClusterState:
             deleted_at=datetime.fromisoformat(deleted) if deleted else None,
             has_finalizer=FINALIZER in (metadata.get("finalizers") or ()),
             priority=self.priorities.get(priority_class, 0),
+            may_preempt=priority_class in self.priorities and priority_class not in self.patient,
+            preempted_by=self.preempted.get(uid, ""),
             priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
             destination_owner=self._job_key(owner) if owner != uid else "",

@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import agents, policies
+from windrow_operator import agents, policies, preemption
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
@@ -122,6 +122,7 @@ class Driver:
         self._end_sessions(now)
         self._configure_sidecars(now)
         slots = self._cluster.slot_views(now)
+        self._preempt(slots)
         for job in self._cluster.job_views():
             await self._step(job, slots)
             self._metrics.moved()
@@ -133,6 +134,16 @@ class Driver:
         self._show_slots(slots, now)
 
     # --- jobs -------------------------------------------------------------------------------------
+
+    def _preempt(self, slots: dict[str, Slot]) -> None:
+        """Choose which jobs give their slot to one that waits; what was chosen stays so."""
+        jobs = self._cluster.job_views()
+        placed = [job for job in jobs if job.slot]
+        waiting = [job for job in jobs if self._waits(job)]
+        wanted = {job.key for job in waiting}
+        self._cluster.preempted = {
+            job.uid: job.preempted_by for job in placed if job.preempted_by in wanted
+        } | preemption.victims(placed, slots, self._cluster.runs, waiting)
 
     async def _step(self, job: Job, slots: dict[str, Slot]) -> None:
         now = self._clock()

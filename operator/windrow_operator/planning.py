@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from windrow.outputs import is_below
-from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot
+from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot, key_of
 
 # A message lists so many slots one by one; a cluster may have thousands.
 SLOTS_LISTED = 8
@@ -76,9 +76,18 @@ def admission_refusal(job: Job, slot: Slot) -> str:
     policy = slot.terms.policy
     if slot.terms.mode != "harvest":
         return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
+    if job.spec and job.spec.policies and not _accepts(job, policy):
+        return f"is under policy {policy.name}, which spec.policies does not name"
     if not _is_open_to(policy, job):
         return f"is closed to namespace {job.namespace} by policy {policy.name}"
     return ""
+
+
+def _accepts(job: Job, policy: CheckedPolicy) -> bool:
+    named = job.spec.policies if job.spec else ()
+    return any(
+        policy.key == (name if "/" in name else key_of(job.namespace, name)) for name in named
+    )
 
 
 def _is_open_to(policy: CheckedPolicy, job: Job) -> bool:

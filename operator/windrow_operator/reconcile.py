@@ -14,6 +14,7 @@ from typing import Any
 
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
+from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
 from windrow_operator.planning import NoPlacement, admission_refusal, place
@@ -89,6 +90,8 @@ def reconcile(
         now: an aware datetime.
         timeouts: how long to wait for what.
     """
+    if job.spec is not None and job.spec.managed_by not in (None, MANAGED_BY_US):
+        return NOTHING
     if is_finished(job.status.get("conditions")):
         return _after_the_end(job, now)
     if job.deleted_at is not None:
@@ -271,7 +274,9 @@ def _after(
             wake_at=now,
         )
     message = f"{name_in(job.slot)}: {run.detail or 'stopped'}"
-    reason = Reason.POLICY_CHANGED if run.stop_asked_at and not pod_gone else Reason.SLOT_LOST
+    reason = Reason.SLOT_LOST
+    if run.stop_asked_at and not pod_gone:
+        reason = Reason.PREEMPTED if job.preempted_by else Reason.POLICY_CHANGED
     return Actions(
         status=status.unplaced(job, run, reason, message, now),
         events=(Event(reason, message),),
@@ -374,6 +379,8 @@ def _stop_reason(job: Job, slot: Slot) -> str:
     # Drained or deleted: what the job has done since its last checkpoint need not be lost.
     if slot.pod_gone:
         return "the pod is ending"
+    if job.preempted_by:
+        return f"job {job.preempted_by} of higher priority takes the slot"
     return admission_refusal(job, slot)
 
 

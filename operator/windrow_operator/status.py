@@ -7,7 +7,7 @@ place. The table in `windrow.conditions` lists the reasons.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -63,6 +63,9 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     before |= {"epoch": job.epoch + 1, "slot": slot}
     before.setdefault("startTime", timestamp(now))
     before.pop("retryAt", None)
+    if get_condition(before.get("conditions"), T.EVICTED) is not None:
+        words = "The job has a slot again"
+        before = _with(job, before, now, (T.EVICTED, "False", Reason.PLACED, words))
     return _with(
         job,
         before,
@@ -117,13 +120,20 @@ def unplaced(
         step = (after.get("checkpoint") or {}).get("step", 0)
         after["progress"] = {**after["progress"], "step": step}
         after["step"] = _steps(step, after["progress"].get("totalSteps", 0))
-    return _with(
-        job,
-        after,
-        now,
+    facts: list[tuple[str, Status, str, str]] = [
         (T.PLACED, "False", reason, message),
         (T.RUNNING, "False", Reason.NOT_PLACED, "The job has no slot"),
-    )
+    ]
+    if job.slot:
+        after["evictions"] = _counted(job.status.get("evictions") or (), reason)
+        facts.append((T.EVICTED, "True", reason, message))
+    return _with(job, after, now, *facts)
+
+
+def _counted(held: Iterable[Mapping[str, Any]], reason: str) -> list[Body]:
+    counts = {entry["reason"]: int(entry["count"]) for entry in held}
+    counts[str(reason)] = counts.get(str(reason), 0) + 1
+    return [{"reason": name, "count": count} for name, count in counts.items()]
 
 
 def suspended(job: Job, run: JobPlacement | None, now: datetime) -> Body:

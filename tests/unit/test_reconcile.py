@@ -525,3 +525,40 @@ def test_the_worker_of_a_pod_that_is_ending_is_asked_for_a_checkpoint():
 def test_a_dead_sidecar_is_lost_within_thirty_seconds_of_its_last_word():
     found_after = timedelta(seconds=12)  # gRPC's keepalive: eight seconds and four
     assert found_after + max(PATIENCE.lost_grace, PATIENCE.gone_grace) < timedelta(seconds=30)
+
+
+def test_a_job_gives_its_slot_to_one_of_higher_priority_with_a_checkpoint():
+    life = Life().running()
+    life.job = replace(life.job, preempted_by="team/urgent")
+    (stop,) = life.step(run()).commands
+    assert (stop.action, stop.reason) == (
+        "STOP",
+        "job team/urgent of higher priority takes the slot",
+    )
+    life.step(run(RunState.STOPPED, stop_asked_at=NOW))
+    for type_ in ("Placed", "Evicted"):
+        assert life.condition(type_)["reason"] == "Preempted"
+    assert life.job.status["evictions"] == [{"reason": "Preempted", "count": 1}]
+    life.job = replace(life.job, preempted_by="")
+    life.step()
+    assert life.condition("Evicted")["status"] == "False"
+    life.step(run(RunState.LOST, epoch=2))
+    life.step()
+    life.step(run(RunState.LOST, epoch=3))
+    counts = {entry["reason"]: entry["count"] for entry in life.job.status["evictions"]}
+    assert counts == {"Preempted": 1, "SlotLost": 2}
+
+
+def test_a_job_that_waits_suspended_is_not_evicted_again_and_again():
+    life = Life(spec(suspend=True))
+    for _ in range(3):
+        life.step()
+    assert "evictions" not in life.job.status
+    assert life.condition("Evicted") is None
+
+
+def test_a_job_that_another_controller_manages_is_left_alone():
+    life = Life(spec(managedBy="kueue.x-k8s.io/multikueue"))
+    assert life.step() == NOTHING
+    life = Life(spec(managedBy="windrow.dev/operator"))
+    assert life.step().commands
