@@ -25,6 +25,7 @@ from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot
+from windrow_operator.planning import SlotTable
 from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
 from windrow_operator.status import is_urgent
 from windrow_operator.webhook import WebhookRegistration
@@ -121,7 +122,7 @@ class Driver:
         self._charge(now)
         self._end_sessions(now)
         self._configure_sidecars(now)
-        slots = self._cluster.slot_views(now)
+        slots = SlotTable(self._cluster.slot_views(now).values())
         self._preempt(slots)
         for job in self._cluster.job_views():
             await self._step(job, slots)
@@ -135,7 +136,7 @@ class Driver:
 
     # --- jobs -------------------------------------------------------------------------------------
 
-    def _preempt(self, slots: dict[str, Slot]) -> None:
+    def _preempt(self, slots: SlotTable) -> None:
         """Choose which jobs give their slot to one that waits; what was chosen stays so."""
         jobs = self._cluster.job_views()
         placed = [job for job in jobs if job.slot]
@@ -145,7 +146,7 @@ class Driver:
             job.uid: job.preempted_by for job in placed if job.preempted_by in wanted
         } | preemption.victims(placed, slots, self._cluster.runs, waiting)
 
-    async def _step(self, job: Job, slots: dict[str, Slot]) -> None:
+    async def _step(self, job: Job, slots: SlotTable) -> None:
         now = self._clock()
         try:
             run = self._cluster.run_of(job)
@@ -164,7 +165,7 @@ class Driver:
             log.exception("job %s could not be reconciled", job.key)
             self._alarm.within(_IDLE_SECONDS)
 
-    async def _carry_out(self, job: Job, actions: Actions, slots: dict[str, Slot]) -> None:
+    async def _carry_out(self, job: Job, actions: Actions, slots: SlotTable) -> None:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
@@ -243,7 +244,7 @@ class Driver:
             self._cluster.drop_job(job.uid)
         self.wake()
 
-    def _send(self, job: Job, command: Command, slots: dict[str, Slot], now: datetime) -> None:
+    def _send(self, job: Job, command: Command, slots: SlotTable, now: datetime) -> None:
         session = self._attach.session_of(command.slot) if self._attach else None
         live = self._cluster.slots.get(command.slot)
         if session is None or live is None:
@@ -252,7 +253,7 @@ class Driver:
             self._cluster.assign(job.uid, command.epoch, command.slot, now)
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
-            slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
+            slots.put(replace(slot, holders=(*slot.holders, holder)))
             session.send(
                 pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
             )
@@ -393,7 +394,7 @@ class Driver:
             pod = self._cluster.pods.get(session.pod.uid, session.pod)
             session.configure(policies.config_of(self._cluster.terms(pod, now)))
 
-    def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
+    def _show_slots(self, slots: SlotTable, now: datetime) -> None:
         for key, live in self._cluster.slots.items():
             view = slots.get(key)
             if live.current_beat(now) is None:
@@ -443,7 +444,7 @@ class Driver:
         active = self._cluster.active_slots()
         policy_of_pod: dict[str, str] = {}
         for pod in self._cluster.pods.values():
-            policy = policies.select(pod, self._cluster.policies.values())
+            policy = self._cluster.policy_of(pod)
             if policy is not None and not pod.ending:
                 policy_of_pod[pod.uid] = policy.key
                 counts.setdefault(policy.key, [0, 0, 0])[0] += 1

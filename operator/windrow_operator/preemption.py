@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from windrow_operator.model import Job, JobPlacement, Slot
-from windrow_operator.planning import NoPlacement, place, refusal
+from windrow_operator.planning import NoPlacement, SlotTable, place, refusal
 
 
 def victims(
@@ -29,9 +29,10 @@ def victims(
         waiting: the jobs that wait for a slot, those first that should be placed first.
     """
     placed = list(jobs)
+    table = slots if isinstance(slots, SlotTable) else SlotTable(slots.values())
     chosen: dict[str, str] = {}
     for job in waiting:
-        if not job.may_preempt or not isinstance(place(job, slots.values()), NoPlacement):
+        if not job.may_preempt or not isinstance(place(job, table), NoPlacement):
             continue
         if any(job.key == by for by in (other.preempted_by for other in placed)):
             continue  # a slot is on its way to it

@@ -17,7 +17,7 @@ from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
-from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal, place
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
-    choice = place(job, slots.values())
+    choice = place(job, slots if isinstance(slots, SlotTable) else slots.values())
     if isinstance(choice, NoPlacement):
         after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
         return _write_status(job, after, Reason.NO_SLOT, choice.message)
