@@ -105,6 +105,7 @@ class App:
         self._leading: Leading | None = None
         self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
+        kube.on_call = self.metrics.called
         self.recorder = Recorder(kube, utc_now)
 
     def stop(self) -> None:
@@ -276,6 +277,8 @@ class App:
         if settings.webhook_service:
             hosts.append(f"{settings.webhook_service}.{settings.namespace}.svc")
         server = pki.make_server(authority, hosts, utc_now())
+        for which, pair in (("authority", authority), ("server", server)):
+            self.metrics.certificate(which, pki.ends_at(pair))
         attach = AttachServer(self.cluster, self._kube, self.metrics, clock=utc_now)
         port = await self._bind(
             "attach",

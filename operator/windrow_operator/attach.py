@@ -16,6 +16,7 @@ from typing import Final, Protocol
 
 import grpc
 
+from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION, TOKEN_AUDIENCE
@@ -178,6 +179,7 @@ class AttachServer(pb_grpc.AttachServicer):
         for session in self.sessions.values():
             session.close()
         self.sessions.clear()
+        self._metrics.streams.set(0)
 
     async def start(self, host: str, port: int, pair: KeyPair) -> int:
         """Listen with TLS; return the port.
@@ -347,6 +349,7 @@ class AttachServer(pb_grpc.AttachServicer):
             earlier.close()
         session = Session(pod, self._leadership.term, self._interval(hello))
         self.sessions[pod.uid] = session
+        self._metrics.streams.set(len(self.sessions))
         log.info("sidecar of pod %s attached", pod.key)
         return session
 
@@ -360,6 +363,7 @@ class AttachServer(pb_grpc.AttachServicer):
         if self.sessions.get(session.pod.uid) is not session:
             return  # a newer stream of the same sidecar has taken over, or the term is over
         del self.sessions[session.pod.uid]
+        self._metrics.streams.set(len(self.sessions))
         reports.detach(self._cluster, session.pod, self._clock())
         log.info("sidecar of pod %s detached", session.pod.key)
         if self._listener is not None:
@@ -387,7 +391,7 @@ class AttachServer(pb_grpc.AttachServicer):
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
                 session.expect_next(now)
-                name = reports.slot_name(session.pod.name, message.heartbeat.slot)
+                name = slot_name(session.pod.name, message.heartbeat.slot)
                 live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
                     stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)

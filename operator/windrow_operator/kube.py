@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -61,6 +62,8 @@ class Kube:
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
         self._timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
+        # Told of each call: method, path, status (0: no answer), seconds.
+        self.on_call: Callable[[str, str, int, float], None] = lambda *_: None
         self._may_write: Callable[[], None] = lambda: None
 
     def variant(
@@ -212,13 +215,16 @@ class Kube:
                 method, path, header_params=headers, auth_settings=["BearerToken"]
             )
             verb, url, sent, _, _ = prepared
+            begun_s, code = time.monotonic(), 0
             try:
                 response = await self._api.call_api(
                     verb, url, sent, body, _request_timeout=self._timeout
                 )
-                content = await response.read()
+                content, code = await response.read(), int(response.status)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 raise ApiError(0, f"{method} {path}: {error or type(error).__name__}") from error
+            finally:
+                self.on_call(method, path, code, time.monotonic() - begun_s)
             if response.status < 400:
                 return dict(json.loads(content)) if content else {}
             refused = _error(response, f"{method} {path}: {_reason(content)}")
