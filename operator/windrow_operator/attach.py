@@ -36,10 +36,10 @@ _SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
 MISSED_HEARTBEATS: Final = 3
 # Until the first heartbeat: an engine that has just called has its sidecar busy.
 _FIRST_HEARTBEAT = timedelta(seconds=15)
-# A peer that does not answer at all, a stopped process or a dead node, is found within 12 s.
+# A peer that does not answer at all, a stopped process or a dead node, is found within 10 s.
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 8_000),
+    ("grpc.keepalive_time_ms", 6_000),
     ("grpc.keepalive_timeout_ms", 4_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),

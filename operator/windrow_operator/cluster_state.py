@@ -269,8 +269,13 @@ class ClusterState:
         if not held and not running:
             return ()
         uids = dict.fromkeys(sorted(held or (), key=self._job_key))
-        uids |= dict.fromkeys(job.job_uid for job in running)
+        uids |= dict.fromkeys(job.job_uid for job in running if not self._has_ended(job))
         return tuple(self._holder(uid) for uid in uids)
+
+    def _has_ended(self, running: pb.RunningJob) -> bool:
+        """Return whether the sidecar has told the end of what its last heartbeat still names."""
+        run = self.runs.get(running.job_uid)
+        return run is not None and run.epoch == running.epoch and run.state not in ALIVE
 
     def _unknown_slot(self, key: str) -> Slot:
         """Return a slot that a job is on by its status and nothing else tells of.

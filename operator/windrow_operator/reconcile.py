@@ -24,10 +24,11 @@ from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal,
 class Timeouts:
     """How long the operator waits for what."""
 
-    # A stream that is dead without a word is ended after 12 s (see `attach`), so that a slot counts
-    # as lost within 30 s; a sidecar dials again after ten seconds at the latest.
+    # A stream that is dead without a word is ended after 3 to 10 s (see `attach`), so that a slot
+    # is lost within 30 s and not before 20. By then a sidecar has dialled again (after ten seconds
+    # at the latest), and the worker of one that hangs has written a checkpoint and ended (14 s).
     gone_grace: timedelta = timedelta(seconds=12)  # stream dropped, pod gone
-    lost_grace: timedelta = timedelta(seconds=12)  # stream dropped, pod still there
+    lost_grace: timedelta = timedelta(seconds=17)  # stream dropped, pod still there
     return_grace: timedelta = timedelta(seconds=60)  # not back yet since this replica leads
     start_timeout: timedelta = timedelta(seconds=180)  # assigned, no sign of the worker
     stop_timeout: timedelta = timedelta(seconds=60)  # asked to stop, not stopped

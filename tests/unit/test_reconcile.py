@@ -496,7 +496,7 @@ def test_a_job_that_got_further_or_whose_pod_is_gone_is_placed_again_at_once():
 
     life = Life().running()
     life.slots[KEY] = slot(attached=False, lost_at=NOW, pod_gone=True)
-    life.step(run(checkpoint_before=0), later(seconds=13))
+    life.step(run(checkpoint_before=0), later(seconds=18))
     assert (life.state, life.job.status.get("losses")) == ("Pending", None)
 
 
@@ -523,7 +523,7 @@ def test_the_worker_of_a_pod_that_is_ending_is_asked_for_a_checkpoint():
 
 
 def test_a_dead_sidecar_is_lost_within_thirty_seconds_of_its_last_word():
-    found_after = timedelta(seconds=12)  # gRPC's keepalive: eight seconds and four
+    found_after = timedelta(seconds=10)  # gRPC's keepalive: six seconds and four
     assert found_after + max(PATIENCE.lost_grace, PATIENCE.gone_grace) < timedelta(seconds=30)
 
 
