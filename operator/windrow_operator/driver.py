@@ -37,6 +37,8 @@ _SETTLE_SECONDS = 0.02
 _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
 PROGRESS_INTERVAL = timedelta(seconds=2)
+# Of many jobs each one's progress is written more seldom: so many writes a second in all.
+_PROGRESS_PER_SECOND = 3.0
 USAGE_INTERVAL = timedelta(seconds=10)
 # A pod that could not get a sidecar is asked about again after this time.
 _REFUSED_AGAIN = timedelta(minutes=5)
@@ -197,9 +199,11 @@ class Driver:
         if is_urgent(job.status, after):
             return True
         last = self._progress_written.get(job.uid)
-        if last is None or now - last >= PROGRESS_INTERVAL:
+        of_all = timedelta(seconds=len(self._cluster.runs) / _PROGRESS_PER_SECOND)
+        interval = max(PROGRESS_INTERVAL, of_all)
+        if last is None or now - last >= interval:
             return True
-        self._alarm.within((last + PROGRESS_INTERVAL - now).total_seconds())
+        self._alarm.within((last + interval - now).total_seconds())
         return False
 
     async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:

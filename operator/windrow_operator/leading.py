@@ -21,7 +21,7 @@ from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
 from windrow_operator.reconcile import Timeouts
-from windrow_operator.slots import SlotWriter, interval
+from windrow_operator.slots import LOOK_SECONDS, SlotWriter
 from windrow_operator.webhook import WebhookRegistration
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Leading:
                 await self._slots.write(self._clock())
             except (ApiError, NotLeading) as error:
                 log.warning("slots could not be written: %s", error)
-            await asyncio.sleep(interval(len(self._cluster.slots)).total_seconds())
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _store_profiles(self) -> None:
         while True:
