@@ -1,6 +1,7 @@
 """Jobs, the operator and a sidecar, on a real API server."""
 
 import signal
+import time
 
 import grpc
 import pytest
@@ -107,6 +108,73 @@ def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
         lambda: (cluster.get("harvestpolicies", "chat").get("status") or {}).get("slots") == 1,
         "the policy counts its slot",
     )
+
+
+def test_a_sidecar_that_falls_silent_loses_its_job_though_its_stream_stays(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    began = time.monotonic()
+    sidecar.fall_silent()
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
+    assert time.monotonic() - began < 30
+    assert sidecar.error is None or sidecar.error.code() is not grpc.StatusCode.OK
+
+
+def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
+    assert cluster.status()["state"] == "Pending"
+
+
+@pytest.fixture
+def urgent(kube):
+    """The name of a PriorityClass above all others of this test."""
+    api = client.SchedulingV1Api(kube)
+    body = {"metadata": {"name": "urgent-finetuning"}, "value": 1000}
+    api.create_priority_class(body)
+    yield body["metadata"]["name"]
+    api.delete_priority_class(body["metadata"]["name"])
+
+
+def test_a_job_of_higher_priority_gets_the_slot_after_a_checkpoint(placed, urgent):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/c5")
+    cluster.await_state("Running")
+    cluster.job("at-once", priorityClassName=urgent)
+    stop = sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
+    assert (stop.job_uid, "of higher priority" in stop.reason) == (assigned.job_uid, True)
+    sidecar.report(
+        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+    )
+    second = sidecar.next("assign")
+    assert second.job_name == "at-once"
+    wait_until(lambda: cluster.condition("Evicted").get("reason") == "Preempted", "it is told why")
+    status = cluster.status()
+    assert status["checkpoint"] == {"step": 6, "path": "/c6"}
+    assert status["evictions"] == [{"reason": "Preempted", "count": 1}]
+    # Only one gives way, and the first waits for its slot to be free again.
+    sidecar.report(second, "SUCCEEDED", adapter_path="/a")
+    again = sidecar.next("assign")
+    assert (again.job_name, again.epoch) == ("tone", 2)
+
+
+def test_a_job_that_names_its_policies_is_placed_under_no_other(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(policies=["other"])
+    wait_until(
+        lambda: (
+            "which spec.policies does not name" in cluster.condition("Placed").get("message", "")
+        ),
+        "the job says why it waits",
+    )
+    cluster.job("tone-2", policies=["chat"])
+    assert sidecar.next("assign").job_name == "tone-2"
 
 
 def test_the_figures_of_a_slot_go_when_its_sidecar_does(cluster):
@@ -405,6 +473,13 @@ def test_a_token_for_another_audience_is_refused(cluster):
     pod = cluster.pod()
     sidecar = cluster.attach(pod, token=cluster.token(pod, audience="vault"))
     assert sidecar.refusal() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_pod_that_was_not_made_harvestable_is_no_slot(cluster):
+    """A policy selects it and its token is good; the webhook never saw it."""
+    cluster.policy()
+    pod = cluster.create_pod("decode-0", {"windrow.dev/inject": "disabled"})
+    assert cluster.attach(pod).refusal() == grpc.StatusCode.PERMISSION_DENIED
 
 
 def test_a_token_of_a_pod_that_was_replaced_is_refused(cluster):

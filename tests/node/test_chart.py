@@ -64,7 +64,7 @@ def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):
     [
         ("sidecars.image=x", "'sidecars' not allowed"),
         ("sidecar.imagee=x", "'imagee' not allowed"),
-        ("replicas=2", "/replicas"),
+        ("replicas=0", "/replicas"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("operator.arguments=--verbose", "/operator/arguments"),
     ],

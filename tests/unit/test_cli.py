@@ -12,7 +12,10 @@ from windrow.errors import Transient
 from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
 
-COMMANDS = ("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject")
+COMMANDS = (
+    *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
+    *("top", "adapter", "doctor", "inject"),
+)
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
     "kind": "FinetuneJob",
@@ -99,7 +102,7 @@ def test_a_missing_manifest_and_a_missing_kubeconfig_end_with_two(tmp_path, nowh
 
 
 def test_an_api_server_that_does_not_answer_ends_with_three(monkeypatch, capsys):
-    def silent(_):
+    def silent(*_):
         raise Transient("the API server does not answer")
 
     monkeypatch.setattr(jobs, "client", silent)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Pod, Slot
-from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
+from windrow_operator.planning import NoPlacement, Placement, SlotTable, place, rate, refusal
 from windrow_operator.policies import select, terms_of
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
@@ -57,8 +58,20 @@ def test_a_tie_goes_by_name():
     assert place(job(), [slot("b"), slot("a")]).slot.key == "team/a"
 
 
+def every_namespace():
+    named = {"key": "kubernetes.io/metadata.name", "operator": "Exists"}
+    return policy(access={"namespaceSelector": {"matchExpressions": [named]}})
+
+
 def test_a_slot_of_another_namespace_is_named_in_full():
-    assert place(job(namespace="other"), [slot("a")]).message.startswith("team/a predicts")
+    guest = job(namespace="other", namespace_labels={"kubernetes.io/metadata.name": "other"})
+    open_to_all = EffectivePolicy(every_namespace(), "harvest")
+    assert place(guest, [slot("a", terms=open_to_all)]).message.startswith("team/a predicts")
+
+
+def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
+    refused = place(job(namespace="other"), [slot("a")])
+    assert refused.message == "team/a is closed to namespace other by policy chat"
 
 
 @pytest.mark.parametrize(
@@ -162,3 +175,24 @@ def test_hours_and_the_daily_quota_turn_harvesting_off():
     capped = policy(access={"gpuSecondsPerDay": 60})
     assert terms_of(capped, NOW, 59).mode == "harvest"
     assert "has used its 60 seconds" in terms_of(capped, NOW, 60).why
+
+
+def test_a_table_of_slots_answers_as_the_list_does_and_knows_what_was_placed():
+    shared = EffectivePolicy(policy(), "harvest")
+    table = SlotTable(slot(f"s{i:02}", tokens=i % 7, terms=shared) for i in range(50))
+    seen = []
+    for number in range(50):
+        choice = place(job(uid=f"u{number}"), table)
+        assert choice.slot == place(job(uid=f"u{number}"), list(table.values())).slot
+        seen.append(choice.slot.key)
+        table.put(replace(choice.slot, holders=(Holder(f"u{number}", "team/x"),)))
+    assert len(set(seen)) == 50
+    refused = place(job(uid="one-more"), table)
+    assert isinstance(refused, NoPlacement)
+    assert "and 42 more slots refuse" in refused.message
+
+
+def test_a_job_that_is_on_a_full_slot_may_stay_there():
+    own = slot("a", holders=(Holder("u", "team/tone"),))
+    assert place(job(uid="u"), [own, slot("b", 10, breaker="x")]).slot.key == "team/a"
+    assert isinstance(place(job(uid="v"), [own]), NoPlacement)

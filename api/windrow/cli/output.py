@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from windrow.client import WindrowClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the job.")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", "-n", help="Namespace of the job. Default: the context's.")
+]
+Context = Annotated[str, typer.Option("--context", help="Of the kubeconfig. Default: its current.")]
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
@@ -26,15 +29,15 @@ Kubeconfig = Annotated[
 ]
 
 
-def client(kubeconfig: Path | None) -> WindrowClient:
+def client(kubeconfig: Path | None, context: str = "") -> WindrowClient:
     """Return a client of the cluster that is meant."""
     # Importing the Kubernetes client takes most of a second: `--help` shall not wait for it.
     from windrow.client import WindrowClient
     from windrow.local.cluster import running_kubeconfig
 
-    if kubeconfig is None and not os.environ.get("KUBECONFIG"):
+    if kubeconfig is None and not context and not os.environ.get("KUBECONFIG"):
         kubeconfig = running_kubeconfig()
-    return WindrowClient(kubeconfig)
+    return WindrowClient(kubeconfig, context=context)
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON is any

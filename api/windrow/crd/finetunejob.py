@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
 
 from windrow.crd.adapter import AdapterSpec
-from windrow.crd.common import Condition
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
 from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.training import CheckpointSpec, TrainingSpec
-from windrow.crd.values import Record, Timestamp, cel, invalid
+from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
 from windrow.outputs import is_bucket
 
 
@@ -107,6 +107,16 @@ class OutputSpec(Record):
         return self
 
 
+# One name, or a namespace and a name.
+_PART = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+PolicyKey = Annotated[
+    str, StringConstraints(pattern=rf"^({_PART}/)?{_PART}$", max_length=2 * NAME_MAX + 1)
+]
+MANAGED_BY_US: Final = "windrow.dev/operator"
+_TAIL = r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?"
+ManagedBy = Annotated[str, StringConstraints(pattern=rf"^{_PART}/{_TAIL}$", max_length=63)]
+
+
 class FinetuneJobSpec(Record):
     """One finetuning run on harvested compute."""
 
@@ -121,6 +131,20 @@ class FinetuneJobSpec(Record):
         default=None,
         description="PriorityClass whose value orders the jobs that wait. A job of a class that "
         "does not exist is not placed.",
+    )
+    policies: list[PolicyKey] = Field(
+        default_factory=list,
+        max_length=16,
+        description="HarvestPolicies under which the job may be placed, as name (of the job's "
+        "namespace) or namespace/name. Empty: every one that admits it.",
+    )
+    managed_by: ManagedBy | None = Field(
+        default=None,
+        description="Controller that looks after the job. Where it is another than "
+        "windrow.dev/operator, the operator leaves the job alone. Cannot change.",
+        json_schema_extra={
+            "x-kubernetes-validations": [cel("self == oldSelf", "managedBy cannot change")]
+        },
     )
     suspend: bool = Field(
         default=False,
@@ -192,6 +216,13 @@ class EvaluationStatus(Record):
     tuned_loss: float = Field(description="Of the base model with the adapter.")
 
 
+class EvictionCount(Record):
+    """How often a job lost its slot for one reason."""
+
+    reason: str = Field(description="Of the condition Evicted.")
+    count: int = Field(ge=1, description="How often.")
+
+
 class FinetuneJobStatus(Record):
     """What the operator says about a job."""
 
@@ -200,7 +231,9 @@ class FinetuneJobStatus(Record):
     )
     state: str | None = Field(default=None, description="The conditions in one word, for people.")
     conditions: list[Condition] | None = Field(
-        default=None, description="The lifecycle; docs/conditions.md lists types and reasons."
+        default=None,
+        description="The lifecycle; docs/conditions.md lists types and reasons.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     epoch: int | None = Field(
         default=None,
@@ -223,6 +256,22 @@ class FinetuneJobStatus(Record):
         default=None, description="Losses on the held-out rows."
     )
     attempts: int | None = Field(default=None, description="Failures of workers so far.")
+    evictions: list[EvictionCount] | None = Field(
+        default=None,
+        description="How often a placement ended before the job did, by reason.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["reason"],
+        },
+    )
+    losses: int | None = Field(
+        default=None,
+        description="Placements in a row that were lost with their sidecar or worker and without a "
+        "new checkpoint.",
+    )
+    rejections: int | None = Field(
+        default=None, description="Placements in a row that the sidecar did not take."
+    )
     retry_at: Timestamp | None = Field(
         default=None, description="No placement before this time (back-off after a failure)."
     )

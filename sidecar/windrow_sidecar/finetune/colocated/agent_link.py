@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 1.0
 # The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
 RECONNECT_S = 0.5
-# The operator places a job anew when its sidecar has been lost for a minute; by then the worker is
-# to have written its checkpoint. The agent says every five seconds that it is there.
-SILENT_AFTER_S = 30.0
-LOOK_EVERY_S = 5.0
+# The operator places a job anew when it has heard nothing of its sidecar for 20 s; by then the
+# worker is to have written its checkpoint. The agent says every two seconds that it is there, and
+# silence is counted from the second look that misses it: the worker stops 14 s after its last word.
+SILENT_AFTER_S = 8.0
+LOOK_EVERY_S = 2.0
 CREDENTIALS_WITHIN_S = 30.0
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
