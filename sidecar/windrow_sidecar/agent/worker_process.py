@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
 from windrow_sidecar.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
+
+# Ends the GPU work of a process that is about to be killed.
+EndGpuWork = Callable[[int], Awaitable[None]]
 
 _LOG_TAIL_BYTES = 2000
 _REST_S = 60.0

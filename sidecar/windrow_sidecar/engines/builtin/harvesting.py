@@ -16,7 +16,7 @@ from typing import Any
 from windrow.eventlog import EventLog, MarkEvent
 from windrow.proto import agent_pb2
 from windrow.rundir import PROTOCOL_VERSION, RunDir
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, driver
 from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
@@ -101,6 +101,7 @@ def _hello(
         weights_manifest=str(run_dir.weights_manifest()),
         sharing=device.sharing.mode if device.sharing else "",
         sharing_reason=device.sharing.reason if device.sharing else "",
+        device_uuid=driver(device.driver).facts["uuid"],
     )
 
 

@@ -25,6 +25,7 @@ from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, PROTOCOL_VERS
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
     from windrow_sidecar.compute.partition import Partition
+    from windrow_sidecar.compute.sharing import Sharing
     from windrow_sidecar.engines.profile import Subject
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.weights import SharedModel
@@ -60,6 +61,7 @@ class _Ground:
     label: str
     driver: str
     background_threads: Callable[[], AbstractContextManager[None]]
+    sharing: Sharing | None = None  # of a GPU
 
 
 @dataclass(slots=True)
@@ -360,6 +362,7 @@ class Plugin:
 
     def _hello(self, subject: Subject, ground: _Ground) -> Any:  # noqa: ANN401
         from windrow.proto import agent_pb2
+        from windrow_sidecar import _core
 
         assert self.arena is not None
         return agent_pb2.EngineHello(
@@ -380,6 +383,9 @@ class Plugin:
             endpoint=f"http://{self.args.host}:{self.args.port}",
             arena_socket=str(self.run_dir.arena_socket()),
             weights_manifest=str(self.run_dir.weights_manifest()),
+            sharing=ground.sharing.mode if ground.sharing else "",
+            sharing_reason=ground.sharing.reason if ground.sharing else "",
+            device_uuid=_core.driver(ground.driver).facts["uuid"],
         )
 
     def _ground(self) -> _Ground:
@@ -409,7 +415,13 @@ class Plugin:
 
         gpu = open_gpu(driver, torch.bfloat16)
         return _Ground(
-            gpu.partition, gpu.splits, gpu.finetune_levels, gpu.label, driver, nullcontext
+            gpu.partition,
+            gpu.splits,
+            gpu.finetune_levels,
+            gpu.label,
+            driver,
+            nullcontext,
+            gpu.sharing,
         )
 
     def _fence(self) -> Callable[[int], bool]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -39,6 +40,12 @@ from windrow_sidecar.finetune.training.health import TAKING_FOLDER
 from windrow_sidecar.turn import TurnNote
 
 log = logging.getLogger(__name__)
+
+# Of a job that hangs: a tasklet that is queued on a GPU takes milliseconds.
+LEAVES_DEVICE_WITHIN_S = 2.0
+# A client of MPS that exits with work under way may take decode's context along; the agent ends
+# that work before it kills, after its grace (25 s).
+KILLED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -318,6 +325,9 @@ class WorkerJobs:
             other.agent.finish()
         for other in tuple(self._open):
             other.agent.__exit__()
+        if self._slot is not None and not self._slot.idle_within(LEAVES_DEVICE_WITHIN_S):
+            log.error("work on the device does not end: the sidecar ends it, then this process")
+            time.sleep(KILLED_WITHIN_S)
         os._exit(ending)
 
 

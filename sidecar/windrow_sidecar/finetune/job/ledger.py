@@ -39,6 +39,7 @@ class JobState:
     busy_ns: int = 0
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
+    sharing: tuple[str, str] = ("", "")  # of a GPU with decode: the mode, and why it is so
     stall: StallWatch = field(default_factory=StallWatch)
 
     @property
@@ -53,6 +54,8 @@ class JobState:
             self.progress,
             busy_seconds=self.busy_ns / 1e9,
             held_chunks=self.held_chunks,
+            sharing=self.sharing[0],
+            sharing_reason=self.sharing[1],
             allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
             allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
         )
