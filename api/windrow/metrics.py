@@ -186,6 +186,9 @@ JOB_MEMORY: Final = _of_job(
 JOB_SKIPPED_ROWS: Final = _of_job(
     "windrow_job_skipped_rows", "Wrong rows of the dataset that are left out."
 )
+JOB_CUT_ROWS: Final = _of_job(
+    "windrow_job_cut_rows", "Rows longer than maxSequenceLength, which have lost their end."
+)
 JOB_RATE: Final = _of_job(
     "windrow_job_tokens_per_second",
     "Real tokens a second of the job over the last ten seconds, pauses and turns of others "
@@ -233,6 +236,7 @@ AGENT_METRICS: Final = (
     JOB_GRADIENT_NORM,
     JOB_MEMORY,
     JOB_SKIPPED_ROWS,
+    JOB_CUT_ROWS,
     JOB_RATE,
     WORKER_MEMORY,
     WORKER_STARTS,

@@ -42,6 +42,8 @@ from windrow_operator.model import (
 )
 
 Body = dict[str, Any]
+# Of a place that jobs write to: by what the job comes before others, and its UID.
+Owner = tuple[tuple[bool, str, str], str]
 
 
 @dataclass
@@ -83,6 +85,7 @@ class ClusterState:
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
         self.used: dict[str, tuple[str, float]] = {}  # policy key: day, device seconds
+        self._places: dict[str, frozenset[str]] = {}  # by destination, under the present policies
         self._specs: dict[tuple[str, int], tuple[FinetuneJobSpec | None, str]] = {}
 
     # --- objects ----------------------------------------------------------------------------------
@@ -110,11 +113,13 @@ class ClusterState:
         if usage and key not in self.used:
             self.used[key] = (usage["day"], float(usage["gpuSeconds"]))
         self.policies[key] = policies.policy_of(body)
+        self._places.clear()
 
     def drop_policy(self, key: str) -> None:
         """Forget a HarvestPolicy."""
         self.policy_bodies.pop(key, None)
         self.policies.pop(key, None)
+        self._places.clear()
 
     def put_pod(self, body: Mapping[str, Any]) -> Pod:
         """Keep what is needed of a decode pod, unless a newer version is here."""
@@ -227,13 +232,15 @@ class ClusterState:
         """Return one job."""
         return self._job_view(self.jobs[uid], self._destination_owners())
 
-    def _job_view(self, body: Mapping[str, Any], owners: Mapping[str, str]) -> Job:
+    def _job_view(self, body: Mapping[str, Any], owners: Mapping[str, Owner]) -> Job:
         metadata, status = body["metadata"], body.get("status") or {}
         spec, error = self._spec(body)
         deleted = metadata.get("deletionTimestamp")
         uid = metadata["uid"]
         priority_class = (spec and spec.priority_class_name) or ""
-        owner = owners.get(path_of(spec.output.destination), uid) if spec else uid
+        places = self._places_of(spec.output.destination) if spec else ()
+        others = (owners[place] for place in places if place in owners)
+        owner = min((rank for rank in others if rank[1] != uid), default=None)
         return Job(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -249,8 +256,16 @@ class ClusterState:
             priority=self.priorities.get(priority_class, 0),
             priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
-            destination_owner=self._job_key(owner) if owner != uid else "",
+            destination_owner=self._named(owner[1], spec) if owner and spec else "",
         )
+
+    def _named(self, uid: str, other: FinetuneJobSpec) -> str:
+        """Return a job's key, and its name of the destination where `other` has another."""
+        spec, _ = self._spec(self.jobs[uid])
+        key, mine = self._job_key(uid), other.output.destination
+        if spec is None or path_of(spec.output.destination) == path_of(mine):
+            return key
+        return f"{key}, which reaches it by {spec.output.destination!r}"
 
     def _spec(self, body: Mapping[str, Any]) -> tuple[FinetuneJobSpec | None, str]:
         metadata = body["metadata"]
@@ -262,22 +277,28 @@ class ClusterState:
                 self._specs[known] = (None, str(error))
         return self._specs[known]
 
-    def _destination_owners(self) -> dict[str, str]:
-        """Return which unfinished job may write to each destination: the first that came.
+    def _places_of(self, destination: str) -> frozenset[str]:
+        if destination not in self._places:
+            known = self.policies.values()
+            self._places[destination] = policies.places_of(destination, known)
+        return self._places[destination]
+
+    def _destination_owners(self) -> dict[str, Owner]:
+        """Return which unfinished job may write to each place: the first that came.
 
         A job that has been placed keeps its destination against one that is older by the clock.
         """
-        owners: dict[str, tuple[tuple[bool, str, str], str]] = {}
+        owners: dict[str, Owner] = {}
         for uid, body in self.jobs.items():
             spec, _ = self._spec(body)
             status, metadata = body.get("status") or {}, body["metadata"]
             if spec is None or is_finished(status.get("conditions")):
                 continue
             rank = (not status.get("epoch"), metadata["creationTimestamp"], self._job_key(uid))
-            place = path_of(spec.output.destination)
-            if place not in owners or rank < owners[place][0]:
-                owners[place] = (rank, uid)
-        return {place: uid for place, (_, uid) in owners.items()}
+            for place in self._places_of(spec.output.destination):
+                if place not in owners or rank < owners[place][0]:
+                    owners[place] = (rank, uid)
+        return owners
 
     # --- what sidecars say ------------------------------------------------------------------------
 

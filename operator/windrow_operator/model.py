@@ -111,6 +111,7 @@ class WorkerProgress:
     checkpoint_step: int = 0
     checkpoint_path: str = ""
     skipped_rows: int = 0
+    cut_rows: int = 0
 
 
 class RunState(StrEnum):
@@ -220,7 +221,7 @@ class Job:
     priority: int = 0
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
-    destination_owner: str = ""  # key of an older job that writes to the same place
+    destination_owner: str = ""  # an older job that writes to the same place, in words
 
     @property
     def key(self) -> str:

@@ -20,8 +20,11 @@ from transformers import (
 )
 
 from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
+from windrow_sidecar.engines.fingerprint import model_fingerprint, served_files
+from windrow_sidecar.engines.weight_files import weight_files
 from windrow_sidecar.finetune.model.loading import ExportedWeights, find_model, load_base
-from windrow_sidecar.finetune.offload.weight_files import weight_files
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,12 +147,47 @@ def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
     assert loaded(tmp_path).model is not None
 
 
-def test_shards_make_one_model_and_files_beside_them_count_for_nothing(folder):
+@pytest.mark.parametrize("shards", [True, False])
+def test_files_beside_the_weights_count_for_nothing_and_are_told(folder, shards):
     whole_bytes = (folder / "model.safetensors").stat().st_size
-    shard(folder)
-    save_file({"other": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
-    assert len(weight_files(folder)) > 2
-    assert loaded(folder, room_bytes=2 * whole_bytes).frozen is None
+    if shards:
+        shard(folder)
+    files, known = weight_files(folder), model_fingerprint(folder)
+    assert (len(files) > 2) is shards
+    assert loaded(folder).notes == ()
+    # Other values under the same names: whoever read them would serve another model.
+    other = {name: t + 1 for name, t in load_file(files[0]).items()}
+    save_file(other | {"x": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
+    assert (weight_files(folder), model_fingerprint(folder)) == (files, known)
+    assert served_files(folder) == files
+    base = loaded(folder, room_bytes=2 * whole_bytes)
+    assert base.frozen is None
+    (note,) = base.notes
+    assert note.startswith("the model's weights are " + ("what" if shards else "model.safetensors"))
+    assert note.endswith(": consolidated.safetensors beside it is not read")
+
+
+def test_decode_reads_no_file_beside_the_weights(folder):
+    config = read_config(folder)
+    layout = plan_layout(config)
+    found = []
+    for _ in range(2):
+        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+        load_weights(folder, layout, storage)
+        found.append(storage)
+        tensors = {name: t + 1 for name, t in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "a.safetensors")
+        save_file(tensors, folder / "z.safetensors")
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("broken", ["a shard is missing", "half a shard", "no index", "a pointer"])
+def test_decode_and_worker_refuse_the_same_folders_each_by_its_own_field(folder, broken):
+    breaks, words = BROKEN[broken]
+    breaks(folder)
+    with pytest.raises(UserError, match=words) as refused:
+        model_fingerprint(folder)
+    assert refused.value.field == "--model-path"
 
 
 # How a folder is broken, and words of what is said of it.
@@ -166,7 +204,18 @@ BROKEN = {
     ),
     "no file": (
         lambda at: (at / "model.safetensors").unlink(),
-        r"no file named model\.safetensors, or pytorch_model\.bin",
+        r"model holds no weights as safetensors. Copy the model again",
+    ),
+    "pickled weights": (
+        lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),
+        r"holds no weights as safetensors, only pytorch_model\.bin. Write them as safetensors: ",
+    ),
+    "an index without shards": (
+        lambda at: (
+            shard(at),
+            (at / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+        ),
+        r"index\.json names no shard",
     ),
     "a shard is missing": (
         lambda at: (shard(at), next(at.glob(f"{SHARD}*")).unlink()),

@@ -149,6 +149,20 @@ def test_a_job_that_waits_for_its_rows_can_end_in_every_way_and_joins_again(carr
     first_goes_on(pod)
 
 
+def test_a_job_that_is_deleted_while_it_waits_for_rows_leaves_no_checkpoint(carrying, silent):
+    pod = carrying
+    root = pod.out / "deleted" / ".windrow" / "deleted"
+    (root / "checkpoints" / "step-00000005").mkdir(parents=True)
+    take_from(pod, "deleted", "team/rows")
+    first_goes_on(pod)
+    pod.agent.command("STOP", to="deleted", reason="Deleted")
+    until(lambda: pod.agent.kinds("deleted") == ["STOPPED"], pod=pod, worker=pod.worker)
+    assert "its checkpoints are removed" in pod.agent.of["deleted"][0].detail
+    assert not (root / "checkpoints").exists()
+    assert root.is_dir()
+    first_goes_on(pod)
+
+
 def test_a_job_over_another_base_is_sent_elsewhere(carrying):
     pod = carrying
     take(pod, "other", precision="bf16")

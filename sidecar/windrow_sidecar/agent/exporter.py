@@ -206,6 +206,7 @@ def _jobs(slots: list[AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.JOB_GRADIENT_NORM, known(lambda r: r.meter.latest.grad_norm))
     yield _gauge(m.JOB_MEMORY, each(lambda r: r.meter.latest.memory_bytes))
     yield _gauge(m.JOB_SKIPPED_ROWS, each(lambda r: r.meter.latest.skipped_rows))
+    yield _gauge(m.JOB_CUT_ROWS, each(lambda r: r.meter.latest.cut_rows))
     yield _gauge(m.JOB_RATE, each(lambda r: r.meter.tokens_per_second))
     # Of the process, so each of its jobs tells the same.
     workers = {i: r.meter.latest for i, r in reversed(runs)}

@@ -22,19 +22,21 @@ from windrow.errors import Transient, UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
-from windrow_sidecar.finetune.model.overlay import build_over
-from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
-from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
-from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
-from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.weight_files import (
+from windrow_sidecar.engines.weight_files import (
+    COPY_AGAIN,
     MODEL_FIELD,
     check_files,
-    check_tensors,
+    unread_note,
     unusable,
     weight_files,
 )
+from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.model.overlay import build_over
+from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.model.whole import check_tensors
+from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
+from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +48,9 @@ MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without
 CONFIG_REMEDY = (
     "Use the model's own config.json; its type has to be one that transformers has, without code "
     "of the model's own."
+)
+PICKLED_REMEDY = (
+    "Write them as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
 )
 QUANTISED_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
@@ -65,6 +70,7 @@ class BaseModel:
     shared: bool  # the weights are decode's
     frozen: FrozenLayers | None = None  # where memory does not hold all layers
     fingerprint: str = ""  # of the checkpoint's files
+    notes: tuple[str, ...] = ()  # what a user has to know of them
 
     @property
     def dtype(self) -> torch.dtype:
@@ -210,8 +216,9 @@ def load_base(
     if frozen is None:
         model.to(device.torch)
     model.requires_grad_(requires_grad=False)
-    found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
-    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found)
+    found = model_fingerprint(directory) if weight_files(directory) else ""
+    notes = (note,) if (note := unread_note(directory)) else ()
+    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, notes)
 
 
 def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
@@ -255,11 +262,12 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     options: dict[str, Any] = {"dtype": form.dtype, "trust_remote_code": False}
     if (quantised := form.config()) is not None:
         options["quantization_config"] = quantised
-    of_shards = sorted(directory.glob("*.safetensors"))
-    if of_shards and not weight_files(directory) and not any(directory.glob("*.bin*")):
+    if not weight_files(directory):
+        pickled = sorted(file.name for file in directory.glob("*.bin"))
+        beside = f", only {pickled[0]}" if pickled else ""
         raise unusable(
-            f"{directory} holds {of_shards[0].name}, but neither model.safetensors nor an index of "
-            "shards, model.safetensors.index.json"
+            f"{directory} holds no weights as safetensors{beside}",
+            PICKLED_REMEDY if pickled else COPY_AGAIN,
         )
     stored_quantised = getattr(config, "quantization_config", None) is not None
     remedy = QUANTISED_REMEDY if stored_quantised else MODEL_REMEDY
