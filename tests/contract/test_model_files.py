@@ -138,6 +138,15 @@ def test_tied_weights_are_rightly_absent(tmp_path, way):
         base.frozen.close()
 
 
+def test_a_head_of_its_own_under_a_config_that_ties_it_is_told(folder):
+    assert loaded(folder).notes == ()
+    configure(folder, tie_word_embeddings=True)
+    base = loaded(folder)
+    assert base.model.lm_head.weight is not base.model.model.embed_tokens.weight
+    (note,) = base.notes
+    assert "tie_word_embeddings" in note
+
+
 def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=32, n_layer=2, n_head=2)).save_pretrained(
         tmp_path
@@ -165,6 +174,20 @@ def test_files_beside_the_weights_count_for_nothing_and_are_told(folder, shards)
     (note,) = base.notes
     assert note.startswith("the model's weights are " + ("what" if shards else "model.safetensors"))
     assert note.endswith(": consolidated.safetensors beside it is not read")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64])
+def test_codes_of_a_quantisation_are_not_taken_for_weights(folder, dtype):
+    codes = load_file(folder / "model.safetensors")[UP].to(dtype)
+    change(folder, **{UP: codes})
+    for way in ("from files", "a few layers at a time"):
+        with pytest.raises(UserError) as refused:
+            WAYS[way](folder)
+        assert UP in refused.value.problem, way
+    config = read_config(folder)
+    layout = plan_layout(config)
+    with pytest.raises(UserError, match=UP):
+        load_weights(folder, layout, torch.zeros(layout.n_bytes, dtype=torch.uint8))
 
 
 def test_decode_reads_no_file_beside_the_weights(folder):

@@ -19,6 +19,7 @@ MODEL_FIELD = "spec.model.name"
 SERVED_FIELD = "--model-path"
 COPY_AGAIN = "Copy the model again, with all its files."
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATING_POINT = ("F64", "F32", "F16", "BF16")  # of which weights are made
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 

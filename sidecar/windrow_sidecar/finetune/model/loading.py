@@ -33,7 +33,7 @@ from windrow_sidecar.engines.weight_files import (
 from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
-from windrow_sidecar.finetune.model.whole import check_tensors
+from windrow_sidecar.finetune.model.whole import PLAIN_REMEDY, check_tensors, check_types
 from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
 from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
@@ -52,7 +52,6 @@ CONFIG_REMEDY = (
 PICKLED_REMEDY = (
     "Write them as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
 )
-QUANTISED_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
 
 
@@ -217,8 +216,20 @@ def load_base(
         model.to(device.torch)
     model.requires_grad_(requires_grad=False)
     found = model_fingerprint(directory) if weight_files(directory) else ""
-    notes = (note,) if (note := unread_note(directory)) else ()
+    notes = tuple(note for note in (unread_note(directory), _untied_note(model)) if note)
     return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, notes)
+
+
+def _untied_note(model: Any) -> str:  # noqa: ANN401 - of transformers
+    """Say where a model has a head of its own though its config.json ties it; else ""."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if not tied or any(end is None for end in ends) or ends[0].weight is ends[1].weight:
+        return ""
+    return (
+        "config.json ties the model's head to its embeddings (tie_word_embeddings), and its files "
+        "hold a head of its own: it is trained over that, where a server may take the embeddings"
+    )
 
 
 def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
@@ -270,7 +281,7 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
             PICKLED_REMEDY if pickled else COPY_AGAIN,
         )
     stored_quantised = getattr(config, "quantization_config", None) is not None
-    remedy = QUANTISED_REMEDY if stored_quantised else MODEL_REMEDY
+    remedy = PLAIN_REMEDY if stored_quantised else MODEL_REMEDY
     model: nn.Module
     with _told_as_unusable(str(directory), remedy):
         model, said = AutoModelForCausalLM.from_pretrained(
@@ -288,6 +299,8 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
         unexpected=said["unexpected_keys"],
         misshaped=said["mismatched_keys"],
     )
+    if not getattr(model, "is_quantized", False):  # by what transformers made of config.json
+        check_types(directory, model)
     keep_differentiable(model)
     return model
 

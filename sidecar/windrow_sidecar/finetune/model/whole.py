@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from windrow_sidecar.engines.weight_files import COPY_AGAIN, unusable
+from windrow_sidecar.engines.weight_files import (
+    COPY_AGAIN,
+    FLOATING_POINT,
+    read_header,
+    unusable,
+    weight_files,
+)
+
+PLAIN_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
 
 
 def check_tensors(
@@ -49,6 +58,29 @@ def check_tensors(
         raise unusable(
             f"{where} is not a whole {kind}{of_another}: {'; '.join(problems)}",
             "Use a checkpoint of a causal language model." if of_another else COPY_AGAIN,
+        )
+
+
+def check_types(directory: Path, model: nn.Module) -> None:
+    """Refuse weights that are stored as other numbers than floating-point ones of 16 bits or more.
+
+    They are the codes of some quantisation, of which config.json says nothing.
+
+    Raises:
+        UserError: names the tensors.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    found = {
+        name: at["dtype"]
+        for path in weight_files(directory)
+        for name, at in read_header(path).tensors.items()
+        if at["dtype"] not in FLOATING_POINT and name not in buffers
+    }
+    if found:
+        raise unusable(
+            f"{directory} holds {_some(sorted(found))} as {found[min(found)]}, and its config.json "
+            "names no quantisation",
+            PLAIN_REMEDY,
         )
 
 

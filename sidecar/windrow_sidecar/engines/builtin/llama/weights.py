@@ -114,6 +114,13 @@ def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor
             remedy="Use the config.json that belongs to these weights.",
             reason="ModelUnreadable",
         )
+    if tensor.dtype.itemsize < 2 or not tensor.is_floating_point():
+        raise UserError(
+            f"{name} is stored as {tensor.dtype}, which no weight is",
+            field="--model-path",
+            remedy="Use the model's plain weights.",
+            reason="ModelUnreadable",
+        )
     view(layout, storage, name).copy_(tensor)
 
 
