@@ -317,12 +317,12 @@ class ClusterState:
         """Remember that the sidecar was told to run a job."""
         self.runs[uid] = JobPlacement(uid, epoch, slot, RunState.ASSIGNED, since=now)
 
-    def stop_sent(self, uid: str, now: datetime) -> None:
+    def stop_sent(self, uid: str, reason: str, now: datetime) -> None:
         """Remember that the sidecar was asked to stop a job."""
         run = self.runs.get(uid)
         if run is not None:
             asked = run.stop_asked_at or now
-            self.runs[uid] = replace(run, stop_asked_at=asked, stop_sent_at=now)
+            self.runs[uid] = replace(run, stop_asked_at=asked, stop_sent_at=now, stop_reason=reason)
 
     def active_slots(self) -> set[str]:
         """Return the keys of slots whose worker is at work."""

@@ -230,7 +230,7 @@ class Driver:
             self._metrics.placements.inc()
             return
         if command.action == "STOP":
-            self._cluster.stop_sent(job.uid, now)
+            self._cluster.stop_sent(job.uid, command.reason, now)
         session.command(
             pb.JobCommand(
                 job_uid=job.uid,

@@ -153,6 +153,7 @@ class JobPlacement:
     tuned_loss: float = float("nan")
     stop_asked_at: datetime | None = None  # first STOP of this placement
     stop_sent_at: datetime | None = None  # latest
+    stop_reason: str = ""  # of that one
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,6 +233,13 @@ BROKEN = {
         lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),
         r"holds no weights as safetensors, only pytorch_model\.bin. Write them as safetensors: ",
     ),
+    "a link to nowhere": (
+        lambda at: (
+            (at / "model.safetensors").unlink(),
+            (at / "model.safetensors").symlink_to("../blobs/a1"),
+        ),
+        r"model\.safetensors is a link to \.\./blobs/a1, which is not there. Copy the model again",
+    ),
     "an index without shards": (
         lambda at: (
             shard(at),

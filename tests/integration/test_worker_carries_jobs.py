@@ -35,12 +35,14 @@ def carrying(tmp_path_factory, hub):
     pod.worker = pod.start(maxSteps=100_000)
     pod.lending = Lending(pod)
     pod.lending.start()
-    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=pod.worker)
-    pod.decode.go()
-    until(lambda: pod.decode.offer.tokens_done, pod=pod, worker=pod.worker)
-    yield pod
-    pod.lending.stop()
-    pod.close()
+    try:  # where the worker does not get ready, it has to end all the same
+        until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=pod.worker)
+        pod.decode.go()
+        until(lambda: pod.decode.offer.tokens_done, pod=pod, worker=pod.worker)
+        yield pod
+    finally:
+        pod.lending.stop()
+        pod.close()
 
 
 def take(pod: Pod, uid: str, **training) -> Path:

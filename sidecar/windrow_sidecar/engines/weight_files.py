@@ -51,7 +51,11 @@ def weight_files(directory: Path, *, field: str = MODEL_FIELD) -> list[Path]:
     index = directory / _INDEX
     if index.is_file():
         return sorted({directory / shard for shard in _weight_map(index, field).values()})
-    if found := sorted(directory.glob("*.safetensors")):
+    found = sorted(directory.glob("*.safetensors"))
+    if gone := next((path for path in found if not path.exists()), None):
+        where = f"a link to {gone.readlink()}, which is not there"
+        raise unusable(f"{gone} is {where}", field=field)
+    if found:
         raise unusable(
             f"{directory} holds {found[0].name}, but neither {_WEIGHTS} nor an index of shards, "
             f"{_INDEX}",
