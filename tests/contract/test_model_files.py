@@ -227,7 +227,7 @@ BROKEN = {
     ),
     "no file": (
         lambda at: (at / "model.safetensors").unlink(),
-        r"model holds no weights as safetensors. Copy the model again",
+        r"model holds no weights as safetensors. Use a model that is kept as safetensors",
     ),
     "pickled weights": (
         lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),

@@ -23,7 +23,6 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.weight_files import (
-    COPY_AGAIN,
     MODEL_FIELD,
     check_files,
     unread_note,
@@ -42,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Of the memory that is free: what the frozen weights may take, the rest is for activations.
 WEIGHTS_SHARE = 0.8
+# Of a model on the Hub: its weights, and what its tokenizer may be made of.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 ADAPTER_CONFIG = "adapter_config.json"
 DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
 MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
@@ -147,11 +148,7 @@ def _from_hub(name: str, revision: str) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         problem = (
             f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
@@ -278,7 +275,7 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
         beside = f", only {pickled[0]}" if pickled else ""
         raise unusable(
             f"{directory} holds no weights as safetensors{beside}",
-            PICKLED_REMEDY if pickled else COPY_AGAIN,
+            PICKLED_REMEDY if pickled else "Use a model that is kept as safetensors.",
         )
     stored_quantised = getattr(config, "quantization_config", None) is not None
     remedy = PLAIN_REMEDY if stored_quantised else MODEL_REMEDY
