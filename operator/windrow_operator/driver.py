@@ -285,7 +285,7 @@ class Driver:
             session.send(pb.OperatorMessage(assign=assign))
             return
         if command.action == "STOP":
-            self._cluster.stop_sent(job.uid, now)
+            self._cluster.stop_sent(job.uid, command.reason, now)
         session.command(
             pb.JobCommand(
                 job_uid=job.uid,

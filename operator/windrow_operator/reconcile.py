@@ -401,6 +401,8 @@ def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Tim
         step = _ended(job, stopped, now, timeouts)
         return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
     again = run.stop_sent_at is None or now >= run.stop_sent_at + timeouts.stop_repeat
+    # The worker that stops for another reason keeps its checkpoints; those of a deleted job go.
+    again = again or (reason == Reason.DELETED != run.stop_reason)
     commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
     after = status.running(job, replace(run, stop_asked_at=asked), now)
     return Actions(

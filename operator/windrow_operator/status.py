@@ -279,6 +279,7 @@ def _numbers(progress: WorkerProgress) -> Body:
         "tokensPerSecond": round(progress.tokens_per_second, 1),
         "tokens": progress.tokens,
         "skippedRows": progress.skipped_rows,
+        "cutRows": progress.cut_rows,
     }
     if math.isfinite(progress.loss):
         numbers["loss"] = progress.loss

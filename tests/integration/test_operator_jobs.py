@@ -386,6 +386,24 @@ def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     assert f"{cluster.namespace}/tone" in accepted["message"]
 
 
+def test_of_two_jobs_that_reach_one_directory_of_a_claim_by_two_paths_the_later_is_refused(placed):
+    cluster, _, _ = placed
+    claim = {"persistentVolumeClaim": {"claimName": "shared"}}
+    # The policy of `placed` selects the pods; this one mounts the same claim elsewhere.
+    for name, path in (("one", "/one"), ("two", "/two/deep")):
+        volumes = [{"name": "v", "mountPath": path, **claim}]
+        cluster.policy(name=name, sidecar={"volumes": volumes})
+    cluster.job("first", output={"destination": "/one/deep/tone"})
+    cluster.job("apart", output={"destination": "/two/deep/tone"})
+    cluster.job("late", output={"destination": "/two/deep/deep/tone"})
+    cluster.await_state("Invalid", "late")
+    accepted = cluster.condition("Accepted", "late")
+    assert accepted["reason"] == "DestinationInUse"
+    assert f"{cluster.namespace}/first, which reaches it by '/one/deep/tone'" in accepted["message"]
+    for free in ("first", "apart"):
+        assert cluster.condition("Accepted", free)["status"] == "True"
+
+
 def volume(name, **more):
     return {"name": name, "mountPath": f"/{name}", "hostPath": {"path": "/srv"}, **more}
 

@@ -193,6 +193,10 @@ class ProgressStatus(Record):
     skipped_rows: int = Field(
         default=0, description="Rows of the dataset that are wrong and were left out."
     )
+    cut_rows: int = Field(
+        default=0,
+        description="Rows longer than training.maxSequenceLength, which have lost their end.",
+    )
     eta_seconds: float | None = Field(default=None, description="Seconds to the end, estimated.")
 
 

@@ -223,6 +223,7 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
         held_chunks=now.held_chunks,
         busy_seconds=now.busy_seconds,
         skipped_rows=now.skipped_rows,
+        cut_rows=now.cut_rows,
         memory_bytes=now.memory_bytes,
         allocator_held_bytes=now.allocator_held_bytes,
         allocator_requested_bytes=now.allocator_requested_bytes,

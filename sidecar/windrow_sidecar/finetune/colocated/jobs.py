@@ -159,7 +159,9 @@ class WorkerJobs:
     def _one_loaded(self) -> PendingJob | None:
         """Return a job that is ready, or cannot be; tell the ends of those that were given up."""
         for pending, loading in tuple(self._loading.items()):
-            if pending.agent.end_asked is not None:
+            if pending.agent.end_asked == "FORGET":
+                loading.forget()
+            elif pending.agent.end_asked is not None:
                 loading.give_up(ended_unloaded(pending.agent.end_asked))
             if loading.verdict is not None:
                 del self._loading[pending]

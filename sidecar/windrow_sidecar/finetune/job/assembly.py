@@ -247,7 +247,7 @@ def open_session(
         between_modules(stack.layers, runtime.between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     positions = ModelLimits.of(base.config).positions
-    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    notes = (*base.notes, *rows.notes, *without_effect(spec, len(rows.train), total, positions))
     return TrainingSession(
         job, tuned, stream, max(lengths), base.shared, origin, budget, runtime.device, rows, notes
     )
