@@ -14,7 +14,7 @@ from windrow_sidecar.finetune.engine.orders import ORDERS
 
 COMMANDS = (
     *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
-    *("top", "adapter", "doctor", "inject"),
+    *("top", "adapter", "doctor", "inject", "explain", "report", "monitor", "profile"),
 )
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",

@@ -1,4 +1,4 @@
-"""`windrow explain`: why a slot decided as it did, decision by decision."""
+"""`windrow explain`: why a job is where it is, or why a slot decided as it did."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from windrow.cli.output import Json, print_json, print_line
+from windrow.cli.explain_job import explain_job, text_of
+from windrow.cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    Namespace,
+    client,
+    print_json,
+    print_line,
+)
 from windrow.decisions import Decision, around, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
@@ -20,24 +29,53 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def explain(
-    slot: Annotated[
+    name: Annotated[
         str,
         typer.Argument(
-            metavar="SLOT",
-            help="Run directory of the decode pod (/run/windrow inside it), or decode's process.",
+            help="Name of a FinetuneJob; or a slot: the run directory of its decode pod "
+            "(/run/windrow inside it), or decode's process.",
         ),
     ],
     at: Annotated[
         str,
-        typer.Option("--around", help="now, -30s, -5m, 18:02:11 (today), or an ISO time."),
+        typer.Option("--around", help="Of a slot: now, -30s, -5m, 18:02:11, or an ISO time."),
     ] = "now",
-    within: Annotated[float, typer.Option(help="Seconds before and after it.")] = 2.0,
+    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after.")] = 2.0,
+    namespace: Namespace = "",
     as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
-    """Show what decode decided around a moment: what it saw, what it granted, how steps went.
+    """Say why a job is where it is, or what decode decided around a moment.
 
-    Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
+    Of a job: what can be done about its state, and what has happened to it. Of a slot: what decode
+    saw, what it granted, how steps went.
+
+    Examples: windrow explain support-tone;
+    kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
+    if _is_slot(name):
+        _explain_decisions(name, at, within, as_json=as_json)
+        return
+    talk = client(kubeconfig, context)
+    job = talk.get(name, namespace=namespace)
+    slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
+    told = explain_job(
+        job,
+        talk.conditions(name, namespace=namespace),
+        talk.events(name, namespace=namespace),
+        slots.get(job.slot),
+        datetime.now(UTC),
+    )
+    print_json(told) if as_json else print_line(text_of(told))
+
+
+def _is_slot(name: str) -> bool:
+    """Whether a name is a process or a path: no job has such a name, but for a number."""
+    return name.isdigit() or "/" in name or Path(name).exists()
+
+
+def _explain_decisions(slot: str, at: str, within: float, *, as_json: bool) -> None:
     ring = ring_of(slot)
     found = around(read_decisions(ring), moment(at, datetime.now().astimezone()), within)
     if as_json:
