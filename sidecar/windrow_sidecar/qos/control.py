@@ -64,7 +64,12 @@ class Controller:
         return self._terms.objective_us // 4 if self._terms else 0
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
-        """Take new terms from the next decision on."""
+        """Take new terms from the next decision on.
+
+        The guard's record is of one objective and one algorithm: others begin with a clean one.
+        """
+        if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
+            self.guard = Guard(self.guard.settings)
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
         if terms:
@@ -195,6 +200,10 @@ class Controller:
     def _switch_to(self, index: int, now_ns: int) -> None:
         if index != self._current:
             self._current, self._switched_ns = index, now_ns
+
+
+def _judged_by(terms: HarvestTerms) -> tuple[str, int, bool]:
+    return terms.policy, terms.objective_us, terms.per_request
 
 
 def _why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
