@@ -1,7 +1,7 @@
 """A comparison from an empty machine to its page, a round of three arms; and it goes on again."""
 
+import contextlib
 import json
-from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -41,15 +41,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = (out / compare.RESULT).read_bytes()
     _play(settings, how)
     assert (out / compare.RESULT).read_bytes() == before, "nothing was missing, nothing was played"
-    _play(settings, replace(how, rounds=1))
     return out
 
 
 def _play(settings: DemoSettings, how: CompareSettings) -> None:
-    try:
+    # Said after all is written; three seconds on a loaded machine can look like it.
+    with contextlib.suppress(Impossible):
         compare.run(settings, how, Console(file=StringIO()))
-    except Impossible:
-        pass  # said after all is written; three seconds on a loaded machine can look like it
 
 
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
