@@ -332,6 +332,14 @@ class SidecarSpec(Record):
         description="Whether decode and worker may share the GPU under MPS. Read when a sidecar "
         "comes into a pod.",
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port of the pod's address at which the sidecar serves its metrics; the pod is "
+        "annotated with it, for Prometheus. Default: the operator's setting. Read when a pod is "
+        "created.",
+    )
     volumes: list[VolumeSpec] = Field(
         default_factory=list,
         max_length=16,
@@ -381,9 +389,9 @@ class HarvestPolicySpec(Record):
         default="harvest",
         description="observe: everything but the work, to see what harvesting would give.",
     )
-    policy: Literal["windrow", "harli", "static"] = Field(
-        default="windrow", description="Who decides what the worker may do beside decode."
-    )
+    policy: Literal[
+        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"
+    ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(

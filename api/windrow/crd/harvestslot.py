@@ -8,6 +8,11 @@ from windrow.crd.common import Condition
 from windrow.crd.values import Record, Timestamp
 
 
+def slot_name(pod_name: str, index: int) -> str:
+    """Return the name of a HarvestSlot: the pod's, for the usual pod with one device."""
+    return pod_name if index == 0 else f"{pod_name}.{index}"
+
+
 class HarvestSlotSpec(Record):
     """What the device is; fixed while the decode process lives."""
 
@@ -88,7 +93,7 @@ class HarvestSlotStatus(Record):
     finetune_units: int | None = Field(default=None, description="Compute units of the worker.")
     chunks: ChunksStatus | None = Field(default=None, description="Who has the memory.")
     predicted_tokens_per_second: float | None = Field(
-        default=None, description="What a worker would get here now."
+        default=None, description="What a worker would get here now, also in mode observe."
     )
     compute_utilization: float | None = Field(
         default=None, description="0 to 1, decode and worker together."
