@@ -68,12 +68,13 @@ class Controller:
         guard: Guard | None = None,
         *,
         pause_epoch: int = 0,
+        handover: Handover | None = None,
         engine: EngineTraits | None = None,
     ) -> None:
         self._levels, self._predictor = levels, predictor
         self._engine = engine or EngineTraits()
         self.guard = guard or Guard()
-        self._handover = Handover(levels.units, pause_epoch)
+        self._handover = handover or Handover(levels.units, pause_epoch)
         self._terms: HarvestTerms | None = None
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0
@@ -109,7 +110,7 @@ class Controller:
         The guard's record is of one objective and one algorithm: others begin with a clean one.
         """
         if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
-            self.guard = Guard(self.guard.settings)
+            self.guard = type(self.guard)(self.guard.settings)
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
         self.refusal = _below_decode(terms, self._predictor)

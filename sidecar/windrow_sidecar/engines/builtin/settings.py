@@ -7,9 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
+
+if TYPE_CHECKING:
+    from windrow_sidecar.engines.harvest.ablation import Protection
 
 _EXAMPLE = """\
 example:
@@ -54,6 +58,7 @@ class EngineSettings:
     # Of the static step: "torch", "triton"; "auto" on a GPU: triton where it can launch a kernel.
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
+    harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
 
     @classmethod
     def from_command_line(
@@ -91,6 +96,7 @@ class EngineSettings:
             decode_step=_chosen(given.decode_step, "static" if on_gpu else "gathered"),
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
+            harvest_without=frozenset(given.harvest_without),
         )
 
 
@@ -159,6 +165,13 @@ def _parser() -> argparse.ArgumentParser:
         "--profile",
         choices=["none", "quick", "full"],
         help="measure decode's latency before serving; default: quick in a decode pod, else none",
+    )
+    add(
+        "--harvest-without",
+        action="append",
+        choices=["guard", "predictor", "handover", "reserve"],
+        default=[],
+        help="harvest with a protection off: for tests and benchmarks that show what it is for",
     )
     return parser
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, predictor_of
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
@@ -16,7 +17,7 @@ from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies.base import is_for_one_step
-from windrow_sidecar.qos.predictor import Predictor, co_run_model
+from windrow_sidecar.qos.predictor import co_run_model
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -53,12 +54,15 @@ class HarvestHook:
         self._levels = levels
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
-        predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
-        geometry = arena.geometry
+        without = self._settings.without
+        predictor = predictor_of(without, levels, solo, co_run_model(profile)) if profile else None
+        geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
         self.controller = Controller(
             levels,
             predictor,
-            pause_epoch=arena.page.pause_epoch,
+            NoGuard() if "guard" in without else None,
+            pause_epoch=pause_epoch,
+            handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
             engine=EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes),
         )
         self._lending = LendingManager(arena, self._settings, log)
@@ -110,7 +114,9 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(Predictor(self._levels, solo, co_run_model(profile)))
+        self.controller.set_predictor(
+            predictor_of(self._settings.without, self._levels, solo, co_run_model(profile))
+        )
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 

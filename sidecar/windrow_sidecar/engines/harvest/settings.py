@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.qos.reserve import ReserveFormula
 
 
@@ -22,6 +23,7 @@ class HarvestSettings:
         steady_ns: how long a decision stands while batch, admissions, policy and guard say nothing
             new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
+        without: protections that are off, for tests and benchmarks that show what each is for.
         gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
     """
 
@@ -34,3 +36,4 @@ class HarvestSettings:
     steady_ns: int = 80_000_000
     lending_every_ns: int = 20_000_000
     gaps: bool = False
+    without: frozenset[Protection] = frozenset()
