@@ -79,7 +79,7 @@ def test_steps_count_by_their_end_and_requests_by_their_arrival():
         request(1100, 1110, 1900),
         request(1200, 0, 1800, "hung up"),
     ]
-    found = figures_of(segment, steps, requests, None, objective_ms=10)
+    found = figures_of(segment, steps, requests, [], objective_ms=10)
     assert (found.steps, found.over) == (2, 0.5)
     assert (found.tpot_p50_ms, found.tpot_p99_ms) == (5.0, 20.0)
     assert (found.requests, found.completed) == (2, 2)

@@ -33,6 +33,8 @@ Kind = Literal["alone", "loop", "policy", "dedicated"]
 
 ALONE, AGAIN = "alone", "alone, again"
 NAIVE, TUNED, IDLE = "naive", "tuned naive", "idle class"
+# Played where it is asked for by name: what single-threaded work on decode's own core gives.
+A_LOOP_A_CORE = "idle class, a loop a core"
 DEDICATED, DEDICATED_PEFT = "dedicated", "dedicated, PEFT"
 
 
@@ -68,6 +70,7 @@ def arms_of(policies: Sequence[str]) -> list[Arm]:
         Arm(NAIVE, "loop", "a plain PEFT loop, both on all cores, OpenMP as it comes"),
         Arm(TUNED, "loop", "the same, OpenMP's threads sleep, nice 19"),
         Arm(IDLE, "loop", "the same as SCHED_IDLE"),
+        Arm(A_LOOP_A_CORE, "loop", "one single-threaded loop on each core, other rows, SCHED_IDLE"),
         *(Arm(name, "policy", MEANINGS.get(name, "its paper's rule"), name) for name in policies),
         Arm(AGAIN, "alone", "decode by itself, last in each round"),
         Arm(DEDICATED, "dedicated", "our worker alone on the device"),
@@ -110,6 +113,8 @@ class SegmentFigures:
     completed: int | None = None
     waited_for_kv: int | None = None
     tokens_per_second: float | None = None
+    decode_busy: float | None = None  # share of the window with a step under way
+    trainer_busy: float | None = None  # share of the window with a tasklet under way
 
 
 class Progress:
@@ -123,6 +128,7 @@ class Progress:
 
     def __init__(self, tasklets: Sequence[TaskletEvent], active: Sequence[tuple[int, int]]) -> None:
         self._active = sorted(active)
+        self._spans = [(t.start_ns, t.end_ns) for t in tasklets]
         points = [(self._clock(at), tokens) for at, tokens in _points(tasklets)]
         self._at = [at for at, _ in points]
         self._tokens = [tokens for _, tokens in points]
@@ -145,10 +151,19 @@ class Progress:
         share = (now - before) / (after - before) if after > before else 1.0
         return self._tokens[i - 1] + share * (self._tokens[i] - self._tokens[i - 1])
 
+    def busy(self, window_ns: tuple[int, int]) -> float:
+        """Return the share of a window in which a tasklet was under way."""
+        return _share(self._spans, window_ns)
+
     def rate(self, window_ns: tuple[int, int]) -> float:
         """Return tokens a second within a window."""
         begin, end = window_ns
         return (self.at(end) - self.at(begin)) / ((end - begin) / 1e9)
+
+
+def _share(spans: Sequence[tuple[int, int]], window_ns: tuple[int, int]) -> float:
+    begin, end = window_ns
+    return sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) / (end - begin)
 
 
 def _points(tasklets: Sequence[TaskletEvent]) -> list[tuple[int, float]]:
@@ -179,12 +194,15 @@ def figures_of(
     segment: Segment,
     steps: Sequence[StepEvent],
     requests: Sequence[RequestEvent],
-    progress: Progress | None,
+    progress: Sequence[Progress],
     objective_ms: float,
 ) -> SegmentFigures:
-    """Return a segment's figures; `steps` and `requests` are those of its decode pods."""
+    """Return a segment's figures.
+
+    `steps` and `requests` are those of its decode pods, `progress` that of each of its trainers.
+    """
     begin, end = segment.window_ns
-    rate = progress.rate(segment.window_ns) if progress else None
+    rate = sum(of.rate(segment.window_ns) for of in progress) if progress else None
     if not segment.source:
         return SegmentFigures(segment.round, segment.arm, tokens_per_second=rate)
     inside = [s for s in steps if begin <= s.end_ns <= end]
@@ -205,6 +223,8 @@ def figures_of(
         completed=sum(1 for r in requests if begin <= r.end_ns <= end and not r.error),
         waited_for_kv=waited_for_kv(came, steps),
         tokens_per_second=rate,
+        decode_busy=_share([(s.start_ns, s.end_ns) for s in steps], segment.window_ns),
+        trainer_busy=sum(of.busy(segment.window_ns) for of in progress) if progress else None,
     )
 
 
@@ -249,10 +269,10 @@ class Session:
         by_name = {arm.name: arm for arm in arms}
         pods = _Pods.read(self.folder / PODS)
         progress = {
-            trainer: Progress(
-                self._tasklets(trainer, pods),
-                [at.active_ns for at in self.segments if at.trainer == trainer],
-            )
+            trainer: [
+                Progress(of, [at.active_ns for at in self.segments if at.trainer == trainer])
+                for of in self._tasklets(trainer, pods)
+            ]
             for trainer in {at.trainer for at in self.segments} - {""}
         }
         found = []
@@ -264,7 +284,9 @@ class Session:
                 pods.check_policy(segment, arm.policy)
             steps, requests = pods.of(segment)
             found.append(
-                figures_of(segment, steps, requests, progress.get(segment.trainer), objective_ms)
+                figures_of(
+                    segment, steps, requests, progress.get(segment.trainer, []), objective_ms
+                )
             )
         return found
 
@@ -277,11 +299,14 @@ class Session:
                 return segment, [s for s in steps if begin <= s.end_ns <= end]
         return None
 
-    def _tasklets(self, trainer: str, pods: _Pods) -> list[TaskletEvent]:
+    def _tasklets(self, trainer: str, pods: _Pods) -> list[list[TaskletEvent]]:
+        """Return the tasklets of each of an arm's trainers."""
         if trainer == HARVESTED_JOB:
-            return pods.tasklets
-        events = read_events(self.folder / TRAINERS / folder_of(trainer))
-        return [event for _, event in events if isinstance(event, TaskletEvent)]
+            return [pods.tasklets]
+        return [
+            [event for _, event in read_events(folder) if isinstance(event, TaskletEvent)]
+            for folder in sorted((self.folder / TRAINERS / folder_of(trainer)).iterdir())
+        ]
 
 
 def folder_of(arm: str) -> str:

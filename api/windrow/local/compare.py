@@ -25,6 +25,7 @@ from windrow.errors import UserError
 from windrow.eventlog import FLUSH_INTERVAL_S
 from windrow.local import demo, footing, generator, manifests, measure, serving, verdict
 from windrow.local.arms import (
+    A_LOOP_A_CORE,
     AGAIN,
     ALONE,
     DEDICATED,
@@ -41,6 +42,7 @@ from windrow.local.arms import (
     arms_of,
     folder_of,
 )
+from windrow.local.devices import Device
 from windrow.local.environment import environment
 from windrow.local.frontier import write_page
 from windrow.local.paired import DECIDING_ROUNDS, FEWEST_ROUNDS, order_of
@@ -109,7 +111,9 @@ class CompareSettings:
                 remedy=f"Choose from: {', '.join(arm.name for arm in arms)}.",
             )
         always = (ALONE, AGAIN, DEDICATED)
-        return [arm for arm in arms if not self.arms or arm.name in (*self.arms, *always)]
+        if not self.arms:
+            return [arm for arm in arms if arm.name != A_LOOP_A_CORE]
+        return [arm for arm in arms if arm.name in (*self.arms, *always)]
 
 
 def policies() -> list[str]:
@@ -230,7 +234,7 @@ class Contest:
         self._on, self._plan, self._arms, self._folder = on, plan, arms, folder
         self._objective_ms: float = plan["objective"]["milliseconds"]
         self._pods: dict[str, serving.Pods] = {}  # by the name of the arms' pod
-        self._trainers: dict[str, measure.Trainer] = {}
+        self._trainers: dict[str, list[measure.Trainer]] = {}
         self._harvested = any(arm.kind == "policy" for arm in arms)
         self._ends = ExitStack()
 
@@ -246,10 +250,11 @@ class Contest:
         for arm in self._arms:
             if arm.kind in ("loop", "dedicated"):
                 on.say(f"the trainer of {arm.name} loads")
-                trainer = self._start_trainer(arm)
-                self._ends.callback(trainer.end)
-                trainer.finish_step(STEP_WITHIN)
-                self._trainers[arm.name] = trainer
+                self._trainers[arm.name] = trainers = []
+                for n in range(len(on.devices[0].cores) if arm.name == A_LOOP_A_CORE else 1):
+                    trainers.append(trainer := self._start_trainer(arm, n))
+                    self._ends.callback(trainer.end)
+                    trainer.finish_step(STEP_WITHIN)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -266,7 +271,7 @@ class Contest:
             for i, name in enumerate(order):
                 self._on.say(f"round {n + 1} of {how.rounds}: {name} ({i + 1} of {len(order)})")
                 self._note(self._turn(by_name[name], n, how))
-        for trainer in self._trainers.values():
+        for trainer in (one for of in self._trainers.values() for one in of):
             trainer.finish_step(STEP_WITHIN)
         if self._harvested:
             self._let("windrow", RUNS)
@@ -295,13 +300,13 @@ class Contest:
             )
         if arm.kind == "policy":
             self._let(arm.policy, RUNS)
-        elif arm.name in self._trainers:
-            self._trainers[arm.name].go()
+        for trainer in self._trainers.get(arm.name, ()):
+            trainer.go()
         time.sleep(max(0.0, window[1] / 1e9 + TAIL_S - time.monotonic()))
         if arm.kind == "policy":
             self._let(arm.policy, PAUSED)
-        elif arm.name in self._trainers:
-            self._trainers[arm.name].halt()
+        for trainer in self._trainers.get(arm.name, ()):
+            trainer.halt()
         end_ns = time.monotonic_ns()
         if load is not None:
             load.await_end(drain_within=LOAD_ENDS)
@@ -353,10 +358,13 @@ class Contest:
         serving.await_ready(on.client, pods, demo.PODS_WITHIN)
         self._pods[name] = pods
 
-    def _start_trainer(self, arm: Arm) -> measure.Trainer:
+    def _start_trainer(self, arm: Arm, n: int) -> measure.Trainer:
+        """Start an arm's n-th trainer: of a loop a core, that of the n-th core."""
         on, device = self._on, self._on.devices[0]
         slug = folder_of(arm.name)
-        folder = self._folder / TRAINERS / slug
+        folder = self._folder / TRAINERS / slug / str(n)
+        if arm.name == A_LOOP_A_CORE:
+            device = Device((device.cores[n],))
         job = endless_job(on, folder / "adapter", slug)
         if arm.name == DEDICATED:
             return measure.own_worker(on.keeper, job, device, folder)
@@ -397,6 +405,7 @@ FORMS = {
     NAIVE: measure.LoopForm(passive=False),
     TUNED: measure.LoopForm(nice=19),
     IDLE: measure.LoopForm(idle_class=True),
+    A_LOOP_A_CORE: measure.LoopForm(idle_class=True),
 }
 KIND_OF_POD = {HARVESTED: "policy", PLAIN: "alone", SPINS: "loop", BESIDE: "loop"}
 
