@@ -9,15 +9,17 @@ import pytest
 from rich.console import Console
 
 from windrow.local import compare, footing
-from windrow.local.arms import AGAIN, ALONE, DEDICATED, TUNED, Session
+from windrow.local.arms import AGAIN, ALONE, DEDICATED, TUNED, Session, folder_of
 from windrow.local.compare import CompareSettings
 from windrow.local.demo import DemoSettings
+from windrow.local.load import schedule
 from windrow.local.verdict import Impossible
 
 pytestmark = pytest.mark.alone
 
 MIB = 1 << 20
 LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB
+RATE, LEAD_S, WINDOW_S = 0.5, 1.0, 3.0
 ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED}
 
 
@@ -36,7 +38,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     )
     how = CompareSettings(rounds=1, lead_s=1.0, window_s=3.0, arms=(TUNED, "windrow"), footing=kept)
-    settings = DemoSettings(out=out, rate=0.5, factor=4.0, busy=True)
+    settings = DemoSettings(out=out, rate=RATE, factor=4.0, busy=True)
     _play(settings, how)
     before = (out / compare.RESULT).read_bytes()
     _play(settings, how)
@@ -58,7 +60,23 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     assert set(found) == ARMS
     served = ARMS - {DEDICATED}
     assert all(found[arm]["steps"] > 0 for arm in served)
-    assert len({found[arm]["requests"] for arm in served}) == 1
+    plan = json.loads((out / compare.PLAN).read_text())
+    sent = schedule(
+        seconds=LEAD_S + WINDOW_S + compare.TAIL_S,
+        rate=RATE,
+        seed=7,
+        endpoints=1,
+        trace=None,
+        busy=True,
+    )
+    assert plan["requests"] == len(sent)
+    due = {(request.at_s, request.prompt_tokens) for request in sent}
+    for arm in served:
+        assert found[arm]["requests"] > 0
+        answers = json.loads(
+            (session.folder / "loads" / f"0-{folder_of(arm)}" / "load.json").read_text()
+        )
+        assert {(answer["at_s"], answer["prompt_tokens"]) for answer in answers} <= due
     for arm in (TUNED, "windrow", DEDICATED):
         assert found[arm]["tokens_per_second"] >= 0
     assert found[DEDICATED]["tokens_per_second"] > 0

@@ -37,9 +37,9 @@ TRIED: dict[str, LoopForm] = {
 }
 # What beside decode stands for the plain loop.
 BESIDE_DECODE = "all cores, sleeping"
-TRIED_S = 8.0
+TRIED_S = 6.0
 FIRST_STEP = timedelta(seconds=120)
-WATCHED_S = 8.0
+WATCHED_S = 6.0
 _MIB = 1 << 20
 _WORKER = "windrow_sidecar.finetune.worker"
 
