@@ -30,10 +30,10 @@ MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 
-# Two pods share the cores of one device here, so the objective is taken from what their steps take
-# without a worker: so many times the p99. Beside a worker decode has one core of two, and the
-# other pod's worker has a turn on it: twice and twice again, and half of that for a busy machine.
-OBJECTIVE_FACTOR = 6.0
+# Two pods share the cores of one device here, and things are killed, so latencies mean nothing: the
+# objective is so many times what these pods' own steps take at p99 that no protection is at work
+# (`tests/integration/test_protection.py` has those), on a slow machine as on a fast one.
+OBJECTIVE_FACTOR = 30.0
 ALONE_S = 4.0
 WITHIN_S = 90.0
 # Between two requests: a worker that loads its libraries has only the time that decode leaves.
