@@ -20,13 +20,14 @@ from rich.console import Console
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
-from windrow.local import assets, manifests, measure, serving
+from windrow.local import assets, generator, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow.local.environment import environment
 from windrow.local.load import schedule, share_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.objective import (
+    FACTOR,
     Objective,
     at_pace,
     bearable_rate,
@@ -59,6 +60,10 @@ class DemoSettings:
         pods: None: as many as the machine's cores make devices.
         objective_ms: None: by the rule of `windrow.local.objective`.
         steps: of the job; None: as many as keep it busy through the load.
+        like: of which trace requests are generated, where no file is given.
+        busy: of a trace, not its begin but a stretch that has its mean rate.
+        factor: the objective by rule, in solo steps.
+        arena_bytes: of each decode pod; 0: the engine's default.
     """
 
     out: Path
@@ -72,6 +77,10 @@ class DemoSettings:
     rows: Path | None = None
     objective_ms: float | None = None
     steps: int | None = None
+    like: generator.Like = "conv"
+    busy: bool = False
+    factor: float = FACTOR
+    arena_bytes: int = 0
 
 
 class DemoFailed(WindrowError):
@@ -111,14 +120,20 @@ class DemoStage:
         """What the load client is told."""
         asked = self.settings
         cpus = bystanders(self.devices)
-        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus)
+        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus, asked.busy)
 
     def schedule_of_a_device(self, rate: float) -> list[TraceRequest]:
         """Return the requests that the first pod gets at a rate."""
         n = len(self.devices)
         asked = self.settings
         requests = schedule(
-            seconds=asked.seconds, rate=rate, seed=asked.seed, endpoints=n, trace=asked.trace
+            seconds=asked.seconds,
+            rate=rate,
+            seed=asked.seed,
+            endpoints=n,
+            trace=asked.trace,
+            busy=asked.busy,
+            like=asked.like,
         )
         return share_of(requests, 0, n)
 
@@ -213,7 +228,7 @@ def log_tail(on: DemoStage, name: str) -> str:
 
 def serve(on: DemoStage) -> serving.Pods:
     """Create the decode pods under a policy that observes, and return once they serve."""
-    pods = serving.plan_pods(on.devices, on.model)
+    pods = serving.plan_pods(on.devices, on.model, arena_bytes=on.settings.arena_bytes)
     serving.observe(on.client, pods, POLICY, on.settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
@@ -232,7 +247,7 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
     on.say(f"warm-up: load for {WARM_UP_S:g} s, decode alone")
     pace = pace_of(warm_up(on, pods), model)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, at_pace(model, pace))
-    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace)
+    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace, settings.factor)
     if settings.objective_ms is not None:
         objective = replace(objective, milliseconds=settings.objective_ms)
     on.watcher.objective(objective.milliseconds)

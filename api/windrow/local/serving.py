@@ -61,13 +61,14 @@ def plan_pods(
     name: str = "decode",
     inject: bool = True,
     environment: Sequence[tuple[str, str]] = (),
+    arena_bytes: int = 0,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports."""
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
     return Pods(
         tuple(
-            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment))
+            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment), arena_bytes)
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
     )

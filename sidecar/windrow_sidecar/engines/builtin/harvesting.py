@@ -51,7 +51,14 @@ def start(
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    harvest = HarvestSettings(max_batch=settings.max_running, run_dir=run_dir, gaps=True)
+    harvest = HarvestSettings(
+        max_batch=settings.max_running,
+        run_dir=run_dir,
+        gaps=True,
+        without=settings.harvest_without,
+    )
+    if harvest.without:
+        _mark(log, "unprotected", ", ".join(sorted(harvest.without)))
     inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
