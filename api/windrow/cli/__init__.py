@@ -11,7 +11,7 @@ import sys
 
 import typer
 
-from windrow.cli import clusters, doctor, finetune, inject, jobs, memory, plan, top
+from windrow.cli import clusters, doctor, finetune, inject, jobs, memory, plan, simulate, top
 from windrow.cli import run as running
 from windrow.errors import Transient, UserError, WindrowError
 
@@ -38,6 +38,7 @@ app.command("up")(clusters.up)
 app.command("down")(clusters.down)
 app.command("finetune")(finetune.finetune)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inject")(inject.inject)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)

@@ -1,0 +1,214 @@
+"""`windrow simulate`: what harvesting would give on a cluster, before there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from windrow.cli.output import Json, print_json
+from windrow.errors import UserError, WindrowError
+
+_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
+_COLUMNS = (
+    ("objective", "objective_ms", "{:g} ms"),
+    ("eta", "eta", "{:.3f}"),
+    ("± 95%", "eta_error", "{:.3f}"),
+    ("GPU hours", "gpu_hours", "{:,.1f}"),
+    ("$", "dollars", "{:,.0f}"),
+    ("tokens", "tokens", "{:,.0f}"),
+    ("TPOT p50", "tpot_p50_ms", "{:.2f}"),
+    ("p99 ms", "tpot_p99_ms", "{:.2f}"),
+    ("over", "over", "{:.2%}"),
+    ("TTFT p99", "ttft_p99_ms", "{:,.0f}"),
+)
+_HARVESTED = ("eta", "eta_error", "gpu_hours", "dollars", "tokens")
+
+
+def simulate(
+    gpus: Annotated[int, typer.Option(help="Decode GPUs of the cluster.")] = 16,
+    gpu: Annotated[
+        str,
+        typer.Option(help="A100-80G, H100, H200 (default), L40S, RTX-6000-Ada or RTX-3090."),
+    ] = "",
+    model: Annotated[str, typer.Option(help="Model that decode serves.")] = "llama-3-8b",
+    train: Annotated[
+        str, typer.Option(help="Another model to finetune. Default: the served one, shared.")
+    ] = "",
+    profile: Annotated[
+        Path | None, typer.Option(help="A measured LatencyProfile instead of a named GPU.")
+    ] = None,
+    trace: Annotated[
+        str, typer.Option(help="conv, code, burstgpt, or a CSV file of one of these formats.")
+    ] = "conv",
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the published trace files. Without it conv is generated.",
+            envvar="WINDROW_TRACES",
+        ),
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests a second for each decode GPU.")] = 4.0,
+    day: Annotated[
+        bool, typer.Option("--day", help="The rate follows the hours of a day, over the run.")
+    ] = False,
+    batch: Annotated[
+        int, typer.Option(help="Instead of a trace: so many requests at all times.")
+    ] = 0,
+    context: Annotated[int, typer.Option(help="Their tokens, with --batch.")] = 1024,
+    policy: Annotated[str, typer.Option(help="One, several with commas, or all.")] = "windrow",
+    objective: Annotated[
+        str, typer.Option(help="TPOT objective; several with commas: 8ms,12ms,40ms.")
+    ] = "12ms",
+    percentile: Annotated[float, typer.Option(help="Of the objective.")] = 99.0,
+    scope: Annotated[str, typer.Option(help="perStep or perRequest.")] = "perStep",
+    partition: Annotated[
+        str, typer.Option(help="green: each side on its own SMs; none: decode on every SM.")
+    ] = "green",
+    max_sm_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 100,
+    max_memory_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 50,
+    memory_gb: Annotated[float, typer.Option(help="Of the card. 0: as published.")] = 0.0,
+    max_batch: Annotated[int, typer.Option(help="Requests that decode runs at once.")] = 64,
+    prefill: Annotated[int, typer.Option(help="Prefill GPUs. 0: as many as stay below 60%.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 600.0,
+    warm_up: Annotated[float, typer.Option(help="Before it, not counted.")] = 30.0,
+    sample: Annotated[
+        int, typer.Option(help="GPUs that are simulated step by step, at most.")
+    ] = 16,
+    price: Annotated[
+        float, typer.Option(help="Dollars for an hour of a GPU. 0: a round figure of the GPU.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7,
+    processes: Annotated[int, typer.Option(help="Cores to use.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="Write the page with its plots there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate decode GPUs under a trace, with the policies, guard and reserve that production has.
+
+    Example: windrow simulate --gpus 1000 --trace conv --rate 20 --policy all --objective 12ms
+    """
+    settings = {
+        "gpus": gpus,
+        "gpu": gpu,
+        "model": model,
+        "train": train,
+        "profile": str(profile) if profile else "",
+        "trace": trace,
+        "traces": str(traces) if traces else "",
+        "rate": rate,
+        "day": day,
+        "batch": batch,
+        "context": context,
+        "policy": policy,
+        "objectives_ms": [milliseconds(text) for text in objective.split(",")],
+        "percentile": percentile,
+        "scope": scope,
+        "partition": partition,
+        "max_sm_percent": max_sm_percent,
+        "max_memory_percent": max_memory_percent,
+        "memory_gb": memory_gb,
+        "max_batch": max_batch,
+        "prefill": prefill,
+        "seconds": seconds,
+        "warm_up": warm_up,
+        "sample": sample,
+        "price": price,
+        "seed": seed,
+        "processes": processes,
+    }
+    result = start(settings, out)
+    if as_json:
+        print_json(result)
+        return
+    _print(result)
+    if out is not None:
+        Console().print(f"page {out}", highlight=False, soft_wrap=True)
+
+
+def milliseconds(text: str) -> float:
+    """Read a duration as policies write it: `12ms`, `0.04s`, `900us`; a bare number is ms.
+
+    Raises:
+        UserError: it is none, or not above zero.
+    """
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(us|ms|s|)\s*", text)
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 3.6e6:
+        raise UserError(
+            f"{text!r} is no time per output token", field="--objective", remedy="Write 12ms."
+        )
+    return value
+
+
+def start(settings: dict[str, Any], page: Path | None) -> dict[str, Any]:
+    """Run the simulator as a process and return what it found, with its progress on the screen.
+
+    Raises:
+        UserError, WindrowError: it refused or failed; with what it said.
+    """
+    argv = [sys.executable, "-m", "windrow_simulator", f"--settings={json.dumps(settings)}"]
+    if page is not None:
+        argv.append(f"--page={page}")
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    said: list[str] = []
+    console = Console(stderr=True)
+    try:
+        with console.status("simulating", spinner="dots") as status:
+            for line in child.stderr:
+                said.append(line)
+                status.update(line.strip())
+        answer = child.stdout.read()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        code = child.wait()
+    try:
+        result: dict[str, Any] = json.loads(answer)
+    except ValueError:
+        raise WindrowError("".join(said[-20:]).strip() or "it ended without a word") from None
+    if "error" in result:
+        raise (UserError if code == 2 else WindrowError)(result["error"])
+    return result
+
+
+def _print(result: dict[str, Any]) -> None:
+    settings, ground = result["settings"], result["ground"]
+    load = (
+        f"{settings['batch']} requests at all times"
+        if settings["batch"]
+        else f"{ground['trace']}, {settings['rate']:g} requests/s each"
+    )
+    title = f"{settings['gpus']:,} x {ground['device']}, {ground['model']}, {load}"
+    table = Table("policy", title=title, title_justify="left")
+    for name, _, _ in _COLUMNS:
+        table.add_column(name, justify="right")
+    best = {(b["objective_ms"], b["policy"]) for b in result["best"]}
+    for row in result["results"]:
+        alone = row["policy"] == "alone"
+        cells = [
+            "-" if row[key] is None or (alone and key in _HARVESTED) else form.format(row[key])
+            for _, key, form in _COLUMNS
+        ]
+        won = (row["objective_ms"], row["policy"]) in best
+        table.add_row(row["policy"] + (" *" if won else ""), *cells)
+    first = result["results"][0]
+    table.caption = (
+        f"* harvests most while the objective holds; {first['simulated']} of {first['gpus']:,} "
+        f"GPUs simulated step by step, {result['wall_seconds']:.0f} s"
+    )
+    console = Console()
+    console.print(table)
+    for note in ground["notes"]:
+        console.print(note, highlight=False)
