@@ -78,8 +78,8 @@ def _predictor(repeats: int, levels: Partitioning, what: str) -> list[Result]:
 
 def _policies(repeats: int) -> list[Result]:
     predictor = Predictor(GPU, SOLO)
-    predicted = predictor.predict_us(6, 7000)
-    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000)
+    predicted, solo = predictor.predict_us(6, 7000), predictor.solo_us(6, 7000)
+    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000, solo, 32)
     view = View(batch=6, context_tokens=7000, objective_us=20_000)
     results = []
     for name in sorted(POLICIES):

@@ -150,9 +150,9 @@ HARVESTED_TOKENS: Final = _of_slot(
     "windrow_harvested_tokens_total",
     "Real tokens of finished optimizer steps, of all jobs that ran here.",
 )
-PREDICTED_RATE: Final = _of_slot(
-    "windrow_predicted_tokens_per_second",
-    "Finetune tokens a second that a worker would get here now.",
+HARVESTABLE_RATE: Final = _of_slot(
+    "windrow_harvestable_tokens_per_second",
+    "Finetune tokens a second that a worker would get here now; in mode observe before any runs.",
 )
 BREAKER_OPEN: Final = _of_slot(
     "windrow_breaker_open", "1 while harvesting has given up on this slot."
@@ -223,7 +223,7 @@ AGENT_METRICS: Final = (
     CHUNKS,
     CHUNK_BYTES,
     HARVESTED_TOKENS,
-    PREDICTED_RATE,
+    HARVESTABLE_RATE,
     BREAKER_OPEN,
     JOB_INFO,
     JOB_STEP,

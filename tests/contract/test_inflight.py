@@ -168,6 +168,35 @@ def test_a_budget_counts_what_is_in_flight_as_estimated_and_what_has_ended_as_it
     assert launched == 5
 
 
+def test_between_two_steps_of_decode_only_what_ends_before_the_next_one_is_launched(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    gap_ns = slot.device.now_ns + 3 * TAKES_US * 1000 - 1
+    slot.give(Action.GO, gap_until_ns=gap_ns)
+    launched = 0
+    while slot.gate.launch(forward):
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+        launched += 1
+    slot.gate.quiet(forward)
+    assert launched == 2
+    assert slot.device.now_ns <= gap_ns
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert slot.gate.launch(forward)
+
+
+def test_a_tasklet_that_takes_longer_than_was_thought_is_suspended_when_the_step_begins(
+    slot, forward
+):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert slot.gate.launch(forward)
+    assert not slot.gate.revoked()
+    slot.device.now_ns += TAKES_US * 1000 + 1
+    assert slot.gate.revoked()
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert not slot.gate.revoked()
+
+
 def test_alone_nothing_bounds_what_is_queued_and_quiet_waits_for_all_of_it(forward):
     device = QueueingDevice()
     gate = OpenGate(4, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -345,6 +346,22 @@ def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
     batches = [event.batch for event in one.events() if isinstance(event, StepEvent)]
     assert batches[:6] == [1] * 6
     assert 2 in batches
+
+
+def test_a_hook_can_have_a_step_begin_later_and_the_step_counts_the_gap(bench):
+    class Gaps(NullHook):
+        def before_step(self, facts: StepInput) -> Grant:
+            self.until_ns = facts.start_ns + 30_000_000
+            return Grant(gap_until_ns=self.until_ns if facts.step == 2 else 0)
+
+    one = bench()
+    one.parts = replace(one.parts, clock_ns=time.monotonic_ns)
+    one.use(Gaps())
+    one.scheduler.submit(request(1, max_tokens=4, kv_arrives=True))
+    one.run_dry()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert steps[2].end_ns - steps[2].start_ns >= 30_000_000
+    assert steps[2].hook_us < 30_000, "the gap is no cost of the decision"
 
 
 def test_the_facts_tell_the_hook_what_the_step_is(bench):

@@ -159,7 +159,7 @@ def test_levels_name_their_splits():
     [
         (),
         (PartitionLevel(1, 1),),
-        (PartitionLevel(0, 2), PartitionLevel(1, 1), PartitionLevel(1, 2)),
+        (PartitionLevel(0, 2), PartitionLevel(1, 2), PartitionLevel(1, 1)),
         (PartitionLevel(0, 2), PartitionLevel(3, 1)),
         (PartitionLevel(0, 2), PartitionLevel(1, 0)),
     ],

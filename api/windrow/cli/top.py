@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 HEAD = (
     "SLOT", "OBJECTIVE", "TPOT-P50", "TPOT-P99", "OVER", "BATCH", "CONTEXT", "DECODE", "FINETUNE",
-    "KV", "LENT", "FREE", "JOB",
+    "KV", "LENT", "FREE", "HARVESTABLE", "JOB",
 )  # fmt: skip
 
 
@@ -24,7 +24,7 @@ def _ms(seconds: float | None) -> str:
 
 def row_of(slot: SlotView) -> tuple[str, ...]:
     """Return a slot as a row under HEAD."""
-    figures = ("-",) * 7
+    figures = ("-",) * 8
     if slot.reported:
         figures = (
             str(slot.batch),
@@ -34,6 +34,7 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
             str(slot.chunks.kv),
             str(slot.chunks.lent),
             str(slot.chunks.free + slot.chunks.reserved),
+            f"{slot.predicted_tokens_per_second:,.0f} tok/s",
         )
     return (
         slot.name,

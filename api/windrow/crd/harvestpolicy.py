@@ -381,9 +381,9 @@ class HarvestPolicySpec(Record):
         default="harvest",
         description="observe: everything but the work, to see what harvesting would give.",
     )
-    policy: Literal["windrow", "harli", "static"] = Field(
-        default="windrow", description="Who decides what the worker may do beside decode."
-    )
+    policy: Literal[
+        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"
+    ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(

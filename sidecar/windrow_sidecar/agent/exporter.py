@@ -100,7 +100,7 @@ def _decode(slots: list[AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.DECODE_CONTEXT, each(lambda s: s.stats.context_tokens))
     yield _gauge(m.DECODE_WAITING, each(lambda s: s.stats.waiting))
     yield _gauge(m.BREAKER_OPEN, each(lambda s: float(bool(s.stats.breaker))))
-    yield _gauge(m.PREDICTED_RATE, each(lambda s: s.stats.predicted_tokens_per_second))
+    yield _gauge(m.HARVESTABLE_RATE, each(lambda s: s.stats.predicted_tokens_per_second))
     yield _tpot(slots)
     yield _gauge(
         m.DECODE_TPOT_QUANTILE,

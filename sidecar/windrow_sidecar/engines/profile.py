@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, spread_shares
 from windrow_sidecar.qos.solo import SoloSample, fit_solo
-from windrow_sidecar.qos.view import LEVELS_MAX
 
 _QUICK_BATCHES = (1, 4, 8, 16, 32)
 _FULL_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -75,8 +74,7 @@ def host_splits(units: int) -> Partitioning:
 
     On large sets they are spread evenly, from decode alone to one core for decode.
     """
-    n = min(units, LEVELS_MAX)
-    shares = sorted({round(i * (units - 1) / (n - 1)) for i in range(n)}) if n > 1 else [0]
+    shares = spread_shares(units)
     return Partitioning(units, tuple(PartitionLevel(share, units - share) for share in shares))
 
 

@@ -91,6 +91,20 @@ class Predictor:
         b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
         return [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._folded]
 
+    def solo_us(self, batch: int, context_tokens: int) -> list[float]:
+        """Predicted latency on decode's units under each split, without a worker beside it."""
+        b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
+        return [m.c0_us + m.b0_us * b + m.k0_us * context_tokens for m in self._solo]
+
+    @property
+    def least_step_us(self) -> float:
+        """What the smallest batch takes on all units, alone and with hardly any context."""
+        return self._solo[0].predict_us(1, 0)
+
+    def follow(self, residual: float, weight: float = 1.0) -> None:
+        """Let the margin follow a step beside which a worker ran for a part of it."""
+        self._move_margin(residual, weight)
+
     def observe(
         self,
         split: int,

@@ -9,6 +9,9 @@ from windrow_sidecar.qos.policies import Policy, make_policy
 
 MODES = ("harvest", "observe", "off")
 SCOPES = ("perStep", "perRequest")
+# FineInfer's experiments bound the wait to 0.3 to 0.5 s.
+DEFAULT_DEFERRAL_US = 400_000
+_LONGEST_DEFERRAL_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class HarvestTerms:
     per_request: bool = False
     max_compute_percent: int = 100
     max_memory_percent: int = 100
+    deferral_us: int = DEFAULT_DEFERRAL_US  # how long a policy may hold a request back
 
     def make_policy(self) -> Policy:
         """A fresh policy of that name; raises UserError for an unknown one."""
@@ -39,11 +43,12 @@ def make_terms(
     scope: str,
     max_compute_percent: int,
     max_memory_percent: int,
+    deferral_seconds: float = 0.0,
 ) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
-    be lent.
+    be lent. `deferral_seconds`: 0 for the usual bound.
 
     Raises:
         UserError: an unknown policy, mode or scope, or a number out of its range.
@@ -66,6 +71,12 @@ def make_terms(
             field="spec.objective.tpot",
             remedy="Give a positive time per output token, for example 40ms.",
         )
+    if not 0 <= deferral_seconds <= _LONGEST_DEFERRAL_S:
+        raise UserError(
+            f"a request may be held back for {deferral_seconds} s",
+            field="spec.objective.deferralBound",
+            remedy=f"Give a time up to {_LONGEST_DEFERRAL_S} s, like 400ms, or leave it out.",
+        )
     for number, least, field in (
         (percentile, 50, "spec.objective.percentile"),
         (max_compute_percent, 1, "spec.limits.maxSmPercent"),
@@ -86,6 +97,7 @@ def make_terms(
         per_request=scope == "perRequest",
         max_compute_percent=max_compute_percent,
         max_memory_percent=max_memory_percent,
+        deferral_us=round(deferral_seconds * 1e6) or DEFAULT_DEFERRAL_US,
     )
     terms.make_policy()
     return terms

@@ -52,9 +52,8 @@ def start(
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    inner = HarvestHook(
-        arena, device.splits, profile, HarvestSettings(max_batch=settings.max_running), log=log
-    )
+    harvest = HarvestSettings(max_batch=settings.max_running, gaps=True)
+    inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
     link = EngineAgentLink(

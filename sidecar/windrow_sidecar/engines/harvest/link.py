@@ -119,6 +119,7 @@ class EngineAgentLink:
 
     def _stats(self) -> agent_pb2.EngineStats:
         s: StepStatistics = self._hook.snapshot()
+        controller = self._hook.controller
         return agent_pb2.EngineStats(
             steps=s.steps,
             steps_over_objective=s.steps_over_objective,
@@ -130,15 +131,15 @@ class EngineAgentLink:
             decode_units=s.decode_units,
             finetune_units=s.finetune_units,
             busy_seconds=s.busy_s,
-            breaker=self._refusal or self._hook.controller.guard.reason,
-            predicted_tokens_per_second=self._hook.predicted_tokens_per_second(s),
+            breaker=self._refusal or controller.refusal or controller.guard.reason,
+            predicted_tokens_per_second=round(self._hook.predicted_tokens_per_second(s)),
             decision_p50_seconds=s.decision_p50_s,
             decision_p99_seconds=s.decision_p99_s,
             requests_completed=self._requests_completed,
             tpot_histogram=s.histogram,
             tpot_sum_seconds=s.busy_s,
             objective_seconds=s.view.objective_us / 1e6,
-            paused=self._hook.controller.why_paused,
+            paused=controller.why_paused,
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:

@@ -22,6 +22,7 @@ class HarvestSettings:
         steady_ns: how long a decision stands while batch, admissions, policy and guard say nothing
             new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
+        gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
     """
 
     max_batch: int = 64
@@ -32,3 +33,4 @@ class HarvestSettings:
     regrant_ns: int = 50_000_000
     steady_ns: int = 80_000_000
     lending_every_ns: int = 20_000_000
+    gaps: bool = False
