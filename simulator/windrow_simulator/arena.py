@@ -21,6 +21,7 @@ class ArenaGeometry:
     chunks: int
     chunk_bytes: int
     slots_per_chunk: int
+    layers: int = 1
 
 
 class SimulatedPage:

@@ -60,7 +60,7 @@ class DecodeSettings:
     @property
     def harvest(self) -> HarvestSettings:
         """Settings of the step hook."""
-        return HarvestSettings(max_batch=self.max_batch)
+        return HarvestSettings(max_batch=self.max_batch, gaps=True)
 
 
 class DecodeGpu:
@@ -99,7 +99,7 @@ class DecodeGpu:
         self._context = 0  # tokens of KV of what runs
         self._step = 0
         self._drained_at_ns = 0
-        self._continues = False
+        self._hold_until_ns = 0  # no request is admitted before
         self.on_finished: Callable[[DecodeRequest], None] = lambda request: None
 
     def _clock(self) -> int:
@@ -140,8 +140,7 @@ class DecodeGpu:
     def _idle(self, end_ns: int) -> None:
         """Run dry: ask the hook, then wait for a request, 50 ms at most."""
         begin_ns = self.now_ns
-        self._continues = False
-        self.hook.idle(begin_ns)
+        self._hold_until_ns = self.hook.idle(begin_ns).hold_admission_until_ns
         end_ns = min(end_ns, begin_ns + IDLE_TICK_NS)
         if self._coming:
             end_ns = min(end_ns, max(begin_ns + 1, self._coming[0][0]))
@@ -151,7 +150,8 @@ class DecodeGpu:
 
     def _take_step(self) -> None:
         begin_ns = self.now_ns
-        admitted, admitted_tokens = self._admit()
+        held = begin_ns < self._hold_until_ns
+        admitted, admitted_tokens = ([], 0) if held else self._admit()
         self._make_room()
         batch, context = len(self._running), self._context
         grant = self.hook.before_step(
@@ -165,13 +165,18 @@ class DecodeGpu:
                 self._slack_us(begin_ns) if self.hook.request_objective_us else 0,
             )
         )
-        if not batch:  # nothing fits until the worker has given memory back
-            self._wait_for_memory()
+        self._hold_until_ns = grant.hold_admission_until_ns
+        if not batch:  # nothing is admitted, or nothing fits until memory has been given back
+            self._wait(held)
             return
         units = grant.decode_units or self._units
-        latency_us = self._latency_us(batch, context, units)
-        end_ns = begin_ns + int(latency_us * 1e3)
-        self._work(begin_ns, end_ns, beside_decode=True)
+        if grant.gap_until_ns > begin_ns:
+            self._work(begin_ns, grant.gap_until_ns, beside_decode=False)
+            self.now_ns = grant.gap_until_ns
+        computed_us = self._latency_us(batch, context, units)
+        end_ns = self.now_ns + int(computed_us * 1e3)
+        self._work(self.now_ns, end_ns, beside_decode=True)
+        latency_us = (end_ns - begin_ns) / 1e3
         self.now_ns = end_ns
         self.hook.after_step(end_ns, int(latency_us))
         self.figures.step(latency_us, batch, grant.finetune_units > 0)
@@ -195,10 +200,18 @@ class DecodeGpu:
             alone_us += share * (both_us - alone_us)
         return alone_us * self._noise.factor()
 
-    def _wait_for_memory(self) -> None:
+    def _wait(self, held: bool) -> None:
+        """For memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""
         end_ns = self.now_ns + 1_000_000
+        if held:
+            end_ns = max(end_ns, min(self._hold_until_ns, self.now_ns + 20_000_000))
+            if self._coming:
+                end_ns = max(self.now_ns + 1000, min(end_ns, self._coming[0][0]))
         self._work(self.now_ns, end_ns, beside_decode=False)
-        self.figures.starved(end_ns - self.now_ns)
+        if held:
+            self.figures.idle(end_ns - self.now_ns)
+        else:
+            self.figures.starved(end_ns - self.now_ns)
         self.now_ns = end_ns
 
     def _work(self, begin_ns: int, end_ns: int, *, beside_decode: bool) -> None:

@@ -197,7 +197,7 @@ class Ground:
         """Return a fresh GPU whose steps are held against an objective."""
         worker = SimulatedWorker(
             self.truth,
-            tuple(split.finetune_units for split in self.levels.splits),
+            (*dict.fromkeys(s.finetune_units for s in self.levels.splits[1:]), self.levels.units),
             self.memory,
             layer_tokens=MICRO_BATCH_TOKENS,
             layers=self.layers,
@@ -315,7 +315,7 @@ def _geometry(settings: Settings, gpu: GpuFigures, model: ModelFigures) -> Arena
             field="--model",
             remedy="Choose a smaller model or a GPU with more memory.",
         )
-    return ArenaGeometry(chunks, model.chunk_bytes, model.chunk_tokens)
+    return ArenaGeometry(chunks, model.chunk_bytes, model.chunk_tokens, model.layers)
 
 
 def _memory(
@@ -359,7 +359,7 @@ def _measured(settings: Settings, traffic: Traffic) -> Ground:
     units = max(int(row["units"]) for row in profile["solo"])
     levels = levels_of(profile, units)
     worker = _worker_of(profile, units)
-    geometry = ArenaGeometry(384, 1 << 21, 512)
+    geometry = ArenaGeometry(384, 1 << 21, 512, 8)
     return Ground(
         settings=settings,
         levels=levels,

@@ -69,7 +69,7 @@ class SimulatedWorker:
         self._until_units = 0
         self._epoch_seen = 0
         self._rates: dict[tuple[int, bool], float] = {}
-        self._estimates: tuple[int, ...] | None = None
+        self._estimates: dict[int, tuple[int, ...]] = {}
         self._memory_share = 1.0
         self._heed_memory()
 
@@ -91,9 +91,9 @@ class SimulatedWorker:
     def granted(self, grant: Grant) -> None:
         """A new grant is on the page."""
         now_ns = self.clock()
-        old = self._units(self._grant)
+        old = self._units_at(now_ns)
         new = self._units(grant)
-        if new < old and now_ns >= self._until_ns:
+        if new < old and now_ns >= self._until_ns and not self._grant.gap_until_ns:
             # The tasklet that runs has an even chance to be anywhere in its length.
             left_us = self._draw.random() * self._tasklet_us(old)
             self._until_ns, self._until_units = now_ns + int(left_us * 1e3), old
@@ -104,7 +104,8 @@ class SimulatedWorker:
         if not self.job_epoch:
             return Offer()
         memory = self._memory
-        now_ns, units = self.clock(), self._units(self._grant)
+        now_ns = self.clock()
+        units = self._units_at(now_ns)
         quiet = now_ns >= self._until_ns
         if quiet:
             self._epoch_seen = self._grant.pause_epoch
@@ -125,9 +126,9 @@ class SimulatedWorker:
             phase=Phase.FORWARD if forward else Phase.BACKWARD,
             layer_begin=layer,
             layer_end=min(self._layers, layer + 1),
-            tokens=self._layer_tokens,
+            tokens=self._tasklet_tokens(units),
             micro_batch=2,
-            estimates_us=self._estimates_us(),
+            estimates_us=self._estimates_us(units),
             resident_layers=self._resident(),
             starving=int(self.starving),
             in_flight_us=in_flight,
@@ -143,7 +144,7 @@ class SimulatedWorker:
             return self._until_units
         if not self.job_epoch or self.starving:
             return 0
-        return self._units(self._grant)
+        return self._units_at(now_ns)
 
     def run(self, begin_ns: int, end_ns: int, *, beside_decode: bool) -> float:
         """Work from one moment to another under the newest grant; returns the tokens made."""
@@ -154,7 +155,7 @@ class SimulatedWorker:
             until = min(end_ns, self._until_ns)
             made += self._make(self._until_units, (until - begin_ns) / 1e3, beside_decode)
             begin_ns = until
-        units = self._units(self._grant)
+        units = self._units_at(begin_ns)
         if units and end_ns > begin_ns:
             us = self._within_budget(units, (end_ns - begin_ns) / 1e3)
             made += self._make(units, us, beside_decode)
@@ -163,7 +164,7 @@ class SimulatedWorker:
     def work_share(self, now_ns: int, us: float) -> float:
         """Share of so long a stretch from now on during which it works."""
         left_us = max(0.0, (self._until_ns - now_ns) / 1e3)
-        units = self._units(self._grant)
+        units = self._units_at(now_ns)
         working = min(us, left_us)
         if units:
             working += self._left_us(units, us - working)
@@ -174,7 +175,7 @@ class SimulatedWorker:
         now_ns = self.clock()
         if now_ns < self._until_ns:
             return self._until_ns - now_ns
-        return int(self._draw.random() * self._tasklet_us(self._units(self._grant)) * 1e3)
+        return int(self._draw.random() * self._tasklet_us(self._units_at(now_ns)) * 1e3)
 
     def _within_budget(self, units: int, us: float) -> float:
         us = self._left_us(units, us)
@@ -182,11 +183,18 @@ class SimulatedWorker:
         return us
 
     def _left_us(self, units: int, us: float) -> float:
+        """What the grant leaves of so long; of a budget and of a gap, whole tasklets."""
         grant = self._grant
+        if not (grant.budget_us or grant.n_tasklets or grant.gap_until_ns):
+            return us
+        one_us = self._tasklet_us(units)
         if grant.budget_us:
-            us = min(us, max(0.0, grant.budget_us - self._used_us))
+            whole_us = grant.budget_us // one_us * one_us
+            us = min(us, max(0.0, whole_us - self._used_us))
         if grant.n_tasklets:
-            us = min(us, max(0.0, grant.n_tasklets * self._tasklet_us(units) - self._used_us))
+            us = min(us, max(0.0, grant.n_tasklets * one_us - self._used_us))
+        if grant.gap_until_ns:
+            us = us // one_us * one_us
         return us
 
     def _make(self, units: int, us: float, beside_decode: bool) -> float:
@@ -230,23 +238,43 @@ class SimulatedWorker:
         return memory.group_tokens / (2 * memory.swapped_us * missing / memory.layers)
 
     def _tasklet_us(self, units: int) -> float:
-        """A layer's forward or backward, cut to the bound of the grant."""
+        """A layer's forward or backward, cut to the bound of the grant or to its window."""
         if units <= 0:
             return 0.0
-        whole = self._layer_us(units)
-        bound = self._grant.in_flight_bound_us
-        return max(_LEAST_TASKLET_US, min(whole, bound)) if bound else whole
+        return self._layer_us(units) * self._tasklet_tokens(units) / self._layer_tokens
+
+    def _tasklet_tokens(self, units: int) -> int:
+        """Of the next tasklet, as many as the bound lets pass on so many units."""
+        grant, tokens = self._grant, self._layer_tokens
+        whole_us = self._layer_us(units or self._levels[-1])
+        if grant.window_tokens:
+            tokens = min(tokens, grant.window_tokens)
+        if grant.in_flight_bound_us:
+            bound_us = max(_LEAST_TASKLET_US, grant.in_flight_bound_us)
+            tokens = min(tokens, int(self._layer_tokens * bound_us / whole_us))
+        return max(1, tokens)
 
     def _layer_us(self, units: int) -> float:
         """One phase of one layer for its tokens."""
         rate = self._truth.finetune_rate(units, beside_decode=False)
         return self._layer_tokens / rate / (2 * self._layers)
 
-    def _estimates_us(self) -> tuple[int, ...]:
-        if self._estimates is None:
-            known = [int(self._tasklet_us(units)) for units in self._levels]
-            self._estimates = tuple(known + [0] * (LEVELS_MAX - len(known)))
-        return self._estimates
+    def _estimates_us(self, units: int) -> tuple[int, ...]:
+        """Of the next tasklet on each level, the whole device last."""
+        tokens = self._tasklet_tokens(units)
+        known = self._estimates.get(tokens)
+        if known is None:
+            share = tokens / self._layer_tokens
+            each = [max(1, int(self._layer_us(level) * share)) for level in self._levels]
+            known = self._estimates[tokens] = tuple(each + [0] * (LEVELS_MAX - len(each)))
+        return known
+
+    def _units_at(self, now_ns: int) -> int:
+        """Of the newest grant; none once its gap is over."""
+        grant = self._grant
+        if grant.gap_until_ns and now_ns >= grant.gap_until_ns:
+            return 0
+        return self._units(grant)
 
     @staticmethod
     def _units(grant: Grant) -> int:
