@@ -17,13 +17,15 @@ from windrow.errors import UserError
 from windrow_simulator.figures import plain
 from windrow_simulator.page import write_page
 from windrow_simulator.run import best_of, described, simulate
-from windrow_simulator.scenario import Settings, build
+from windrow_simulator.scenario import SimulationSettings, build
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as a process."""
     parser = argparse.ArgumentParser(prog="python -m windrow_simulator", description=__doc__)
-    parser.add_argument("--settings", required=True, help="fields of `Settings` as a JSON object")
+    parser.add_argument(
+        "--settings", required=True, help="fields of `SimulationSettings` as a JSON object"
+    )
     parser.add_argument("--page", type=Path, help="write the page of the run there")
     asked = parser.parse_args(arguments)
     try:
@@ -44,12 +46,12 @@ def run(fields: dict[str, Any]) -> dict[str, Any]:
         UserError: settings, profile or trace are not sound.
     """
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-    ground = build(Settings(**values))
+    ground = build(SimulationSettings(**values))
     began_s = time.monotonic()
     figures = simulate(ground, progress=_say)
     best = best_of(figures, ground.settings.percentile)
     return {
-        "settings": {name: getattr(ground.settings, name) for name in Settings.__slots__},
+        "settings": {name: getattr(ground.settings, name) for name in SimulationSettings.__slots__},
         "ground": described(ground),
         "results": [plain(f) for f in figures],
         "best": [{"objective_ms": ms, "policy": policy or None} for ms, policy in best.items()],

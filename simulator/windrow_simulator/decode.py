@@ -59,7 +59,7 @@ class DecodeSettings:
 
     @property
     def harvest(self) -> HarvestSettings:
-        """Settings of the step hook."""
+        """SimulationSettings of the step hook."""
         return HarvestSettings(max_batch=self.max_batch, gaps=True)
 
 

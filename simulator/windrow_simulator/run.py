@@ -14,7 +14,7 @@ from windrow.local.generator import generate
 from windrow.local.trace import TraceRequest
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
 from windrow_simulator.figures import PolicyFigures, SlotFigures, add_up
-from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, Settings, terms_for
+from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, SimulationSettings, terms_for
 from windrow_simulator.traffic import Arrival, PrefillPool, dealt, prefill_gpus
 
 EPOCH_S = 5.0  # arrivals are handed to the GPUs for so long at a time
@@ -98,7 +98,7 @@ class Cell:
             slot.hook.snapshot()  # as the agent's link does, once a second
 
 
-def _fill(slot: DecodeGpu, settings: Settings) -> None:
+def _fill(slot: DecodeGpu, settings: SimulationSettings) -> None:
     """Keep a batch: each request that ends is followed by one like it, `context` tokens on average.
 
     They end evenly spread over their length, so that the batch's tokens hardly change.
@@ -132,11 +132,11 @@ def prefill_size(ground: Ground, gpus: int) -> int:
     return prefill_gpus(ground.prefill, sample, settings.rate * gpus)
 
 
-def _generated(settings: Settings) -> list[TraceRequest]:
+def _generated(settings: SimulationSettings) -> list[TraceRequest]:
     return generate(per_second=10.0, seconds=200.0, seed=settings.seed)
 
 
-def cells_of(settings: Settings) -> list[tuple[int, int]]:
+def cells_of(settings: SimulationSettings) -> list[tuple[int, int]]:
     """Return number and size of each cell."""
     sizes = []
     left = settings.simulated

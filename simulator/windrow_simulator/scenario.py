@@ -46,7 +46,7 @@ _MEMORY_FOR_WINDROW = 0.9  # of what the weights leave: workspaces and graphs ha
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SimulationSettings:
     """What was asked for; `checked` says what is wrong with it.
 
     Attributes:
@@ -103,7 +103,7 @@ class Settings:
         return min(self.gpus, max(1, self.sample))
 
 
-def checked(settings: Settings) -> Settings:
+def checked(settings: SimulationSettings) -> SimulationSettings:
     """Return settings that can run.
 
     Raises:
@@ -149,7 +149,9 @@ def checked(settings: Settings) -> Settings:
     return settings
 
 
-def terms_for(settings: Settings, policy: str, objective_ms: float) -> HarvestTerms | None:
+def terms_for(
+    settings: SimulationSettings, policy: str, objective_ms: float
+) -> HarvestTerms | None:
     """Return the terms that a HarvestPolicy with these settings makes; None: nothing is harvested.
 
     Raises:
@@ -173,7 +175,7 @@ def terms_for(settings: Settings, policy: str, objective_ms: float) -> HarvestTe
 class Ground:
     """Everything that the GPUs of a simulation have in common."""
 
-    settings: Settings
+    settings: SimulationSettings
     levels: Partitioning
     profile: Mapping[str, Any]
     truth: Truth
@@ -218,7 +220,7 @@ class Ground:
         )
 
 
-def build(settings: Settings) -> Ground:
+def build(settings: SimulationSettings) -> Ground:
     """Return the ground of a simulation.
 
     Raises:
@@ -233,7 +235,7 @@ def build(settings: Settings) -> Ground:
     return _published(settings, traffic)
 
 
-def _published(settings: Settings, traffic: Traffic) -> Ground:
+def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
     gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
     trained = model_named(settings.train) if settings.train else served
     disjoint = settings.partition == "green"
@@ -278,7 +280,7 @@ def taken_of(
     levels: Partitioning,
     device: str,
     model: str,
-    settings: Settings,
+    settings: SimulationSettings,
     geometry: ArenaGeometry,
 ) -> dict[str, Any]:
     """Take a latency profile of a simulated device, as an engine takes one of a real device."""
@@ -304,7 +306,7 @@ def taken_of(
     return document(subject, samples, taken_at=datetime(2025, 1, 1, tzinfo=UTC))
 
 
-def _geometry(settings: Settings, gpu: GpuFigures, model: ModelFigures) -> ArenaGeometry:
+def _geometry(settings: SimulationSettings, gpu: GpuFigures, model: ModelFigures) -> ArenaGeometry:
     card = settings.memory_gb or gpu.memory_gb
     room = (card * 1e9 - model.weight_bytes) * _MEMORY_FOR_WINDROW
     chunks = int(room / model.chunk_bytes)
@@ -319,7 +321,7 @@ def _geometry(settings: Settings, gpu: GpuFigures, model: ModelFigures) -> Arena
 
 
 def _memory(
-    settings: Settings,
+    settings: SimulationSettings,
     gpu: GpuFigures,
     served: ModelFigures,
     trained: ModelFigures,
@@ -346,7 +348,7 @@ def _memory(
     )
 
 
-def _measured(settings: Settings, traffic: Traffic) -> Ground:
+def _measured(settings: SimulationSettings, traffic: Traffic) -> Ground:
     profile = read_profile(Path(settings.profile))
     device = str(profile["device"])
     names = (device.lower(), device.lower().partition(":")[2])

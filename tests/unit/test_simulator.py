@@ -20,13 +20,13 @@ from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest, DecodeSettings
 from windrow_simulator.figures import Histogram, SlotFigures, interval
 from windrow_simulator.run import Cell, best_of, simulate
-from windrow_simulator.scenario import ALONE, Settings, build, checked
+from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked
 from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
 from windrow_simulator.truth import Noise
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
 MS = 1_000_000
-SMALL = Settings(gpus=2, seconds=10, warm_up=2, rate=6, processes=1)
+SMALL = SimulationSettings(gpus=2, seconds=10, warm_up=2, rate=6, processes=1)
 
 
 class Plain:
