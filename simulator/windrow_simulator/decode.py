@@ -173,7 +173,7 @@ class DecodeGpu:
         if grant.gap_until_ns > begin_ns:
             self._work(begin_ns, grant.gap_until_ns, beside_decode=False)
             self.now_ns = grant.gap_until_ns
-        computed_us = self._latency_us(batch, context, units)
+        computed_us = self._latency_us(batch, context, units, admitting=admitted_tokens > 0)
         end_ns = self.now_ns + int(computed_us * 1e3)
         self._work(self.now_ns, end_ns, beside_decode=True)
         latency_us = (end_ns - begin_ns) / 1e3
@@ -189,7 +189,7 @@ class DecodeGpu:
             self._finish(ended, end_ns)
         self._step += 1
 
-    def _latency_us(self, batch: int, context: int, units: int) -> float:
+    def _latency_us(self, batch: int, context: int, units: int, *, admitting: bool) -> float:
         """What the step takes, as much of it beside the worker as that works meanwhile."""
         truth, worker = self._truth, self.worker
         beside = worker.interference_units(self.now_ns)
@@ -198,7 +198,7 @@ class DecodeGpu:
             both_us = truth.step_us(batch, context, units, beside)
             share = worker.work_share(self.now_ns, both_us)
             alone_us += share * (both_us - alone_us)
-        return alone_us * self._noise.factor()
+        return alone_us * self._noise.factor(beside=beside > 0, admitting=admitting)
 
     def _wait(self, held: bool) -> None:
         """For memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""

@@ -145,10 +145,24 @@ class SlotFigures:
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
+    def add(self, other: SlotFigures) -> None:
+        """Count another GPU's figures as well."""
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("tpot", "request_tpot", "ttft"):
+            getattr(self, name).merge(getattr(other, name))
+
     @property
     def seconds(self) -> float:
         """Counted so far."""
         return (self.busy_us + self.idle_us + self.starved_us) / 1e6
+
+
+_SUMS = (
+    *("steps", "over", "harvested_steps", "busy_us", "idle_us", "starved_us", "batch_us"),
+    *("finetune_tokens", "prompt_tokens", "generated_tokens", "requests", "retractions"),
+    "waited_for_kv",
+)
 
 
 @dataclass(frozen=True, slots=True)

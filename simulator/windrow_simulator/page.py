@@ -11,6 +11,7 @@ from plotly.subplots import make_subplots
 
 from windrow_simulator.figures import TIMELINE_S
 from windrow_simulator.scenario import ALONE
+from windrow_simulator.tables import best_line, of_simulation, simulated_line, title_of
 
 _COLOURS = ("#2ca02c", "#1f77b4", "#9467bd", "#8c564b", "#ff9f1c", "#17becf", "#e377c2", "#7f7f7f")
 _OBJECTIVE, _ALONE = "#d62728", "#999999"
@@ -35,71 +36,14 @@ td:first-child, th:first-child {{ text-align: left }}
 </body></html>
 """
 
-COLUMNS = (
-    ("objective ms", "objective_ms", "{:g}"),
-    ("eta", "eta", "{:.3f}"),
-    ("± 95%", "eta_error", "{:.3f}"),
-    ("GPU hours", "gpu_hours", "{:,.1f}"),
-    ("$", "dollars", "{:,.0f}"),
-    ("tokens", "tokens", "{:,.0f}"),
-    ("TPOT p50 ms", "tpot_p50_ms", "{:.2f}"),
-    ("p99 ms", "tpot_p99_ms", "{:.2f}"),
-    ("over objective", "over", "{:.2%}"),
-    ("TTFT p99 ms", "ttft_p99_ms", "{:,.0f}"),
-    ("waited for KV", "waited_for_kv", "{:,}"),
-    ("batch", "mean_batch", "{:.1f}"),
-)
-
-
-def cells(row: dict[str, Any]) -> list[str]:
-    """Return a row of the table as text; what was not measured is a dash."""
-    shown = [str(row["policy"])]
-    for _, name, form in COLUMNS:
-        value = row[name]
-        nothing = value is None or (row["policy"] == ALONE and name in _OF_HARVEST)
-        shown.append("-" if nothing else form.format(value))
-    return shown
-
-
-_OF_HARVEST = {"eta", "eta_error", "gpu_hours", "dollars", "tokens"}
-
-
-def title_of(result: dict[str, Any]) -> str:
-    """Return what was simulated in one line."""
-    s, g = result["settings"], result["ground"]
-    load = (
-        f"{s['batch']} requests of {s['context']} tokens at all times"
-        if s["batch"]
-        else f"{g['trace']}{', generated' if g['generated'] else ''}, {s['rate']:g} requests/s each"
-    )
-    return f"{s['gpus']:,} x {g['device']}, {g['model']}, {load}, {s['seconds']:g} s"
-
-
-def best_line(result: dict[str, Any]) -> str:
-    """Return which policy to take under which objective."""
-    lines = [
-        f"{b['objective_ms']:g} ms: {b['policy'] or 'no policy holds it'}" for b in result["best"]
-    ]
-    return "Most harvested while the objective holds: " + "; ".join(lines)
-
-
-def simulated_line(result: dict[str, Any]) -> str:
-    """Return how much of the cluster was simulated."""
-    row = result["results"][0]
-    if row["simulated"] == row["gpus"]:
-        return "Every GPU was simulated step by step."
-    return (
-        f"{row['simulated']} of {row['gpus']:,} GPUs were simulated step by step, the others are "
-        "like them: ± is half of the 95% interval that this leaves."
-    )
-
 
 def write_page(path: Path, result: dict[str, Any]) -> Path:
     """Write the page of a simulation and return its path."""
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in ("policy", *(c[0] for c in COLUMNS)))
+    shown = of_simulation(result)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in shown.head)
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row)) + "</tr>"
-        for row in result["results"]
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in shown.rows
     )
     page = _PAGE.format(
         title=html.escape(title_of(result)),

@@ -29,6 +29,7 @@ from windrow_simulator.truth import (
     Assumptions,
     MeasuredTruth,
     Noise,
+    Residuals,
     RooflineTruth,
     Truth,
     Worker,
@@ -55,6 +56,9 @@ class SimulationSettings:
         rate: requests a second for each decode GPU.
         batch: above 0: so many requests of `context` tokens at all times, instead of a trace.
         partition: green: decode and worker on SMs of their own; none: decode on every SM.
+        deferral_ms: how long a policy may hold a request back; 0: as usual.
+        contention: see `truth.Assumptions`.
+        levels: shares of the worker in percent; (): as `gpu_levels` spreads them.
         train: the finetuned model; "": the served one, whose weights are shared.
         jobs: FinetuneJobs; 0: one that does not end, on each GPU.
         price: dollars for an hour of a GPU; 0: that of the device's figures.
@@ -78,7 +82,10 @@ class SimulationSettings:
     objectives_ms: tuple[float, ...] = (12.0,)
     percentile: float = 99.0
     scope: str = "perStep"
+    deferral_ms: float = 0.0
     partition: str = "green"
+    levels: tuple[int, ...] = ()
+    contention: float = 0.35
     max_sm_percent: int = 100
     max_memory_percent: int = 50
     memory_gb: float = 0.0
@@ -122,6 +129,8 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--price", settings.price, 0, 1e6),
         ("--processes", settings.processes, 1, 256),
         ("--prefill", settings.prefill, 0, 10**6),
+        ("--deferral", settings.deferral_ms, 0, 60_000),
+        ("--contention", settings.contention, 0, 10),
         ("--rate", settings.rate, 1e-6, 1e6),
     ):
         if not least <= value <= most or not math.isfinite(value):
@@ -138,6 +147,12 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         )
     if not settings.objectives_ms:
         raise UserError("none is given", field="--objective", remedy="Write for example 12ms.")
+    if any(not 0 < percent < 100 for percent in settings.levels):
+        raise UserError(
+            f"{settings.levels} are not all between 0 and 100",
+            field="--levels",
+            remedy="Write percents, for example 10,20,30,40.",
+        )
     for name in settings.policies:
         for objective_ms in settings.objectives_ms:
             terms_for(settings, name, objective_ms)
@@ -168,6 +183,7 @@ def terms_for(
         scope=settings.scope,
         max_compute_percent=settings.max_sm_percent,
         max_memory_percent=settings.max_memory_percent,
+        deferral_seconds=settings.deferral_ms / 1e3,
     )
 
 
@@ -187,7 +203,7 @@ class Ground:
     device: str
     source: str
     prefill: RooflineTruth | None = None
-    residuals: tuple[float, ...] = ()  # measured over modelled; empty: those assumed of a GPU
+    residuals: Residuals | None = None  # None: those assumed of a GPU
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -206,7 +222,7 @@ class Ground:
             draw=random.Random(seed + 1),
         )
         worker.assign(1)
-        noise = Noise(self.residuals, seed, run=64) if self.residuals else gpu_noise(seed)
+        noise = Noise(self.residuals, seed, run=32) if self.residuals else gpu_noise(seed)
         figures = SlotFigures(objective_ms * 1e3)
         return DecodeGpu(
             self.levels,
@@ -239,8 +255,9 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
     gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
     trained = model_named(settings.train) if settings.train else served
     disjoint = settings.partition == "green"
-    truth = RooflineTruth(gpu, served, trained, Assumptions(), disjoint=disjoint)
-    levels = gpu_levels(gpu, disjoint=disjoint)
+    assumed = Assumptions(contention=settings.contention)
+    truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint)
+    levels = gpu_levels(gpu, disjoint=disjoint, percents=settings.levels)
     geometry = _geometry(settings, gpu, served)
     return Ground(
         settings=settings,
@@ -259,16 +276,18 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
     )
 
 
-def gpu_levels(gpu: GpuFigures, *, disjoint: bool) -> Partitioning:
-    """Return decode alone, and up to eight shares in whole groups of SMs.
+def gpu_levels(gpu: GpuFigures, *, disjoint: bool, percents: tuple[int, ...] = ()) -> Partitioning:
+    """Return decode alone, and shares in whole groups of SMs: `percents` of them, or up to eight.
 
     Decode's shares begin with one group (of 8 at least): above half of the SMs it gains nothing.
     """
     group = max(8, gpu.sm_group)
     most = gpu.sms // 2 // group
     chosen = sorted({round(1 + i * (most - 1) / (MOST_LEVELS - 1)) for i in range(MOST_LEVELS)})
-    decodes = [n * group for n in chosen]
-    shares = sorted(gpu.sms - n for n in decodes)
+    shares = sorted(gpu.sms - n * group for n in chosen)
+    if percents:
+        unit = gpu.sm_group
+        shares = sorted({max(unit, gpu.sms * p // 100 // unit * unit) for p in percents})
     if not disjoint:
         return overlapping_levels(gpu.sms, tuple(shares))
     splits = tuple(PartitionLevel(share, gpu.sms - share) for share in shares)
@@ -374,7 +393,7 @@ def _measured(settings: SimulationSettings, traffic: Traffic) -> Ground:
         price=settings.price,
         device=device,
         source=f"LatencyProfile {profile['key']}",
-        residuals=(1.0,),
+        residuals=Residuals((1.0,)),
     )
 
 

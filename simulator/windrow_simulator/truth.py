@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -195,32 +195,59 @@ def _at(table: Mapping[int, float], units: int, otherwise: float) -> float:
     return table.get(units, otherwise)
 
 
-class Noise:
-    """What a step takes more or less than the model says: a factor each, drawn as it was measured.
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Measured over modelled latencies, in the order of the steps they are of.
 
-    Args:
-        ratios: measured over modelled, of as many steps as were seen.
-        seed: the same seed draws the same factors.
-        run: steps after one another come from the same stretch of the measurement for about so
-            many steps, since disturbances last.
+    Attributes:
+        alone: of steps without a worker beside them.
+        beside: of steps with one.
+        admitting: of steps alone that a request joined; its KV comes in during them.
+        admitting_beside: of such steps with a worker.
     """
 
-    def __init__(self, ratios: Sequence[float], seed: int, *, run: int = 1) -> None:
-        if not ratios:
-            raise UserError("no residual to draw from", field="noise", remedy="Give at least one.")
-        self._ratios, self._draw, self._run = list(ratios), random.Random(seed), run
-        self._at = self._left = 0
+    alone: tuple[float, ...]
+    beside: tuple[float, ...] = ()
+    admitting: tuple[float, ...] = ()
+    admitting_beside: tuple[float, ...] = ()
 
-    def factor(self) -> float:
+    def of(self, beside: bool, admitting: bool) -> tuple[float, ...]:
+        """Those of one kind of steps; where there are none, the nearest kind's."""
+        if admitting:
+            found = self.admitting_beside if beside else self.admitting
+            if found:
+                return found
+        return (self.beside if beside else ()) or self.alone
+
+
+class Noise:
+    """What a step takes more or less than the model says: a factor, drawn as it was measured.
+
+    Args:
+        residuals: to draw from.
+        seed: the same seed draws the same factors.
+        run: steps of a kind come from the same stretch of the measurement for so many steps, since
+            disturbances last.
+    """
+
+    def __init__(self, residuals: Residuals, seed: int, *, run: int = 1) -> None:
+        if not residuals.alone:
+            raise UserError("no residual to draw from", field="noise", remedy="Give at least one.")
+        self._draw, self._run = random.Random(seed), run
+        kinds = [residuals.of(beside, new) for beside in (False, True) for new in (False, True)]
+        self._kinds = kinds
+        self._at, self._left = [0] * 4, [0] * 4
+
+    def factor(self, *, beside: bool = False, admitting: bool = False) -> float:
         """Of the next step."""
-        if self._left <= 0:
-            self._at = int(self._draw.random() * len(self._ratios))
-            self._left = self._run
-        self._left -= 1
-        self._at += 1
-        if self._at >= len(self._ratios):
-            self._at = 0
-        return self._ratios[self._at]
+        kind = 2 * beside + admitting
+        ratios = self._kinds[kind]
+        if self._left[kind] <= 0:
+            self._at[kind] = int(self._draw.random() * len(ratios))
+            self._left[kind] = self._run
+        self._left[kind] -= 1
+        at = self._at[kind] = (self._at[kind] + 1) % len(ratios)
+        return ratios[at]
 
 
 def gpu_noise(seed: int) -> Noise:
@@ -229,4 +256,4 @@ def gpu_noise(seed: int) -> Noise:
     ratios = [math.exp(draw.gauss(0.0, 0.015)) for _ in range(4096)]
     for i in range(0, len(ratios), 250):
         ratios[i] *= 1 + 0.5 * draw.random()
-    return Noise(ratios, seed)
+    return Noise(Residuals(tuple(ratios)), seed)

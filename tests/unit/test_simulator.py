@@ -22,7 +22,7 @@ from windrow_simulator.figures import Histogram, SlotFigures, interval
 from windrow_simulator.run import Cell, best_of, simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked
 from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
-from windrow_simulator.truth import Noise
+from windrow_simulator.truth import Noise, Residuals
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
 MS = 1_000_000
@@ -58,7 +58,9 @@ def gpu(*, chunks=100, memory=None, terms=None):
     figures = SlotFigures(10_000)
     geometry = ArenaGeometry(chunks, 1 << 20, 16)
     settings = DecodeSettings(max_batch=64, reserve_tokens=16)
-    made = DecodeGpu(levels, PROFILE, Plain(), Noise([1.0], 1), worker, geometry, figures, settings)
+    made = DecodeGpu(
+        levels, PROFILE, Plain(), Noise(Residuals((1.0,)), 1), worker, geometry, figures, settings
+    )
     made.set_terms(terms)
     return made
 

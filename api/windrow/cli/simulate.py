@@ -17,19 +17,6 @@ from windrow.cli.output import Json, print_json
 from windrow.errors import UserError, WindrowError
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
-_COLUMNS = (
-    ("objective", "objective_ms", "{:g} ms"),
-    ("eta", "eta", "{:.3f}"),
-    ("± 95%", "eta_error", "{:.3f}"),
-    ("GPU hours", "gpu_hours", "{:,.1f}"),
-    ("$", "dollars", "{:,.0f}"),
-    ("tokens", "tokens", "{:,.0f}"),
-    ("TPOT p50", "tpot_p50_ms", "{:.2f}"),
-    ("p99 ms", "tpot_p99_ms", "{:.2f}"),
-    ("over", "over", "{:.2%}"),
-    ("TTFT p99", "ttft_p99_ms", "{:,.0f}"),
-)
-_HARVESTED = ("eta", "eta_error", "gpu_hours", "dollars", "tokens")
 
 
 def simulate(
@@ -87,6 +74,24 @@ def simulate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7,
     processes: Annotated[int, typer.Option(help="Cores to use.")] = 2,
+    levels: Annotated[
+        str, typer.Option(help="Shares of the worker in percent: 10,20,30. Default: spread.")
+    ] = "",
+    deferral: Annotated[
+        str, typer.Option(help="How long a policy may hold a request back: 400ms.")
+    ] = "",
+    contention: Annotated[
+        float, typer.Option(help="Assumed slow-down of decode by the worker's memory traffic.")
+    ] = 0.35,
+    papers: Annotated[
+        bool, typer.Option("--papers", help="Instead: the papers' comparisons, on their devices.")
+    ] = False,
+    bounds: Annotated[
+        bool, typer.Option("--bounds", help="Instead: every policy against the GPU's roofline.")
+    ] = False,
+    run: Annotated[
+        Path | None, typer.Option(help="Instead: compare with a run of `windrow demo --out`.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the page with its plots there.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -122,8 +127,18 @@ def simulate(
         "price": price,
         "seed": seed,
         "processes": processes,
+        "levels": _percents(levels),
+        "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
+        "contention": contention,
     }
-    result = start(settings, out)
+    instead = ["--papers"] * papers + ["--bounds"] * bounds + [f"--run={run}"] * (run is not None)
+    if len(instead) > 1 or (instead and out):
+        raise UserError(
+            f"{' and '.join(instead)} cannot be had at once" if instead[1:] else "has no page",
+            field=instead[0],
+            remedy="Ask for one of them, without --out.",
+        )
+    result = start(settings, [*instead, *([f"--page={out}"] if out else [])])
     if as_json:
         print_json(result)
         return
@@ -132,7 +147,16 @@ def simulate(
         Console().print(f"page {out}", highlight=False, soft_wrap=True)
 
 
-def milliseconds(text: str) -> float:
+def _percents(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise UserError(
+            f"{text!r} are no percents", field="--levels", remedy="Write 10,20,30."
+        ) from error
+
+
+def milliseconds(text: str, field: str = "--objective") -> float:
     """Read a duration as policies write it: `12ms`, `0.04s`, `900us`; a bare number is ms.
 
     Raises:
@@ -145,20 +169,19 @@ def milliseconds(text: str) -> float:
         value = 0.0
     if not 0 < value < 3.6e6:
         raise UserError(
-            f"{text!r} is no time per output token", field="--objective", remedy="Write 12ms."
+            f"{text!r} is no duration above zero", field=field, remedy="Write for example 12ms."
         )
     return value
 
 
-def start(settings: dict[str, Any], page: Path | None) -> dict[str, Any]:
+def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
     """Run the simulator as a process and return what it found, with its progress on the screen.
 
     Raises:
         UserError, WindrowError: it refused or failed; with what it said.
     """
     argv = [sys.executable, "-m", "windrow_simulator", f"--settings={json.dumps(settings)}"]
-    if page is not None:
-        argv.append(f"--page={page}")
+    argv += options
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stderr is not None
@@ -184,31 +207,12 @@ def start(settings: dict[str, Any], page: Path | None) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    settings, ground = result["settings"], result["ground"]
-    load = (
-        f"{settings['batch']} requests at all times"
-        if settings["batch"]
-        else f"{ground['trace']}, {settings['rate']:g} requests/s each"
-    )
-    title = f"{settings['gpus']:,} x {ground['device']}, {ground['model']}, {load}"
-    table = Table("policy", title=title, title_justify="left")
-    for name, _, _ in _COLUMNS:
-        table.add_column(name, justify="right")
-    best = {(b["objective_ms"], b["policy"]) for b in result["best"]}
-    for row in result["results"]:
-        alone = row["policy"] == "alone"
-        cells = [
-            "-" if row[key] is None or (alone and key in _HARVESTED) else form.format(row[key])
-            for _, key, form in _COLUMNS
-        ]
-        won = (row["objective_ms"], row["policy"]) in best
-        table.add_row(row["policy"] + (" *" if won else ""), *cells)
-    first = result["results"][0]
-    table.caption = (
-        f"* harvests most while the objective holds; {first['simulated']} of {first['gpus']:,} "
-        f"GPUs simulated step by step, {result['wall_seconds']:.0f} s"
-    )
     console = Console()
-    console.print(table)
-    for note in ground["notes"]:
+    for shown in result["tables"]:
+        table = Table(*shown["head"], title=shown["title"], title_justify="left")
+        for row in shown["rows"]:
+            table.add_row(*row)
+        table.caption = f"{shown['said']} {result['wall_seconds']:.0f} s.".strip()
+        console.print(table)
+    for note in result.get("ground", {}).get("notes", ()):
         console.print(note, highlight=False)
