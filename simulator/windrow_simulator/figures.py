@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from windrow_simulator.cluster import JobFigures
     from windrow_simulator.decode import DecodeRequest
 
 _BINS = 200  # of a histogram, for a factor of e: half a percent each
@@ -175,6 +176,7 @@ class PolicyFigures:
         simulated: of these, simulated step by step.
         eta: tokens a second, as a share of those on a whole GPU.
         eta_error: half of the 95% interval of eta, from the spread over the GPUs.
+        jobs: what became of the jobs; None: each GPU has one that does not end.
         gpu_hours: of a whole GPU that would make the same tokens, on all GPUs.
         dollars: what these hours cost at the price.
         over: share of the steps above the objective.
@@ -210,6 +212,7 @@ class PolicyFigures:
     guard_trips: int
     breaks: int
     timeline: list[list[float]]
+    jobs: JobFigures | None = None
 
 
 def add_up(
@@ -222,6 +225,7 @@ def add_up(
     price: float,
     trips: int = 0,
     breaks: int = 0,
+    jobs: JobFigures | None = None,
 ) -> PolicyFigures:
     """Return the figures of a cluster of `gpus` of which `slots` were simulated."""
     tpot, request_tpot, ttft = Histogram(), Histogram(), Histogram()
@@ -278,6 +282,7 @@ def add_up(
         guard_trips=trips,
         breaks=breaks,
         timeline=[timeline[at] for at in range(last + 1)],
+        jobs=jobs,
     )
 
 
@@ -301,6 +306,7 @@ def interval(values: list[float], population: int) -> float:
 def plain(figures: PolicyFigures) -> dict[str, Any]:
     """Return figures as JSON takes them: NaN is null."""
     values = {name: getattr(figures, name) for name in PolicyFigures.__slots__}
+    values["jobs"] = asdict(figures.jobs) if figures.jobs else None
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()

@@ -12,6 +12,7 @@ from typing import Any
 
 from windrow.local.generator import generate
 from windrow.local.trace import TraceRequest
+from windrow_simulator.cluster import JobFigures, JobQueue
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
 from windrow_simulator.figures import PolicyFigures, SlotFigures, add_up
 from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, SimulationSettings, terms_for
@@ -48,6 +49,9 @@ class Cell:
         self._arrivals = self._coming(seed)
         self._next: Arrival | None = next(self._arrivals, None)
         self._number = 0
+        if settings.batch:
+            for slot in self.slots:
+                _fill(slot, settings)
 
     def _coming(self, seed: int) -> Iterator[Arrival]:
         settings = self._ground.settings
@@ -59,22 +63,28 @@ class Cell:
     def run(self) -> CellResult:
         """Simulate warm-up and measurement."""
         settings, at_s = self._ground.settings, 0.0
-        if settings.batch:
-            for slot in self.slots:
-                _fill(slot, settings)
         for until_s in (settings.warm_up, self._until_s):
             while at_s < until_s:
                 at_s = min(until_s, at_s + EPOCH_S)
                 self.advance(at_s)
             if until_s == settings.warm_up:
-                for slot in self.slots:
-                    slot.figures.begin()
+                self.begin()
+        return self.result()
+
+    def begin(self) -> None:
+        """The warm-up is over."""
+        for slot in self.slots:
+            slot.figures.begin()
+
+    def result(self) -> CellResult:
+        """Return what it did. Raises InvariantBroken where chunks and tokens do not add up."""
         for slot in self.slots:
             slot.check()
+        guards = [slot.hook.controller.guard for slot in self.slots]
         return CellResult(
             [slot.figures for slot in self.slots],
-            sum(slot.hook.controller.guard.trips for slot in self.slots),
-            sum(bool(slot.hook.controller.guard.reason) for slot in self.slots),
+            sum(guard.trips for guard in guards),
+            sum(bool(guard.reason) for guard in guards),
             self.pool.busy_s,
         )
 
@@ -95,7 +105,8 @@ class Cell:
             self._next = next(self._arrivals, None)
         for slot in self.slots:
             slot.run_until(_ns(at_s))
-            slot.hook.snapshot()  # as the agent's link does, once a second
+            if not self._ground.settings.jobs:
+                slot.hook.snapshot()  # as the agent's link does, once a second
 
 
 def _fill(slot: DecodeGpu, settings: SimulationSettings) -> None:
@@ -156,16 +167,59 @@ def _prepare(ground: Ground) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Work:
+    """Cells that run in one process: one by one, or together where jobs are placed on them."""
+
     policy: str
     objective_ms: float
-    number: int
-    gpus: int
+    cells: tuple[tuple[int, int], ...]
 
-    def run(self, ground: Ground) -> CellResult:
-        return Cell(ground, self.policy, self.objective_ms, self.number, self.gpus).run()
+    def run(self, ground: Ground) -> _Done:
+        cells = [
+            Cell(ground, self.policy, self.objective_ms, number, gpus)
+            for number, gpus in self.cells
+        ]
+        if not ground.settings.jobs or self.policy == ALONE:
+            results = [cell.run() for cell in cells]
+            return _Done({cell[0]: r for cell, r in zip(self.cells, results, strict=True)})
+        jobs = _run_with_jobs(ground, cells)
+        results = [cell.result() for cell in cells]
+        return _Done({cell[0]: r for cell, r in zip(self.cells, results, strict=True)}, jobs)
 
 
-def _run_cell(work: _Work) -> tuple[_Work, CellResult]:
+@dataclass(frozen=True, slots=True)
+class _Done:
+    results: dict[int, CellResult]
+    jobs: JobFigures | None = None
+
+
+def _run_with_jobs(ground: Ground, cells: list[Cell]) -> JobFigures:
+    """Run cells side by side, and place jobs on their GPUs every few seconds."""
+    settings = ground.settings
+    queue = JobQueue(
+        [slot for cell in cells for slot in cell.slots],
+        cluster=settings.gpus,
+        model=settings.train or settings.model,
+        jobs=settings.jobs,
+        tokens=settings.job_tokens,
+        within_s=settings.warm_up + settings.seconds / 2,
+        urgent=settings.urgent,
+        jobs_per_slot=settings.jobs_per_slot,
+        seed=settings.seed,
+    )
+    at_s = 0.0
+    for until_s in (settings.warm_up, settings.warm_up + settings.seconds):
+        while at_s < until_s:
+            before_s, at_s = at_s, min(until_s, at_s + EPOCH_S)
+            for cell in cells:
+                cell.advance(at_s)
+            queue.turn(at_s, at_s - before_s)
+        if until_s == settings.warm_up:
+            for cell in cells:
+                cell.begin()
+    return queue.figures()
+
+
+def _run_work(work: _Work) -> tuple[_Work, _Done]:
     assert _ground is not None
     return work, work.run(_ground)
 
@@ -182,16 +236,19 @@ def simulate(
         # What decode does alone depends on no objective.
         if policy != ALONE or objective_ms == settings.objectives_ms[0]
     ]
-    work = [_Work(*run, *cell) for run in runs for cell in cells_of(settings)]
-    done: dict[tuple[str, float], dict[int, CellResult]] = {run: {} for run in runs}
+    cells = cells_of(settings)
+    # Jobs are placed on all GPUs at once, so that these are simulated side by side.
+    groups = [tuple(cells)] if settings.jobs else [(cell,) for cell in cells]
+    work = [_Work(*run, group) for run in runs for group in groups]
+    done: dict[tuple[str, float], list[_Done]] = {run: [] for run in runs}
     began_s = time.monotonic()
 
-    def take(item: _Work, result: CellResult) -> None:
-        done[item.policy, item.objective_ms][item.number] = result
+    def take(item: _Work, result: _Done) -> None:
+        done[item.policy, item.objective_ms].append(result)
         ready = sum(map(len, done.values()))
         left_s = (time.monotonic() - began_s) / ready * (len(work) - ready)
         at = f"{item.policy} at {item.objective_ms:g} ms"
-        progress(f"{ready} of {len(work)} cells, {at}, {left_s:.0f} s to go")
+        progress(f"{ready} of {len(work)} parts, {at}, {left_s:.0f} s to go")
 
     processes = min(settings.processes, len(work))
     if processes == 1:
@@ -201,7 +258,7 @@ def simulate(
         with ProcessPoolExecutor(
             processes, get_context("spawn"), initializer=_prepare, initargs=(ground,)
         ) as pool:
-            for future in as_completed([pool.submit(_run_cell, item) for item in work]):
+            for future in as_completed([pool.submit(_run_work, item) for item in work]):
                 take(*future.result())
     return [
         _figures(ground, policy, objective_ms, done)
@@ -214,11 +271,12 @@ def _figures(
     ground: Ground,
     policy: str,
     objective_ms: float,
-    done: dict[tuple[str, float], dict[int, CellResult]],
+    done: dict[tuple[str, float], list[_Done]],
 ) -> PolicyFigures:
     settings = ground.settings
     run = (policy, settings.objectives_ms[0] if policy == ALONE else objective_ms)
-    results = [done[run][number] for number in sorted(done[run])]
+    by_cell = {number: r for part in done[run] for number, r in part.results.items()}
+    results = [by_cell[number] for number in sorted(by_cell)]
     return add_up(
         policy,
         [slot for result in results for slot in result.slots],
@@ -228,6 +286,7 @@ def _figures(
         price=ground.price,
         trips=sum(result.trips for result in results),
         breaks=sum(result.breaks for result in results),
+        jobs=done[run][0].jobs,
     )
 
 

@@ -60,7 +60,9 @@ class SimulationSettings:
         contention: see `truth.Assumptions`.
         levels: shares of the worker in percent; (): as `gpu_levels` spreads them.
         train: the finetuned model; "": the served one, whose weights are shared.
-        jobs: FinetuneJobs; 0: one that does not end, on each GPU.
+        jobs: FinetuneJobs that come during the run; 0: one that does not end, on each GPU.
+        urgent: share of the jobs that have a high priority.
+        jobs_per_slot: that take turns on a GPU.
         price: dollars for an hour of a GPU; 0: that of the device's figures.
     """
 
@@ -93,6 +95,8 @@ class SimulationSettings:
     prefill: int = 0
     jobs: int = 0
     job_tokens: int = 20_000_000
+    urgent: float = 0.1
+    jobs_per_slot: int = 1
     price: float = 0.0
     seed: int = 7
     processes: int = 2
@@ -126,6 +130,8 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--max-batch", settings.max_batch, 1, 4096),
         ("--jobs", settings.jobs, 0, 1_000_000),
         ("--job-tokens", settings.job_tokens, 1, 10**15),
+        ("--urgent", settings.urgent, 0, 1),
+        ("--jobs-per-slot", settings.jobs_per_slot, 1, 64),
         ("--price", settings.price, 0, 1e6),
         ("--processes", settings.processes, 1, 256),
         ("--prefill", settings.prefill, 0, 10**6),

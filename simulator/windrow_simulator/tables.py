@@ -90,6 +90,18 @@ def simulated_line(result: dict[str, Any]) -> str:
     )
 
 
+def of_jobs(result: dict[str, Any]) -> TextTable:
+    """Return what became of the jobs of a simulation."""
+    names = ("submitted", "ended", "running", "waiting", "wait_s", "urgent_wait_s", "turnaround_s")
+    rows = [
+        [row["policy"], f"{row['objective_ms']:g}", *(f"{row['jobs'][n]:,.0f}" for n in names)]
+        for row in result["results"]
+        if row["jobs"]
+    ]
+    head = ["submitted", "ended", "running", "waiting", "wait s", "urgent wait s", "turnaround s"]
+    return TextTable("Jobs", ["policy", "objective ms", *head], rows)
+
+
 def of_bounds(rows: Sequence[dict[str, Any]]) -> TextTable:
     """Return eta of every policy beside the roofline's bounds."""
     policies = list(rows[0]["eta"])

@@ -10,15 +10,20 @@ import pytest
 
 from windrow.errors import UserError
 from windrow.local.trace import TraceRequest
+from windrow_operator import planning
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve
 from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_simulator import cluster
 from windrow_simulator.arena import ArenaGeometry
+from windrow_simulator.bounds import spatial_bound, temporal_bound
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest, DecodeSettings
 from windrow_simulator.figures import Histogram, SlotFigures, interval
+from windrow_simulator.hardware import gpu_named, model_named
+from windrow_simulator.replay import replay
 from windrow_simulator.run import Cell, best_of, simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked
 from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
@@ -346,3 +351,54 @@ def test_a_profile_of_another_device_is_refused(tmp_path):
 
 def test_sound_settings_are_returned_as_they_are():
     assert checked(SMALL) is SMALL
+
+
+def test_jobs_go_where_the_operator_would_place_them_and_each_token_is_of_one_job(monkeypatch):
+    placed = []
+
+    def place(job, slots):
+        choice = planning.place(job, slots)
+        placed.append((job.name, choice))
+        return choice
+
+    monkeypatch.setattr(cluster, "place", place)
+    settings = replace(SMALL, gpus=2, jobs=6, job_tokens=20_000, urgent=0.5, seconds=30)
+    figures = simulate(build(settings))[1]
+    assert figures.jobs.submitted == 6
+    assert figures.jobs.ended + figures.jobs.running + figures.jobs.waiting == 6
+    assert sum(isinstance(choice, planning.Placement) for _, choice in placed) >= 2
+    # A job that ends within a turn leaves what the worker made after it to nobody.
+    assert 0 < figures.jobs.tokens <= 6 * 20_000
+    assert figures.jobs.ended > 0
+
+
+def test_more_jobs_than_slots_wait_and_the_urgent_ones_wait_less():
+    settings = replace(SMALL, jobs=12, job_tokens=30_000, urgent=0.4, seconds=40)
+    jobs = simulate(build(settings))[1].jobs
+    assert jobs.wait_s > jobs.urgent_wait_s
+
+
+def test_gpus_that_are_like_simulated_ones_take_jobs_too():
+    settings = replace(SMALL, gpus=10, sample=2, jobs=10, job_tokens=1e9, seconds=20)
+    jobs = simulate(build(settings))[1].jobs
+    assert (jobs.running, jobs.waiting) == (10, 0)
+
+
+# Of an H200 with Llama-3-8B at 1,024 tokens a request: temporal and spatial bound.
+@pytest.mark.parametrize(
+    ("batch", "objective_ms", "temporal", "spatial"),
+    [(8, 8, 0.34, 0.64), (16, 10, 0.44, 0.70), (32, 15, 0.59, 0.76), (64, 40, 0.81, 0.88)],
+)
+def test_the_roofline_bounds_are_those_worked_out_on_paper(batch, objective_ms, temporal, spatial):
+    gpu_figures, model = gpu_named("h200"), model_named("llama-3-8b")
+    assert temporal_bound(gpu_figures, model, batch, objective_ms) == pytest.approx(
+        temporal, abs=0.005
+    )
+    assert spatial_bound(gpu_figures, model, batch, objective_ms) == pytest.approx(
+        spatial, abs=0.005
+    )
+
+
+def test_a_folder_that_holds_no_run_cannot_be_compared(tmp_path):
+    with pytest.raises(UserError, match="--run"):
+        replay(tmp_path)

@@ -11,9 +11,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from windrow.cli.output import Json, print_json
+from windrow.cli.output import Json, print_json, print_line, table
 from windrow.errors import UserError, WindrowError
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
@@ -74,6 +73,12 @@ def simulate(
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7,
     processes: Annotated[int, typer.Option(help="Cores to use.")] = 2,
+    jobs: Annotated[
+        int, typer.Option(help="FinetuneJobs that come. 0: one without an end on each GPU.")
+    ] = 0,
+    job_tokens: Annotated[int, typer.Option(help="Tokens of each job.")] = 20_000_000,
+    urgent: Annotated[float, typer.Option(help="Share of jobs with a high priority.")] = 0.1,
+    jobs_per_slot: Annotated[int, typer.Option(help="Jobs that take turns on a GPU.")] = 1,
     levels: Annotated[
         str, typer.Option(help="Shares of the worker in percent: 10,20,30. Default: spread.")
     ] = "",
@@ -127,6 +132,10 @@ def simulate(
         "price": price,
         "seed": seed,
         "processes": processes,
+        "jobs": jobs,
+        "job_tokens": job_tokens,
+        "urgent": urgent,
+        "jobs_per_slot": jobs_per_slot,
         "levels": _percents(levels),
         "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
         "contention": contention,
@@ -207,12 +216,9 @@ def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    console = Console()
     for shown in result["tables"]:
-        table = Table(*shown["head"], title=shown["title"], title_justify="left")
-        for row in shown["rows"]:
-            table.add_row(*row)
-        table.caption = f"{shown['said']} {result['wall_seconds']:.0f} s.".strip()
-        console.print(table)
+        print_line(f"{shown['title']}\n\n{table(shown['head'], shown['rows'])}\n")
+        if shown["said"]:
+            print_line(shown["said"])
     for note in result.get("ground", {}).get("notes", ()):
-        console.print(note, highlight=False)
+        print_line(note)
