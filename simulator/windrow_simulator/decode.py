@@ -261,9 +261,10 @@ class DecodeGpu:
         free, kv, _, reserved, _ = self.arena.counts()
         room = (free + reserved + kv) * self._slots - self._context
         step, ahead = self._step, self.settings.reserve_tokens
-        growth = sum(min(ahead, r.end_step - step + 1) for r in self._running)
-        need = request.prompt_tokens + request.done
-        return need + min(ahead, request.output_tokens) + growth <= room
+        room -= request.prompt_tokens + request.done + min(ahead, request.output_tokens)
+        if ahead * len(self._running) <= room:
+            return True  # whatever each of them still grows by
+        return sum(min(ahead, r.end_step - step + 1) for r in self._running) <= room
 
     def _take_chunks(self, tokens: int) -> bool:
         arena = self.arena

@@ -67,7 +67,7 @@ class SimulationSettings:
     """
 
     gpus: int = 16
-    sample: int = 16
+    sample: int = 8
     seconds: float = 600.0
     warm_up: float = 30.0
     gpu: str = ""  # H200 where no profile names a device

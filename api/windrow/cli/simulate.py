@@ -65,9 +65,7 @@ def simulate(
     prefill: Annotated[int, typer.Option(help="Prefill GPUs. 0: as many as stay below 60%.")] = 0,
     seconds: Annotated[float, typer.Option(help="Simulated time.")] = 600.0,
     warm_up: Annotated[float, typer.Option(help="Before it, not counted.")] = 30.0,
-    sample: Annotated[
-        int, typer.Option(help="GPUs that are simulated step by step, at most.")
-    ] = 16,
+    sample: Annotated[int, typer.Option(help="GPUs that are simulated step by step, at most.")] = 8,
     price: Annotated[
         float, typer.Option(help="Dollars for an hour of a GPU. 0: a round figure of the GPU.")
     ] = 0.0,
