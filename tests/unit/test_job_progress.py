@@ -67,10 +67,10 @@ def test_a_worker_that_begins_anew_counts_from_its_first_step():
 
 def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
     run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
-    jobs = SimpleNamespace(harvested_tokens=0, worker_starts=1, worker_exits={}, going=[run])
+    jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
 
     def metrics() -> set[str]:
-        families = _jobs([SimpleNamespace(index=0, jobs=jobs)])
+        families = _jobs({("serving", "decode-0"): SimpleNamespace(jobs=jobs)})
         return {family.name for family in families if family.samples}
 
     figures = {"windrow_job_loss", "windrow_job_learning_rate", "windrow_job_gradient_norm"}

@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
 from windrow_sidecar.qos.predictor import (
     MARGIN_MAX,
     MARGIN_MIN,
     START_MARGIN,
-    CoRunFactors,
     Predictor,
-    co_run_model,
 )
 from windrow_sidecar.qos.solo import SoloStepModel
 
@@ -167,3 +166,14 @@ def test_levels_name_their_splits():
 def test_splits_that_a_device_cannot_do_are_refused(splits):
     with pytest.raises(UserError, match=r"levels\.splits"):
         Partitioning(2, splits)
+
+
+def test_beyond_the_profile_it_says_so_until_it_has_seen_as_much():
+    predictor = Predictor(host_levels(2), SOLO, profiled=(16, 20_000))
+    assert not predictor.extrapolates(16, 20_000)
+    assert predictor.extrapolates(17, 1000)
+    assert predictor.extrapolates(4, 20_001)
+    for _ in range(64):
+        predictor.observe(1, batch=20, context_tokens=9000, latency_us=9000)
+    assert not predictor.extrapolates(20, 20_000)
+    assert predictor.extrapolates(21, 20_000)

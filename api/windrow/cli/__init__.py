@@ -11,7 +11,19 @@ import sys
 
 import typer
 
-from windrow.cli import clusters, doctor, finetune, inject, jobs, memory, plan, simulate, top
+from windrow.cli import (
+    clusters,
+    doctor,
+    explain,
+    finetune,
+    inject,
+    jobs,
+    memory,
+    plan,
+    profile,
+    simulate,
+    top,
+)
 from windrow.cli import run as running
 from windrow.errors import Transient, UserError, WindrowError
 
@@ -44,8 +56,10 @@ app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
+app.command("explain")(explain.explain)
 app.command("adapter")(jobs.adapter)
 app.command("run", context_settings={"ignore_unknown_options": True})(running.run)
+app.command("profile")(profile.profile)
 app.command("doctor")(doctor.doctor)
 app.add_typer(memory.app, name="memory")
 

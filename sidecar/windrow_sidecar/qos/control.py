@@ -10,7 +10,7 @@ from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
 from windrow_sidecar.qos.policies.base import IN_TURNS, alone, effective_units, is_for_one_step
-from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.predictor import BEYOND_MARGIN, Predictor
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
@@ -28,6 +28,19 @@ class EngineTraits:
     layers: int = 1
     gaps: bool = False
     chunk_bytes: int = 0
+
+
+class Decided(NamedTuple):
+    """A decision as it was taken, and what it rested on."""
+
+    at_ns: int
+    view: View
+    offer: Offer
+    grant: Grant
+    margin: float
+    alone_us: float  # predicted, of the step without a worker
+    why_paused: str
+    extrapolated: bool  # batch or context lie outside of what was profiled
 
 
 class _During(NamedTuple):
@@ -80,6 +93,8 @@ class Controller:
         self._current, self._switched_ns = 0, 0
         self._during = _During()
         self.why_paused = "no policy"
+        # Of the last decision.
+        self._margin, self._alone_us, self._extrapolated = 0.0, 0.0, False
         self.refusal = ""
         self.would_units = 0.0
 
@@ -136,8 +151,21 @@ class Controller:
             in_part,
             wish.predicted_us,
         )
-        return wish._replace(
-            decode_units=handover.decode_units, pause_epoch=handover.pause_epoch, chunks=chunks
+        # By position: `_replace` takes three times as long, in cold caches more.
+        return Grant(
+            wish.action,
+            wish.finetune_units,
+            handover.decode_units,
+            wish.n_tasklets,
+            wish.budget_us,
+            wish.window_tokens,
+            wish.micro_batch,
+            wish.gap_until_ns,
+            handover.pause_epoch,
+            wish.hold_admission_until_ns,
+            wish.predicted_us,
+            chunks,
+            wish.in_flight_bound_us,
         )
 
     @property
@@ -145,14 +173,18 @@ class Controller:
         """Whether the last decision is in force as it was wished: no units are changing hands."""
         return self._during.settled
 
-    def observe(self, now_ns: int, latency_us: float) -> None:
-        """Judge the step that was decided last, and learn from it. Belongs after the step."""
+    def observe(self, now_ns: int, latency_us: float) -> float | None:
+        """Judge the step that was decided last, and learn from it. Belongs after the step.
+
+        Returns how far the step was from its prediction, relative to that; None: it ran without a
+        worker, or between two partitions.
+        """
         during, terms = self._during, self._terms
         if terms is None or during.batch == 0:
-            return
+            return None
         if not 0 < latency_us < IMPOSSIBLE_US:
             self.guard.distrust(now_ns)
-            return
+            return None
         # Judged by request, a long step is no breach while every request has slack left.
         judged = not terms.per_request or during.slack_us <= 0
         self.guard.observe(
@@ -162,19 +194,34 @@ class Controller:
             harvested=during.harvested,
         )
         if self._predictor is None:
-            return
+            return None
         if during.split > 0:
-            self._predictor.observe(
+            return self._predictor.observe(
                 during.split,
                 batch=during.batch,
                 context_tokens=during.context_tokens,
                 latency_us=latency_us,
                 objective_us=terms.objective_us,
             )
-        elif during.in_part and during.predicted_us > 0:
-            expected = during.predicted_us
-            near = min(1.0, expected / terms.objective_us)
-            self._predictor.follow((latency_us - expected) / expected, near * near)
+        if not during.in_part or during.predicted_us <= 0:
+            return None
+        expected = during.predicted_us
+        residual, near = (latency_us - expected) / expected, min(1.0, expected / terms.objective_us)
+        self._predictor.follow(residual, near * near)
+        return residual
+
+    def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
+        """Return the last decision with what it rested on."""
+        return Decided(
+            now_ns,
+            view,
+            offer,
+            grant,
+            self._margin,
+            self._alone_us,
+            self.why_paused,
+            self._extrapolated,
+        )
 
     def headroom_units(self, view: View) -> float:
         """What a worker that always has work would get at this moment; callable from any thread.
@@ -182,14 +229,10 @@ class Controller:
         Of turns and parts of steps, as much as the worker has on average.
         """
         terms, policy, predictor = self._terms, self._policy, self._predictor
-        if (
-            terms is None
-            or policy is None
-            or predictor is None
-            or self.guard.reason
-            or self.refusal
-        ):
-            return 0
+        if terms is None or policy is None or predictor is None:
+            return 0.0
+        if self.guard.reason or self.refusal:
+            return 0.0
         ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
         return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
@@ -206,7 +249,11 @@ class Controller:
             self.why_paused = "no worker"
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
+        self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
+        if self._extrapolated:
+            margin += BEYOND_MARGIN
         ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
+        self._margin, self._alone_us = margin, ctx.solo_us[0]
         doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
             self._switch_to(0, now_ns)
@@ -262,17 +309,18 @@ class Controller:
     def _context(
         self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, since_ns: int
     ) -> Context:
+        predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens)
         return Context(
             self._levels,
             self._allowed,
             self._idle_units,
-            predictor.predict_us(view.batch, view.context_tokens),
+            predicted_us,
             margin,
             self._current,
             since_ns,
             terms.per_request,
             terms.objective_us // 4,
-            predictor.solo_us(view.batch, view.context_tokens),
+            solo_us,
             self._engine.layers,
             self._engine.gaps,
             terms.deferral_us,

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
@@ -52,7 +51,7 @@ def start(
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    harvest = HarvestSettings(max_batch=settings.max_running, gaps=True)
+    harvest = HarvestSettings(max_batch=settings.max_running, run_dir=run_dir, gaps=True)
     inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
@@ -69,15 +68,10 @@ def start(
 
 def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:
     """Leave the profile in the run directory, for people and for the next start."""
-    path = profile_path(run_dir)
+    path = run_dir.profile()
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(profile))
     os.replace(draft, path)
-
-
-def profile_path(run_dir: RunDir) -> Path:
-    """Where the latency profile of slot 0 lies."""
-    return run_dir.root / "profile-0.json"
 
 
 def _hello(
