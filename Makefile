@@ -22,7 +22,7 @@ SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS)
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycache__/*')
+PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address

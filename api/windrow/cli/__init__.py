@@ -23,6 +23,7 @@ from windrow.cli import (
     plan,
     profile,
     report,
+    simulate,
     top,
 )
 from windrow.cli import run as running
@@ -50,6 +51,7 @@ app.command("up")(clusters.up)
 app.command("down")(clusters.down)
 app.command("finetune")(finetune.finetune)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inject")(inject.inject)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
