@@ -230,9 +230,7 @@ class WindrowClient:
                 return
             time.sleep(_POLL_S)
 
-    def worker_logs(
-        self, name: str, *, namespace: str = "", follow: bool = False
-    ) -> Iterator[str]:
+    def worker_logs(self, name: str, *, namespace: str = "", follow: bool = False) -> Iterator[str]:
         """Yield the lines that a job's worker has written, from the log of its slot's sidecar.
 
         Of a job without a slot: what the sidecars of all slots still have. `follow`: until the

@@ -62,4 +62,3 @@ class NoHandover(Handover):
 
     def _is_quiet(self, action: int, offer: Offer) -> bool:
         return True
-
