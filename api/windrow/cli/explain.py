@@ -72,7 +72,7 @@ def explain(
 
 def _is_slot(name: str) -> bool:
     """Whether a name is a process or a path: no job has such a name, but for a number."""
-    return name.isdigit() or "/" in name or Path(name).exists()
+    return name.isdigit() or "/" in name
 
 
 def _explain_decisions(slot: str, at: str, within: float, *, as_json: bool) -> None:
