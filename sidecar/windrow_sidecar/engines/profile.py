@@ -6,6 +6,7 @@ Knows no engine: an engine measures the points and hands the samples in.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,15 +39,28 @@ class Effort:
     # Past it a point gets a third of the steps, and no second round is begun or finished: a late
     # profile is worse than a rough one.
     soft_limit_s: float
+    # Past it what is left of the first round is left out, once each share has a few points.
+    hard_limit_s: float = math.inf
     co_run_limit_s: float = 0.0  # for steps beside a load; 0: none are measured
 
 
-# `full` ends within a minute: a round of all points has 40 s, steps beside a load 15.
+# `full` ends within a minute: all points have 40 s, steps beside a load 15.
 EFFORTS = {
-    "quick": Effort(2, 8, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0),
-    "full": Effort(3, 24, _FULL_BATCHES, _FULL_CONTEXTS, soft_limit_s=35.0, co_run_limit_s=15.0),
+    "quick": Effort(2, 8, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0, hard_limit_s=20.0),
+    "full": Effort(
+        3,
+        24,
+        _FULL_BATCHES,
+        _FULL_CONTEXTS,
+        soft_limit_s=30.0,
+        hard_limit_s=40.0,
+        co_run_limit_s=15.0,
+    ),
 }
 _CO_RUN_BATCHES, _CO_RUN_CONTEXTS = (4, 16, 32), (512, 2048)
+_TURNS = 3
+# With fewer points of a share its three coefficients could not be told apart.
+LEAST_POINTS = 6
 # A profile whose steps scatter by more than this around their median tells little about a device.
 # A quiet host shows 1 to 5%, one with as many busy processes as cores 30% and more.
 NOISE_LIMIT_PERCENT = 15.0
@@ -132,12 +146,15 @@ def plan(
 
     Without several contexts per batch the coefficients of batch and context cannot be told apart.
     """
+    # A GPU's decode has the same units in every split: measured once. Shares come in turn, and
+    # every third batch first, so that what no time is left for is spread over all of them.
+    shares = list(dict.fromkeys(split.decode_units for split in levels.splits))
     return [
         Point(units, batch, context)
-        # A GPU's decode has the same units in every split: measured once.
-        for units in dict.fromkeys(split.decode_units for split in levels.splits)
+        for first in range(_TURNS)
         for context in effort.contexts
-        for batch in effort.batches
+        for batch in effort.batches[first::_TURNS]
+        for units in shares
         if batch <= max_batch
         and batch * context <= max_tokens
         and context + effort.steps + WARM_UP_STEPS <= max_context

@@ -54,6 +54,7 @@ class _During(NamedTuple):
     settled: bool = True
     in_part: bool = False  # the worker ran for a part of the step
     predicted_us: int = 0
+    phase: int = 0  # of the worker's tasklet
 
 
 # Ten minutes: no step takes as long.
@@ -150,6 +151,7 @@ class Controller:
             settled,
             in_part,
             wish.predicted_us,
+            offer.phase,
         )
         # By position: `_replace` takes three times as long, in cold caches more.
         return Grant(
@@ -202,6 +204,7 @@ class Controller:
                 context_tokens=during.context_tokens,
                 latency_us=latency_us,
                 objective_us=terms.objective_us,
+                phase=during.phase,
             )
         if not during.in_part or during.predicted_us <= 0:
             return None
@@ -252,7 +255,8 @@ class Controller:
         self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
         if self._extrapolated:
             margin += BEYOND_MARGIN
-        ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
+        since_ns = now_ns - self._switched_ns
+        ctx = self._context(terms, predictor, margin, view, since_ns, offer.phase)
         self._margin, self._alone_us = margin, ctx.solo_us[0]
         doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
@@ -307,9 +311,15 @@ class Controller:
         return wish
 
     def _context(
-        self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, since_ns: int
+        self,
+        terms: HarvestTerms,
+        predictor: Predictor,
+        margin: float,
+        view: View,
+        since_ns: int,
+        phase: int = 0,
     ) -> Context:
-        predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens)
+        predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens, phase)
         return Context(
             self._levels,
             self._allowed,

@@ -2,6 +2,7 @@
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
 costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
+In front of both stands what steps of the same kind took (`records.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.records import RecordCache
 from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel, profiled_range, solo_models
 
 # Beyond the profile the margin is wider by this: what a line that fits within 8% may be off by when
@@ -59,6 +61,7 @@ class Predictor:
         self._solo = [solo[s.decode_units] for s in levels.splits]
         self._alone = [(m.c0_us, m.b0_us, m.k0_us) for m in self._solo]
         self._most_batch, self._most_context = profiled or (1 << 62, 1 << 62)
+        self._records = RecordCache(len(levels.splits))
         self._beyond = 0  # steps that lay outside of that
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
@@ -79,14 +82,20 @@ class Predictor:
         """Predicted latency under each split, without a margin. The first is decode alone."""
         return self.predict(batch, context_tokens)[0]
 
-    def predict(self, batch: int, context_tokens: int) -> tuple[list[float], list[float]]:
+    def predict(
+        self, batch: int, context_tokens: int, phase: int = 0
+    ) -> tuple[list[float], list[float]]:
         """Predicted latency under each split with a worker beside it, and without one.
 
-        Without: on decode's units under that split. Neither has a margin.
+        Without: on decode's units under that split. Neither has a margin. `phase`: of the worker's
+        next tasklet.
         """
         b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
         alone = [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._alone]
-        return [us * stretch for us, stretch in zip(alone, self._stretch, strict=True)], alone
+        beside = [us * stretch for us, stretch in zip(alone, self._stretch, strict=True)]
+        if known := self._records.corrections(batch, context_tokens, phase):
+            beside = [us * ratio for us, ratio in zip(beside, known, strict=True)]
+        return beside, alone
 
     def extrapolates(self, batch: int, context_tokens: int) -> bool:
         """Whether batch or context lie beyond what was profiled, or seen often enough since."""
@@ -109,6 +118,7 @@ class Predictor:
         context_tokens: int,
         latency_us: float,
         objective_us: float = 0.0,
+        phase: int = 0,
     ) -> float:
         """Learn from a step that ran beside a worker under `split`; returns the relative residual.
 
@@ -120,10 +130,14 @@ class Predictor:
         """
         self._widen_range(batch, context_tokens)
         alone_us = self._solo[split].predict_us(batch, context_tokens)
-        expected = alone_us * self._stretch[split]
+        linear_us = expected = alone_us * self._stretch[split]
+        if split and (known := self._records.corrections(batch, context_tokens, phase)):
+            expected *= known[split]
         residual = (latency_us - expected) / expected
         if split:
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
+            ratio = latency_us / linear_us
+            self._records.add(split, batch, context_tokens, phase, ratio=ratio)
             self._learn(split, latency_us / alone_us, weight)
             self._move_margin(residual, weight)
         return residual

@@ -20,7 +20,14 @@ from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
-from windrow_sidecar.engines.profile import WARM_UP_STEPS, CoRunPoint, Effort, Measured, Point
+from windrow_sidecar.engines.profile import (
+    LEAST_POINTS,
+    WARM_UP_STEPS,
+    CoRunPoint,
+    Effort,
+    Measured,
+    Point,
+)
 from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
@@ -82,9 +89,13 @@ def measure(
     try:
         with muted(replace(parts, hook=guarded, log=None)) as loop:
             for point in [p for p in points if p not in known] * effort.rounds:
-                late = time.monotonic() - began_s > effort.soft_limit_s
+                spent_s = time.monotonic() - began_s
+                late = spent_s > effort.soft_limit_s
                 if late and point in seen:
                     break
+                of_share = sum(1 for other in (*known, *seen) if other.units == point.units)
+                if spent_s > effort.hard_limit_s and of_share >= LEAST_POINTS:
+                    continue
                 steps = max(1, effort.steps // 3) if late else effort.steps
                 hook.units = point.units
                 # Rounds apart in time are pooled: a machine has slow seconds and fast ones, and
