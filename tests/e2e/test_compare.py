@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from windrow.local import compare, footing
-from windrow.local.arms import AGAIN, ALONE, DEDICATED, TUNED, Session, folder_of
+from windrow.local.arms import AGAIN, ALONE, DEDICATED, TUNED, ComparisonSession, folder_of
 from windrow.local.compare import CompareSettings
 from windrow.local.demo import DemoSettings
 from windrow.local.load import schedule
@@ -53,7 +53,7 @@ def _play(settings: DemoSettings, how: CompareSettings) -> None:
 
 
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
-    (session,) = Session.all_of(out)
+    (session,) = ComparisonSession.all_of(out)
     assert {at.arm for at in session.segments} == ARMS
     result = json.loads((out / compare.RESULT).read_text())
     found = {at["arm"]: at for at in result["segments"]}

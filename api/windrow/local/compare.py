@@ -37,8 +37,8 @@ from windrow.local.arms import (
     TRAINERS,
     TUNED,
     Arm,
+    ComparisonSession,
     Segment,
-    Session,
     arms_of,
     folder_of,
 )
@@ -133,7 +133,7 @@ def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> 
     seconds = how.lead_s + how.window_s + TAIL_S
     settings = replace(settings, seconds=seconds, pods=1)
     arms = how.chosen()
-    sessions = Session.all_of(out)
+    sessions = ComparisonSession.all_of(out)
     done = {n for session in sessions for n in session.rounds_of([arm.name for arm in arms])}
     missing = [n for n in range(how.rounds) if n not in done]
     if missing:
@@ -143,10 +143,10 @@ def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> 
             with Contest(on, plan, arms, session) as contest:
                 contest.play(missing, how)
     result = verdict.result_of(
-        json.loads((out / PLAN).read_text()), Session.all_of(out), arms, how.rounds
+        json.loads((out / PLAN).read_text()), ComparisonSession.all_of(out), arms, how.rounds
     )
     demo.write_summary(out / RESULT, result)
-    write_page(out, result, Session.all_of(out))
+    write_page(out, result, ComparisonSession.all_of(out))
     console.print(verdict.table(result))
     console.print(verdict.sentence(result))
     verdict.check(result)
