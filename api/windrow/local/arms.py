@@ -31,11 +31,11 @@ HARVESTED_JOB = "job"
 
 Kind = Literal["alone", "loop", "policy", "dedicated"]
 
-ALONE, AGAIN = "alone", "alone, again"
+ALONE, AGAIN = "alone", "alone again"
 NAIVE, TUNED, IDLE = "naive", "tuned naive", "idle class"
 # Played where it is asked for by name: what single-threaded work on decode's own core gives.
-A_LOOP_A_CORE = "idle class, a loop a core"
-DEDICATED, DEDICATED_PEFT = "dedicated", "dedicated, PEFT"
+A_LOOP_A_CORE = "idle class per core"
+DEDICATED, DEDICATED_PEFT = "dedicated", "dedicated PEFT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +311,7 @@ class ComparisonSession:
 
 def folder_of(arm: str) -> str:
     """Return the name of an arm's folder."""
-    return arm.replace(",", "").replace(" ", "-")
+    return arm.replace(" ", "-")
 
 
 def _segments(path: Path) -> tuple[Segment, ...]:
