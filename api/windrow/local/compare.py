@@ -29,6 +29,7 @@ from windrow.local.arms import (
     AGAIN,
     ALONE,
     DEDICATED,
+    DEDICATED_PEFT,
     HARVESTED_JOB,
     IDLE,
     NAIVE,
@@ -73,7 +74,7 @@ class CompareSettings:
         rounds: that are played in all; six are the fewest that name a winner.
         lead_s: of each turn, before its window: batch and trainer come into their stride.
         window_s: what is counted.
-        arms: names; empty: all.
+        arms: names; empty: all. Alone and dedicated play in any case.
         footing: file that keeps what every comparison on this machine stands on
             (`windrow.local.footing`); None: in the run's folder.
     """
@@ -110,7 +111,7 @@ class CompareSettings:
                 field="--arms",
                 remedy=f"Choose from: {', '.join(arm.name for arm in arms)}.",
             )
-        always = (ALONE, AGAIN, DEDICATED)
+        always = (ALONE, AGAIN, DEDICATED, DEDICATED_PEFT)
         if not self.arms:
             return [arm for arm in arms if arm.name != A_LOOP_A_CORE]
         return [arm for arm in arms if arm.name in (*self.arms, *always)]
