@@ -70,11 +70,7 @@ ALL = [
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play the loads that are asked for and not done yet; 1: something failed."""
     options = _parse(arguments)
-    loads = (
-        ALL
-        if options.loads == "all"
-        else [BenchmarkLoad.parse(name) for name in options.loads.split(",")]
-    )
+    loads = options.loads
     console, failed = Console(), []
     arms = tuple(name.strip() for name in options.arms.split(",") if name.strip())
     how = CompareSettings(
@@ -124,12 +120,24 @@ def machine() -> str:
     return f"{brand}-{env['cores']}-cores"
 
 
+def _loads(text: str) -> list[BenchmarkLoad]:
+    try:
+        return ALL if text == "all" else [BenchmarkLoad.parse(name) for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--loads", default="all", help=f"all, or names: {', '.join(load.name for load in ALL)}")
+    add(
+        "--loads",
+        type=_loads,
+        default=ALL,
+        help=f"all, or names: {', '.join(load.name for load in ALL)}",
+    )
     add("--rounds", type=int, default=DECIDING_ROUNDS, help="default %(default)s")
     add("--segment", type=float, default=8.0, help="seconds counted of each turn (%(default)s)")
     add("--arms", default="", help="only these, with commas")

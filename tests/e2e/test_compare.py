@@ -9,7 +9,15 @@ import pytest
 from rich.console import Console
 
 from windrow.local import compare, footing
-from windrow.local.arms import AGAIN, ALONE, DEDICATED, TUNED, Session, folder_of
+from windrow.local.arms import (
+    AGAIN,
+    ALONE,
+    DEDICATED,
+    DEDICATED_PEFT,
+    TUNED,
+    ComparisonSession,
+    folder_of,
+)
 from windrow.local.compare import CompareSettings
 from windrow.local.demo import DemoSettings
 from windrow.local.load import schedule
@@ -20,7 +28,7 @@ pytestmark = pytest.mark.alone
 MIB = 1 << 20
 LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB
 RATE, LEAD_S, WINDOW_S = 0.5, 1.0, 3.0
-ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED}
+ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED, DEDICATED_PEFT}
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +61,12 @@ def _play(settings: DemoSettings, how: CompareSettings) -> None:
 
 
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
-    (session,) = Session.all_of(out)
+    (session,) = ComparisonSession.all_of(out)
     assert {at.arm for at in session.segments} == ARMS
     result = json.loads((out / compare.RESULT).read_text())
     found = {at["arm"]: at for at in result["segments"]}
     assert set(found) == ARMS
-    served = ARMS - {DEDICATED}
+    served = ARMS - {DEDICATED, DEDICATED_PEFT}
     assert all(found[arm]["steps"] > 0 for arm in served)
     plan = json.loads((out / compare.PLAN).read_text())
     sent = schedule(
@@ -77,7 +85,7 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
             (session.folder / "loads" / f"0-{folder_of(arm)}" / "load.json").read_text()
         )
         assert {(answer["at_s"], answer["prompt_tokens"]) for answer in answers} <= due
-    for arm in (TUNED, "windrow", DEDICATED):
+    for arm in ARMS - {ALONE, AGAIN}:
         assert found[arm]["tokens_per_second"] >= 0
     assert found[DEDICATED]["tokens_per_second"] > 0
     assert result["winner"] is None, "one round names none"

@@ -7,7 +7,14 @@ import pytest
 
 from windrow.eventlog import EventLog, MarkEvent, RequestEvent, StepEvent, TaskletEvent
 from windrow.local import arms
-from windrow.local.arms import Arm, Progress, Segment, Session, figures_of, waited_for_kv
+from windrow.local.arms import (
+    Arm,
+    ComparisonSession,
+    Segment,
+    TrainerProgress,
+    figures_of,
+    waited_for_kv,
+)
 
 SECOND = 1_000_000_000
 
@@ -32,7 +39,7 @@ def ns(*seconds):
 
 def test_a_plain_loops_step_counts_evenly_over_the_time_in_which_it_might_run():
     # Two steps of 100 tokens; it is stopped from 3 s to 13 s, within the second one.
-    loop = Progress(
+    loop = TrainerProgress(
         [tasklet(0, "opt", 0, 2, 100), tasklet(1, "opt", 2, 14, 200)], [ns(0, 3), ns(13, 20)]
     )
     assert loop.at(2 * SECOND) == 100
@@ -45,7 +52,7 @@ def test_a_plain_loops_step_counts_evenly_over_the_time_in_which_it_might_run():
 
 def test_our_workers_tasklets_say_how_far_a_step_was():
     # Backward takes three times as long as forward: after it, 4 of 5 parts are done.
-    worker = Progress(
+    worker = TrainerProgress(
         [
             tasklet(0, "fwd", 0, 1, 0),
             tasklet(0, "bwd", 1, 4, 0),
@@ -59,13 +66,13 @@ def test_our_workers_tasklets_say_how_far_a_step_was():
 
 
 def test_a_step_that_never_ended_counts_for_nothing():
-    begun = Progress([tasklet(0, "fwd", 0, 1, 0), tasklet(0, "bwd", 1, 2, 0)], [ns(0, 9)])
+    begun = TrainerProgress([tasklet(0, "fwd", 0, 1, 0), tasklet(0, "bwd", 1, 2, 0)], [ns(0, 9)])
     assert begun.at(9 * SECOND) == 0
-    assert Progress([], [ns(0, 9)]).rate(ns(1, 2)) == 0
+    assert TrainerProgress([], [ns(0, 9)]).rate(ns(1, 2)) == 0
 
 
 def test_a_trainer_that_got_nothing_in_the_rest_of_the_window_is_not_paid_for_its_first_second():
-    ran = Progress(
+    ran = TrainerProgress(
         [tasklet(n, "opt", n / 2, (n + 1) / 2, 50 * (n + 1)) for n in range(2)], [ns(0, 9)]
     )
     assert ran.rate(ns(0, 8)) == pytest.approx(100 / 8)
@@ -122,7 +129,7 @@ ARMS = [Arm("alone", "alone", ""), Arm("windrow", "policy", "", "windrow")]
 
 
 def test_only_whole_rounds_count(out):
-    (session,) = Session.all_of(out)
+    (session,) = ComparisonSession.all_of(out)
     assert session.rounds_of(["alone", "windrow"]) == [0]
     alone, windrow = session.figures(ARMS, objective_ms=10)
     assert (alone.arm, alone.over, alone.tokens_per_second) == ("alone", 1.0, None)
@@ -131,7 +138,7 @@ def test_only_whole_rounds_count(out):
 
 
 def test_a_policy_that_was_not_in_force_in_its_window_is_found_out(out):
-    (session,) = Session.all_of(out)
+    (session,) = ComparisonSession.all_of(out)
     with pytest.raises(ValueError, match="policy harli was not in force"):
         session.figures([ARMS[0], Arm("windrow", "policy", "", "harli")], objective_ms=10)
 

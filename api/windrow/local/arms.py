@@ -31,11 +31,11 @@ HARVESTED_JOB = "job"
 
 Kind = Literal["alone", "loop", "policy", "dedicated"]
 
-ALONE, AGAIN = "alone", "alone, again"
+ALONE, AGAIN = "alone", "alone again"
 NAIVE, TUNED, IDLE = "naive", "tuned naive", "idle class"
 # Played where it is asked for by name: what single-threaded work on decode's own core gives.
-A_LOOP_A_CORE = "idle class, a loop a core"
-DEDICATED, DEDICATED_PEFT = "dedicated", "dedicated, PEFT"
+A_LOOP_A_CORE = "idle class per core"
+DEDICATED, DEDICATED_PEFT = "dedicated", "dedicated PEFT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class SegmentFigures:
     trainer_busy: float | None = None  # share of the window with a tasklet under way
 
 
-class Progress:
+class TrainerProgress:
     """How many tokens a trainer had done at a moment, steps under way counted in part.
 
     A segment is a few dozen optimizer steps long, so whole steps alone would be off by several
@@ -194,7 +194,7 @@ def figures_of(
     segment: Segment,
     steps: Sequence[StepEvent],
     requests: Sequence[RequestEvent],
-    progress: Sequence[Progress],
+    progress: Sequence[TrainerProgress],
     objective_ms: float,
 ) -> SegmentFigures:
     """Return a segment's figures.
@@ -242,14 +242,14 @@ def waited_for_kv(requests: Sequence[RequestEvent], steps: Sequence[StepEvent]) 
 
 
 @dataclass(frozen=True)
-class Session:
+class ComparisonSession:
     """Rounds that were played in one go: their segments, and the event logs below one folder."""
 
     folder: Path
     segments: tuple[Segment, ...]
 
     @classmethod
-    def all_of(cls, out: Path) -> list[Session]:
+    def all_of(cls, out: Path) -> list[ComparisonSession]:
         """Return the sessions of a comparison, in order; those that were broken off as well."""
         folders = sorted(out.glob(f"{SESSION}*"), key=lambda at: int(at.name[len(SESSION) :]))
         return [cls(folder, _segments(folder / SEGMENTS)) for folder in folders]
@@ -270,7 +270,7 @@ class Session:
         pods = _Pods.read(self.folder / PODS)
         progress = {
             trainer: [
-                Progress(of, [at.active_ns for at in self.segments if at.trainer == trainer])
+                TrainerProgress(of, [at.active_ns for at in self.segments if at.trainer == trainer])
                 for of in self._tasklets(trainer, pods)
             ]
             for trainer in {at.trainer for at in self.segments} - {""}
@@ -311,7 +311,7 @@ class Session:
 
 def folder_of(arm: str) -> str:
     """Return the name of an arm's folder."""
-    return arm.replace(",", "").replace(" ", "-")
+    return arm.replace(" ", "-")
 
 
 def _segments(path: Path) -> tuple[Segment, ...]:

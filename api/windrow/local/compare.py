@@ -29,6 +29,7 @@ from windrow.local.arms import (
     AGAIN,
     ALONE,
     DEDICATED,
+    DEDICATED_PEFT,
     HARVESTED_JOB,
     IDLE,
     NAIVE,
@@ -37,8 +38,8 @@ from windrow.local.arms import (
     TRAINERS,
     TUNED,
     Arm,
+    ComparisonSession,
     Segment,
-    Session,
     arms_of,
     folder_of,
 )
@@ -73,7 +74,7 @@ class CompareSettings:
         rounds: that are played in all; six are the fewest that name a winner.
         lead_s: of each turn, before its window: batch and trainer come into their stride.
         window_s: what is counted.
-        arms: names; empty: all.
+        arms: names; empty: all. Alone and dedicated play in any case.
         footing: file that keeps what every comparison on this machine stands on
             (`windrow.local.footing`); None: in the run's folder.
     """
@@ -110,7 +111,7 @@ class CompareSettings:
                 field="--arms",
                 remedy=f"Choose from: {', '.join(arm.name for arm in arms)}.",
             )
-        always = (ALONE, AGAIN, DEDICATED)
+        always = (ALONE, AGAIN, DEDICATED, DEDICATED_PEFT)
         if not self.arms:
             return [arm for arm in arms if arm.name != A_LOOP_A_CORE]
         return [arm for arm in arms if arm.name in (*self.arms, *always)]
@@ -133,7 +134,7 @@ def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> 
     seconds = how.lead_s + how.window_s + TAIL_S
     settings = replace(settings, seconds=seconds, pods=1)
     arms = how.chosen()
-    sessions = Session.all_of(out)
+    sessions = ComparisonSession.all_of(out)
     done = {n for session in sessions for n in session.rounds_of([arm.name for arm in arms])}
     missing = [n for n in range(how.rounds) if n not in done]
     if missing:
@@ -143,10 +144,10 @@ def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> 
             with Contest(on, plan, arms, session) as contest:
                 contest.play(missing, how)
     result = verdict.result_of(
-        json.loads((out / PLAN).read_text()), Session.all_of(out), arms, how.rounds
+        json.loads((out / PLAN).read_text()), ComparisonSession.all_of(out), arms, how.rounds
     )
     demo.write_summary(out / RESULT, result)
-    write_page(out, result, Session.all_of(out))
+    write_page(out, result, ComparisonSession.all_of(out))
     console.print(verdict.table(result))
     console.print(verdict.sentence(result))
     verdict.check(result)

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from windrow.local import demo, measure, serving
-from windrow.local.arms import Progress, folder_of
+from windrow.local.arms import TrainerProgress, folder_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.measure import LoopForm
 from windrow.local.summary import Events
@@ -64,7 +64,9 @@ def take(on: demo.DemoStage, folder: Path, job: dict[str, Any]) -> dict[str, Any
         finally:
             trainer.end()
         last_ns = time.monotonic_ns()
-        rates[name] = Progress(Events.read(at).tasklets, [(0, last_ns)]).rate((begin_ns, end_ns))
+        rates[name] = TrainerProgress(Events.read(at).tasklets, [(0, last_ns)]).rate(
+            (begin_ns, end_ns)
+        )
     best = max(rates, key=lambda name: rates[name])
     return {
         "peft_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},

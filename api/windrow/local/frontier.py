@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from windrow.local import verdict
-from windrow.local.arms import Segment, Session
+from windrow.local.arms import ComparisonSession, Segment
 from windrow.local.report import OBJECTIVE_COLOUR, PAGE_STYLE, broken_where_idle, thinned
 from windrow.local.summary import SummaryWindow
 
@@ -32,7 +32,7 @@ _PAGE = """<!doctype html>
 """
 
 
-def write_page(out: Path, result: Mapping[str, Any], sessions: Sequence[Session]) -> Path:
+def write_page(out: Path, result: Mapping[str, Any], sessions: Sequence[ComparisonSession]) -> Path:
     """Write the page into a comparison's folder and return its path."""
     head = "".join(f"<th>{html.escape(title)}</th>" for title in ("", *verdict.TITLES))
     rows = "".join(
@@ -112,7 +112,7 @@ def _bar(interval: Mapping[str, float], factor: float) -> dict[str, Any]:
     }
 
 
-def over_time(result: Mapping[str, Any], sessions: Sequence[Session]) -> go.Figure:
+def over_time(result: Mapping[str, Any], sessions: Sequence[ComparisonSession]) -> go.Figure:
     """Return the TPOT of every arm over its window in the first round, one below the other."""
     drawn: list[tuple[str, Segment, Any]] = []
     rounds = sorted({at["round"] for at in result["segments"]})

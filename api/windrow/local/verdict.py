@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from windrow.errors import WindrowError
-from windrow.local.arms import AGAIN, ALONE, Arm, SegmentFigures, Session
+from windrow.local.arms import AGAIN, ALONE, Arm, ComparisonSession, SegmentFigures
 from windrow.local.paired import Interval, ahead_of_all, differences, interval_of
 
 WORSE = 0.003  # of the steps
@@ -59,7 +59,7 @@ class _Rounds:
 
 
 def result_of(
-    plan: Mapping[str, Any], sessions: Sequence[Session], arms: Sequence[Arm], rounds: int
+    plan: Mapping[str, Any], sessions: Sequence[ComparisonSession], arms: Sequence[Arm], rounds: int
 ) -> dict[str, Any]:
     """Return everything that a comparison says, as it goes into JSON."""
     objective_ms = plan["objective"]["milliseconds"]
