@@ -91,6 +91,7 @@ class App:
         self._state = StateFile(settings.state_file)
         self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
+        kube.on_call = self.metrics.called
         self.recorder = Recorder(kube, utc_now)
         self.driver = Driver(
             self.cluster,
@@ -214,6 +215,8 @@ class App:
         if settings.webhook_service:
             hosts.append(f"{settings.webhook_service}.{settings.namespace}.svc")
         server = pki.make_server(authority, hosts, utc_now())
+        for which, pair in (("authority", authority), ("server", server)):
+            self.metrics.certificate(which, pki.ends_at(pair))
         attach = await self._bind(
             "attach",
             settings.attach_port,

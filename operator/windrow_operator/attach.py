@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import grpc
 
+from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import PROTOCOL_VERSION, TOKEN_AUDIENCE
@@ -212,6 +213,7 @@ class AttachServer(pb_grpc.AttachServicer):
             earlier.close()
         session = Session(pod)
         self.sessions[pod.uid] = session
+        self._metrics.streams.set(len(self.sessions))
         log.info("sidecar of pod %s/%s attached", pod.namespace, pod.name)
         return session
 
@@ -219,6 +221,7 @@ class AttachServer(pb_grpc.AttachServicer):
         if self.sessions.get(session.pod.uid) is not session:
             return  # a newer stream of the same sidecar has taken over
         del self.sessions[session.pod.uid]
+        self._metrics.streams.set(len(self.sessions))
         reports.detach(self._cluster, session.pod, self._clock())
         log.info("sidecar of pod %s/%s detached", session.pod.namespace, session.pod.name)
         self._on_news()
@@ -242,7 +245,7 @@ class AttachServer(pb_grpc.AttachServicer):
             case "hello":
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
-                name = reports.slot_name(session.pod.name, message.heartbeat.slot)
+                name = slot_name(session.pod.name, message.heartbeat.slot)
                 live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
                     stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)

@@ -328,6 +328,11 @@ class ClusterState:
         """Return the keys of slots whose worker is at work."""
         return {run.slot for run in self.runs.values() if run.state in ALIVE}
 
+    def tenants(self, slot: str) -> list[str]:
+        """Return the namespaces of the jobs whose worker is at work on a slot, one for each."""
+        here = [run.uid for run in self.runs.values() if run.slot == slot and run.state in ALIVE]
+        return [self.jobs[uid]["metadata"]["namespace"] for uid in here if uid in self.jobs]
+
     def forget_unused_slots(self) -> list[LiveSlot]:
         """Drop and return slots whose pod and sidecar are gone and that no job is on."""
         held = self.holders()

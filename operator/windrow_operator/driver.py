@@ -108,7 +108,7 @@ class Driver:
             await self._alarm.wait()
             started = time.monotonic()
             await self.turn()
-            self._metrics.passed(time.monotonic() - started, self._cluster)
+            self._metrics.passed(time.monotonic() - started)
 
     async def turn(self) -> None:
         """One pass over policies and jobs."""
@@ -121,9 +121,8 @@ class Driver:
         await self._attach_sidecars(now)
         await self._register()
         await self._write_policies(now)
-        for gone in self._cluster.forget_unused_slots():
-            self._metrics.forget_slot(gone)
-        self._show_slots(slots, now)
+        self._cluster.forget_unused_slots()
+        self._metrics.show(self._cluster, slots, now)
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -158,8 +157,6 @@ class Driver:
             self._send(job, command, slots, now)
         for event in actions.events:
             await self._recorder.record(self._cluster.jobs.get(job.uid), event)
-            if event.reason == "SlotLost":
-                self._metrics.lost.inc()
         if actions.finalizer is False:
             await self._set_finalizer(job, body, present=False)
         if actions.delete:
@@ -179,6 +176,7 @@ class Driver:
         path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
         written = await self._kube.replace(path, body)
         self._cluster.put_job(written)
+        self._metrics.status_written(job, body["status"], now)
         self._progress_written[job.uid] = now
         return written
 
@@ -227,7 +225,6 @@ class Driver:
             session.send(
                 pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
             )
-            self._metrics.placements.inc()
             return
         if command.action == "STOP":
             self._cluster.stop_sent(job.uid, command.reason, now)
@@ -347,21 +344,13 @@ class Driver:
             terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
                 self._cluster.charge(terms.policy.key, since.total_seconds(), now)
+                tenants = self._cluster.tenants(key)
+                self._metrics.harvested(since.total_seconds(), terms.policy, tenants)
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():
             pod = self._cluster.pods.get(session.pod.uid, session.pod)
             session.configure(policies.config_of(self._cluster.terms(pod, now)))
-
-    def _show_slots(self, slots: dict[str, Slot], now: datetime) -> None:
-        for key, live in self._cluster.slots.items():
-            view = slots.get(key)
-            if live.current_beat(now) is None:
-                self._metrics.forget_slot(live)
-                continue
-            spec = view.terms.policy.spec if view and view.terms else None
-            objective = spec.objective.tpot.total_seconds() if spec else 0.0
-            self._metrics.slot(live, objective)
 
     async def _write_policies(self, now: datetime) -> None:
         policy_counts = self._policy_counts()

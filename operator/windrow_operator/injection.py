@@ -18,6 +18,7 @@ from typing import Any
 from windrow import rundir
 from windrow.crd import (
     ANNOTATION_INJECTED_BY,
+    ANNOTATION_METRICS_PORT,
     LABEL_DECODE,
     LABEL_INJECT,
     SIDECAR_CONTAINER,
@@ -282,7 +283,7 @@ def inject(
     _require_drivable(decoder, rule)
     _require_free_place(decoder)
     volumes, warnings = _mountable(asked.volumes, around)
-    _mark(wanted, rule)
+    _mark(wanted, rule, asked.metrics_port or template.metrics_port)
     _add_volumes(spec, volumes)
     _prepare_decoder(decoder)
     if asked.form == "sidecar":
@@ -342,11 +343,13 @@ def _harm_of(volume: VolumeSpec, around: PodNamespace) -> str:
     return ""
 
 
-def _mark(pod: Body, rule: str) -> None:
+def _mark(pod: Body, rule: str, metrics_port: int) -> None:
     metadata = pod.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), LABEL_DECODE: "true"}
     annotations = metadata.get("annotations") or {}
     metadata["annotations"] = {ANNOTATION_INJECTED_BY: rule, **annotations}
+    if metrics_port:
+        metadata["annotations"].setdefault(ANNOTATION_METRICS_PORT, str(metrics_port))
 
 
 def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
@@ -397,9 +400,15 @@ def _native_sidecar(template: SidecarTemplate, pod: Body, asked: SidecarSpec) ->
     if qos_of(pod["spec"]) != "BestEffort":
         amounts = {"cpu": template.cpu, "memory": template.memory}
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
-    if template.metrics_port:
-        container["ports"] = [{"name": "windrow-metrics", "containerPort": template.metrics_port}]
+    if port := _metrics_port(pod):
+        container["ports"] = [{"name": "windrow-metrics", "containerPort": port}]
     return container
+
+
+def _metrics_port(pod: Mapping[str, Any]) -> int:
+    """Return the port that a pod tells Prometheus; 0: none, and the sidecar takes any free one."""
+    said = _annotations(pod).get(ANNOTATION_METRICS_PORT, "")
+    return int(said) if said.isdecimal() and int(said) < 65536 else 0
 
 
 def attached_sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec) -> Body:
@@ -436,7 +445,7 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
         {"name": rundir.ENV_OPERATOR_ADDRESS, "value": template.operator_address},
         {"name": rundir.ENV_OPERATOR_CA, "value": template.operator_ca},
         {"name": rundir.ENV_TOKEN_FILE, "value": f"{TOKEN_DIR}/{TOKEN_FILE}"},
-        {"name": rundir.ENV_METRICS_PORT, "value": str(template.metrics_port)},
+        {"name": rundir.ENV_METRICS_PORT, "value": str(_metrics_port(pod))},
         _field(rundir.ENV_POD_NAMESPACE, "metadata.namespace"),
         _field(rundir.ENV_POD_NAME, "metadata.name"),
         _field(rundir.ENV_POD_UID, "metadata.uid"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -54,6 +55,8 @@ class Kube:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
+        # Told of each call: method, path, status (0: no answer), seconds.
+        self.on_call: Callable[[str, str, int, float], None] = lambda *_: None
 
     @classmethod
     async def connect(cls, kubeconfig: str | Path, *, in_pod: bool = False) -> Self:
@@ -165,11 +168,14 @@ class Kube:
             method, path, header_params=headers, auth_settings=["BearerToken"]
         )
         verb, url, headers, _, _ = prepared
+        begun_s, code = time.monotonic(), 0
         try:
             response = await self._api.call_api(verb, url, headers, body, _request_timeout=_TIMEOUT)
-            content = await response.read()
+            content, code = await response.read(), int(response.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ApiError(0, f"{method} {path}: {error or type(error).__name__}") from error
+        finally:
+            self.on_call(method, path, code, time.monotonic() - begun_s)
         if response.status >= 400:
             raise _error(response.status, f"{method} {path}: {_reason(content)}")
         return dict(json.loads(content)) if content else {}

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Tally
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from windrow import metrics as names
-from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of, state_word
+from windrow.conditions import ConditionType as T
+from windrow.conditions import get_condition, is_true
+from windrow_operator.cluster_state import ClusterState, state_word
+from windrow_operator.model import CheckedPolicy, Job, Slot
+from windrow_operator.slots import readiness
 
 # The driver looks at everything at least every few seconds; longer silence means that it hangs.
 LIVE_WITHIN_SECONDS = 60.0
@@ -21,25 +28,27 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._jobs = self._gauge(names.OPERATOR_JOBS)
-        self._slots = self._gauge(names.OPERATOR_SLOTS)
-        self.placements = self._counter(names.OPERATOR_PLACEMENTS)
-        self.lost = self._counter(names.OPERATOR_LOST)
-        self.stale = self._counter(names.OPERATOR_STALE)
-        self._injections = self._counter(names.OPERATOR_INJECTIONS)
-        self._not_injected = self._counter(names.OPERATOR_NOT_INJECTED)
-        self._refused = self._counter(names.OPERATOR_ATTACH_REFUSED)
-        self._last_event = self._gauge(names.OPERATOR_LAST_EVENT)
-        self.pass_seconds = Histogram(
-            names.OPERATOR_PASS_SECONDS.name,
-            names.OPERATOR_PASS_SECONDS.help,
-            registry=self.registry,
-        )
-        self._tpot = self._gauge(names.SLOT_TPOT_P99)
-        self._objective = self._gauge(names.SLOT_OBJECTIVE)
-        self._compute = self._gauge(names.SLOT_COMPUTE)
-        self._memory = self._gauge(names.SLOT_MEMORY)
-        self._tokens = self._gauge(names.SLOT_TOKENS)
+        self._jobs = self._gauge(names.JOBS)
+        self._slots = self._gauge(names.SLOTS)
+        self._time_to_place = self._histogram(names.TIME_TO_PLACE)
+        self._placements = self._counter(names.PLACEMENTS)
+        self._placement_ends = self._counter(names.PLACEMENT_ENDS)
+        self._harvested = self._counter(names.HARVESTED_SECONDS)
+        self._used = self._gauge(names.POLICY_USED)
+        self._quota = self._gauge(names.POLICY_QUOTA)
+        self.stale = self._counter(names.STALE_WORKERS)
+        self.streams = self._gauge(names.STREAMS)
+        self._refused = self._counter(names.STREAMS_REFUSED)
+        self._heartbeat_age = self._gauge(names.HEARTBEAT_AGE)
+        self._injections = self._counter(names.INJECTED)
+        self._not_injected = self._counter(names.NOT_INJECTED)
+        self.webhook_seconds = self._histogram(names.WEBHOOK)
+        self._leader = self._gauge(names.LEADER)
+        self._pass_seconds = self._histogram(names.PASS_SECONDS)
+        self._last_event = self._gauge(names.LAST_EVENT)
+        self._api_requests = self._counter(names.API_REQUESTS)
+        self._api_seconds = self._histogram(names.API_SECONDS)
+        self._certificates = self._gauge(names.CERTIFICATE_EXPIRY)
         self._last_pass = time.monotonic()
         self._lacks = "the operator starts"  # empty: it is ready
 
@@ -48,6 +57,17 @@ class Metrics:
 
     def _counter(self, metric: names.Metric) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: names.Metric) -> Histogram:
+        return Histogram(
+            metric.name,
+            metric.help,
+            metric.labels,
+            buckets=metric.buckets,
+            registry=self.registry,
+        )
+
+    # --- admission and sidecars -------------------------------------------------------------------
 
     def injected(self, rule: str) -> None:
         """Count a pod that was made harvestable."""
@@ -61,48 +81,79 @@ class Metrics:
         """Count a sidecar that was turned away."""
         self._refused.labels(reason).inc()
 
+    # --- jobs, slots, policies --------------------------------------------------------------------
+
+    def status_written(self, job: Job, after: Mapping[str, Any], now: datetime) -> None:
+        """Count what a new status of a job says: that it was placed, or that a placement ended."""
+        before = job.status.get("conditions")
+        was, is_now = is_true(before, T.PLACED), is_true(after.get("conditions"), T.PLACED)
+        if is_now and not was:
+            self._placements.labels(job.namespace).inc()
+            waited = (now - _waits_since(job)).total_seconds()
+            self._time_to_place.labels(job.namespace).observe(max(0.0, waited))
+        elif was and not is_now:
+            placed = get_condition(after.get("conditions"), T.PLACED) or {}
+            self._placement_ends.labels(job.namespace, placed.get("reason", "")).inc()
+
+    def harvested(self, seconds: float, policy: CheckedPolicy, tenants: Iterable[str]) -> None:
+        """Count the time that workers had a device; the jobs of `tenants` shared it."""
+        sharers = list(tenants)
+        for namespace in sharers:
+            self._harvested.labels(namespace, policy.namespace, policy.name).inc(
+                seconds / len(sharers)
+            )
+
+    def show(self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime) -> None:
+        """Show what a pass of the driver saw."""
+        self._jobs.clear()
+        jobs = Tally(
+            (body["metadata"]["namespace"], state_word(body)) for body in cluster.jobs.values()
+        )
+        for labels, count in jobs.items():
+            self._jobs.labels(*labels).set(count)
+        self._slots.clear()
+        slots = Tally(_slot_labels(key, views[key]) for key in cluster.slots if key in views)
+        for where, count in slots.items():
+            self._slots.labels(*where).set(count)
+        beats = [slot.beat_at for slot in cluster.slots.values() if slot.attached and slot.beat_at]
+        self._heartbeat_age.set((now - min(beats)).total_seconds() if beats else 0.0)
+        self._used.clear()
+        self._quota.clear()
+        for key, policy in cluster.policies.items():
+            self._used.labels(policy.namespace, policy.name).set(cluster.used_today(key, now))
+            if policy.spec is not None and policy.spec.access.gpu_seconds_per_day is not None:
+                quota = policy.spec.access.gpu_seconds_per_day
+                self._quota.labels(policy.namespace, policy.name).set(quota)
+
+    # --- the operator itself ----------------------------------------------------------------------
+
     def watched(self) -> None:
         """Note that a watch delivered something."""
         self._last_event.set_to_current_time()
 
-    def passed(self, seconds: float, cluster: ClusterState) -> None:
-        """Note a pass of the driver and what it saw."""
+    def called(self, method: str, path: str, code: int, seconds: float) -> None:
+        """Count a call to the API server; `code` 0: no answer."""
+        self._api_requests.labels(method, resource_of(path), str(code)).inc()
+        self._api_seconds.labels(method).observe(seconds)
+
+    def certificate(self, which: str, ends: datetime) -> None:
+        """Show when a certificate ends."""
+        self._certificates.labels(which).set(ends.timestamp())
+
+    def passed(self, seconds: float) -> None:
+        """Note a pass of the driver."""
         self._last_pass = time.monotonic()
-        self.pass_seconds.observe(seconds)
-        self._jobs.clear()
-        for state, count in Tally(state_word(body) for body in cluster.jobs.values()).items():
-            self._jobs.labels(state).set(count)
-        attached = sum(live.attached for live in cluster.slots.values())
-        self._slots.labels("true").set(attached)
-        self._slots.labels("false").set(len(cluster.slots) - attached)
-
-    def slot(self, live: LiveSlot, objective_seconds: float) -> None:
-        """Show what a sidecar last reported."""
-        if live.beat is None:
-            return
-        where = (live.namespace, live.name)
-        self._tpot.labels(*where).set(live.beat.tpot_p99_seconds)
-        self._objective.labels(*where).set(objective_seconds)
-        self._compute.labels(*where, "all").set(live.beat.compute_utilization)
-        self._compute.labels(*where, "decode").set(live.beat.compute_utilization_decode)
-        self._memory.labels(*where).set(live.beat.memory_utilization)
-        rates = (running.progress.tokens_per_second for running in jobs_of(live.beat))
-        self._tokens.labels(*where).set(sum(rates))
-
-    def forget_slot(self, live: LiveSlot) -> None:
-        """Stop showing a slot that is gone."""
-        where = (live.namespace, live.name)
-        for gauge in (self._tpot, self._objective, self._memory, self._tokens):
-            gauge.remove_by_labels(dict(zip(("namespace", "slot"), where, strict=True)))
-        self._compute.remove_by_labels({"namespace": where[0], "slot": where[1]})
+        self._pass_seconds.observe(seconds)
 
     def waits(self, lacks: str) -> None:
         """Note that the operator cannot work yet and that it waits, which is no reason to end."""
         self._last_pass, self._lacks = time.monotonic(), lacks
+        self._leader.set(0)
 
     def works(self) -> None:
         """Note that the operator is at work."""
         self._last_pass, self._lacks = time.monotonic(), ""
+        self._leader.set(1)
 
     def is_live(self) -> bool:
         """Return whether the driver still moves."""
@@ -127,3 +178,28 @@ class Metrics:
     async def _health(self, _: web.Request) -> web.Response:
         live = self.is_live()
         return web.Response(status=200 if live else 503, text="ok" if live else "driver stalled")
+
+
+def resource_of(path: str) -> str:
+    """Return the resource of a path of the API server, with the subresource: `pods/status`.
+
+    Neither names nor namespaces, which would make a series of each.
+    """
+    words = path.partition("?")[0].strip("/").split("/")
+    words = words[2:] if words[0] == "api" else words[3:]
+    if words[:1] == ["namespaces"] and len(words) > 2:
+        words = words[2:]
+    return "/".join(words[:1] + words[2:3])
+
+
+def _waits_since(job: Job) -> datetime:
+    """When a job began to wait: it was made, lost its slot, or was no longer suspended."""
+    conditions = job.status.get("conditions")
+    turns = [get_condition(conditions, kind) for kind in (T.PLACED, T.SUSPENDED)]
+    since = [datetime.fromisoformat(turn["lastTransitionTime"]) for turn in turns if turn]
+    return max([job.created, *since]) if job.epoch else job.created
+
+
+def _slot_labels(key: str, view: Slot) -> tuple[str, str, str]:
+    policy = view.terms.policy.name if view.terms else ""
+    return key.partition("/")[0], policy, str(readiness(view)[1])

@@ -110,6 +110,11 @@ async def load_authority(kube: Kube, namespace: str, now: datetime) -> KeyPair:
     return authority
 
 
+def ends_at(pair: KeyPair) -> datetime:
+    """Return when a certificate ends."""
+    return x509.load_pem_x509_certificate(pair.certificate).not_valid_after_utc
+
+
 def server_context(pair: KeyPair) -> ssl.SSLContext:
     """Return a TLS context that serves with `pair`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

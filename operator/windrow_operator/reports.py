@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Final
 
 from windrow.conditions import Reason
+from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.model import (
@@ -37,11 +38,6 @@ _STATE: Final = {
 _LAST_WORDS: Final = frozenset(
     {pb.JobEvent.STOPPED, pb.JobEvent.SUCCEEDED, pb.JobEvent.FAILED, pb.JobEvent.REJECTED}
 )
-
-
-def slot_name(pod_name: str, index: int) -> str:
-    """Return the name of a HarvestSlot: the pod's, for the usual pod with one device."""
-    return pod_name if index == 0 else f"{pod_name}.{index}"
 
 
 def take_hello(

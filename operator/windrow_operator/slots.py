@@ -153,10 +153,11 @@ def _conditions(view: Slot, held: list[Body], now: datetime) -> list[Body]:
         else ("False", Reason.DISCONNECTED, "The sidecar is not connected; it dials again")
     )
     held = set_condition(held, T.ATTACHED, *attached, None, now)
-    return set_condition(held, T.READY, *_readiness(view), None, now)
+    return set_condition(held, T.READY, *readiness(view), None, now)
 
 
-def _readiness(view: Slot) -> tuple[Status, str, str]:
+def readiness(view: Slot) -> tuple[Status, str, str]:
+    """Return status, reason and message of a slot's condition Ready."""
     if not view.attached:
         return "False", Reason.DISCONNECTED, "The sidecar is not connected"
     if view.silent:

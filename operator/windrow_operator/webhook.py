@@ -174,7 +174,8 @@ class Webhook:
 
     async def _mutate(self, request: web.Request) -> web.Response:
         review = await request.json()
-        return web.json_response(await self.review(review))
+        with self._metrics.webhook_seconds.time():
+            return web.json_response(await self.review(review))
 
     async def review(self, review: Body) -> Body:
         """Return the answer to one AdmissionReview. Every pod is allowed, some are patched."""

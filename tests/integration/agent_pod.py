@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from windrow.proto import agent_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.engines.harvest import EngineAgentLink
@@ -132,6 +134,15 @@ class Agent:
         port = int((self.folder / "metrics.port").read_text())
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
             return answer.read().decode()
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """Return the slot's series of that name and further labels."""
+        wanted = {"namespace": "serving", "slot": "decode-0", **labels}
+        for family in text_string_to_metric_families(self.metrics()):
+            for sample in family.samples:
+                if sample.name == name and sample.labels == wanted:
+                    return sample.value
+        return None
 
 
 @contextlib.asynccontextmanager

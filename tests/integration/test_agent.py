@@ -9,9 +9,10 @@ import sys
 
 import pytest
 from agent_pod import attached_pod
+from prometheus_client.parser import text_string_to_metric_families
 
 from windrow.errors import UserError
-from windrow.metrics import AGENT_METRICS
+from windrow.metrics import SIDECAR_METRICS
 from windrow.proto import attach_pb2
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.testing.attached_operator import until
@@ -86,9 +87,9 @@ async def test_a_job_runs_to_its_end_and_every_event_is_told_once(pod):
     assert operator.kinds() == ["STARTED", "SUCCEEDED"]
     await until(lambda: not operator.heartbeats[-1].HasField("job"))
     await until(lambda: not agent.worker_pids())
-    exits = 'windrow_worker_exits_total{outcome="succeeded",slot="0"} 1.0'
-    text = await until(lambda: exits in (text := agent.metrics()) and text)
-    assert 'windrow_harvested_tokens_total{slot="0"} 400.0' in text  # of steps 2 to 5
+    await until(lambda: agent.sample("windrow_worker_exits_total", outcome="succeeded") == 1.0)
+    # Of steps 2 to 5.
+    assert agent.sample("windrow_harvested_tokens_total", job_namespace="team-a") == 400.0
 
 
 async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
@@ -104,9 +105,9 @@ async def test_a_running_job_is_in_the_heartbeats_and_the_worker_is_nice(pod):
     (pid,) = agent.worker_pids()
     assert os.getpriority(os.PRIO_PROCESS, pid) == 19
     assert agent.oom_score_adj(pid) == 1000
-    assert 'job_step{job_name="support-tone",job_namespace="team-a",slot="0"}' in agent.metrics()
-    fragmentation = 'windrow_worker_memory_bytes{part="fragmentation",slot="0"} 1.048576e+06'
-    assert fragmentation in agent.metrics()
+    job = {"job_name": "support-tone", "job_namespace": "team-a"}
+    assert agent.sample("windrow_job_step", **job) > 5
+    assert agent.sample("windrow_worker_memory_bytes", part="fragmentation") == 2**20
 
 
 @pytest.mark.parametrize(
@@ -264,19 +265,32 @@ async def test_an_engine_that_goes_away_takes_its_job_with_it(pod):
     await until(lambda: not agent.worker_pids())
 
 
-async def test_every_metric_of_the_table_is_served(pod):
+async def test_the_sidecar_serves_its_rows_of_the_table_and_no_other(pod):
     operator, agent, _ = pod
+    operator.set_policy(name="chat", policy="static", mode="harvest", objective_seconds=0.012)
     operator.assign({"behave": "run"})
     await until(lambda: operator.event(Event.STARTED))
-    text = await asyncio.to_thread(agent.metrics)
-    missing = [
-        metric.name
-        for metric in AGENT_METRICS
-        if f"# HELP {metric.name.removesuffix('_total')}" not in text
-    ]
-    assert missing == []
-    assert 'windrow_chunks{slot="0",state="free"}' in text
-    assert 'windrow_decode_tpot_seconds_bucket{le="0.005",slot="0"}' in text
+    ratio = "windrow_decode_tpot_objective_ratio"
+    text = await until(lambda: f"{ratio}_count" in (text := agent.metrics()) and text)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    wanted = {metric.name.removesuffix("_total"): metric for metric in SIDECAR_METRICS}
+    assert {name: family.type for name, family in families.items()} == {
+        name: str(metric.type) for name, metric in wanted.items()
+    }
+    for name, family in families.items():
+        labels = {frozenset(sample.labels) - {"le"} for sample in family.samples}
+        assert labels <= {frozenset(wanted[name].labels)}, name
+    arena = families["windrow_arena_bytes"].samples
+    assert sum(sample.value for sample in arena) == 32 * 2**20
+    # Every step takes 5 ms.
+    steps = await until(lambda: agent.sample(f"{ratio}_count"))
+    assert agent.sample(f"{ratio}_bucket", le="0.4") == 0
+    assert agent.sample(f"{ratio}_bucket", le="0.5") >= steps
+    assert agent.sample("windrow_decode_tpot_seconds_bucket", le="0.003") == 0
+    info = next(sample for sample in families["windrow_slot_info"].samples)
+    assert info.labels["policy"] == "chat"
+    assert info.labels["mode"] == "harvest"
+    assert info.labels["model"] == "tiny"
 
 
 async def test_settings_that_cannot_work_are_refused_at_once():

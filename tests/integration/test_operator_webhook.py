@@ -104,7 +104,7 @@ def test_pods_of_other_engines_and_other_pods_pass_untouched_and_the_former_are_
     cluster, under_policy
 ):
     under_policy()
-    metric = "windrow_operator_not_injected_total"
+    metric = "windrow_pods_not_injected_total"
     before = counted(cluster, metric, reason="OtherEngine")
     for number, stack in enumerate(OTHER_ENGINES):
         pod, warning = create(cluster, OTHER_ENGINES[stack], f"other-{number}")

@@ -245,7 +245,21 @@ def test_the_native_sidecar_leaves_the_qos_class_as_it_is(resources, qos):
 def test_the_metrics_port_is_declared_only_where_one_was_chosen():
     chosen = SidecarTemplate("a:1", "PEM", metrics_port=9500)
     assert native(decode_pod(), chosen)["ports"][0]["containerPort"] == 9500
+    assert "ports" not in native(decode_pod())
     assert "ports" not in attached(injected(decode_pod()), chosen)
+
+
+@pytest.mark.parametrize(
+    ("of_policy", "of_operator", "found"),
+    [(None, 0, None), (None, 9465, "9465"), (9470, 9465, "9470"), (9470, 0, "9470")],
+)
+def test_a_metrics_port_stands_on_the_pod_where_prometheus_finds_it(of_policy, of_operator, found):
+    template = SidecarTemplate("a:1", "PEM", metrics_port=of_operator)
+    body = injected(decode_pod(), SidecarSpec(metrics_port=of_policy), template)
+    assert body["metadata"]["annotations"].get("windrow.dev/metrics-port") == found
+    # What is attached later, by another operator's settings, listens where the pod says.
+    port = next(e for e in attached(body)["env"] if e["name"] == "WINDROW_METRICS_PORT")
+    assert port["value"] == (found or "0")
 
 
 # --- the sidecar in both forms --------------------------------------------------------------------

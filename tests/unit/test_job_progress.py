@@ -85,10 +85,10 @@ def test_rows_that_were_cut_or_left_out_are_counted_from_the_worker_to_the_statu
 
 def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
     run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
-    jobs = SimpleNamespace(harvested_tokens=0, worker_starts=1, worker_exits={}, going=[run])
+    jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
 
     def metrics() -> set[str]:
-        families = _jobs([SimpleNamespace(index=0, jobs=jobs)])
+        families = _jobs({("serving", "decode-0"): SimpleNamespace(jobs=jobs)})
         return {family.name for family in families if family.samples}
 
     figures = {"windrow_job_loss", "windrow_job_learning_rate", "windrow_job_gradient_norm"}
@@ -101,11 +101,11 @@ def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
 
 def test_counts_of_rows_are_metrics_of_their_job():
     run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
-    jobs = SimpleNamespace(harvested_tokens=0, worker_starts=1, worker_exits={}, going=[run])
+    jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
     run.meter.add(0.0, _progress_message(JobProgress(total_steps=4, skipped_rows=2, cut_rows=7)))
     found = {
         family.name: family.samples[0].value
-        for family in _jobs([SimpleNamespace(index=0, jobs=jobs)])
+        for family in _jobs({("serving", "decode-0"): SimpleNamespace(jobs=jobs)})
         if family.name.endswith("_rows")
     }
     assert found == {"windrow_job_skipped_rows": 2, "windrow_job_cut_rows": 7}

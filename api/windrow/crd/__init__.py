@@ -6,6 +6,8 @@
 from windrow.crd.adapter import AdapterSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.common import (
     ANNOTATION_INJECTED_BY,
+    ANNOTATION_LOGS,
+    ANNOTATION_METRICS_PORT,
     ANNOTATION_POLICY,
     API_VERSION,
     CATEGORY,
@@ -33,7 +35,7 @@ from windrow.crd.finetunejob import (
     OutputSpec,
 )
 from windrow.crd.harvestpolicy import HarvestHours, HarvestPolicySpec, HarvestPolicyStatus
-from windrow.crd.harvestslot import HarvestSlotSpec, HarvestSlotStatus
+from windrow.crd.harvestslot import HarvestSlotSpec, HarvestSlotStatus, slot_name
 from windrow.crd.latencyprofile import CoRunModel, LatencyProfileSpec, ProfileSample, SoloModel
 from windrow.crd.parse import parse_job_spec, parse_policy_spec, parse_profile_spec
 from windrow.crd.training import (
@@ -46,6 +48,8 @@ from windrow.crd.values import format_duration, parse_duration, parse_quantity
 
 __all__ = [
     "ANNOTATION_INJECTED_BY",
+    "ANNOTATION_LOGS",
+    "ANNOTATION_METRICS_PORT",
     "ANNOTATION_POLICY",
     "API_VERSION",
     "CATEGORY",
@@ -92,4 +96,5 @@ __all__ = [
     "parse_policy_spec",
     "parse_profile_spec",
     "parse_quantity",
+    "slot_name",
 ]

@@ -332,6 +332,14 @@ class SidecarSpec(Record):
         description="Whether decode and worker may share the GPU under MPS. Read when a sidecar "
         "comes into a pod.",
     )
+    metrics_port: int | None = Field(
+        default=None,
+        ge=1,
+        le=65535,
+        description="Port of the pod's address at which the sidecar serves its metrics; the pod is "
+        "annotated with it, for Prometheus. Default: the operator's setting. Read when a pod is "
+        "created.",
+    )
     volumes: list[VolumeSpec] = Field(
         default_factory=list,
         max_length=16,

@@ -8,6 +8,11 @@ from windrow.crd.common import Condition
 from windrow.crd.values import Record, Timestamp
 
 
+def slot_name(pod_name: str, index: int) -> str:
+    """Return the name of a HarvestSlot: the pod's, for the usual pod with one device."""
+    return pod_name if index == 0 else f"{pod_name}.{index}"
+
+
 class HarvestSlotSpec(Record):
     """What the device is; fixed while the decode process lives."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from windrow import metrics as m
+from windrow.crd import slot_name
 from windrow.errors import UserError
 from windrow.proto import agent_pb2
 from windrow.rundir import ENV_METRICS_PORT
@@ -31,23 +32,34 @@ _log = logging.getLogger(__name__)
 PORT_FILE = "metrics.port"  # below the run directory: where the endpoint listens
 
 Rows = Sequence[tuple[tuple[str, ...], float]]
+Key = tuple[str, str]  # namespace and name of a HarvestSlot
 
 
 class Exporter(Collector):
-    """The agent's Prometheus endpoint over all slots."""
+    """The agent's Prometheus endpoint over all slots.
+
+    Args:
+        settings: of the agent: whose slots they are, and where to listen.
+        slots: those that there are at a scrape.
+        attached: whether the stream to the operator is up.
+    """
 
     def __init__(
-        self, slots: Callable[[], Iterable[AgentSlot]], attached: Callable[[], bool]
+        self,
+        settings: AgentSettings,
+        slots: Callable[[], Iterable[AgentSlot]],
+        attached: Callable[[], bool],
     ) -> None:
-        self._slots, self._attached = slots, attached
+        self._settings, self._slots, self._attached = settings, slots, attached
         self._close: Callable[[], None] = lambda: None
 
-    def start(self, settings: AgentSettings) -> int:
+    def start(self) -> int:
         """Listen, and write the port to the run directory; returns it.
 
         Raises:
             UserError: the port is taken.
         """
+        settings = self._settings
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         try:
@@ -80,120 +92,127 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Family]:
         """All families; called by the endpoint's thread."""
-        slots = list(self._slots())
-        yield _gauge(m.OPERATOR_ATTACHED, [((), float(self._attached()))])
+        settings = self._settings
+        slots = {
+            (settings.pod_namespace, slot_name(settings.pod_name, slot.index)): slot
+            for slot in self._slots()
+        }
+        yield _gauge(m.SIDECAR_ATTACHED, [((), float(self._attached()))])
+        yield _gauge(
+            m.SLOT_INFO,
+            [((*key, *_info(slot), settings.node_name), 1) for key, slot in slots.items()],
+        )
         yield from _decode(slots)
         yield from _device(slots)
+        yield from _decisions(slots)
         yield from _jobs(slots)
 
 
-def _decode(slots: list[AgentSlot]) -> Iterator[Family]:
-    def each(of: Callable[[AgentSlot], float]) -> Rows:
-        return [((str(s.index),), of(s)) for s in slots]
+def _info(slot: AgentSlot) -> tuple[str, str, str, str, str]:
+    """The labels `policy` to `device` of a slot."""
+    hello, policy = slot.hello or agent_pb2.EngineHello(), slot.policy
+    mode = policy.mode if policy.name else "off"
+    return policy.name, mode, hello.model, hello.engine, hello.device
 
-    yield _counter(m.DECODE_STEPS, each(lambda s: s.stats.steps))
-    yield _counter(m.DECODE_STEPS_OVER, each(lambda s: s.stats.steps_over_objective))
-    yield _counter(m.DECODE_BUSY, each(lambda s: s.stats.busy_seconds))
-    yield _counter(m.DECODE_REQUESTS, each(lambda s: s.stats.requests_completed))
+
+def _decode(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
+    def each(of: Callable[[AgentSlot], float]) -> Rows:
+        return [(key, of(slot)) for key, slot in slots.items()]
+
+    yield _gauge(m.ENGINE_UP, each(lambda s: float(s.engine_state == "serving")))
+    yield _histogram(
+        m.DECODE_TPOT,
+        {
+            key: agent_pb2.Histogram(counts=s.stats.tpot_histogram, sum=s.stats.tpot_sum_seconds)
+            for key, s in slots.items()
+        },
+    )
+    yield _histogram(
+        m.DECODE_TPOT_RATIO, {key: s.stats.tpot_objective_ratio for key, s in slots.items()}
+    )
     yield _gauge(m.DECODE_OBJECTIVE, each(lambda s: s.stats.objective_seconds))
     yield _gauge(m.DECODE_BATCH, each(lambda s: s.stats.batch))
     yield _gauge(m.DECODE_CONTEXT, each(lambda s: s.stats.context_tokens))
     yield _gauge(m.DECODE_WAITING, each(lambda s: s.stats.waiting))
+    yield _counter(m.DECODE_REQUESTS, each(lambda s: s.stats.requests_completed))
+
+
+def _device(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
+    granted: list[tuple[tuple[str, ...], float]] = []
+    used, arena, moved = granted.copy(), granted.copy(), granted.copy()
+    for key, slot in slots.items():
+        stats, chunk_bytes = slot.stats, slot.hello.chunk_bytes if slot.hello else 0
+        granted += [
+            ((*key, "decode"), stats.decode_units),
+            ((*key, "finetune"), stats.finetune_units),
+        ]
+        used += [
+            ((*key, "decode"), slot.utilization.decode),
+            ((*key, "finetune"), slot.utilization.finetune),
+        ]
+        states = ("free", "kv", "lent", "reserved", "draining")
+        arena += [
+            ((*key, state), float(count * chunk_bytes))
+            for state, count in zip(states, slot.chunks(), strict=True)
+        ]
+        moved += [
+            ((*key, "lent"), stats.chunks_lent),
+            ((*key, "revoked"), stats.chunks_revoked),
+            ((*key, "reclaimed"), stats.chunks_reclaimed),
+        ]
+    known = [(key, slot.hello) for key, slot in slots.items() if slot.hello]
+    yield _gauge(m.COMPUTE_UNITS, [(key, hello.compute_units) for key, hello in known])
+    yield _gauge(m.COMPUTE_GRANTED, granted)
+    yield _counter(
+        m.GRANTED_UNIT_SECONDS, [(key, s.stats.granted_unit_seconds) for key, s in slots.items()]
+    )
+    yield _gauge(m.COMPUTE_UTILIZATION, used)
+    yield _gauge(m.ARENA, arena)
+    yield _gauge(m.CHUNK_BYTES, [(key, float(hello.chunk_bytes)) for key, hello in known])
+    yield _counter(m.CHUNKS_MOVED, moved)
+    yield _histogram(
+        m.CHUNK_RETURN, {key: s.stats.chunk_return_seconds for key, s in slots.items()}
+    )
+
+
+def _decisions(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
+    def each(of: Callable[[AgentSlot], float]) -> Rows:
+        return [(key, of(slot)) for key, slot in slots.items()]
+
+    yield _histogram(m.DECISION, {key: s.stats.decision_seconds for key, s in slots.items()})
+    yield _histogram(m.PREDICTOR_RATIO, {key: s.stats.predictor_ratio for key, s in slots.items()})
+    yield _gauge(m.PREDICTOR_MARGIN, each(lambda s: s.stats.predictor_margin))
+    yield _gauge(
+        m.WORKER_PAUSED,
+        [((*key, s.stats.paused), 1) for key, s in slots.items() if s.stats.paused],
+    )
+    yield _counter(m.GUARD_TRIPS, each(lambda s: s.stats.guard_trips))
     yield _gauge(m.BREAKER_OPEN, each(lambda s: float(bool(s.stats.breaker))))
-    yield _gauge(m.PREDICTED_RATE, each(lambda s: s.stats.predicted_tokens_per_second))
-    yield _tpot(slots)
-    yield _gauge(
-        m.DECODE_TPOT_QUANTILE,
+    yield _gauge(m.HARVESTABLE, each(lambda s: s.stats.predicted_tokens_per_second))
+
+
+def _jobs(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
+    yield _counter(
+        m.HARVESTED_TOKENS,
         [
-            ((str(s.index), q), value)
-            for s in slots
-            for q, value in (("0.5", s.stats.tpot_p50_seconds), ("0.99", s.stats.tpot_p99_seconds))
+            ((*key, tenant), tokens)
+            for key, s in slots.items()
+            for tenant, tokens in sorted(s.jobs.harvested_tokens.items())
         ],
     )
-    yield _gauge(
-        m.DECISION,
-        [
-            ((str(s.index), q), value)
-            for s in slots
-            for q, value in (
-                ("0.5", s.stats.decision_p50_seconds),
-                ("0.99", s.stats.decision_p99_seconds),
-            )
-        ],
-    )
-
-
-def _tpot(slots: list[AgentSlot]) -> Family:
-    metric = m.DECODE_TPOT
-    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
-    bounds = [*(str(bound) for bound in m.TPOT_BUCKETS_SECONDS), "+Inf"]
-    for slot in slots:
-        if len(slot.stats.tpot_histogram) == len(bounds):
-            cumulative = accumulate(slot.stats.tpot_histogram)
-            family.add_metric(
-                [str(slot.index)],
-                buckets=list(zip(bounds, map(float, cumulative), strict=True)),
-                sum_value=slot.stats.tpot_sum_seconds,
-            )
-    return family
-
-
-def _device(slots: list[AgentSlot]) -> Iterator[Family]:
-    units: list[tuple[tuple[str, ...], float]] = []
-    compute, memory, chunks = units.copy(), units.copy(), units.copy()
-    for slot in slots:
-        index = str(slot.index)
-        free, kv, lent, reserved, draining = slot.chunks()
-        total = max(1, free + kv + lent + reserved + draining)
-        device = slot.hello.compute_units if slot.hello else 0
-        used = slot.utilization
-        units += [
-            ((index, "device"), device),
-            ((index, "decode"), slot.stats.decode_units),
-            ((index, "finetune"), slot.stats.finetune_units),
-        ]
-        compute += [
-            ((index, "device"), used.decode + used.finetune),
-            ((index, "decode"), used.decode),
-            ((index, "finetune"), used.finetune),
-        ]
-        memory += [
-            ((index, "device"), (kv + lent + draining) / total),
-            ((index, "kv"), kv / total),
-            ((index, "lent"), (lent + draining) / total),
-        ]
-        chunks += [
-            ((index, "free"), free),
-            ((index, "kv"), kv),
-            ((index, "lent"), lent),
-            ((index, "reserved"), reserved),
-            ((index, "draining"), draining),
-        ]
-    yield _gauge(m.COMPUTE_UNITS, units)
-    yield _gauge(m.COMPUTE_UTILIZATION, compute)
-    yield _gauge(m.MEMORY_UTILIZATION, memory)
-    yield _gauge(m.CHUNKS, chunks)
-    yield _gauge(
-        m.CHUNK_BYTES, [((str(s.index),), float(s.hello.chunk_bytes)) for s in slots if s.hello]
-    )
-
-
-def _jobs(slots: list[AgentSlot]) -> Iterator[Family]:
-    yield _counter(m.HARVESTED_TOKENS, [((str(s.index),), s.jobs.harvested_tokens) for s in slots])
-    yield _counter(m.WORKER_STARTS, [((str(s.index),), s.jobs.worker_starts) for s in slots])
+    yield _counter(m.WORKER_STARTS, [(key, s.jobs.worker_starts) for key, s in slots.items()])
     yield _counter(
         m.WORKER_EXITS,
-        [((str(s.index), how), n) for s in slots for how, n in sorted(s.jobs.worker_exits.items())],
+        [
+            ((*key, how), n)
+            for key, s in slots.items()
+            for how, n in sorted(s.jobs.worker_exits.items())
+        ],
     )
-    runs = [(str(s.index), run) for s in slots for run in s.jobs.going]
-    jobs = [(i, r.assign) for i, r in runs]
-    yield _gauge(
-        m.JOB_INFO,
-        [((i, j.job_namespace, j.job_name, j.job_uid, str(j.epoch)), 1) for i, j in jobs],
-    )
+    runs = [(key, run) for key, s in slots.items() for run in s.jobs.going]
 
     def each(of: Callable[[JobRun], float]) -> Rows:
-        return [((i, r.assign.job_namespace, r.assign.job_name), of(r)) for i, r in runs]
+        return [((*key, r.assign.job_namespace, r.assign.job_name), of(r)) for key, r in runs]
 
     def known(of: Callable[[JobRun], float]) -> Rows:
         """Leave out what no step has told yet."""
@@ -204,22 +223,21 @@ def _jobs(slots: list[AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.JOB_LOSS, known(lambda r: r.meter.latest.loss))
     yield _gauge(m.JOB_LEARNING_RATE, known(lambda r: r.meter.latest.learning_rate))
     yield _gauge(m.JOB_GRADIENT_NORM, known(lambda r: r.meter.latest.grad_norm))
+    yield _gauge(m.JOB_RATE, each(lambda r: r.meter.tokens_per_second))
+    yield _gauge(m.JOB_ETA, each(lambda r: r.meter.eta_s))
     yield _gauge(m.JOB_MEMORY, each(lambda r: r.meter.latest.memory_bytes))
     yield _gauge(m.JOB_SKIPPED_ROWS, each(lambda r: r.meter.latest.skipped_rows))
     yield _gauge(m.JOB_CUT_ROWS, each(lambda r: r.meter.latest.cut_rows))
-    yield _gauge(m.JOB_RATE, each(lambda r: r.meter.tokens_per_second))
     # Of the process, so each of its jobs tells the same.
-    workers = {i: r.meter.latest for i, r in reversed(runs)}
-    yield _gauge(m.WORKER_MEMORY, [row for i in workers for row in _memory_rows(i, workers[i])])
+    workers = {key: r.meter.latest for key, r in reversed(runs)}
+    yield _gauge(
+        m.WORKER_MEMORY, [row for key, latest in workers.items() for row in _memory(key, latest)]
+    )
 
 
-def _memory_rows(slot: str, latest: agent_pb2.WorkerProgress) -> Rows:
+def _memory(key: Key, latest: agent_pb2.WorkerProgress) -> Rows:
     held, requested = latest.allocator_held_bytes, latest.allocator_requested_bytes
-    return [
-        ((slot, "held"), held),
-        ((slot, "requested"), requested),
-        ((slot, "fragmentation"), held - requested),
-    ]
+    return [((*key, "requested"), requested), ((*key, "fragmentation"), held - requested)]
 
 
 def _gauge(metric: m.Metric, rows: Rows) -> Family:
@@ -233,4 +251,17 @@ def _counter(metric: m.Metric, rows: Rows) -> Family:
     family = CounterMetricFamily(metric.name, metric.help, labels=metric.labels)
     for labels, value in rows:
         family.add_metric(labels, value)
+    return family
+
+
+def _histogram(metric: m.Metric, rows: Mapping[Key, agent_pb2.Histogram]) -> Family:
+    """A histogram; what no engine has told yet, or one with other buckets, is left out."""
+    family = HistogramMetricFamily(metric.name, metric.help, labels=metric.labels)
+    bounds = [*(str(bound) for bound in metric.buckets), "+Inf"]
+    for labels, counted in rows.items():
+        if len(counted.counts) == len(bounds):
+            cumulative = map(float, accumulate(counted.counts))
+            family.add_metric(
+                labels, buckets=list(zip(bounds, cumulative, strict=True)), sum_value=counted.sum
+            )
     return family

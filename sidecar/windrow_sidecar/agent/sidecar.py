@@ -48,8 +48,8 @@ class Sidecar:
             self._slot_at, self._find_run, self._link.profile_taken, settings.worker_silence_s
         )
         server = await serve(service, str(settings.run_dir.agent_socket))
-        exporter = Exporter(self._all_slots, lambda: self._link.attached)
-        exporter.start(settings)
+        exporter = Exporter(settings, self._all_slots, lambda: self._link.attached)
+        exporter.start()
         link = asyncio.create_task(self._link.run()) if settings.operator_address else None
         if link is None:
             _log.warning("no operator is named: no policy will come, nothing is harvested")

@@ -46,7 +46,7 @@ class AgentSlot:
         self.utilization = Utilization()
         self._meter = make_meter("host", 1)
         self._channel: EngineChannel | None = None
-        self._policy = agent_pb2.EnginePolicy()
+        self.policy = agent_pb2.EnginePolicy()
         self._arena: _core.Inspection | None = None
         self._absence: asyncio.Task[None] | None = None
         self._standby = Standby(settings, index)
@@ -78,7 +78,7 @@ class AgentSlot:
             self._meter = make_meter(hello.driver, hello.compute_units)
             self._engine_shares(hello.sharing, hello.sharing_reason)
             self._on_facts()
-        channel.send(agent_pb2.EngineCommand(policy=self._policy))
+        channel.send(agent_pb2.EngineCommand(policy=self.policy))
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
@@ -104,7 +104,7 @@ class AgentSlot:
 
     def set_policy(self, policy: agent_pb2.EnginePolicy) -> None:
         """Hand the engine a policy now, and whenever it calls again."""
-        self._policy = policy
+        self.policy = policy
         if self._channel:
             self._channel.send(agent_pb2.EngineCommand(policy=policy))
         self._prepare()
@@ -116,7 +116,7 @@ class AgentSlot:
         from a busy one. A job that comes before such a moment starts its worker itself.
         """
         free = self.jobs.has_no_worker
-        wanted = self._policy.mode == "harvest" and self._channel is not None and free
+        wanted = self.policy.mode == "harvest" and self._channel is not None and free
         if wanted and self.hello and self.stats.batch == 0:
             self._preparing = asyncio.create_task(self._standby.prepare(self.hello.model))
 

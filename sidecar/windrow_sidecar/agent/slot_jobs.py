@@ -31,7 +31,7 @@ class SlotJobs:
 
     Attributes:
         runs: those that go on, and the last that have ended, oldest first.
-        harvested_tokens: of all jobs that ran here.
+        harvested_tokens: of all jobs that ran here, by their namespaces.
         worker_starts: of processes.
         worker_exits: of processes, by how their last job ended.
     """
@@ -51,7 +51,8 @@ class SlotJobs:
         self._standby, self._refuses_all = standby, refuses_all
         self._max_jobs, self._worker_changed = max_jobs, worker_changed
         self.runs: list[JobRun] = []
-        self.harvested_tokens = self.worker_starts = 0
+        self.worker_starts = 0
+        self.harvested_tokens: Counter[str] = Counter()
         self.worker_exits: Counter[str] = Counter()
         self._supervisor: WorkerSupervisor | None = None
         self._coming: set[tuple[str, int]] = set()  # assignments that wait for their turn
@@ -123,7 +124,7 @@ class SlotJobs:
         self, assign: attach_pb2.Assign, supervisor: WorkerSupervisor, *, joined: bool = False
     ) -> JobRun:
         def count_tokens(n: int) -> None:
-            self.harvested_tokens += n
+            self.harvested_tokens[assign.job_namespace] += n
 
         run = JobRun(
             self._settings, assign, self._outbox, supervisor, joined=joined, on_tokens=count_tokens

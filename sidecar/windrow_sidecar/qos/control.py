@@ -99,12 +99,16 @@ class Controller:
         """Whether the last decision is in force as it was wished: no units are changing hands."""
         return self._during[0] >= 0
 
-    def observe(self, now_ns: int, latency_us: int) -> None:
-        """Judge the step that was decided last, and learn from it. Belongs after the step."""
+    def observe(self, now_ns: int, latency_us: int) -> float | None:
+        """Judge the step that was decided last, and learn from it. Belongs after the step.
+
+        Returns how far the step was from its prediction, relative to that; None: it ran without a
+        worker, or between two partitions.
+        """
         split, batch, context_tokens, harvested, slack_us = self._during
         terms = self._terms
         if terms is None or batch == 0:
-            return
+            return None
         # Judged by request, a long step is no breach while every request has slack left.
         judged = not terms.per_request or slack_us <= 0
         self.guard.observe(
@@ -114,14 +118,15 @@ class Controller:
             harvested=harvested,
         )
         # A step between two partitions (-1) is of neither, and says nothing about them.
-        if split > 0 and self._predictor:
-            self._predictor.observe(
-                split,
-                batch=batch,
-                context_tokens=context_tokens,
-                latency_us=latency_us,
-                objective_us=terms.objective_us,
-            )
+        if split <= 0 or self._predictor is None:
+            return None
+        return self._predictor.observe(
+            split,
+            batch=batch,
+            context_tokens=context_tokens,
+            latency_us=latency_us,
+            objective_us=terms.objective_us,
+        )
 
     def headroom_units(self, view: View) -> int:
         """What a worker that always has work would get at this moment; callable from any thread."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
-from windrow_sidecar.engines.harvest.lending import LendingManager
+from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
@@ -157,9 +157,11 @@ class HarvestHook:
         unjudged, self._unjudged = self._unjudged, []
         stats, controller = self._stats, self.controller
         for latency_us, cost_ns in unjudged:
-            stats.add(latency_us, cost_ns, over=latency_us > self._objective_us > 0)
+            stats.add(latency_us, cost_ns, self._objective_us)
             if not self._prefilled:
-                controller.observe(now_ns, latency_us)
+                residual = controller.observe(now_ns, latency_us)
+                if residual is not None:
+                    stats.predicted(residual)
         guard = controller.guard
         if guard.trips != self._trips or guard.reason != self._breaker:
             self._steady_until_ns = 0
@@ -193,10 +195,18 @@ class HarvestHook:
             view=self._view,
             decode_units=granted.decode_units,
             finetune_units=granted.finetune_units,
-            histogram=self._stats.histogram,
+            tpot=self._stats.tpot,
+            objective_ratio=self._stats.objective_ratio,
+            decision=self._stats.decision,
+            predictor_ratio=self._stats.predictor_ratio,
             unit_seconds=self._unit_ns / 1e9,
             tokens_done=self._tokens_done,
         )
+
+    @property
+    def lending_counts(self) -> LendingCounts:
+        """How many chunks moved, and how soon they came back."""
+        return self._lending.moved
 
     def predicted_tokens_per_second(self, snapshot: StepStatistics) -> float:
         """What a worker would get here now; called once a second, with each new snapshot."""

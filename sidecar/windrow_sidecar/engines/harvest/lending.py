@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from windrow.eventlog import EventLog, MarkEvent
+from windrow.metrics import CHUNK_RETURN_BUCKETS_SECONDS
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
+from windrow_sidecar.engines.harvest.stats import BucketCounts
 from windrow_sidecar.qos.lending import ChunkCounts, plan_lending
 from windrow_sidecar.qos.reserve import AdmissionRate, Demand, reserve_chunks
 from windrow_sidecar.qos.terms import HarvestTerms
@@ -12,6 +14,14 @@ from windrow_sidecar.qos.view import Offer
 
 # The reserve follows the traffic once a second: sorting 600 windows takes about 40 us.
 _RESERVE_EVERY_NS = 1_000_000_000
+
+
+class LendingCounts:
+    """Chunks that moved since the start, and how long the worker took to give them back."""
+
+    def __init__(self) -> None:
+        self.lent = self.revoked = self.reclaimed = 0
+        self.return_seconds = BucketCounts(CHUNK_RETURN_BUCKETS_SECONDS)
 
 
 class LendingManager:
@@ -26,6 +36,7 @@ class LendingManager:
         self._revoked_ns, self._draining_since_ns = 0, 0
         self._planned_ns, self._sized_ns = 0, 0
         self.target = 0
+        self.moved = LendingCounts()
         # Chunks that would have to be FREE before all of what the worker wants could be lent.
         self.lacking = 0
 
@@ -114,6 +125,7 @@ class LendingManager:
         if self._owner in (0, live_epoch):
             return
         taken = self._arena.reclaim(self._owner)
+        self.moved.reclaimed += taken
         self._mark(now_ns, "reclaim", f"{taken} chunks of epoch {self._owner}")
         self._owner, self.target = 0, 0
         self._draining_since_ns = 0
@@ -122,12 +134,14 @@ class LendingManager:
         lent = self._arena.lend(wanted, owner=owner)
         if lent:
             self._owner = owner
+            self.moved.lent += len(lent)
             self._mark(now_ns, "lend", f"{len(lent)} chunks")
 
     def _revoke(self, now_ns: int, wanted: int) -> None:
         asked = self._arena.revoke(wanted)
         if asked:
             self._revoked_ns = now_ns
+            self.moved.revoked += len(asked)
             self._draining_since_ns = self._draining_since_ns or now_ns
             self._mark(now_ns, "revoke", f"{len(asked)} chunks")
 
@@ -137,6 +151,7 @@ class LendingManager:
             took_us = (now_ns - self._draining_since_ns) / 1e3
             self._release_us = max(took_us, 0.9 * self._release_us + 0.1 * took_us)
             self._draining_since_ns = 0
+            self.moved.return_seconds.add(took_us / 1e6)
         if not chunks.draining and not chunks.lent:
             self._owner = 0
 

@@ -17,7 +17,7 @@ import grpc
 from windrow.errors import UserError
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow_sidecar.engines.harvest.hook import HarvestHook
-from windrow_sidecar.engines.harvest.stats import StepStatistics
+from windrow_sidecar.engines.harvest.stats import BucketCounts, StepStatistics
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 
 _log = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class EngineAgentLink:
 
     def _stats(self) -> agent_pb2.EngineStats:
         s: StepStatistics = self._hook.snapshot()
+        controller, moved = self._hook.controller, self._hook.lending_counts
+        predictor = controller.predictor
         return agent_pb2.EngineStats(
             steps=s.steps,
             steps_over_objective=s.steps_over_objective,
@@ -130,15 +132,25 @@ class EngineAgentLink:
             decode_units=s.decode_units,
             finetune_units=s.finetune_units,
             busy_seconds=s.busy_s,
-            breaker=self._refusal or self._hook.controller.guard.reason,
+            breaker=self._refusal or controller.guard.reason,
             predicted_tokens_per_second=self._hook.predicted_tokens_per_second(s),
             decision_p50_seconds=s.decision_p50_s,
             decision_p99_seconds=s.decision_p99_s,
             requests_completed=self._requests_completed,
-            tpot_histogram=s.histogram,
+            tpot_histogram=s.tpot.counts,
             tpot_sum_seconds=s.busy_s,
             objective_seconds=s.view.objective_us / 1e6,
-            paused=self._hook.controller.why_paused,
+            paused=controller.why_paused,
+            decision_seconds=_histogram(s.decision),
+            tpot_objective_ratio=_histogram(s.objective_ratio),
+            predictor_ratio=_histogram(s.predictor_ratio),
+            chunk_return_seconds=_histogram(moved.return_seconds),
+            chunks_lent=moved.lent,
+            chunks_revoked=moved.revoked,
+            chunks_reclaimed=moved.reclaimed,
+            guard_trips=controller.guard.trips,
+            granted_unit_seconds=s.unit_seconds,
+            predictor_margin=predictor.margin if predictor else 0.0,
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:
@@ -166,3 +178,7 @@ class EngineAgentLink:
             _log.warning("policy %s is not in force: %s", policy.name, error)
             self._refusal = str(error)
             return None
+
+
+def _histogram(counted: BucketCounts) -> agent_pb2.Histogram:
+    return agent_pb2.Histogram(counts=counted.counts, sum=counted.sum)

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windrow.metrics import TPOT_BUCKETS_SECONDS
+from windrow.metrics import (
+    DECISION_BUCKETS_SECONDS,
+    OBJECTIVE_RATIO_BUCKETS,
+    PREDICTOR_RATIO_BUCKETS,
+    TPOT_BUCKETS_SECONDS,
+)
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.view import View
 
 # A forward and a backward pass cost about four times what a token costs in a decode batch.
 _TRAINING_COST = 4.0
 _SMOOTHING = 0.2
+
+
+class BucketCounts:
+    """Values counted by bucket, as a Prometheus histogram has them; one thread adds."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last above all bounds
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value; one that equals a bound lies below it."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +49,10 @@ class StepStatistics:
     view: View
     decode_units: int
     finetune_units: int
-    histogram: tuple[int, ...]  # steps by bucket of TPOT_BUCKETS_SECONDS, since the start
+    tpot: BucketCounts  # seconds, since the start
+    objective_ratio: BucketCounts  # latency over the objective in force, since the start
+    decision: BucketCounts  # seconds, since the start
+    predictor_ratio: BucketCounts  # measured over predicted, beside the worker, since the start
     unit_seconds: float  # granted to the worker, since the start
     tokens_done: int
 
@@ -42,28 +64,42 @@ class StepStats:
         self.steps, self.over, self.busy_us = 0, 0, 0
         self._latencies_us: list[int] = []
         self._costs_ns: list[int] = []
-        self._histogram = [0] * (len(TPOT_BUCKETS_SECONDS) + 1)
+        self._objectives: list[float] = []  # latency over objective
+        self._residuals: list[float] = []
+        self.tpot = BucketCounts(TPOT_BUCKETS_SECONDS)
+        self.objective_ratio = BucketCounts(OBJECTIVE_RATIO_BUCKETS)
+        self.decision = BucketCounts(DECISION_BUCKETS_SECONDS)
+        self.predictor_ratio = BucketCounts(PREDICTOR_RATIO_BUCKETS)
 
-    def add(self, latency_us: int, cost_ns: int, *, over: bool) -> None:
-        """One finished step and what the hook took of it."""
+    def add(self, latency_us: int, cost_ns: int, objective_us: int) -> None:
+        """One finished step, what the hook took of it, and the objective in force (0: none)."""
         self.steps += 1
-        self.over += over
         self.busy_us += latency_us
         self._latencies_us.append(latency_us)
         self._costs_ns.append(cost_ns)
+        if objective_us > 0:
+            self.over += latency_us > objective_us
+            self._objectives.append(latency_us / objective_us)
+
+    def predicted(self, residual: float) -> None:
+        """Count how far a step beside the worker was from its prediction, relative to that."""
+        self._residuals.append(residual)
 
     def take(self) -> tuple[list[int], list[int]]:
-        """Latencies and costs since the last call, each sorted."""
+        """Latencies and costs since the last call, each sorted; fills the histograms."""
         latencies, self._latencies_us = self._latencies_us, []
         costs, self._costs_ns = self._costs_ns, []
+        ratios, self._objectives = self._objectives, []
+        residuals, self._residuals = self._residuals, []
         for latency_us in latencies:
-            self._histogram[bisect_left(TPOT_BUCKETS_SECONDS, latency_us / 1e6)] += 1
+            self.tpot.add(latency_us / 1e6)
+        for cost_ns in costs:
+            self.decision.add(cost_ns / 1e9)
+        for ratio in ratios:
+            self.objective_ratio.add(ratio)
+        for residual in residuals:
+            self.predictor_ratio.add(1.0 + residual)
         return sorted(latencies), sorted(costs)
-
-    @property
-    def histogram(self) -> tuple[int, ...]:
-        """Steps by bucket, the last above all bounds; up to the last `take`."""
-        return tuple(self._histogram)
 
 
 def quantile(ordered: list[int], q: float) -> float:
