@@ -101,11 +101,11 @@ def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
 
 def test_counts_of_rows_are_metrics_of_their_job():
     run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
-    jobs = SimpleNamespace(harvested_tokens=0, worker_starts=1, worker_exits={}, going=[run])
+    jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
     run.meter.add(0.0, _progress_message(JobProgress(total_steps=4, skipped_rows=2, cut_rows=7)))
     found = {
         family.name: family.samples[0].value
-        for family in _jobs([SimpleNamespace(index=0, jobs=jobs)])
+        for family in _jobs({("serving", "decode-0"): SimpleNamespace(jobs=jobs)})
         if family.name.endswith("_rows")
     }
     assert found == {"windrow_job_skipped_rows": 2, "windrow_job_cut_rows": 7}

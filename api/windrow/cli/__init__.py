@@ -87,7 +87,8 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
 
 
 def _tell(error: Exception, code: int) -> int:
-    sys.stderr.write(f"windrow: {error}\n")
+    if sys.stderr is not None:  # the command was started without one
+        sys.stderr.write(f"windrow: {error}\n")
     return code
 
 

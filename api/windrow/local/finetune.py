@@ -203,6 +203,12 @@ def listen(
     return [each if each.ended else replace(each, died=why) for each in told]
 
 
+def unbegun(told: RunSummary) -> RunSummary:
+    """Return it as of a job that was asked to stop before its worker could say a word."""
+    stopped = "stopped: asked to stop; it had not begun"
+    return replace(told, events=(*told.events, stopped), ended="STOPPED", died="")
+
+
 def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
     """Yield what the worker says until it ends; None: it has been silent for too long."""
     assert process.stdout is not None
