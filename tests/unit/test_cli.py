@@ -175,7 +175,7 @@ def test_kubectl_finds_the_same_program_as_a_plugin(capsys):
 
 def test_a_shell_completes_commands(monkeypatch, capsys):
     monkeypatch.setenv("_WINDROW_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "windrow re")
+    monkeypatch.setenv("COMP_WORDS", "windrow rep")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert cli.run([]) == 0
     assert capsys.readouterr().out.split() == ["report"]
