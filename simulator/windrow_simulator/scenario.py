@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,7 @@ def terms_for(
     """
     if policy == ALONE:
         return None
-    return make_terms(
+    terms = make_terms(
         name="simulated",
         policy=policy,
         mode="harvest",
@@ -189,8 +189,8 @@ def terms_for(
         scope=settings.scope,
         max_compute_percent=settings.max_sm_percent,
         max_memory_percent=settings.max_memory_percent,
-        deferral_seconds=settings.deferral_ms / 1e3,
     )
+    return terms and replace(terms, deferral_us=round(settings.deferral_ms * 1e3))
 
 
 @dataclass(frozen=True, slots=True)

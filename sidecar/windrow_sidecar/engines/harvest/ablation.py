@@ -47,6 +47,7 @@ class NoPredictor(Predictor):
         context_tokens: int,
         latency_us: float,
         objective_us: float = 0.0,
+        phase: int = 0,
     ) -> float:
         """Return no residual; nothing moves."""
         return 0.0
