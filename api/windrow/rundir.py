@@ -36,6 +36,8 @@ ENV_COPY_RATE = "WINDROW_COPY_RATE"
 ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"
 
 TOKEN_AUDIENCE = "windrow"
+# Trailing metadata of a refused stream: host:port of the replica of the operator that leads.
+LEADER_METADATA = "windrow-leader"
 PROTOCOL_VERSION = 1
 WORKER_LOG = "worker.log"  # in the directory of its job
 

@@ -23,6 +23,7 @@ from windrow.cli import (
     plan,
     profile,
     report,
+    simulate,
     top,
 )
 from windrow.cli import run as running
@@ -50,9 +51,14 @@ app.command("up")(clusters.up)
 app.command("down")(clusters.down)
 app.command("finetune")(finetune.finetune)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inject")(inject.inject)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
+app.command("describe")(jobs.describe)
+app.command("suspend")(jobs.suspend)
+app.command("resume")(jobs.resume)
+app.command("delete")(jobs.delete)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
 app.command("explain")(explain.explain)
@@ -81,7 +87,8 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
 
 
 def _tell(error: Exception, code: int) -> int:
-    sys.stderr.write(f"windrow: {error}\n")
+    if sys.stderr is not None:  # the command was started without one
+        sys.stderr.write(f"windrow: {error}\n")
     return code
 
 

@@ -10,8 +10,16 @@ from typing import Annotated
 
 import typer
 
-from windrow.cli import explain_job
-from windrow.cli.output import Json, Kubeconfig, Namespace, print_json, print_line
+from windrow.cli.explain_job import explain_job, text_of
+from windrow.cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    Namespace,
+    client,
+    print_json,
+    print_line,
+)
 from windrow.decisions import Decision, around, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
@@ -21,33 +29,54 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def explain(
-    target: Annotated[
+    name: Annotated[
         str,
         typer.Argument(
-            metavar="JOB | SLOT",
-            help="Name of a FinetuneJob; or the run directory of a decode pod (/run/windrow inside "
-            "it), or decode's process.",
+            help="Name of a FinetuneJob; or a slot: the run directory of its decode pod "
+            "(/run/windrow inside it), or decode's process.",
         ),
     ],
     at: Annotated[
         str,
         typer.Option("--around", help="Of a slot: now, -30s, -5m, 18:02:11, or an ISO time."),
     ] = "now",
-    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after it.")] = 2.0,
-    namespace: Namespace = "default",
+    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after.")] = 2.0,
+    namespace: Namespace = "",
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
-    """Say why a job is where it is; or what a slot's decode decided around a moment, and why.
+    """Say why a job is where it is, or what decode decided around a moment.
 
-    Example: windrow explain support-tone
+    Of a job: what can be done about its state, and what has happened to it. Of a slot: what decode
+    saw, what it granted, how steps went.
 
-    Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
+    Examples: windrow explain support-tone;
+    kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
-    if not (target.isdigit() or "/" in target):
-        explain_job.explain(target, namespace, as_json, kubeconfig)
+    if _is_slot(name):
+        _explain_decisions(name, at, within, as_json=as_json)
         return
-    ring = ring_of(target)
+    talk = client(kubeconfig, context)
+    job = talk.get(name, namespace=namespace)
+    slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
+    told = explain_job(
+        job,
+        talk.conditions(name, namespace=namespace),
+        talk.events(name, namespace=namespace),
+        slots.get(job.slot),
+        datetime.now(UTC),
+    )
+    print_json(told) if as_json else print_line(text_of(told))
+
+
+def _is_slot(name: str) -> bool:
+    """Whether a name is a process or a path: no job has such a name, but for a number."""
+    return name.isdigit() or "/" in name
+
+
+def _explain_decisions(slot: str, at: str, within: float, *, as_json: bool) -> None:
+    ring = ring_of(slot)
     found = around(read_decisions(ring), moment(at, datetime.now().astimezone()), within)
     if as_json:
         print_json([asdict(decision) | {"at": decision.at.isoformat()} for decision in found])

@@ -82,12 +82,13 @@ class Controller:
         guard: Guard | None = None,
         *,
         pause_epoch: int = 0,
+        handover: Handover | None = None,
         engine: EngineTraits | None = None,
     ) -> None:
         self._levels, self._predictor = levels, predictor
         self._engine = engine or EngineTraits()
         self.guard = guard or Guard()
-        self._handover = Handover(levels.units, pause_epoch)
+        self._handover = handover or Handover(levels.units, pause_epoch)
         self._terms: HarvestTerms | None = None
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0
@@ -120,7 +121,12 @@ class Controller:
         return self._terms.objective_us // 4 if self._terms else 0
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
-        """Take new terms from the next decision on."""
+        """Take new terms from the next decision on.
+
+        The guard's record is of one objective and one algorithm: others begin with a clean one.
+        """
+        if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
+            self.guard = type(self.guard)(self.guard.settings)
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
         self.refusal = _below_decode(terms, self._predictor)
@@ -340,6 +346,10 @@ class Controller:
     def _switch_to(self, index: int, now_ns: int) -> None:
         if index != self._current:
             self._current, self._switched_ns = index, now_ns
+
+
+def _judged_by(terms: HarvestTerms) -> tuple[str, int, bool]:
+    return terms.policy, terms.objective_us, terms.per_request
 
 
 def _below_decode(terms: HarvestTerms | None, predictor: Predictor | None) -> str:

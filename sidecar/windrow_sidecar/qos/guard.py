@@ -77,6 +77,11 @@ class Guard:
         self.reason = ""  # why harvesting has given up; empty while it has not
         self.trips = 0
 
+    @property
+    def settings(self) -> GuardSettings:
+        """As it was made."""
+        return self._settings
+
     def set_percentile(self, percentile: float) -> None:
         """Of the objective: 99 allows one step in a hundred to be over it."""
         self._allowed_share = max(0.0, 1.0 - percentile / 100.0)

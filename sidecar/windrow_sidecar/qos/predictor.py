@@ -182,11 +182,13 @@ class Predictor:
             self._most_context = max(self._most_context, context_tokens)
 
 
-def predictor_of(levels: Partitioning, profile: Mapping[str, Any]) -> Predictor:
-    """The predictor that a latency profile makes.
+def predictor_of(
+    levels: Partitioning, profile: Mapping[str, Any], kind: type[Predictor] = Predictor
+) -> Predictor:
+    """The predictor, of that class, that a latency profile makes.
 
     Raises:
         UserError: it lacks a share that decode would have beside a worker.
     """
     solo, range_ = solo_models(profile), profiled_range(profile)
-    return Predictor(levels, solo, co_run_model(profile), profiled=range_)
+    return kind(levels, solo, co_run_model(profile), profiled=range_)

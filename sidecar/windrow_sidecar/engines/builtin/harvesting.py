@@ -16,7 +16,7 @@ from typing import Any
 from windrow.eventlog import EventLog, MarkEvent
 from windrow.proto import agent_pb2
 from windrow.rundir import PROTOCOL_VERSION, RunDir
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, driver
 from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
@@ -51,7 +51,14 @@ def start(
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    harvest = HarvestSettings(max_batch=settings.max_running, run_dir=run_dir, gaps=True)
+    harvest = HarvestSettings(
+        max_batch=settings.max_running,
+        run_dir=run_dir,
+        gaps=True,
+        without=settings.harvest_without,
+    )
+    if harvest.without:
+        _mark(log, "unprotected", ", ".join(sorted(harvest.without)))
     inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
@@ -101,6 +108,7 @@ def _hello(
         weights_manifest=str(run_dir.weights_manifest()),
         sharing=device.sharing.mode if device.sharing else "",
         sharing_reason=device.sharing.reason if device.sharing else "",
+        device_uuid=driver(device.driver).facts["uuid"],
     )
 
 

@@ -7,9 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
+
+if TYPE_CHECKING:
+    from windrow_sidecar.engines.harvest.ablation import Protection
 
 _EXAMPLE = """\
 example:
@@ -55,6 +59,7 @@ class EngineSettings:
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
     profile_only: Path | None = None  # write the profile there and end
+    harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
 
     @classmethod
     def from_command_line(
@@ -93,6 +98,7 @@ class EngineSettings:
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
             profile_only=given.profile_only,
+            harvest_without=frozenset(given.harvest_without),
         )
 
 
@@ -163,6 +169,13 @@ def _parser() -> argparse.ArgumentParser:
         help="measure decode's latency before serving; default: quick in a decode pod, else none",
     )
     add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
+    add(
+        "--harvest-without",
+        action="append",
+        choices=["guard", "predictor", "handover", "reserve"],
+        default=[],
+        help="harvest with a protection off: for tests and benchmarks that show what it is for",
+    )
     return parser
 
 

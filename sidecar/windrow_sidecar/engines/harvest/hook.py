@@ -8,6 +8,7 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, NoPredictor
 from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
@@ -17,7 +18,7 @@ from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies.base import is_for_one_step
-from windrow_sidecar.qos.predictor import predictor_of
+from windrow_sidecar.qos.predictor import Predictor, predictor_of
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -54,12 +55,16 @@ class HarvestHook:
         self._levels = levels
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
-        predictor = predictor_of(levels, profile) if profile else None
-        geometry = arena.geometry
+        without = self._settings.without
+        self._predictor_type = NoPredictor if "predictor" in without else Predictor
+        predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
+        geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
         self.controller = Controller(
             levels,
             predictor,
-            pause_epoch=arena.page.pause_epoch,
+            NoGuard() if "guard" in without else None,
+            pause_epoch=pause_epoch,
+            handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
             engine=EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes),
         )
         self._lending = LendingManager(arena, self._settings, log)
@@ -112,7 +117,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(predictor_of(self._levels, profile))
+        self.controller.set_predictor(predictor_of(self._levels, profile, self._predictor_type))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
