@@ -28,6 +28,7 @@ class ConditionType(StrEnum):
     CHECKPOINTED = "Checkpointed"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
+    DEPLOYED = "Deployed"
     ATTACHED = "Attached"
     READY = "Ready"
     SELECTS_PODS = "SelectsPods"
@@ -92,6 +93,10 @@ class Reason(StrEnum):
     BUSY = "Busy"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # Deployed
+    LOADED = "Loaded"
+    NOT_LOADED = "NotLoaded"
+    NO_INSTANCES = "NoInstances"
     # Slots and policies
     CONNECTED = "Connected"
     DISCONNECTED = "Disconnected"
@@ -226,6 +231,24 @@ LIFECYCLE: Final = (
         "The checkpoint is of another base, adapter or order of rows.",
     ),
     ConditionRow(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
+    ConditionRow(
+        T.DEPLOYED,
+        "True",
+        R.LOADED,
+        "Decode and prefill instances answer by the adapter; the message has its name.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.NOT_LOADED,
+        "An instance refused; those that had taken it have unloaded it. Tried again each minute.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.NO_INSTANCES,
+        "No ready instance serves the model under a policy that lets the job load adapters.",
+    ),
 )
 
 SLOT: Final = (

@@ -22,6 +22,7 @@ from windrow.proto import attach_pb2 as pb
 from windrow_operator import handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.deploy import Deployments
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
@@ -102,6 +103,7 @@ class App:
             clock=utc_now,
         )
         self.slots = SlotWriter(self.cluster, kube)
+        self._deployments = Deployments(self.cluster, kube, self.recorder, utc_now)
         self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
         self.attach = AttachServer(
             self.cluster,
@@ -142,6 +144,7 @@ class App:
                 asyncio.create_task(self.driver.run(), name="driver"),
                 asyncio.create_task(self._write_slots(), name="slots"),
                 asyncio.create_task(self._store_profiles(), name="profiles"),
+                asyncio.create_task(self._deployments.run(), name="deployments"),
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
             stack.push_async_callback(_end, tasks[1:])

@@ -183,6 +183,12 @@ def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     )
 
 
+def deployed(job: Job, reason: Reason, message: str, now: datetime) -> Body:
+    """What has become of loading the adapter into serving pods."""
+    value: Status = "True" if reason is Reason.LOADED else "False"
+    return _with(job, job.status, now, (T.DEPLOYED, value, reason, message))
+
+
 def _with(
     job: Job, status: Mapping[str, Any], now: datetime, *facts: tuple[str, Status, str, str]
 ) -> Body:

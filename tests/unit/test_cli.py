@@ -115,6 +115,8 @@ def test_demo_refuses_bad_input_before_anything_starts(tmp_path, capsys):
     assert cli.run(["demo", "--seconds", "0", "--out", str(out)]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--trace", "none.csv", "--out", str(out)]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--pods", "0", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["demo", "--engine", "vllm", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["up", "--engine", "vllm"]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--json", "no/such/dir.json", "--out", str(out)]) == cli.EXIT_USAGE
     (out / "old").mkdir(parents=True)
     assert cli.run(["demo", "--out", str(out)]) == cli.EXIT_USAGE

@@ -7,7 +7,7 @@ import yaml
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
-from windrow.local import assets, manifests
+from windrow.local import assets, manifests, sglang
 from windrow.local.devices import Device, devices
 from windrow.local.manifests import DecodePod
 
@@ -46,6 +46,28 @@ def test_a_decode_pod_looks_like_one_of_sglang():
     assert "windrow.dev/inject" not in pod["metadata"]["labels"]
     plain = manifests.decode_pod(DecodePod("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
     assert plain["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
+
+
+def test_a_pod_of_sglang_starts_its_server_from_the_environment_that_was_made_for_it():
+    decode = DecodePod("decode-0", 8001, Device((0, 1)), Path("/m"), sglang=Path("/e"))
+    (container,) = manifests.decode_pod(decode)["spec"]["containers"]
+    assert container["command"] == ["windrow", "run", "--", "python", "-m", "sglang.launch_server"]
+    assert {"--model-path=/m", "--port=8001", "--disaggregation-mode=decode"} <= {
+        *container["args"]
+    }
+    assert "--page-size=16" in container["args"]  # pages of one token cannot be lent
+    path = next(entry["value"] for entry in container["env"] if entry["name"] == "PATH")
+    assert path.startswith("/e/bin:")
+
+
+def test_an_environment_that_holds_no_sglang_is_named_with_what_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_VENV", str(tmp_path))
+    with pytest.raises(UserError, match="make sglang"):
+        sglang.find_environment()
+    for program in ("python", "windrow"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / program).touch()
+    assert sglang.find_environment() == tmp_path
 
 
 def test_policy_and_job_of_the_demo_are_valid(tmp_path):

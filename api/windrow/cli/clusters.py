@@ -14,9 +14,17 @@ from rich.table import Table
 from windrow.cli.output import Json, print_json, print_line
 from windrow.errors import UserError
 
+ENGINES = ("builtin", "sglang")
 Pods = Annotated[
     int | None,
     typer.Option(help="Decode pods. Default: one on 2 or 3 cores, two from 4 on."),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="What decodes: builtin, or sglang: SGLang's own server from the environment that "
+        "`make sglang` has made."
+    ),
 ]
 
 
@@ -41,6 +49,7 @@ def demo(
         float | None, typer.Option(help="TPOT objective in ms. Default: by rule, from the profile.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None,
+    engine: Engine = "builtin",
     model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
     rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None,
     compare: Annotated[
@@ -78,6 +87,13 @@ def demo(
     from windrow.local.report import rows_of
 
     console = Console()
+    sglang = _sglang(engine)
+    if compare and sglang is not None:
+        raise UserError(
+            "the comparison runs on the built-in engine only",
+            field="--compare",
+            remedy="Leave out --engine, or --compare.",
+        )
     settings = whole.DemoSettings(
         out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),
         seconds=seconds,
@@ -92,6 +108,7 @@ def demo(
         steps=steps,
         factor=factor,
         busy=compare,
+        sglang=sglang,
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UserError(
@@ -109,6 +126,17 @@ def demo(
         json_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
+
+
+def _sglang(engine: str) -> Path | None:
+    """Return the environment whose SGLang decodes; None: the built-in engine does."""
+    from windrow.local.sglang import find_environment
+
+    if engine not in ENGINES:
+        raise UserError(
+            f"{engine!r} is no engine", field="--engine", remedy=f"Write {' or '.join(ENGINES)}."
+        )
+    return find_environment() if engine == "sglang" else None
 
 
 def _summary_table(rows: list[tuple[str, str]]) -> Table:
@@ -140,6 +168,7 @@ def _new_folder(out: Path | None, goes_on: str = "") -> Path:
 
 def up(
     pods: Pods = None,
+    engine: Engine = "builtin",
     model: Annotated[Path | None, typer.Option(help="Model that the pods serve.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -152,19 +181,21 @@ def up(
     from windrow.client import WindrowClient
     from windrow.local import assets, serving
     from windrow.local.cluster import ClusterSettings
-    from windrow.local.demo import PODS_WITHIN
+    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
     from windrow.local.devices import bystanders, devices, usable_cores
     from windrow.local.standing import up as start
 
     held = devices(usable_cores(), pods)
+    sglang = _sglang(engine)
     plan = serving.plan_pods(
         held,
         assets.find(assets.MODEL, option="--model", given=model),
+        sglang=sglang,
     )
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
     client = WindrowClient(Path(info.kubeconfig))
     serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN)
+    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     if as_json:
         print_json(info)
         return

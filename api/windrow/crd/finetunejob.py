@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import Condition
@@ -40,18 +40,14 @@ class DeploySpec(Record):
     """Loading of the finished adapter into the serving pods."""
 
     enabled: bool = Field(
-        default=False, description="Whether to load it. v1alpha1 leaves that to the user."
+        default=False,
+        description="Whether to load it, as NAMESPACE.NAME of the job, into every decode and "
+        "prefill instance of the model whose HarvestPolicy has `access.adapters`. Deleting the job "
+        "unloads it.",
     )
-
-    @field_validator("enabled")
-    @classmethod
-    def _not_yet(cls, enabled: bool) -> bool:
-        if enabled:
-            raise invalid(
-                "loading the adapter into serving pods is not supported yet",
-                "Set it to false and load the adapter by the engine's own call.",
-            )
-        return enabled
+    pinned: bool = Field(
+        default=False, description="Whether the server keeps it in memory when others come."
+    )
 
 
 class OutputSpec(Record):
@@ -60,10 +56,6 @@ class OutputSpec(Record):
     model_config = ConfigDict(
         json_schema_extra={
             "x-kubernetes-validations": [
-                cel(
-                    "!has(self.deploy) || !self.deploy.enabled",
-                    "deploy.enabled is not supported yet: load the adapter by the engine's call",
-                ),
                 cel(
                     r"!self.destination.matches('(^|/)\\.\\.(/|$)') && "
                     r"!self.destination.matches('^(file:)?[./]*$')",

@@ -201,6 +201,11 @@ class AccessSpec(Record):
         le=2**31 - 1,
         description="Device seconds that all jobs together may take in a day (UTC).",
     )
+    adapters: bool = Field(
+        default=False,
+        description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
+        "pods, and into the prefill instances of the same model in this namespace.",
+    )
 
 
 class ClaimSource(Record):

@@ -44,8 +44,12 @@ from windrow.views import JobView
 
 POLICY = "demo"
 PODS_WITHIN = timedelta(seconds=120)
+SGLANG_WITHIN = timedelta(seconds=300)  # it imports for a minute where cores are busy
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load and as much time again
 WARM_UP_S = 10.0
+# For a server that learns its latency profile from what it serves.
+LEARN_S, LEARN_RATE, LEARN_LOADS = 15.0, 0.3, 4
+LEARNED_WITHIN = timedelta(seconds=3)  # until the operator has heard of it
 DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
 
@@ -64,6 +68,7 @@ class DemoSettings:
         busy: of a trace, not its begin but a stretch that has its mean rate.
         factor: the objective by rule, in solo steps.
         arena_bytes: of each decode pod; 0: the engine's default.
+        sglang: the environment whose SGLang decodes; None: the built-in engine.
     """
 
     out: Path
@@ -81,6 +86,7 @@ class DemoSettings:
     busy: bool = False
     factor: float = FACTOR
     arena_bytes: int = 0
+    sglang: Path | None = None
 
 
 class DemoFailed(WindrowError):
@@ -227,13 +233,41 @@ def log_tail(on: DemoStage, name: str) -> str:
 
 
 def serve(on: DemoStage) -> serving.Pods:
-    """Create the decode pods under a policy that observes, and return once they serve."""
-    pods = serving.plan_pods(on.devices, on.model, arena_bytes=on.settings.arena_bytes)
-    serving.observe(on.client, pods, POLICY, on.settings.policy, PODS_WITHIN)
+    """Create the decode pods under a policy, and return once they serve and have a profile."""
+    settings = on.settings
+    pods = serving.plan_pods(
+        on.devices, on.model, arena_bytes=settings.arena_bytes, sglang=settings.sglang
+    )
+    serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
-    serving.await_ready(on.client, pods, PODS_WITHIN)
+    serving.await_ready(on.client, pods, PODS_WITHIN if settings.sglang is None else SGLANG_WITHIN)
+    if settings.sglang is not None:
+        learn(on, pods)
     return pods
+
+
+def learn(on: DemoStage, pods: serving.Pods) -> None:
+    """Play loads until every pod has learned its latency profile from them.
+
+    A server that people use is not held up to be measured: SGLang's profile comes from live steps
+    on each share of the device, which it takes under a policy that harvests. There is no job yet.
+
+    Raises NotReady when one has not after `LEARN_LOADS` of them.
+    """
+    serving.await_observed(on.client, pods, PODS_WITHIN)
+    policy = manifests.harvest_policy(POLICY, serving.PLACEHOLDER_MS, on.settings.policy)
+    on.client.apply_policy(policy)
+    for n in range(LEARN_LOADS):
+        on.say(f"load for {LEARN_S:g} s, from which decode learns its latency profile ({n + 1})")
+        play(on, pods, f"learning-{n + 1}", LEARN_S, on.settings.rate or LEARN_RATE)
+        try:
+            serving.await_slots(on.client, pods, LEARNED_WITHIN)
+        except serving.NotReady:
+            if n + 1 == LEARN_LOADS:
+                raise
+        else:
+            return
 
 
 def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
@@ -256,14 +290,19 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
 
 def warm_up(on: DemoStage, pods: serving.Pods) -> list[StepEvent]:
     """Serve the beginning of the load while nothing is harvested, and return the steps."""
-    folder = on.settings.out / "warm-up"
-    folder.mkdir()
     began_ns = time.monotonic_ns()
-    plan = replace(on.load_plan, seconds=WARM_UP_S)
-    measure.Load.start(on.keeper, plan, pods.endpoints, folder).await_end(drain_within=DRAIN)
+    play(on, pods, "warm-up", WARM_UP_S, on.rate)
     time.sleep(2 * FLUSH_INTERVAL_S)
     events = Events.read(on.settings.out / PODS)
     return [step for _, step in events.steps if step.start_ns >= began_ns]
+
+
+def play(on: DemoStage, pods: serving.Pods, name: str, seconds: float, rate: float) -> None:
+    """Serve the beginning of the load, outside of what is measured."""
+    folder = on.settings.out / name
+    folder.mkdir()
+    plan = replace(on.load_plan, seconds=seconds, rate=rate)
+    measure.Load.start(on.keeper, plan, pods.endpoints, folder).await_end(drain_within=DRAIN)
 
 
 def steps_through_load(on: DemoStage) -> int:
@@ -327,6 +366,7 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
         "rate": on.rate,
         "seed": settings.seed,
         "policy": settings.policy,
+        "engine": "builtin" if settings.sglang is None else "sglang",
         "trace": str(settings.trace) if settings.trace else None,
         "pods": len(on.devices),
     }

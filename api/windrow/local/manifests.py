@@ -15,6 +15,7 @@ from windrow.crd import (
     LABEL_INJECT,
     format_duration,
 )
+from windrow.local import sglang
 from windrow.local.devices import Device
 from windrow.local.node.launch import ANNOTATION_CPUSET, ANNOTATION_NICE
 
@@ -36,6 +37,7 @@ class DecodePod:
         inject: False keeps the webhook away: a plain decode server, for comparisons.
         environment: for the decode container.
         arena_bytes: memory for KV and for what is lent; 0: the engine's default.
+        sglang: the environment whose SGLang decodes; None: the built-in engine does.
     """
 
     name: str
@@ -45,6 +47,7 @@ class DecodePod:
     inject: bool = True
     environment: tuple[tuple[str, str], ...] = ()
     arena_bytes: int = 0
+    sglang: Path | None = None
 
 
 def decode_pod(decode: DecodePod) -> Json:
@@ -56,6 +59,9 @@ def decode_pod(decode: DecodePod) -> Json:
     labels = {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"}
     if not decode.inject:
         labels[LABEL_INJECT] = "disabled"
+    variables = [*decode.environment]
+    if decode.sglang is not None:
+        variables += sglang.variables(decode.sglang).items()
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -70,8 +76,10 @@ def decode_pod(decode: DecodePod) -> Json:
             "containers": [
                 {
                     "name": DECODE_CONTAINER,
-                    "image": "windrow/builtin",
-                    "command": ["python", "-m", "windrow_sidecar.engines.builtin"],
+                    "image": "windrow/builtin" if decode.sglang is None else "lmsysorg/sglang",
+                    "command": ["python", "-m", "windrow_sidecar.engines.builtin"]
+                    if decode.sglang is None
+                    else sglang.COMMAND,
                     "args": [
                         f"--model-path={decode.model}",
                         "--disaggregation-mode=decode",
@@ -80,8 +88,9 @@ def decode_pod(decode: DecodePod) -> Json:
                         f"--port={decode.port}",
                         f"--stream-interval={STREAM_INTERVAL}",
                         *([f"--arena-bytes={decode.arena_bytes}"] if decode.arena_bytes else []),
+                        *([] if decode.sglang is None else sglang.ON_CORES),
                     ],
-                    "env": [{"name": n, "value": v} for n, v in decode.environment],
+                    "env": [{"name": n, "value": v} for n, v in variables],
                     "ports": [{"containerPort": decode.port}],
                     "readinessProbe": {
                         "httpGet": {"path": "/health", "port": decode.port},

@@ -69,12 +69,13 @@ def solo_model(profile: LatencyProfileSpec) -> SoloModel:
 def pace_of(steps: Iterable[StepEvent], model: SoloModel) -> float:
     """Return how many times as long as the model says steps of decode alone take, at the median.
 
-    Steps that admitted a request are left out, as the profile leaves them out. Without any step: 1.
+    Steps that admitted a request are left out, as the profile leaves them out, and so are those on
+    a part of the device. Without any step: 1.
     """
     ratios = [
         (step.end_ns - step.start_ns) / 1e3 / model.predict_us(step.batch, step.context_tokens)
         for step in steps
-        if not step.admitted and not step.prefill_tokens
+        if not step.admitted and not step.prefill_tokens and step.decode_units >= model.units
     ]
     return median(ratios) if ratios else 1.0
 
