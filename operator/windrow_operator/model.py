@@ -111,6 +111,7 @@ class WorkerProgress:
     checkpoint_step: int = 0
     checkpoint_path: str = ""
     skipped_rows: int = 0
+    cut_rows: int = 0
 
 
 class RunState(StrEnum):
@@ -150,8 +151,17 @@ class JobPlacement:
     adapter_path: str = ""
     base_loss: float = float("nan")
     tuned_loss: float = float("nan")
+    checkpoint_before: int | None = None  # step of the job's checkpoint when it was placed
     stop_asked_at: datetime | None = None  # first STOP of this placement
     stop_sent_at: datetime | None = None  # latest
+    stop_reason: str = ""  # of that one
+
+    @property
+    def got_further(self) -> bool:
+        """Return whether a checkpoint was written, as far as is known."""
+        if self.checkpoint_before is None:
+            return True
+        return self.progress.checkpoint_step > self.checkpoint_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +205,10 @@ class Slot:
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
     lost_at: datetime | None = None  # since when the sidecar is not attached
+    awaited: bool = False  # not attached yet since the operator came to lead
     pod_gone: bool = False  # or on its way
+    resting: str = ""  # until when it takes no job, and why
+    failed_jobs: frozenset[str] = frozenset()  # keys of jobs that failed on it lately
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
@@ -218,9 +231,11 @@ class Job:
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0
+    may_preempt: bool = False  # jobs of lower priority give their slot to it
+    preempted_by: str = ""  # key of the job that is to have its slot
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
-    destination_owner: str = ""  # key of an older job that writes to the same place
+    destination_owner: str = ""  # an older job that writes to the same place, in words
 
     @property
     def key(self) -> str:

@@ -69,6 +69,20 @@ def forward():
     return tasklet
 
 
+def test_a_worker_that_shares_in_time_only_takes_the_whole_device_or_nothing(slot, forward):
+    """Decode that shares in space grants parts beside its steps, and the whole while it idles."""
+    slot.give(Action.GO)
+    assert slot.gate.launch(forward)
+    slot.arena.page.publish_grant(Grant(Action.GO, UNITS - 1, in_flight_bound_us=BOUND_US))
+    assert slot.gate.revoked(), "what runs on all of it ends where only a part is granted"
+    slot.gate.landed(forward)
+    slot.gate.quiet(forward)
+    assert not slot.gate.launch(forward)
+    assert slot.offer.in_flight_us == 0
+    slot.give(Action.GO)
+    assert slot.gate.launch(forward)
+
+
 def test_the_next_tasklet_is_queued_behind_the_one_that_runs_and_no_more_than_the_bound(
     slot, forward
 ):

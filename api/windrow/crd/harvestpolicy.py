@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from windrow.crd.common import Condition, LabelSelector
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition, LabelSelector
 from windrow.crd.values import (
     NAME_MAX,
     Duration,
@@ -193,7 +193,8 @@ class AccessSpec(Record):
 
     namespace_selector: LabelSelector = Field(
         default_factory=LabelSelector,
-        description="Namespaces whose jobs may be placed here. Empty: every namespace.",
+        description="Namespaces whose jobs may be placed here, by their labels. Empty: that of the "
+        "policy. All of them: an expression `kubernetes.io/metadata.name` `Exists`.",
     )
     gpu_seconds_per_day: int | None = Field(
         default=None,
@@ -424,7 +425,9 @@ class HarvestPolicyStatus(Record):
         default=None, description="Generation of the spec that this status is about."
     )
     conditions: list[Condition] | None = Field(
-        default=None, description="Accepted, and whether any pod is selected."
+        default=None,
+        description="Accepted, and whether any pod is selected.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     pods: int | None = Field(default=None, description="Decode pods that are selected.")
     slots: int | None = Field(default=None, description="Slots of these pods that are attached.")

@@ -276,7 +276,11 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
     Settles the load's rate as well, where none was asked for.
     """
     settings = on.settings
-    model = solo_model(serving.await_profile(on.client, pods, PODS_WITHIN))
+    profile = serving.await_profile(on.client, pods, PODS_WITHIN)
+    # What the simulator needs to play the run again.
+    path = settings.out / "profile.json"
+    path.write_text(profile.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+    model = solo_model(profile)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, model)
     on.say(f"warm-up: load for {WARM_UP_S:g} s, decode alone")
     pace = pace_of(warm_up(on, pods), model)

@@ -10,7 +10,7 @@ from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
 from windrow_sidecar.qos.policies.base import IN_TURNS, alone, effective_units, is_for_one_step
-from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.predictor import BEYOND_MARGIN, Predictor
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
@@ -30,6 +30,19 @@ class EngineTraits:
     chunk_bytes: int = 0
 
 
+class Decided(NamedTuple):
+    """A decision as it was taken, and what it rested on."""
+
+    at_ns: int
+    view: View
+    offer: Offer
+    grant: Grant
+    margin: float
+    alone_us: float  # predicted, of the step without a worker
+    why_paused: str
+    extrapolated: bool  # batch or context lie outside of what was profiled
+
+
 class _During(NamedTuple):
     """What a step runs under, to judge it by afterwards."""
 
@@ -41,6 +54,7 @@ class _During(NamedTuple):
     settled: bool = True
     in_part: bool = False  # the worker ran for a part of the step
     predicted_us: int = 0
+    phase: int = 0  # of the worker's tasklet
 
 
 # Ten minutes: no step takes as long.
@@ -81,6 +95,8 @@ class Controller:
         self._current, self._switched_ns = 0, 0
         self._during = _During()
         self.why_paused = "no policy"
+        # Of the last decision.
+        self._margin, self._alone_us, self._extrapolated = 0.0, 0.0, False
         self.refusal = ""
         self.would_units = 0.0
 
@@ -141,9 +157,23 @@ class Controller:
             settled,
             in_part,
             wish.predicted_us,
+            offer.phase,
         )
-        return wish._replace(
-            decode_units=handover.decode_units, pause_epoch=handover.pause_epoch, chunks=chunks
+        # By position: `_replace` takes three times as long, in cold caches more.
+        return Grant(
+            wish.action,
+            wish.finetune_units,
+            handover.decode_units,
+            wish.n_tasklets,
+            wish.budget_us,
+            wish.window_tokens,
+            wish.micro_batch,
+            wish.gap_until_ns,
+            handover.pause_epoch,
+            wish.hold_admission_until_ns,
+            wish.predicted_us,
+            chunks,
+            wish.in_flight_bound_us,
         )
 
     @property
@@ -180,6 +210,7 @@ class Controller:
                 context_tokens=during.context_tokens,
                 latency_us=latency_us,
                 objective_us=terms.objective_us,
+                phase=during.phase,
             )
         if not during.in_part or during.predicted_us <= 0:
             return None
@@ -187,6 +218,19 @@ class Controller:
         residual, near = (latency_us - expected) / expected, min(1.0, expected / terms.objective_us)
         self._predictor.follow(residual, near * near)
         return residual
+
+    def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
+        """Return the last decision with what it rested on."""
+        return Decided(
+            now_ns,
+            view,
+            offer,
+            grant,
+            self._margin,
+            self._alone_us,
+            self.why_paused,
+            self._extrapolated,
+        )
 
     def headroom_units(self, view: View) -> float:
         """What a worker that always has work would get at this moment; callable from any thread.
@@ -214,7 +258,12 @@ class Controller:
             self.why_paused = "no worker"
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
-        ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
+        self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
+        if self._extrapolated:
+            margin += BEYOND_MARGIN
+        since_ns = now_ns - self._switched_ns
+        ctx = self._context(terms, predictor, margin, view, since_ns, offer.phase)
+        self._margin, self._alone_us = margin, ctx.solo_us[0]
         doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
             self._switch_to(0, now_ns)
@@ -268,19 +317,26 @@ class Controller:
         return wish
 
     def _context(
-        self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, since_ns: int
+        self,
+        terms: HarvestTerms,
+        predictor: Predictor,
+        margin: float,
+        view: View,
+        since_ns: int,
+        phase: int = 0,
     ) -> Context:
+        predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens, phase)
         return Context(
             self._levels,
             self._allowed,
             self._idle_units,
-            predictor.predict_us(view.batch, view.context_tokens),
+            predicted_us,
             margin,
             self._current,
             since_ns,
             terms.per_request,
             terms.objective_us // 4,
-            predictor.solo_us(view.batch, view.context_tokens),
+            solo_us,
             self._engine.layers,
             self._engine.gaps,
             terms.deferral_us,

@@ -11,7 +11,6 @@ MODES = ("harvest", "observe", "off")
 SCOPES = ("perStep", "perRequest")
 # FineInfer's experiments bound the wait to 0.3 to 0.5 s.
 DEFAULT_DEFERRAL_US = 400_000
-_LONGEST_DEFERRAL_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +42,11 @@ def make_terms(
     scope: str,
     max_compute_percent: int,
     max_memory_percent: int,
-    deferral_seconds: float = 0.0,
 ) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
-    be lent. `deferral_seconds`: 0 for the usual bound.
+    be lent.
 
     Raises:
         UserError: an unknown policy, mode or scope, or a number out of its range.
@@ -71,12 +69,6 @@ def make_terms(
             field="spec.objective.tpot",
             remedy="Give a positive time per output token, for example 40ms.",
         )
-    if not 0 <= deferral_seconds <= _LONGEST_DEFERRAL_S:
-        raise UserError(
-            f"a request may be held back for {deferral_seconds} s",
-            field="spec.objective.deferralBound",
-            remedy=f"Give a time up to {_LONGEST_DEFERRAL_S} s, like 400ms, or leave it out.",
-        )
     for number, least, field in (
         (percentile, 50, "spec.objective.percentile"),
         (max_compute_percent, 1, "spec.limits.maxSmPercent"),
@@ -97,7 +89,6 @@ def make_terms(
         per_request=scope == "perRequest",
         max_compute_percent=max_compute_percent,
         max_memory_percent=max_memory_percent,
-        deferral_us=round(deferral_seconds * 1e6) or DEFAULT_DEFERRAL_US,
     )
     terms.make_policy()
     return terms

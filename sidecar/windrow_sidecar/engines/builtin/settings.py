@@ -58,6 +58,7 @@ class EngineSettings:
     # Of the static step: "torch", "triton"; "auto" on a GPU: triton where it can launch a kernel.
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
+    profile_only: Path | None = None  # write the profile there and end
     harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
 
     @classmethod
@@ -88,7 +89,7 @@ class EngineSettings:
             threads=given.cpu_threads,
             profile=given.profile or ("quick" if run_dir else "none"),
             disaggregated=given.disaggregation_mode == "decode",
-            run_dir=RunDir(Path(run_dir)) if run_dir else None,
+            run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
             source=environment.get(ENV_POD_NAME) or f"engine-{given.port}",
             device="cuda:0" if given.device == "cuda" else given.device,
@@ -96,6 +97,7 @@ class EngineSettings:
             decode_step=_chosen(given.decode_step, "static" if on_gpu else "gathered"),
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
+            profile_only=given.profile_only,
             harvest_without=frozenset(given.harvest_without),
         )
 
@@ -166,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["none", "quick", "full"],
         help="measure decode's latency before serving; default: quick in a decode pod, else none",
     )
+    add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
     add(
         "--harvest-without",
         action="append",

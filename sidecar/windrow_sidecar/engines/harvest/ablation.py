@@ -5,14 +5,11 @@ Nobody harvests a device that serves with one of them off.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from windrow_sidecar.qos.guard import Guard, GuardSettings
 from windrow_sidecar.qos.handover import Handover
-from windrow_sidecar.qos.levels import Partitioning
-from windrow_sidecar.qos.predictor import CoRunFactors, Predictor
-from windrow_sidecar.qos.solo import SoloStepModel
+from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.view import Offer
 
 Protection = Literal["guard", "predictor", "handover", "reserve"]
@@ -50,6 +47,7 @@ class NoPredictor(Predictor):
         context_tokens: int,
         latency_us: float,
         objective_us: float = 0.0,
+        phase: int = 0,
     ) -> float:
         """Return no residual; nothing moves."""
         return 0.0
@@ -65,13 +63,3 @@ class NoHandover(Handover):
 
     def _is_quiet(self, action: int, offer: Offer) -> bool:
         return True
-
-
-def predictor_of(
-    without: frozenset[Protection],
-    levels: Partitioning,
-    solo: Mapping[int, SoloStepModel],
-    co_run: CoRunFactors,
-) -> Predictor:
-    """Return the predictor, or the one that knows nothing."""
-    return (NoPredictor if "predictor" in without else Predictor)(levels, solo, co_run)

@@ -8,7 +8,8 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
-from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, predictor_of
+from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, NoPredictor
+from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
@@ -17,7 +18,7 @@ from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies.base import is_for_one_step
-from windrow_sidecar.qos.predictor import co_run_model
+from windrow_sidecar.qos.predictor import Predictor, predictor_of
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -55,7 +56,8 @@ class HarvestHook:
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
         without = self._settings.without
-        predictor = predictor_of(without, levels, solo, co_run_model(profile)) if profile else None
+        self._predictor_type = NoPredictor if "predictor" in without else Predictor
+        predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
         geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
         self.controller = Controller(
             levels,
@@ -81,6 +83,7 @@ class HarvestHook:
         self._waiting_since_ns = 0  # 0: no request waits
         self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
         self._breaker, self._trips = "", 0
+        self._decisions = Decisions(self._settings.run_dir) if self._settings.run_dir else None
         self._objective_us = 0
         self._counts = (0, 0, 0, 0)  # kv, free, reserved, lent, as the view has them
         self._steady_until_ns = 0  # until then the last decision stands, if facts stay the same
@@ -114,9 +117,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(
-            predictor_of(self._settings.without, self._levels, solo, co_run_model(profile))
-        )
+        self.controller.set_predictor(predictor_of(self._levels, profile, self._predictor_type))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
@@ -171,6 +172,8 @@ class HarvestHook:
         """Count and learn from the steps under the last decision. In one go: cold code is dear."""
         unjudged, self._unjudged = self._unjudged, []
         stats, controller = self._stats, self.controller
+        if self._decisions and unjudged:
+            self._decisions.ended([took_us for took_us, _ in unjudged], self._objective_us)
         for latency_us, cost_ns in unjudged:
             stats.add(latency_us, cost_ns, self._objective_us)
             if not self._prefilled:
@@ -180,6 +183,8 @@ class HarvestHook:
         guard = controller.guard
         if guard.trips != self._trips or guard.reason != self._breaker:
             self._steady_until_ns = 0
+            if self._decisions:
+                self._decisions.breached(guard.reason or "two steps over the objective")
             self._trips = guard.trips
             self._mark_breaker(now_ns, guard.reason)
         self._lending.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
@@ -195,9 +200,13 @@ class HarvestHook:
         self._arena.revoke(self._arena.geometry.chunks)
         self._granted = Grant(pause_epoch=self._granted.pause_epoch + 1)
         self._publish(self._granted, self._clock())
+        if self._decisions:
+            self._decisions.drain()
 
     def snapshot(self) -> StepStatistics:
         """For the report of the agent's link; called by its thread, once a second."""
+        if self._decisions:
+            self._decisions.drain()
         latencies_us, costs_ns = self._stats.take()
         granted = self._granted
         return StepStatistics(
@@ -295,6 +304,8 @@ class HarvestHook:
         self._decided_ns = now_ns
         self._units = self.controller.would_units if decision.finetune_units else 0.0
         self._grant(decision, now_ns)
+        if self._decisions:
+            self._decisions.decided(self.controller.explain(now_ns, view, offer, decision))
         return decision
 
     def _read_offer(self, now_ns: int) -> Offer:

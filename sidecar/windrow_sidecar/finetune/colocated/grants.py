@@ -70,18 +70,32 @@ class Used:
     us: float = 0.0
 
 
-def _units_of(grant: Grant) -> int:
-    """Return how many units the worker may run on under a grant; 0: it may not run."""
-    return grant.finetune_units if grant.action == Action.GO else 0
+def _units_of(grant: Grant, least_units: int) -> int:
+    """Return how many units the worker may run on under a grant; 0: it may not run.
+
+    `least_units`: of the smallest share that it can take. One that shares a GPU in time only takes
+    the whole of it, and a part that is granted beside a step is none for it.
+    """
+    may_run = grant.action == Action.GO and grant.finetune_units >= least_units
+    return grant.finetune_units if may_run else 0
 
 
 def may_launch(
-    grant: Grant, used: Used, estimate_us: int, *, decode_silent_ns: int, now_ns: int = 0
+    grant: Grant,
+    used: Used,
+    estimate_us: int,
+    *,
+    decode_silent_ns: int,
+    now_ns: int = 0,
+    least_units: int = 1,
 ) -> bool:
-    """Decide whether a tasklet of that estimate, begun now, may run under the grant."""
+    """Decide whether a tasklet of that estimate, begun now, may run under the grant.
+
+    `least_units`: see `_units_of`.
+    """
     if decode_silent_ns > DECODE_STALE_NS:
         return False
-    if _units_of(grant) < 1:
+    if _units_of(grant, least_units) < 1:
         return False
     if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
         return False
@@ -116,6 +130,7 @@ class GrantGate:
     ) -> None:
         self._page, self._partition, self._estimates = page, partition, estimates
         self._levels = offered_levels(partition.levels())
+        self._least_units = partition.levels()[0]
         self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
         self._seq = -1
         self._grant = Grant()
@@ -182,7 +197,8 @@ class GrantGate:
             return self._glanced_units < self._active or self._gap_is_over()
         self._glanced = self._page.grant_seq
         glanced = Grant._make(self._page.read_grant())
-        self._glanced_units, self._glanced_gap_ns = _units_of(glanced), glanced.gap_until_ns
+        self._glanced_units = _units_of(glanced, self._least_units)
+        self._glanced_gap_ns = glanced.gap_until_ns
         if self._gap_is_over():
             return True
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
@@ -213,8 +229,7 @@ class GrantGate:
 
     def _may_go_on(self, grant: Grant) -> bool:
         """Whether what runs may run on, whatever it has used."""
-        silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns, now_ns=self._clock())
+        return self._allows(grant, Used(), 0)
 
     def _rejoin(self, tasklet: Tasklet) -> bool:
         """Take the units that are granted now, no more than before, and say that it runs again."""
@@ -233,7 +248,7 @@ class GrantGate:
         """Move to as many of the granted units as are of use, and say what is about to run."""
         units = self._estimates.useful_units(tasklet, self.units)
         estimate = self._estimates.estimate_us(tasklet, units)
-        if not self._allowed(estimate):
+        if not self._allows(self._grant, self._used, estimate):
             return False
         self._in_flight.wait_until_fits(
             estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
@@ -296,14 +311,17 @@ class GrantGate:
         self._used = Used()
         return True
 
-    def _allowed(self, estimate_us: int) -> bool:
+    def _allows(self, grant: Grant, used: Used, estimate_us: int) -> bool:
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
+        # What is queued already comes before it.
+        ahead_us = self._in_flight.estimate_us if grant.gap_until_ns and estimate_us else 0
         return may_launch(
-            self._grant,
-            self._used,
-            self._in_flight.estimate_us + estimate_us if self._grant.gap_until_ns else estimate_us,
+            grant,
+            used,
+            ahead_us + estimate_us,
             decode_silent_ns=silent_ns,
             now_ns=self._clock(),
+            least_units=self._least_units,
         )
 
     def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:

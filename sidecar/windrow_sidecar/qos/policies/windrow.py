@@ -2,7 +2,7 @@
 
 It compares what the other policies do, by the worker's own speed on each number of units:
 - a share of the units throughout (Harli's pairs), the largest that is feasible;
-- where none is and decode keeps all units, the smallest share for a part of the step (LLMStation);
+- where decode keeps all units, a larger share for a part of the step (LLMStation, FlexLLM);
 - with `turns`, turns on the whole device (gaps before steps), where a loose objective leaves more
   time between steps than any share is worth beside them.
 
@@ -48,6 +48,9 @@ TURNS_MARGIN = 2.0
 # By so much turns must beat a share before they are worth it. Longer steps keep requests for
 # longer, so the batch grows and decode idles less than it would beside a share.
 TURNS_GAIN = 1.25
+# A part of a step ends the share in its middle, and a grant for each step costs a decision: by so
+# much it must be worth more than a share that stands.
+PART_GAIN = 1.02
 # No step is stretched further than this, whatever the objective: the worker has three quarters of
 # the device then, and what more it could get would cost every reader of tokens more.
 MOST_STRETCH = 4.0
@@ -68,26 +71,35 @@ class Windrow:
         if view.batch == 0:
             return decode_idle(ctx)
         budget_us = _budget_us(view, ctx)
-        beside = _beside(budget_us / (1 + ctx.margin), ctx)
+        beside, beside_worth = _beside(budget_us / (1 + ctx.margin), offer, ctx)
         gap_us = _gap_us(budget_us, view, ctx) if self._turns else 0.0
         if gap_us:
             worth = _speed(offer, ctx, ctx.idle_units) * gap_us / (gap_us + ctx.solo_us[0])
             wanted = 1.0 if ctx.current == IN_TURNS else TURNS_GAIN
-            if worth > wanted * _worth_beside(beside, offer, ctx):
+            if worth > wanted * beside_worth:
                 return in_turns(view, ctx, gap_us)
         return beside
 
 
-def _beside(bound_us: float, ctx: Context) -> Grant:
-    """The largest share, or else a part of the step."""
+def _beside(bound_us: float, offer: Offer, ctx: Context) -> tuple[Grant, float]:
+    """The largest share, or a larger one for a part of the step; and what it is worth."""
     index = _largest_share(bound_us, ctx)
-    return share(ctx, index) if index else _part_of_the_step(bound_us, ctx)
-
-
-def _worth_beside(grant: Grant, offer: Offer, ctx: Context) -> float:
-    """How fast the worker is under a share that it has throughout, or for a part of the step."""
-    speed = _speed(offer, ctx, grant.finetune_units)
-    return speed * grant.budget_us / grant.predicted_us if grant.budget_us else speed
+    best = share(ctx, index) if index else alone(ctx)
+    worth = _speed(offer, ctx, best.finetune_units)
+    for larger in range(ctx.allowed - 1, index, -1):
+        split = ctx.levels.splits[larger]
+        if split.decode_units < ctx.levels.units:
+            continue  # decode would keep to the fewer units when the worker has stopped
+        run_us = beside_us(bound_us, ctx.solo_us[larger], ctx.predicted_us[larger])
+        if run_us < max(LEAST_GAP_US, tasklet_us(offer, ctx, split.finetune_units)):
+            continue
+        step_us = min(bound_us, ctx.predicted_us[larger])
+        part_worth = _speed(offer, ctx, split.finetune_units) * run_us / step_us
+        if part_worth > PART_GAIN * worth:
+            grant = share(ctx, larger)
+            best = grant._replace(budget_us=int(run_us), predicted_us=int(step_us))
+            worth = part_worth
+    return best, worth
 
 
 def _largest_share(bound_us: float, ctx: Context) -> int:
@@ -108,16 +120,6 @@ def _gap_us(budget_us: float, view: View, ctx: Context) -> float:
     step_us = min(budget_us / (1 + TURNS_MARGIN * ctx.margin), MOST_STRETCH * ctx.solo_us[0])
     gap_us = step_us - ctx.solo_us[0]
     return gap_us if gap_us >= LEAST_GAP_US else 0.0
-
-
-def _part_of_the_step(bound_us: float, ctx: Context) -> Grant:
-    """The smallest share for as long as the step can bear it, where decode keeps all units."""
-    if ctx.allowed > 1 and ctx.levels.splits[1].decode_units == ctx.levels.units:
-        run_us = beside_us(bound_us, ctx.solo_us[1], ctx.predicted_us[1])
-        if run_us >= LEAST_GAP_US:
-            predicted_us = int(min(bound_us, ctx.predicted_us[1]))
-            return share(ctx, 1)._replace(budget_us=int(run_us), predicted_us=predicted_us)
-    return alone(ctx)
 
 
 def _speed(offer: Offer, ctx: Context, units: int) -> float:
