@@ -24,7 +24,7 @@ from windrow_operator.injection import Refusal, SidecarTemplate, attached_sideca
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Pod, Slot
+from windrow_operator.model import Base, Holder, Job, Pod, Slot, Usage
 from windrow_operator.planning import SlotTable
 from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
 from windrow_operator.status import is_urgent
@@ -377,8 +377,8 @@ class Driver:
             pod = self._cluster.pods.get(live.pod_uid) if live and live.attached else None
             terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
-                self._cluster.charge(terms.policy.key, since.total_seconds(), now)
                 tenants = self._cluster.tenants(key)
+                self._cluster.charge(terms.policy.key, since.total_seconds(), tenants, now)
                 self._metrics.harvested(since.total_seconds(), terms.policy, tenants)
 
     def _end_sessions(self, now: datetime) -> None:
@@ -404,7 +404,7 @@ class Driver:
             if (body := self._cluster.policy_bodies.get(key)) is None:
                 continue
             policy, before = self._cluster.policies[key], body.get("status") or {}
-            usage = self._cluster.used.get(key, ("", 0.0))
+            usage = self._cluster.used.get(key, Usage())
             after = policies.status_of(
                 policy,
                 policy_counts.get(key, policies.PolicyCounts()),

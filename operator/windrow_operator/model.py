@@ -96,6 +96,16 @@ class EffectivePolicy:
     policy: CheckedPolicy
     mode: str  # harvest, observe, off
     why: str = ""  # when the mode is not the policy's own, or not harvest
+    spent: frozenset[str] = frozenset()  # namespaces that have had their share of today
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Device seconds that jobs have had under a policy on a day (UTC)."""
+
+    day: str = ""
+    seconds: float = 0.0
+    by_namespace: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
