@@ -17,7 +17,7 @@ from datetime import datetime, timedelta
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies, preemption
-from windrow_operator.attach import AttachServer
+from windrow_operator.attach import AttachServer, Session
 from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _SETTLE_SECONDS = 0.02
 _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
+_HOUSEKEEPING = timedelta(seconds=1)
 PROGRESS_INTERVAL = timedelta(seconds=2)
 # Of many jobs each one's progress is written more seldom: so many writes a second in all.
 _PROGRESS_PER_SECOND = 3.0
@@ -89,6 +90,7 @@ class Driver:
         self._progress_written: dict[str, datetime] = {}  # by job UID
         self._usage_written: dict[str, datetime] = {}  # by policy key
         self._charged_at: datetime | None = None
+        self._kept_house: datetime | None = None
 
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
@@ -121,19 +123,34 @@ class Driver:
     async def turn(self) -> None:
         """One pass over policies and jobs."""
         now = self._clock()
-        self._charge(now)
-        self._end_sessions(now)
-        self._configure_sidecars(now)
+        keeps_house = self._keeps_house(now)
+        if keeps_house:
+            self._charge(now)
+            self._end_sessions(now)
+            self._configure_sidecars(now)
         slots = SlotTable(self._cluster.slot_views(now).values())
         self._preempt(slots)
         for job in self._cluster.job_views():
             await self._step(job, slots)
             self._metrics.moved()
-        await self._attach_sidecars(now)
+        if not keeps_house:
+            return
+        await self._attach_sidecars(slots, now)
         await self._register()
         await self._write_policies(now)
         self._cluster.forget_unused_slots()
         self._metrics.show(self._cluster, slots, now)
+
+    def _keeps_house(self, now: datetime) -> bool:
+        """Return whether this pass also does what need not be done for each piece of news.
+
+        With thousands of pods that takes longer than the jobs do, so it comes once a second.
+        """
+        if self._kept_house is not None and now - self._kept_house < _HOUSEKEEPING:
+            self._alarm.within((self._kept_house + _HOUSEKEEPING - now).total_seconds())
+            return False
+        self._kept_house = now
+        return True
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -256,6 +273,7 @@ class Driver:
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
             slots.put(replace(slot, holders=(*slot.holders, holder)))
+            self._configure(session, now)  # what a job may take is known before the job
             session.send(
                 pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
             )
@@ -284,9 +302,9 @@ class Driver:
 
     # --- sidecars ---------------------------------------------------------------------------------
 
-    async def _attach_sidecars(self, now: datetime) -> None:
+    async def _attach_sidecars(self, views: SlotTable, now: datetime) -> None:
         waiting = [job for job in self._cluster.job_views() if self._waits(job)]
-        pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
+        pods, look_again = agents.wanted(self._pod_views(views, now), waiting, now)
         for pod in pods:
             try:
                 await self._attach_sidecar(pod, now)
@@ -297,14 +315,13 @@ class Driver:
 
     def _waits(self, job: Job) -> bool:
         spec = job.spec
-        asks = spec is not None and not spec.suspend and job.deleted_at is None
+        asks = spec is not None and not spec.suspend and job.deleted_at is None and job.is_ours
         return asks and not job.slot and is_waiting(self._cluster.jobs[job.uid])
 
-    def _pod_views(self, now: datetime) -> list[agents.PodView]:
-        slots: dict[str, list[Slot]] = {}
-        for key, slot in self._cluster.slot_views(now).items():
-            if slot.attached:
-                slots.setdefault(self._cluster.slots[key].pod_uid, []).append(slot)
+    def _pod_views(self, views: SlotTable, now: datetime) -> list[agents.PodView]:
+        """Return the pods that a sidecar could be added to: those without one that is attached."""
+        known = self._cluster.slots
+        attached = {known[key].pod_uid for key, slot in views.items() if slot.attached}
         # A slot's name is its pod's, or that with the number of the device.
         keys = self._cluster.holders()
         held = {*keys, *(key.rpartition(".")[0] for key in keys)}
@@ -312,13 +329,12 @@ class Driver:
             agents.PodView(
                 pod,
                 self._cluster.terms(pod, now),
-                tuple(slots.get(uid, ())),
                 held=pod.key in held,
                 asked_at=self._asked.get(uid),
                 retry_at=self._refused.get(uid),
             )
             for uid, pod in self._cluster.pods.items()
-            if pod.sidecar.prepared
+            if pod.sidecar.prepared and pod.sidecar.decode_ready and uid not in attached
         ]
 
     async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
@@ -394,8 +410,11 @@ class Driver:
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():
-            pod = self._cluster.pods.get(session.pod.uid, session.pod)
-            session.configure(policies.config_of(self._cluster.terms(pod, now)))
+            self._configure(session, now)
+
+    def _configure(self, session: Session, now: datetime) -> None:
+        pod = self._cluster.pods.get(session.pod.uid, session.pod)
+        session.configure(policies.config_of(self._cluster.terms(pod, now)))
 
     async def _write_policies(self, now: datetime) -> None:
         policy_counts = self._policy_counts()

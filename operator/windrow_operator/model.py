@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+from windrow.crd.finetunejob import MANAGED_BY_US
 
 # Ten heartbeats: what a sidecar or a worker said before is no figure of now.
 STALE_AFTER: Final = timedelta(seconds=10)
@@ -249,6 +250,11 @@ class Job:
     def key(self) -> str:
         """Return namespace/name."""
         return key_of(self.namespace, self.name)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether no other controller looks after the job."""
+        return self.spec is None or self.spec.managed_by in (None, MANAGED_BY_US)
 
     @property
     def epoch(self) -> int:
