@@ -24,7 +24,7 @@ PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycac
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test check e2e test-sglang node test-node images soak lint bench proto figures constraints clean
+.PHONY: docs help setup demo sglang test check e2e test-sglang node test-node images soak lint bench proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
@@ -36,6 +36,7 @@ help:
 	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
 	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
+	@echo "make docs   the site, into build/site, built strictly"
 	@echo "make lint | bench | proto | figures | clean"
 
 $(VENV)/bin/python:
@@ -173,11 +174,21 @@ bench: setup
 proto: setup
 	$(PY) tools/generate_proto.py
 
+# The site: build/site/index.html opens from disk. A link that leads nowhere fails it.
+$(VENV)/.docs: $(VENV)/.dependencies pyproject.toml
+	$(UV) pip install --quiet --python $(PY) -c constraints.txt -r pyproject.toml --extra docs
+	@touch $@
+
+docs: $(VENV)/.native $(VENV)/.docs
+	$(PY) tools/generate_docs.py
+	NO_MKDOCS_2_WARNING=true $(VENV)/bin/mkdocs build --strict --quiet
+	$(PY) tools/check_site.py build/site
+
 figures: setup
 	$(PY) tools/quote_figures.py
 
 constraints:
-	$(UV) pip compile pyproject.toml --extra dev --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
 	rm -rf build dist $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache .mypy_cache

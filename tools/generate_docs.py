@@ -1,14 +1,23 @@
-"""Write the pages of docs/ that are made from the code: docs/metrics.md.
+"""Write the pages of docs/ that are made from the code: metrics, resources, command line, Python.
 
-`--check` writes nothing and ends 1 when a page is stale.
+docs/metrics.md is committed, and `--check` writes nothing and ends 1 when it is stale. Those below
+docs/reference/ are made for each build of the site (`make docs`).
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+import typer
+import yaml
+
+from windrow.cli import app
+from windrow.client import WindrowClient
 from windrow.metrics import (
     OPERATOR_METRICS,
     SIDECAR_METRICS,
@@ -73,9 +82,145 @@ def _meaning(metric: Metric) -> str:
     return f"{metric.help} Buckets: {', '.join(f'{bound:g}' for bound in metric.buckets)}."
 
 
+# --- resources ------------------------------------------------------------------------------------
+
+
+def resources_markdown() -> str:
+    """Return docs/reference/resources.md, from the definitions."""
+    lines = ["# Resources", "", "Made from `crds/` by `tools/generate_docs.py`.", ""]
+    for path in sorted((ROOT / "crds").glob("*.yaml")):
+        spec = yaml.safe_load(path.read_text())["spec"]
+        schema = spec["versions"][0]["schema"]["openAPIV3Schema"]
+        names = spec["names"]
+        lines += [f"## {names['kind']}", "", schema["description"], ""]
+        lines += [f"`kubectl get {names['shortNames'][0]}`, group `{spec['group']}`.", ""]
+        for part in ("spec", "status"):
+            if (root := schema["properties"].get(part)) is None:
+                continue
+            lines += [
+                f"### {names['kind']} {part}",
+                "",
+                "| field | type | meaning |",
+                "|---|---|---|",
+            ]
+            lines += list(_fields(root, ""))
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _fields(schema: Mapping[str, Any], above: str) -> Iterator[str]:
+    needed = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        path = f"{above}{name}"
+        kind = field.get("type", "any")
+        inner = field.get("items", {}) if kind == "array" else field
+        if kind == "array":
+            kind = f"list of {inner.get('type', 'any')}"
+        if "enum" in field:
+            kind = ", ".join(f"`{value}`" for value in field["enum"])
+        said = field.get("description", "")
+        if "default" in field and field["default"] not in ({}, []):
+            said += f" Default: `{field['default']}`."
+        if name in needed:
+            said += " Required."
+        yield f"| `{path}` | {kind} | {said.strip().replace('|', chr(92) + '|')} |"
+        if inner.get("properties"):
+            yield from _fields(inner, f"{path}{'[]' if inner is not field else ''}.")
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def cli_markdown() -> str:
+    """Return docs/reference/cli.md, from the commands themselves."""
+    lines = [
+        "# Command line",
+        "",
+        "Made from the commands by `tools/generate_docs.py`.",
+        "",
+        "`kubectl windrow ...` is the same program. Exit codes: 0 done, 1 failed, 2 mend the",
+        "input, 3 not reachable now, 130 interrupted.",
+        "",
+    ]
+    for name, command in _commands(typer.main.get_command(app), "windrow"):
+        text = inspect.cleandoc(command.help or "").replace("\b", "")
+        body, _, example = text.partition("Example: ")
+        lines += [f"## {name}", "", body.strip(), ""]
+        if example:
+            lines += [f"    {' '.join(example.split())}", ""]
+        rows = [row for one in command.params if (row := _parameter(one))]
+        if rows:
+            lines += ["| | meaning | default |", "|---|---|---|", *rows, ""]
+    return "\n".join(lines)
+
+
+def _commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:  # noqa: ANN401
+    if not hasattr(group, "commands"):
+        yield name, group
+        return
+    for word, command in group.commands.items():
+        yield from _commands(command, f"{name} {word}")
+
+
+def _parameter(one: Any) -> str:  # noqa: ANN401
+    said = str(getattr(one, "help", "") or "").replace("|", "\\|").replace("\n", " ")
+    if one.param_type_name == "argument":
+        return f"| `{(one.name or '').upper()}` | {said} | |"
+    if getattr(one, "hidden", False):
+        return ""
+    default = one.default if one.default not in (None, False, "") else ""
+    shown = f"`{default}`" if default != "" and not callable(default) else ""
+    return f"| {', '.join(f'`{opt}`' for opt in one.opts)} | {said} | {shown} |"
+
+
+# --- Python ---------------------------------------------------------------------------------------
+
+
+def python_markdown() -> str:
+    """Return docs/reference/python.md, from the client's docstrings."""
+    lines = [
+        "# Python",
+        "",
+        "Made from `windrow.client` by `tools/generate_docs.py`.",
+        "",
+        "## WindrowClient",
+        "",
+        *_doc(WindrowClient),
+    ]
+    for name, member in vars(WindrowClient).items():
+        if name.startswith("_") or not (callable(member) or isinstance(member, property)):
+            continue
+        if isinstance(member, property):
+            lines += [f"### {name}", "", *_doc(member)]
+            continue
+        signature = str(inspect.signature(member)).replace("self, ", "").replace("(self)", "()")
+        lines += [f"### {name}", "", "```python", f"{name}{signature}", "```", "", *_doc(member)]
+    return "\n".join(lines)
+
+
+def _doc(thing: object) -> list[str]:
+    text = inspect.getdoc(thing) or ""
+    head, *rest = text.split("\n\n")
+    lines = [head, ""]
+    for part in rest:
+        # Google's sections keep their form.
+        lines += ["```text", part, "```", ""] if part.split("\n")[0].endswith(":") else [part, ""]
+    return lines
+
+
+def committed() -> dict[Path, str]:
+    """Return the wanted content of the pages that are committed."""
+    return {ROOT / "docs" / "metrics.md": metrics_markdown()}
+
+
 def generated() -> dict[Path, str]:
     """Return the wanted content of every page that this tool writes."""
-    return {ROOT / "docs" / "metrics.md": metrics_markdown()}
+    docs = ROOT / "docs"
+    return committed() | {
+        docs / "reference" / "resources.md": resources_markdown(),
+        docs / "reference" / "cli.md": cli_markdown(),
+        docs / "reference" / "python.md": python_markdown(),
+    }
 
 
 def main() -> int:
@@ -85,7 +230,7 @@ def main() -> int:
     check = parser.parse_args().check
     stale = [
         (path, text)
-        for path, text in generated().items()
+        for path, text in (committed() if check else generated()).items()
         if not path.exists() or path.read_text() != text
     ]
     for path, text in stale:

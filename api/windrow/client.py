@@ -28,12 +28,14 @@ from kubernetes import config as k8s_config
 
 from windrow.conditions import Reason
 from windrow.crd import (
+    ANNOTATION_LOGS,
     API_VERSION,
     FINETUNE_JOB,
     GROUP,
     HARVEST_POLICY,
     HARVEST_SLOT,
     LATENCY_PROFILE,
+    SIDECAR_CONTAINER,
     VERSION,
     Kind,
     LatencyProfileSpec,
@@ -43,6 +45,7 @@ from windrow.crd import (
 )
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
+from windrow.rundir import worker_line
 from windrow.views import EventView, JobView, SlotView
 
 DEFAULT_NAMESPACE = "default"
@@ -200,6 +203,15 @@ class WindrowClient:
             )
         return job.adapter_path
 
+    def job_objects(self, *, namespace: str | None = None) -> list[dict[str, Any]]:
+        """Return the jobs of a namespace (None: of all) as the API server holds them."""
+        return self._list(FINETUNE_JOB, namespace)
+
+    def conditions(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
+        """Return the conditions of a job."""
+        found = self._get(FINETUNE_JOB, name, namespace)
+        return list((found.get("status") or {}).get("conditions") or ())
+
     def events(self, name: str, *, namespace: str = "") -> list[EventView]:
         """Return the events about a job (or about anything else of that name), oldest first."""
         return self.recent_events(namespace=namespace, selector=f"involvedObject.name={name}")
@@ -217,6 +229,66 @@ class WindrowClient:
             if not follow or job.finished:
                 return
             time.sleep(_POLL_S)
+
+    def worker_logs(self, name: str, *, namespace: str = "", follow: bool = False) -> Iterator[str]:
+        """Yield the lines that a job's worker has written, from the log of its slot's sidecar.
+
+        Of a job without a slot: what the sidecars of all slots still have. `follow`: until the
+        job has left its slot.
+
+        Raises:
+            UserError: no sidecar has a line of it.
+        """
+        namespace = namespace or self.namespace
+        mark = worker_line(f"{namespace}/{name}")
+        told = 0
+        while True:
+            job = self.get(name, namespace=namespace)
+            places = [
+                s for s in self.slots() if not job.slot or f"{s.namespace}/{s.name}" == job.slot
+            ]
+            pods = dict.fromkeys((slot.namespace, slot.pod) for slot in places)
+            found = [
+                line.partition(mark)[2]
+                for pod in pods
+                for line in self._sidecar_log(*pod)
+                if mark in line
+            ]
+            yield from found[told:]
+            told = max(told, len(found))
+            if not follow or job.finished or not job.slot:
+                break
+            time.sleep(_POLL_S)
+        if not told:
+            raise UserError(
+                f"FinetuneJob {namespace}/{name} has no worker whose log can be read: it is "
+                f"{job.state}",
+                field="name",
+                remedy="What has happened to it: windrow explain " + name,
+            )
+
+    def _sidecar_log(self, namespace: str, pod: str) -> list[str]:
+        """Return the lines of a pod's sidecar, of all of its containers, oldest first."""
+        with _answers(f"pod {namespace}/{pod}"):
+            body = self._core.read_namespaced_pod(pod, namespace, _request_timeout=_TIMEOUT_S)
+        spec = body.spec
+        names = [
+            c.name for c in (*(spec.init_containers or ()), *(spec.ephemeral_containers or ()))
+        ]
+        ours = [one for one in names if one.partition("-")[0] == SIDECAR_CONTAINER]
+        local = (body.metadata.annotations or {}).get(ANNOTATION_LOGS)
+        lines: list[str] = []
+        for container in ours:
+            if local:  # pods of a local cluster are processes of this machine
+                path = Path(local, f"{container}.log")
+                lines += path.read_text(errors="replace").splitlines() if path.is_file() else []
+                continue
+            with _answers(f"log of pod {namespace}/{pod}"):
+                text = self._core.read_namespaced_pod_log(
+                    pod, namespace, container=container, _request_timeout=_TIMEOUT_S
+                )
+            lines += str(text).splitlines()
+        return lines
 
     # Policies, slots, profiles
 

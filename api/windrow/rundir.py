@@ -89,3 +89,8 @@ class RunDir:
     def job_dir(self, job_uid: str) -> Path:
         """Scratch of one job: its spec as the worker reads it, logs."""
         return self.root / "jobs" / job_uid
+
+
+def worker_line(job: str, text: str = "") -> str:
+    """Return a line of a worker's log as the sidecar's own log has it; `job` is namespace/name."""
+    return f"worker {job} | {text}"

@@ -20,6 +20,8 @@ ALL = (
     *NATIVE,
     *("--set", "sidecar.image=windrow/sidecar:1", "--set", "sidecar.native.prePull=true"),
     *("--set", "networkPolicy.enabled=true", "--set", "metrics.podMonitor=true"),
+    *("--set", "metrics.rules=true", "--set", "metrics.dashboards.enabled=true"),
+    *("--set", "metrics.runbooks=https://runbooks.example/"),
 )
 
 
@@ -87,7 +89,7 @@ def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):
         body
         for body in objects(node, *ALL)
         # Of other projects: the Prometheus operator's definition is not here.
-        if body["kind"] not in ("PodMonitor", "CustomResourceDefinition")
+        if body["kind"] not in ("PodMonitor", "PrometheusRule", "CustomResourceDefinition")
     ]
     text = yaml.safe_dump_all([_in(body, "default") for body in bodies])
     command = [f"{node.bin}/kubectl", "--kubeconfig", node.kubeconfig, "apply", "--server-side"]

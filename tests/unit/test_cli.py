@@ -15,6 +15,7 @@ from windrow_sidecar.finetune.engine.orders import ORDERS
 COMMANDS = (
     *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
     *("top", "adapter", "doctor", "inject"),
+    *("explain", "report", "monitor"),
 )
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
@@ -143,3 +144,16 @@ def test_doctor_finds_what_the_demo_needs(monkeypatch, capsys, nowhere):
 
 def _raise():
     raise Transient("no cluster")
+
+
+def test_kubectl_finds_the_same_program_as_a_plugin(capsys):
+    assert cli.run(["top", "--help"], name="kubectl windrow") == 0
+    assert "Usage: kubectl windrow top" in capsys.readouterr().out
+
+
+def test_a_shell_completes_commands(monkeypatch, capsys):
+    monkeypatch.setenv("_WINDROW_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "windrow rep")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert cli.run([]) == 0
+    assert capsys.readouterr().out.split() == ["report"]

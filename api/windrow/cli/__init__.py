@@ -11,7 +11,19 @@ import sys
 
 import typer
 
-from windrow.cli import clusters, doctor, finetune, inject, jobs, memory, plan, top
+from windrow.cli import (
+    clusters,
+    doctor,
+    explain_job,
+    finetune,
+    inject,
+    jobs,
+    memory,
+    monitor,
+    plan,
+    report,
+    top,
+)
 from windrow.cli import run as running
 from windrow.errors import Transient, UserError, WindrowError
 
@@ -20,7 +32,6 @@ EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 failed, 2 mend the input, 3 not reachable now, 130 interrupted.",
@@ -47,16 +58,19 @@ app.command("resume")(jobs.resume)
 app.command("delete")(jobs.delete)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
+app.command("explain")(explain_job.explain)
+app.command("report")(report.report)
+app.command("monitor")(monitor.monitor)
 app.command("adapter")(jobs.adapter)
 app.command("run", context_settings={"ignore_unknown_options": True})(running.run)
 app.command("doctor")(doctor.doctor)
 app.add_typer(memory.app, name="memory")
 
 
-def run(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code."""
+def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
+    """Run one command and return its exit code; `name` is how the program was called."""
     try:
-        app(arguments, prog_name="windrow")
+        app(arguments, prog_name=name)
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else EXIT_FAILED
     except UserError as e:
@@ -76,3 +90,8 @@ def _tell(error: Exception, code: int) -> int:
 def main() -> None:
     """Entry point of the console script."""
     raise SystemExit(run())
+
+
+def kubectl_plugin() -> None:
+    """Entry point of `kubectl-windrow`, which kubectl finds as `kubectl windrow`."""
+    raise SystemExit(run(name="kubectl windrow"))

@@ -214,15 +214,26 @@ def logs(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Until the job has ended.")
     ] = False,
+    worker: Annotated[
+        bool, typer.Option("--worker", "-w", help="What the worker itself has written.")
+    ] = False,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
     context: Context = "",
 ) -> None:
-    """Show what has happened to a job: placements, pauses, checkpoints, failures.
+    """Show what has happened to a job, or what its worker has written.
 
-    Example: windrow logs support-tone --follow
+    Example: windrow logs support-tone --worker --follow
     """
     talk = client(kubeconfig, context)
+    if worker:
+        lines = talk.worker_logs(name, namespace=namespace, follow=follow)
+        if as_json:
+            print_json(list(lines))
+            return
+        for line in lines:
+            print_line(line)
+        return
     if as_json:
         talk.get(name, namespace=namespace)
         print_json(talk.events(name, namespace=namespace))

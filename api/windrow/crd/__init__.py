@@ -6,6 +6,7 @@
 from windrow.crd.adapter import AdapterSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.common import (
     ANNOTATION_INJECTED_BY,
+    ANNOTATION_LOGS,
     ANNOTATION_METRICS_PORT,
     ANNOTATION_POLICY,
     API_VERSION,
@@ -47,6 +48,7 @@ from windrow.crd.values import format_duration, parse_duration, parse_quantity
 
 __all__ = [
     "ANNOTATION_INJECTED_BY",
+    "ANNOTATION_LOGS",
     "ANNOTATION_METRICS_PORT",
     "ANNOTATION_POLICY",
     "API_VERSION",

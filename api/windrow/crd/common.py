@@ -20,6 +20,7 @@ LABEL_DECODE: Final = f"{GROUP}/decode"  # on injected pods: the one selector of
 LABEL_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled, what a pod asks for
 ANNOTATION_INJECTED_BY: Final = f"{GROUP}/injected-by"  # the rule that matched
 ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over any selector
+ANNOTATION_LOGS: Final = f"{GROUP}/log-dir"  # of a local cluster's pods: where their logs are
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"  # where the sidecar serves its metrics
 FINALIZER: Final = f"{GROUP}/cleanup"
 SIDECAR_CONTAINER: Final = "windrow"

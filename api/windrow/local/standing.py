@@ -185,6 +185,7 @@ def hold(settings: ClusterSettings) -> None:
                     cluster.server,
                     cluster.version,
                     str(cluster.log_dir),
+                    str(cluster.directory),
                 )
                 write_state(info, os.environ)
                 while True:

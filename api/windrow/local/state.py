@@ -20,6 +20,7 @@ class ClusterInfo:
         server: URL of the API server.
         version: of Kubernetes.
         log_dir: logs of all its processes.
+        directory: sockets and files of its processes and pods.
     """
 
     pid: int
@@ -28,6 +29,7 @@ class ClusterInfo:
     server: str
     version: str
     log_dir: str
+    directory: str
 
     @property
     def is_running(self) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
 from windrow_sidecar.agent.settings import AgentSettings
+from windrow_sidecar.agent.worker_log import WorkerLogFollower
 
 _log = logging.getLogger(__name__)
 
@@ -79,8 +80,10 @@ class Exit:
 class WorkerProcess:
     """A running worker. Ends with the agent, whatever happens to that."""
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(
+        self, process: asyncio.subprocess.Process, log: Path, follower: WorkerLogFollower
+    ) -> None:
+        self._process, self._log, self._follower = process, log, follower
 
     @classmethod
     async def start(
@@ -91,11 +94,12 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
         log = write_job(settings, assign) / WORKER_LOG
+        follower = WorkerLogFollower(log, f"{assign.job_namespace}/{assign.job_name}")
         process = standby.take(assign) if standby else None
         if process is None:
             command = worker_command(settings, assign)
             process = await _spawn(settings, command, log, stdin=asyncio.subprocess.DEVNULL)
-        return cls(process, log)
+        return cls(process, log, follower)
 
     @property
     def pid(self) -> int:
@@ -103,8 +107,13 @@ class WorkerProcess:
         return self._process.pid
 
     async def wait(self) -> Exit:
-        """Reap it."""
-        code = await self._process.wait()
+        """Reap it; meanwhile its log is repeated on the agent's output."""
+        following = asyncio.create_task(self._follower.run())
+        try:
+            code = await self._process.wait()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
         return Exit(code, _tail(self._log) if code else "")
 
     def terminate(self) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import httpx
 
+from windrow.crd import ANNOTATION_LOGS
 from windrow.local.node.api import Api, Json, NodeApiError
 
 log = logging.getLogger(__name__)
 
-ANNOTATION_LOGS = "windrow.dev/log-dir"
 RETRY_SECONDS = 2.0
 # The pod is gone, or another one has its name.
 _GONE = (httpx.codes.NOT_FOUND, httpx.codes.CONFLICT)

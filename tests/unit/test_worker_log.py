@@ -1,0 +1,47 @@
+"""What a worker writes comes out of the agent, line by line and marked with its job."""
+
+from __future__ import annotations
+
+import asyncio
+
+from windrow_sidecar.agent.worker_log import WorkerLogFollower
+
+
+def follower(path):
+    said = []
+    return WorkerLogFollower(path, "team-a/tone", said.append), said
+
+
+def test_whole_lines_are_told_once_and_the_rest_when_it_is_whole(tmp_path):
+    log = tmp_path / "worker.log"
+    following, said = follower(log)
+    following.look()  # it is not there yet
+    log.write_bytes(b"loads\nst")
+    following.look()
+    following.look()
+    assert said == ["worker team-a/tone | loads"]
+    with log.open("ab") as more:
+        more.write("ep 1 \xff\n".encode("latin-1"))
+    following.look()
+    assert said[1:] == ["worker team-a/tone | step 1 \ufffd"]
+
+
+def test_what_an_earlier_worker_wrote_is_not_told_again(tmp_path):
+    log = tmp_path / "worker.log"
+    log.write_text("of before\n")
+    following, said = follower(log)
+    with log.open("a") as more:
+        more.write("of now\n")
+    following.look()
+    assert said == ["worker team-a/tone | of now"]
+
+
+async def test_the_last_words_are_told_when_the_worker_has_ended(tmp_path):
+    log = tmp_path / "worker.log"
+    following, said = follower(log)
+    running = asyncio.create_task(following.run())
+    await asyncio.sleep(0)
+    log.write_text("Segmentation fault")
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert said == ["worker team-a/tone | Segmentation fault"]

@@ -1,0 +1,194 @@
+"""Write the chart's dashboards with Grafana's own builder, from `description.py`.
+
+    python tools/dashboards/build.py [--check]
+
+`--check` writes nothing and ends 1 when a file is stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from description import BOARDS, Board, Panel, Query, Variable
+from grafana_foundation_sdk.builders import (
+    bargauge,
+    common,
+    dashboard,
+    heatmap,
+    prometheus,
+    stat,
+    statetimeline,
+    timeseries,
+)
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    BarGaugeDisplayMode,
+    GraphGradientMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+    VizOrientation,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DataSourceRef,
+    VariableRefresh,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy" / "helm" / "windrow" / "dashboards"
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+HEIGHT = 8
+STAT_HEIGHT = 5
+
+
+def board_json(board: Board) -> str:
+    """Return a dashboard as Grafana imports it."""
+    built = (
+        dashboard.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.text)
+        .tags(["windrow"])
+        .refresh("30s")
+        .time("now-3h", "now")
+        .timezone("browser")
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .readonly()
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").label("data source").type("prometheus")
+        )
+    )
+    for variable in board.variables:
+        built = built.with_variable(_variable(variable))
+    for row in board.rows:
+        built = built.with_row(dashboard.Row(row.title))
+        for panel in row.panels:
+            built = built.with_panel(_panel(panel))
+    return JSONEncoder(sort_keys=True, indent=2).encode(built.build()) + "\n"
+
+
+def _variable(variable: Variable) -> Any:
+    if not variable.query:
+        return (
+            dashboard.TextBoxVariable(variable.name)
+            .label(variable.label)
+            .default_value(variable.default)
+        )
+    made = (
+        dashboard.QueryVariable(variable.name)
+        .label(variable.label)
+        .query({"query": variable.query, "refId": variable.name})
+        .datasource(SOURCE)
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+    )
+    if variable.multi:
+        made = made.multi(True).include_all(True).all_value(".*")
+    return made
+
+
+def _panel(panel: Panel) -> Any:
+    made = _BUILDERS[panel.kind](panel)
+    made = (
+        made.title(panel.title)
+        .datasource(SOURCE)
+        .unit(panel.unit)
+        .span(panel.width)
+        .height(STAT_HEIGHT if panel.kind == "stat" else HEIGHT)
+    )
+    if panel.text:
+        made = made.description(panel.text)
+    for index, query in enumerate(panel.queries):
+        made = made.with_target(_target(query, index, panel))
+    return made
+
+
+def _target(query: Query, index: int, panel: Panel) -> Any:
+    made = (
+        prometheus.Dataquery()
+        .expr(query.expr)
+        .legend_format(query.legend)
+        .ref_id(chr(ord("A") + index))
+    )
+    if panel.kind == "heatmap":
+        made = made.format("heatmap")
+    # Of a range: one number, at its end.
+    return made.instant() if panel.kind in ("stat", "bars") else made.range()
+
+
+def _lines(panel: Panel) -> Any:
+    legend = (
+        common.VizLegendOptions()
+        .show_legend(True)
+        .display_mode(LegendDisplayMode.LIST)
+        .placement(LegendPlacement.BOTTOM)
+        .calcs([])
+    )
+    made = (
+        timeseries.Panel()
+        .line_width(2)
+        .show_points(VisibilityMode.NEVER)
+        .legend(legend)
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI))
+        .min(0)
+    )
+    if panel.kind == "stacked":
+        stack = common.StackingConfig().group("A").mode(StackingMode.NORMAL)
+        made = made.stacking(stack).fill_opacity(40).gradient_mode(GraphGradientMode.NONE)
+    return made
+
+
+def _heatmap(_: Panel) -> Any:
+    return heatmap.Panel().calculate(False).show_value(VisibilityMode.NEVER)
+
+
+def _last(made: Any) -> Any:
+    return made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+
+
+_BUILDERS = {
+    "timeseries": _lines,
+    "stacked": _lines,
+    "stat": lambda _: _last(stat.Panel()),
+    "bars": lambda _: (
+        _last(bargauge.Panel())
+        .orientation(VizOrientation.HORIZONTAL)
+        .display_mode(BarGaugeDisplayMode.BASIC)
+        .min(0)
+    ),
+    "heatmap": _heatmap,
+    "states": lambda _: statetimeline.Panel().show_value(VisibilityMode.NEVER),
+}
+
+
+def generated() -> dict[Path, str]:
+    """Return the wanted content of every file."""
+    return {
+        FOLDER / f"{board.uid.removeprefix('windrow-')}.json": board_json(board) for board in BOARDS
+    }
+
+
+def main() -> int:
+    """Write the files, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--check", action="store_true", help="only say which files are stale")
+    check = parser.parse_args().check
+    stale = [
+        (path, text)
+        for path, text in generated().items()
+        if not path.exists() or path.read_text() != text
+    ]
+    for path, text in stale:
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
