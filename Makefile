@@ -12,19 +12,22 @@ unexport PYTHONDONTWRITEBYTECODE
 UV = $(shell command -v uv 2>/dev/null || echo $(abspath $(VENV))/bin/uv)
 ARGS ?=
 
-# SGLang has an environment of its own: what it pins is not what the rest is tested with.
-SGLANG_VENV ?= .venv-sglang
+# SGLang has an environment of its own: what it pins is not what the rest is tested with. Another
+# version than the pinned one (SGLANG_VERSION=0.5.22) has one beside it, and the plugin is told to try.
+SGLANG_VERSION ?=
+SGLANG_VENV ?= .venv-sglang$(if $(SGLANG_VERSION),-$(SGLANG_VERSION))
 SGLANG_PY := $(SGLANG_VENV)/bin/python
 SGLANG_PINS := -c tools/sglang/constraints.txt
+SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS) sglang)
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycache__/*')
+PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: docs help setup demo sglang test check e2e test-sglang node test-node images soak lint bench proto figures constraints clean
+.PHONY: help setup demo sglang test check e2e test-sglang node test-node images soak lint bench docs proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
@@ -32,6 +35,7 @@ help:
 	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
 	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes: half an hour"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
+	@echo "   (SGLANG_VERSION=0.5.22: another version than the pinned one, in an environment beside it)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
@@ -63,7 +67,7 @@ demo: setup
 $(SGLANG_VENV)/.dependencies: $(VENV)/.dependencies tools/sglang/requirements.txt tools/sglang/constraints.txt
 	$(UV) venv --quiet --allow-existing --python $(PY) $(SGLANG_VENV)
 	$(UV) pip install --compile-bytecode --python $(SGLANG_PY) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND)) $(SGLANG_PINS) -r tools/sglang/requirements.txt -r pyproject.toml --extra sidecar
-	$(UV) pip install --compile-bytecode --python $(SGLANG_PY) $(SGLANG_PINS) --no-deps sglang
+	$(UV) pip install --compile-bytecode --python $(SGLANG_PY) --no-deps $(SGLANG_ITSELF)
 	echo "$(abspath tools/sglang)" > $$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/windrow_sgl_kernel.pth
 	@touch $@
 
@@ -105,7 +109,7 @@ e2e: setup
 	$(PY) tools/run_tests.py e2e
 
 test-sglang: sglang
-	$(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)
+	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)
 
 # Everything of the node ends with the command.
 node: setup
@@ -191,4 +195,4 @@ constraints:
 	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt
 
 clean:
-	rm -rf build dist $(VENV) $(SGLANG_VENV) .pytest_cache .ruff_cache .mypy_cache
+	rm -rf build dist $(VENV) .venv-sglang* .pytest_cache .ruff_cache .mypy_cache

@@ -1,10 +1,12 @@
 """What the plugin costs SGLang's decode scheduler, stock and plugin side by side, on cores.
 
-Each arm is a process with SGLang's real scheduler (`make sglang`), a small model, one thread, and
-the same requests at the same iterations. A step's cost is CPU time of the scheduler's thread, so
-that other work on the machine does not count; a pair is the same steps with and without the plugin.
-In "idle" there is a run directory and no sidecar; in "lending" chunks are lent and taken back at
-random every third iteration.
+One process holds SGLang's real scheduler (`make sglang`) with a small model on one thread, and
+both arms: blocks of iterations with SGLang's own functions, allocator, KV buffers and weights
+alternate with blocks of the plugin's, every 0.1 s. So both see the same machine and the same
+requests. A step's cost is CPU time of the scheduler's thread, so that other work on the machine
+counts only through caches and clocks. In "idle" there is a run directory and no sidecar; in
+"lending" chunks are lent and taken back at random every third iteration. `--soak 10000` and
+`--demo 60` run those parts instead.
 
 Example: python -m benchmarks.sglang --json /tmp/sglang.json
 """
@@ -18,10 +20,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
+from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 
 PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 DRIVER = ROOT / "tests" / "sglang" / "scheduler_process.py"
@@ -31,73 +34,143 @@ DECODE = {
     "disaggregation_decode_retraction_backup": "cpu_tensor",
 }
 BATCH, TOKENS = 6, 400
-WARM_UP_STEPS = 50
+WARM_UP_STEPS = 60
+BLOCK, SETTLE = 30, 3  # iterations of one arm in a row, and those of them that are not counted
 TEXT = b"The for statement is used to iterate over the elements of a sequence such as a string."
-# Student's t at 97.5% by degrees of freedom, for as many pairs as anyone has the patience for.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18)
 
 
 def main() -> int:
-    """Run the pairs, then the answers; print and write the figures."""
+    """Run the parts that were asked for; print and write the figures."""
     parser = arguments(__doc__)
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="N requests while lending")
+    parser.add_argument("--soak", type=int, default=0, metavar="N", help="only: N requests")
+    parser.add_argument("--demo", type=float, default=0, metavar="S", help="only: demos of S s")
     options = parser.parse_args()
     if not PYTHON.exists():
         print("sglang: skipped, there is no SGLang here (make sglang)")
         return 0
     env = environment()
-    pairs = [_pair(i) for i in range(2 if options.quick else 6)]
-    results = [*_costs(pairs), *_answers(40 if options.quick else 200)]
     if options.soak:
-        results += _soak(options.soak)
-    write("sglang", results, env, options.json)
+        write("sglang-soak", _soak(options.soak), env, options.json)
+    elif options.demo:
+        write("sglang-demo", _demos(options.demo), env, options.json)
+    else:
+        quick = options.quick
+        results = _step_cost(20 if quick else 400)
+        write("sglang, steps", results, env, options.json)
+        results += _start_cost(1 if quick else 4)
+        write("sglang, steps and start", results, env, options.json)
+        results += _answers(40 if quick else 200)
+        write("sglang", results, env, options.json)
     return 0
 
 
-def _pair(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run stock and plugin, in alternating order."""
+def _step_cost(triples: int) -> list[Result]:
+    """Blocks of stock and plugin in turn, in one process: see `Alternation`."""
+    wave = TOKENS + 20  # iterations until all requests of a wave have ended
+    waves = 1 + (3 * BLOCK * triples + WARM_UP_STEPS) // (TOKENS - BLOCK)
     requests = [
-        {"n": n, "at": 3, "tokens": TOKENS, "prompt": [*TEXT[: 20 + 9 * n]]} for n in range(BATCH)
+        {"n": BATCH * w + n, "at": 3 + wave * w, "tokens": TOKENS, "prompt": [*TEXT[: 20 + 9 * n]]}
+        for w in range(waves)
+        for n in range(BATCH)
     ]
-    script = {"server": DECODE, "requests": requests, "timed": True}
-    arms = [False, True] if number % 2 == 0 else [True, False]
-    done = {plugin: _run(script, plugin=plugin) for plugin in arms}
-    return done[False], done[True]
-
-
-def _costs(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Result]:
-    stock = [_step_us(off) for off, _ in pairs]
-    ours = [_step_us(on) for _, on in pairs]
-    extra = [100 * (b / a - 1) for a, b in zip(stock, ours, strict=True)]
-    half = _T[len(extra) - 2] * statistics.stdev(extra) / len(extra) ** 0.5
-    start = [b["started_cpu_s"] - a["started_cpu_s"] for a, b in pairs]
-    mean, base = statistics.mean(extra), round(statistics.median(stock), 1)
+    script = {"server": DECODE, "requests": requests, "timed": True, "alternate": BLOCK}
+    done = _run({**script, "at_most_s": 500}, plugin=True)
+    if done["off"]:
+        raise RuntimeError(f"the plugin was off: {done['off']}")
+    stock, ours, extra = compare(blocks(done["iterations_us"][WARM_UP_STEPS:]))
+    low, high = interval(extra)
+    base = round(statistics.median(stock), 1)
     return [
-        Result("step CPU time, stock", base, "us", "lower"),
+        Result("step CPU time, stock", base, "us", "lower", spread=middle(stock)[1]),
         Result(
             "step CPU time, plugin idle",
             round(statistics.median(ours), 1),
             "us",
             "lower",
+            spread=middle(ours)[1],
             baseline=Baseline("stock", base),
         ),
-        Result("extra of the idle plugin, mean of pairs", round(mean, 2), "%", "lower", goal=1.0),
-        Result("  95% interval, low end", round(mean - half, 2), "%", "lower"),
-        Result("  95% interval, high end", round(mean + half, 2), "%", "lower"),
         Result(
-            "extra CPU time of the process's start",
-            round(statistics.median(start), 2),
-            "s",
+            "extra of the idle plugin, median of triples of blocks",
+            round(statistics.median(extra), 2),
+            "%",
             "lower",
             goal=1.0,
         ),
+        Result("  95% interval, low end", round(low, 2), "%", "lower"),
+        Result("  95% interval, high end", round(high, 2), "%", "lower"),
+        Result("  triples of blocks", len(extra), "", "higher"),
     ]
 
 
-def _step_us(run: dict[str, Any]) -> float:
-    """Median CPU time of an iteration with the whole batch."""
-    steps = [us for batch, us in run["iterations_us"] if batch == BATCH][WARM_UP_STEPS:]
-    return float(statistics.median(steps))
+Block = tuple[bool, float]
+
+
+def blocks(iterations: list[list[float]]) -> list[Block | None]:
+    """Each block's arm and median time; None: its batch was not whole all the time.
+
+    The first iterations of a block find caches that the other arm has left, and are dropped.
+    """
+    found: list[Block | None] = []
+    current: list[list[float]] = []
+    end: list[float] = [0, 0, -1]
+    for row in [*iterations, end]:
+        if current and row[2] != current[0][2]:
+            whole = len(current) == BLOCK and all(batch == BATCH for batch, _, _ in current)
+            times = [us for _, us, _ in current[SETTLE:]]
+            found.append((bool(current[0][2]), statistics.median(times)) if whole else None)
+            current = []
+        current.append(row)
+    return found
+
+
+def compare(found: list[Block | None]) -> tuple[list[float], list[float], list[float]]:
+    """Times of stock, times of the plugin, and what it takes more in percent, by triples.
+
+    Three blocks in a row, stock in the middle or the plugin: the middle against the mean of its
+    neighbours, so that what grows with the context from block to block cancels.
+    """
+    arms: dict[bool, list[float]] = {False: [], True: []}
+    extra, i = [], 0
+    while i + 2 < len(found):
+        triple = [block for block in found[i : i + 3] if block is not None]
+        if len(triple) < 3:
+            i += 1
+            continue
+        (on, before), (_, middle_us), (_, after) = triple
+        for arm, us in triple:
+            arms[arm].append(us)
+        ratio = middle_us / ((before + after) / 2)
+        extra.append(100 * ((1 / ratio if on else ratio) - 1))
+        i += 3
+    return arms[False], arms[True], extra
+
+
+def interval(extra: list[float]) -> tuple[float, float]:
+    """Bounds of the median with 95% confidence: the bootstrap's, of 4000 resamples."""
+    chance = random.Random(1)
+    medians = sorted(statistics.median(chance.choices(extra, k=len(extra))) for _ in range(4000))
+    return medians[100], medians[-101]
+
+
+def _start_cost(pairs: int) -> list[Result]:
+    extra = []
+    for number in range(pairs):
+        script = {"server": DECODE, "requests": [{"n": 0, "at": 3, "tokens": 4, "prompt": [65]}]}
+        arms = [False, True] if number % 2 == 0 else [True, False]
+        done = {plugin: _run(script, plugin=plugin)["started_cpu_s"] for plugin in arms}
+        extra.append(done[True] - done[False])
+    value, spread = middle(extra)
+    return [
+        Result(
+            "extra CPU time of the process's start",
+            round(value, 2),
+            "s",
+            "lower",
+            goal=1.0,
+            spread=round(spread, 2),
+        )
+    ]
 
 
 def _answers(n: int) -> list[Result]:
@@ -121,27 +194,116 @@ def _answers(n: int) -> list[Result]:
 
 
 def _soak(n: int) -> list[Result]:
-    """Many requests with aborts on a pool so small that some are retracted."""
-    server = {**DECODE, "max_total_tokens": 1536}
+    """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
     chance = random.Random(7)
-    requests = _conversation(n, 11)
+    requests = _conversation(n, 11, longest=100, every=7)  # nearly 8 at once, all that it takes
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
-    script = {"server": server, "requests": requests, "aborts": aborts, "at_most_s": 3600}
-    done = _run({**script, "chaos": 5}, plugin=True)
+    script = {
+        "server": {**DECODE, "max_total_tokens": 1024},
+        "requests": requests,
+        "aborts": aborts,
+        "health_every": 500,
+        "at_most_s": 3000,
+    }
+    stock = _run(script, plugin=False)
+    ours = _run({**script, "chaos": 5}, plugin=True)
+    results = []
+    for arm, done in (("stock", stock), ("lending", ours)):
+        results += [
+            Result(f"requests of {n} without an end, {arm}", n - len(done["ends"]), "", "lower", 0),
+            Result(f"tokens leaked, {arm}", done["total"] - done["available"], "", "lower", 0),
+            Result(f"retractions, {arm}", done["retractions"], "", "higher"),
+            Result(f"aborted, {arm}", _ended(done, "abort"), "", "higher"),
+        ]
+    whole = [rid for rid in stock["ends"] if rid not in aborts]
+    differ = sum(stock["tokens"].get(rid) != ours["tokens"].get(rid) for rid in whole)
+    counted = [sum(len(done["tokens"].get(rid, [])) for rid in whole) for done in (stock, ours)]
+    answered, asked = ours["health"]
     return [
-        Result(f"requests of {n} without an end", n - len(done["ends"]), "", "lower", goal=0),
-        Result("tokens leaked", done["total"] - done["available"], "", "lower", goal=0),
-        Result("iterations with chunks lent", done["iterations_lent"], "", "higher"),
+        *results,
+        Result("answers that differ from stock", differ, "", "lower", goal=0),
+        Result(
+            "tokens delivered, lending",
+            counted[1],
+            "",
+            "higher",
+            goal=counted[0],
+            baseline=Baseline("stock", counted[0]),
+        ),
+        Result("questions after health without an answer", asked - answered, "", "lower", 0),
+        Result("questions after health", asked, "", "higher"),
+        Result("iterations with chunks lent", ours["iterations_lent"], "", "higher"),
+        Result("iterations", ours["iterations"], "", "higher"),
+        Result("harvesting was switched off", int(bool(ours["off"])), "", "lower", 0),
     ]
 
 
-def _conversation(n: int, seed: int) -> list[dict[str, Any]]:
+def _ended(done: dict[str, Any], how: str) -> int:
+    return sum(reason == how for reason in done["ends"].values())
+
+
+def _demos(seconds: float) -> list[Result]:
+    """The demo on both engines, one after the other: objective and eta."""
+    found = {}
+    for engine in ("builtin", "sglang"):
+        with tempfile.TemporaryDirectory(prefix="wr-") as name:
+            to = Path(name) / "summary.json"
+            command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
+            command += [f"--engine={engine}", f"--seconds={seconds:g}", f"--json={to}"]
+            done = subprocess.run(
+                [*command, f"--out={name}/out"], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"the demo on {engine} failed:\n{done.stdout[-3000:]}")
+            found[engine] = json.loads(to.read_text())
+    builtin, sglang = found["builtin"], found["sglang"]
+    figures: dict[str, tuple[str, Callable[[Any], float]]] = {
+        "objective": ("ms", lambda serving: serving["objective_ms"]),
+        "TPOT p50": ("ms", lambda serving: serving["tpot_ms"]["p50"]),
+        "TPOT p99": ("ms", lambda serving: serving["tpot_ms"]["p99"]),
+        "mean batch": ("", lambda serving: serving["mean_batch"]),
+        "requests failed": ("", lambda serving: serving["requests_failed"]),
+    }
+    results = [
+        Result(
+            title,
+            of(sglang["serving"]),
+            unit,
+            "lower",
+            baseline=Baseline("builtin", of(builtin["serving"])),
+        )
+        for title, (unit, of) in figures.items()
+    ]
+    over = [100 * s["serving"]["share_over_objective"] for s in (sglang, builtin)]
+    eta = [s["harvest"]["eta"] for s in (sglang, builtin)]
+    return [
+        *results,
+        Result(
+            "steps over the objective",
+            round(over[0], 2),
+            "%",
+            "lower",
+            goal=1.0,  # the policy's percentile is the 99th
+            baseline=Baseline("builtin", round(over[1], 2)),
+        ),
+        Result(
+            "eta",
+            eta[0],
+            "",
+            "higher",
+            goal=round(0.8 * eta[1], 4),
+            baseline=Baseline("builtin", eta[1]),
+        ),
+    ]
+
+
+def _conversation(n: int, seed: int, *, longest: int = 60, every: int = 6) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     return [
         {
             "n": i,
-            "at": 3 + 6 * i + chance.randrange(6),
-            "tokens": chance.randrange(8, 60),
+            "at": 3 + every * i + chance.randrange(6),
+            "tokens": chance.randrange(8, longest),
             "prompt": [*TEXT[: chance.randrange(5, len(TEXT))]],
         }
         for i in range(n)

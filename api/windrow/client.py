@@ -239,8 +239,7 @@ class WindrowClient:
         Raises:
             UserError: no sidecar has a line of it.
         """
-        namespace = namespace or self.namespace
-        mark = worker_line(f"{namespace}/{name}")
+        mark = worker_line(f"{namespace or self.namespace}/{name}")
         told = 0
         while True:
             job = self.get(name, namespace=namespace)

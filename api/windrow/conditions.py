@@ -29,6 +29,7 @@ class ConditionType(StrEnum):
     EVICTED = "Evicted"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
+    DEPLOYED = "Deployed"
     ATTACHED = "Attached"
     READY = "Ready"
     SELECTS_PODS = "SelectsPods"
@@ -61,6 +62,7 @@ class Reason(StrEnum):
     DELETED = "Deleted"
     SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
+    SECRET_UNREADABLE = "SecretUnreadable"
     # Suspended
     SUSPENDED = "Suspended"
     NOT_SUSPENDED = "NotSuspended"
@@ -74,6 +76,7 @@ class Reason(StrEnum):
     MODEL_UNSUPPORTED = "ModelUnsupported"
     MODEL_TOO_LARGE = "ModelTooLarge"
     OUTPUT_NOT_WRITABLE = "OutputNotWritable"
+    CREDENTIALS_MISSING = "CredentialsMissing"
     CHECKPOINT_MISMATCH = "CheckpointMismatch"
     # Checkpointed
     CHECKPOINT_WRITTEN = "CheckpointWritten"
@@ -88,12 +91,18 @@ class Reason(StrEnum):
     NO_PROGRESS = "NoProgress"
     DATA_STARVED = "DataStarved"
     MODEL_UNREACHABLE = "ModelUnreachable"
+    OUTPUT_UNREACHABLE = "OutputUnreachable"
+    CHECKPOINT_UNREACHABLE = "CheckpointUnreachable"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     FENCED = "Fenced"
     STALE_EPOCH = "StaleEpoch"
     BUSY = "Busy"
     BACKOFF_LIMIT_EXCEEDED = "BackoffLimitExceeded"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    # Deployed
+    LOADED = "Loaded"
+    NOT_LOADED = "NotLoaded"
+    NO_INSTANCES = "NoInstances"
     # Slots and policies
     CONNECTED = "Connected"
     DISCONNECTED = "Disconnected"
@@ -242,12 +251,33 @@ LIFECYCLE: Final = (
     ConditionRow(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
     ConditionRow(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
     ConditionRow(
+        T.FAILED, "True", R.CREDENTIALS_MISSING, "The Secret lacks a key that its place needs."
+    ),
+    ConditionRow(
         T.FAILED,
         "True",
         R.CHECKPOINT_MISMATCH,
         "The checkpoint is of another base, adapter or order of rows.",
     ),
     ConditionRow(T.FAILED, "True", R.INVALID_SPEC, "The worker found a field that is wrong."),
+    ConditionRow(
+        T.DEPLOYED,
+        "True",
+        R.LOADED,
+        "Decode and prefill instances answer by the adapter; the message has its name.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.NOT_LOADED,
+        "An instance refused; those that had taken it have unloaded it. Tried again each minute.",
+    ),
+    ConditionRow(
+        T.DEPLOYED,
+        "False",
+        R.NO_INSTANCES,
+        "No ready instance serves the model under a policy that lets the job load adapters.",
+    ),
 )
 
 SLOT: Final = (
@@ -298,7 +328,9 @@ RETRIED: Final = (
     R.NO_PROGRESS,
     R.DATA_STARVED,
     R.MODEL_UNREACHABLE,
+    R.OUTPUT_UNREACHABLE,
     R.CHECKPOINT_UNREADABLE,
+    R.CHECKPOINT_UNREACHABLE,
     R.FENCED,
 )
 

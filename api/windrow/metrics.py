@@ -294,6 +294,9 @@ JOB_MEMORY: Final = _of_job(
 JOB_SKIPPED_ROWS: Final = _of_job(
     "windrow_job_skipped_rows", "rows", "Wrong rows of the dataset that are left out."
 )
+JOB_CUT_ROWS: Final = _of_job(
+    "windrow_job_cut_rows", "rows", "Rows that were too long and have lost their end."
+)
 WORKER_MEMORY: Final = _of_slot(
     "windrow_worker_memory_bytes",
     _GAUGE,

@@ -61,6 +61,18 @@ class RunDir:
         """JSON that says where in the exported weights each parameter lies."""
         return self.root / f"weights-{slot}.json"
 
+    def profile(self, slot: int = 0) -> Path:
+        """JSON: the engine's latency profile, for people and for its next start."""
+        return self.root / f"profile-{slot}.json"
+
+    def decision_log(self, slot: int = 0) -> Path:
+        """The ring of the engine's last decisions (`windrow.decisions`)."""
+        return self.root / f"decisions-{slot}.ring"
+
+    def breach_log(self, slot: int = 0) -> Path:
+        """JSON lines: the decisions before each time that the guard or the breaker acted."""
+        return self.root / f"breaches-{slot}.jsonl"
+
     def turn_note(self, slot: int = 0) -> Path:
         """Whose turn it is in the slot's worker, for after its death (`windrow_sidecar.turn`)."""
         return self.root / f"worker-{slot}.turn"

@@ -95,8 +95,9 @@ class ClusterState:
         self._specs: dict[tuple[str, int], tuple[FinetuneJobSpec | None, str]] = {}
         # What a pass would otherwise look for among all objects, kept as they change.
         self._held: dict[str, dict[str, None]] = {}  # UIDs of jobs by the slot of their status
-        self._claims: dict[str, dict[str, _Rank]] = {}  # by destination: UIDs of unfinished jobs
-        self._claim_of: dict[str, tuple[str, str]] = {}  # slot and destination by job UID
+        # By each place that a destination may be (`policies.places_of`): UIDs of unfinished jobs.
+        self._claims: dict[str, dict[str, _Rank]] = {}
+        self._claim_of: dict[str, tuple[str, frozenset[str]]] = {}  # slot and places by job UID
         self._selected: dict[str, tuple[Pod, int, CheckedPolicy | None]] = {}  # by pod UID
         self._policies_changed = 0
         self._terms: dict[str, tuple[datetime, EffectivePolicy]] = {}  # by policy key
@@ -124,27 +125,31 @@ class ClusterState:
             self.jobs[uid] = dict(body)
             self._index_job(uid)
 
+    def _index_jobs(self) -> None:
+        """Index all of them anew: what their destinations mean stands in the policies."""
+        for uid in self.jobs:
+            self._index_job(uid)
+
     def _index_job(self, uid: str) -> None:
         self._unindex_job(uid)
         body = self.jobs[uid]
         spec, _ = self._spec(body)
         status, metadata = body.get("status") or {}, body["metadata"]
-        slot, place = status.get("slot") or "", ""
+        slot, places = status.get("slot") or "", frozenset[str]()
         if slot:
             self._held.setdefault(slot, {})[uid] = None
         if spec is not None and not is_finished(status.get("conditions")):
-            place = path_of(spec.output.destination)
+            places = policies.places_of(spec.output.destination, self.policies.values())
             rank = (not status.get("epoch"), metadata["creationTimestamp"], self._job_key(uid))
-            self._claims.setdefault(place, {})[uid] = rank
-        self._claim_of[uid] = (slot, place)
+            for place in places:
+                self._claims.setdefault(place, {})[uid] = rank
+        self._claim_of[uid] = (slot, places)
 
     def _unindex_job(self, uid: str) -> None:
-        slot, place = self._claim_of.pop(uid, ("", ""))
-        for index, key in ((self._held, slot), (self._claims, place)):
-            if key and (entry := index.get(key)) is not None:
-                entry.pop(uid, None)
-                if not entry:
-                    del index[key]
+        slot, places = self._claim_of.pop(uid, ("", frozenset[str]()))
+        _drop(self._held, slot, uid)
+        for place in places:
+            _drop(self._claims, place, uid)
 
     def drop_job(self, uid: str) -> None:
         """Forget a FinetuneJob that the API server no longer has."""
@@ -167,6 +172,7 @@ class ClusterState:
         if before != policy:
             self._policies_changed += 1
             self._terms.pop(key, None)
+            self._index_jobs()
 
     def _take_usage(self, key: str, body: Mapping[str, Any]) -> None:
         usage = (body.get("status") or {}).get("usage")
@@ -183,6 +189,7 @@ class ClusterState:
         if self.policies.pop(key, None) is not None:
             self._policies_changed += 1
             self._terms.pop(key, None)
+            self._index_jobs()
 
     def put_pod(self, body: Mapping[str, Any]) -> Pod:
         """Keep what is needed of a decode pod, unless a newer version is here."""
@@ -379,8 +386,8 @@ class ClusterState:
 
         A job that has been placed keeps its destination against one that is older by the clock.
         """
-        _, place = self._claim_of[uid]
-        claims = self._claims.get(place)
+        _, places = self._claim_of[uid]
+        claims = {k: rank for place in places for k, rank in self._claims.get(place, {}).items()}
         return min(claims, key=claims.__getitem__) if claims else uid
 
     def _job_view(self, body: Mapping[str, Any], owner: str) -> Job:
@@ -406,8 +413,16 @@ class ClusterState:
             preempted_by=self.preempted.get(uid, ""),
             priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
-            destination_owner=self._job_key(owner) if owner != uid else "",
+            destination_owner=self._named(owner, spec) if owner != uid and spec else "",
         )
+
+    def _named(self, uid: str, other: FinetuneJobSpec) -> str:
+        """Return a job's key, and its name of the destination where `other` has another."""
+        spec, _ = self._spec(self.jobs[uid])
+        key, mine = self._job_key(uid), other.output.destination
+        if spec is None or path_of(spec.output.destination) == path_of(mine):
+            return key
+        return f"{key}, which reaches it by {spec.output.destination!r}"
 
     def _spec(self, body: Mapping[str, Any]) -> tuple[FinetuneJobSpec | None, str]:
         metadata = body["metadata"]
@@ -449,12 +464,12 @@ class ClusterState:
             checkpoint_before=int(checkpoint.get("step", 0)),
         )
 
-    def stop_sent(self, uid: str, now: datetime) -> None:
+    def stop_sent(self, uid: str, reason: str, now: datetime) -> None:
         """Remember that the sidecar was asked to stop a job."""
         run = self.runs.get(uid)
         if run is not None:
             asked = run.stop_asked_at or now
-            self.runs[uid] = replace(run, stop_asked_at=asked, stop_sent_at=now)
+            self.runs[uid] = replace(run, stop_asked_at=asked, stop_sent_at=now, stop_reason=reason)
 
     def active_slots(self) -> set[str]:
         """Return the keys of slots whose worker is at work."""
@@ -574,3 +589,11 @@ def _version(body: Mapping[str, Any]) -> int:
 
 def _day(now: datetime) -> str:
     return now.astimezone(UTC).date().isoformat()
+
+
+def _drop(index: dict[str, dict[str, Any]], key: str, uid: str) -> None:
+    """Remove a job from an entry of an index, and the entry with its last one."""
+    if (entry := index.get(key)) is not None:
+        entry.pop(uid, None)
+        if not entry:
+            del index[key]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies, preemption
 from windrow_operator.attach import AttachServer, Session
@@ -26,7 +27,8 @@ from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Pod, Slot, Usage
 from windrow_operator.planning import SlotTable
-from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
+from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile, without_secret
+from windrow_operator.secrets import JobSecrets, read_secrets
 from windrow_operator.status import is_urgent
 from windrow_operator.webhook import WebhookRegistration
 
@@ -169,7 +171,8 @@ class Driver:
         try:
             run = self._cluster.run_of(job)
             actions = reconcile(job, run, slots, now, self._timeouts)
-            await self._carry_out(job, actions, slots)
+            actions, secrets = await self._with_secrets(job, actions, now)
+            await self._carry_out(job, actions, slots, secrets)
         except ObjectNotFound:
             self._cluster.drop_job(job.uid)
         except Conflict:
@@ -183,7 +186,20 @@ class Driver:
             log.exception("job %s could not be reconciled", job.key)
             self._alarm.within(_IDLE_SECONDS)
 
-    async def _carry_out(self, job: Job, actions: Actions, slots: SlotTable) -> None:
+    async def _with_secrets(
+        self, job: Job, actions: Actions, now: datetime
+    ) -> tuple[Actions, JobSecrets]:
+        """Read the Secrets of a job that is about to be placed; without them it waits."""
+        if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
+            return actions, JobSecrets()
+        try:
+            return actions, await read_secrets(self._kube, job.namespace, job.spec)
+        except UserError as error:
+            return without_secret(job, str(error), now, self._timeouts), JobSecrets()
+
+    async def _carry_out(
+        self, job: Job, actions: Actions, slots: SlotTable, secrets: JobSecrets
+    ) -> None:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
@@ -195,7 +211,7 @@ class Driver:
             body = await self._write_status(job, {**body, "status": actions.status}, now)
         self._note_health(job, actions, now)
         for command in actions.commands:
-            self._send(job, command, slots, now)
+            self._send(job, command, slots, now, secrets)
         for event in actions.events:
             await self._recorder.record(self._cluster.jobs.get(job.uid), event)
         if actions.finalizer is False:
@@ -263,7 +279,14 @@ class Driver:
             self._cluster.drop_job(job.uid)
         self.wake()
 
-    def _send(self, job: Job, command: Command, slots: SlotTable, now: datetime) -> None:
+    def _send(
+        self,
+        job: Job,
+        command: Command,
+        slots: SlotTable,
+        now: datetime,
+        secrets: JobSecrets,
+    ) -> None:
         session = self._attach.session_of(command.slot) if self._attach else None
         live = self._cluster.slots.get(command.slot)
         if session is None or live is None:
@@ -274,12 +297,13 @@ class Driver:
             holder = Holder(job.uid, job.key, base)
             slots.put(replace(slot, holders=(*slot.holders, holder)))
             self._configure(session, now)  # what a job may take is known before the job
-            session.send(
-                pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
-            )
+            assign = self._assignment(job, command, slot, live.facts.index)
+            assign.dataset_secret.update(secrets.dataset)
+            assign.output_secret.update(secrets.output)
+            session.send(pb.OperatorMessage(assign=assign))
             return
         if command.action == "STOP":
-            self._cluster.stop_sent(job.uid, now)
+            self._cluster.stop_sent(job.uid, command.reason, now)
         session.command(
             pb.JobCommand(
                 job_uid=job.uid,
@@ -298,6 +322,7 @@ class Driver:
             epoch=command.epoch,
             spec_json=json.dumps(job.body["spec"]),
             outputs=pb.Outputs(trees=slot.outputs),
+            checkpoint_path=(job.status.get("checkpoint") or {}).get("path", ""),
         )
 
     # --- sidecars ---------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def _words(container: Mapping[str, Any]) -> list[str]:
     return " ".join(words).split()
 
 
-def _option(container: Mapping[str, Any], *names: str) -> str:
+def option_of(container: Mapping[str, Any], *names: str) -> str:
     """Return the value of an option of the container's command line, or nothing."""
     for word, following in pairwise([*_words(container), ""]):
         name, equals, value = word.partition("=")
@@ -128,7 +128,7 @@ def _option(container: Mapping[str, Any], *names: str) -> str:
 
 
 def _is_decoder(container: Mapping[str, Any]) -> bool:
-    return _option(container, "--disaggregation-mode") == "decode"
+    return option_of(container, "--disaggregation-mode") == "decode"
 
 
 def _arguments(pod: Mapping[str, Any]) -> bool:
@@ -219,9 +219,16 @@ def _mounts_run_volume(container: Mapping[str, Any]) -> bool:
     return any(mount["name"] == RUN_VOLUME for mount in container.get("volumeMounts") or ())
 
 
+def serving_container(pod: Mapping[str, Any]) -> Body:
+    """Return the container that says its part in disaggregated serving, else the first."""
+    containers = _containers(pod)
+    said = (c for c in containers if option_of(c, "--disaggregation-mode"))
+    return next(said, containers[0])
+
+
 def served_model(pod: Mapping[str, Any]) -> str:
     """Return the model that the decode container's command line names, or nothing."""
-    return _option(decoder_of(pod), "--model-path", "--model") if _containers(pod) else ""
+    return option_of(decoder_of(pod), "--model-path", "--model") if _containers(pod) else ""
 
 
 # --- at creation ----------------------------------------------------------------------------------
@@ -487,7 +494,7 @@ def _mounts(
         for volume in volumes
         if volume_name(volume) in there  # else it was left out when the pod was made
     ]
-    model = _option(decoder, "--model-path", "--model")
+    model = option_of(decoder, "--model-path", "--model")
     taken = {mount["mountPath"].rstrip("/") for mount in mounts}
     for mount in decoder.get("volumeMounts") or ():
         path = mount["mountPath"].rstrip("/")

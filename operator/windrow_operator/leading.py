@@ -13,6 +13,7 @@ from datetime import datetime
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.deploy import Deployments
 from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
@@ -64,6 +65,7 @@ class Leading:
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
         self._slots = SlotWriter(cluster, kube)
+        self._deployments = Deployments(cluster, kube, recorder, clock)
         self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
 
     async def begin(self) -> None:
@@ -86,6 +88,7 @@ class Leading:
                 tasks.create_task(self._write_slots(), name="slots")
                 tasks.create_task(self._store_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")
+                tasks.create_task(self._deployments.run(), name="deployments")
         finally:
             self._attach.close()
 

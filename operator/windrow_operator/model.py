@@ -122,6 +122,7 @@ class WorkerProgress:
     checkpoint_step: int = 0
     checkpoint_path: str = ""
     skipped_rows: int = 0
+    cut_rows: int = 0
 
 
 class RunState(StrEnum):
@@ -164,6 +165,7 @@ class JobPlacement:
     checkpoint_before: int | None = None  # step of the job's checkpoint when it was placed
     stop_asked_at: datetime | None = None  # first STOP of this placement
     stop_sent_at: datetime | None = None  # latest
+    stop_reason: str = ""  # of that one
 
     @property
     def got_further(self) -> bool:
@@ -244,7 +246,7 @@ class Job:
     preempted_by: str = ""  # key of the job that is to have its slot
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
-    destination_owner: str = ""  # key of an older job that writes to the same place
+    destination_owner: str = ""  # an older job that writes to the same place, in words
 
     @property
     def key(self) -> str:

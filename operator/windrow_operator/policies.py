@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,7 +11,9 @@ from typing import Any, Final
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, Status, set_condition
 from windrow.crd import ANNOTATION_POLICY, parse_policy_spec
+from windrow.crd.harvestpolicy import VolumeSpec
 from windrow.errors import UserError
+from windrow.outputs import is_below, path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Usage
 
@@ -80,6 +83,34 @@ def terms_of(policy: CheckedPolicy, now: datetime, usage: Usage = NOTHING_USED) 
         if share is not None and seconds >= share
     )
     return EffectivePolicy(policy, "harvest", spent=spent)
+
+
+def places_of(destination: str, policies: Iterable[CheckedPolicy]) -> frozenset[str]:
+    """Return every name of the directory that a destination may be: two jobs with one may meet.
+
+    Its path, and where that is in a claim or on a node by the volumes of each policy: one claim may
+    be mounted at two paths.
+    """
+    path = path_of(destination)
+    found = {path}
+    for policy in policies:
+        volumes = policy.spec.sidecar.volumes if policy.spec else ()
+        around = [volume for volume in volumes if is_below([volume.mount_path], path)]
+        if not around or not posixpath.isabs(path):
+            continue
+        inner = max(around, key=lambda volume: len(volume.mount_path))
+        if not inner.read_only:
+            below = posixpath.relpath(path, inner.mount_path)
+            found.add(posixpath.normpath(posixpath.join(_source(policy, inner), below)))
+    return frozenset(found)
+
+
+def _source(policy: CheckedPolicy, volume: VolumeSpec) -> str:
+    """Return a name for what a volume mounts; no path of a destination begins like that."""
+    if volume.persistent_volume_claim is not None:
+        return f"//claim:{policy.namespace}/{volume.persistent_volume_claim.claim_name}"
+    assert volume.host_path is not None
+    return f"//node:{volume.host_path.path}"
 
 
 def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:

@@ -38,6 +38,7 @@ class Timeouts:
     most_losses: int = 3
     backoff_base: timedelta = timedelta(seconds=2)  # doubled with every failure
     backoff_cap: timedelta = timedelta(minutes=5)
+    secret_pause: timedelta = timedelta(seconds=30)  # a Secret that could not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +177,13 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
         commands=(Command("ASSIGN", choice.slot.key, job.epoch + 1),),
         events=(Event(Reason.PLACED, choice.message),),
     )
+
+
+def without_secret(job: Job, message: str, now: datetime, timeouts: Timeouts) -> Actions:
+    """Leave a job waiting whose Secret could not be read; it is read again after a while."""
+    after = status.waiting(job, Reason.SECRET_UNREADABLE, message, now)
+    step = _write_status(job, after, Reason.SECRET_UNREADABLE, message, warning=True)
+    return replace(step, wake_at=now + timeouts.secret_pause)
 
 
 def _refusal(job: Job) -> tuple[Reason, str] | None:
@@ -392,6 +400,8 @@ def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Tim
         step = _ended(job, stopped, now, timeouts)
         return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
     again = run.stop_sent_at is None or now >= run.stop_sent_at + timeouts.stop_repeat
+    # The worker that stops for another reason keeps its checkpoints; those of a deleted job go.
+    again = again or (reason == Reason.DELETED != run.stop_reason)
     commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
     after = status.running(job, replace(run, stop_asked_at=asked), now)
     return Actions(

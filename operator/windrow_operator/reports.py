@@ -190,6 +190,7 @@ def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
         checkpoint_step=said.checkpoint_step if said.checkpoint_path else known.checkpoint_step,
         checkpoint_path=said.checkpoint_path or known.checkpoint_path,
         skipped_rows=said.skipped_rows,
+        cut_rows=said.cut_rows,
     )
 
 

@@ -214,6 +214,12 @@ def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     )
 
 
+def deployed(job: Job, reason: Reason, message: str, now: datetime) -> Body:
+    """What has become of loading the adapter into serving pods."""
+    value: Status = "True" if reason is Reason.LOADED else "False"
+    return _with(job, job.status, now, (T.DEPLOYED, value, reason, message))
+
+
 def _with(
     job: Job, status: Mapping[str, Any], now: datetime, *facts: tuple[str, Status, str, str]
 ) -> Body:
@@ -279,6 +285,7 @@ def _numbers(progress: WorkerProgress) -> Body:
         "tokensPerSecond": round(progress.tokens_per_second, 1),
         "tokens": progress.tokens,
         "skippedRows": progress.skipped_rows,
+        "cutRows": progress.cut_rows,
     }
     if math.isfinite(progress.loss):
         numbers["loss"] = progress.loss

@@ -104,7 +104,7 @@ def test_defaults_are_filled_in(api):
         ("output", {"destination": "file:///"}, "must name a directory below a volume"),
         ("output", {"destination": "/data/../etc"}, "must name a directory below a volume"),
         ("output", {"destination": "../data"}, "must name a directory below a volume"),
-        ("output", {"destination": "/o", "deploy": {"enabled": True}}, "not supported yet"),
+        ("output", {"destination": "/o", "deploy": {"enabled": "perhaps"}}, "boolean"),
         ("colour", "blue", "unknown field"),
     ],
 )

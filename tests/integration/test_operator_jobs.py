@@ -427,6 +427,24 @@ def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     assert f"{cluster.namespace}/tone" in accepted["message"]
 
 
+def test_of_two_jobs_that_reach_one_directory_of_a_claim_by_two_paths_the_later_is_refused(placed):
+    cluster, _, _ = placed
+    claim = {"persistentVolumeClaim": {"claimName": "shared"}}
+    # The policy of `placed` selects the pods; this one mounts the same claim elsewhere.
+    for name, path in (("one", "/one"), ("two", "/two/deep")):
+        volumes = [{"name": "v", "mountPath": path, **claim}]
+        cluster.policy(name=name, sidecar={"volumes": volumes})
+    cluster.job("first", output={"destination": "/one/deep/tone"})
+    cluster.job("apart", output={"destination": "/two/deep/tone"})
+    cluster.job("late", output={"destination": "/two/deep/deep/tone"})
+    cluster.await_state("Invalid", "late")
+    accepted = cluster.condition("Accepted", "late")
+    assert accepted["reason"] == "DestinationInUse"
+    assert f"{cluster.namespace}/first, which reaches it by '/one/deep/tone'" in accepted["message"]
+    for free in ("first", "apart"):
+        assert cluster.condition("Accepted", free)["status"] == "True"
+
+
 def volume(name, **more):
     return {"name": name, "mountPath": f"/{name}", "hostPath": {"path": "/srv"}, **more}
 
@@ -566,3 +584,49 @@ def test_the_operator_ends_within_two_seconds_with_a_sidecar_attached(placed):
     assert cluster.operator.state["attachPort"] == state["attachPort"]
     assert not state["ready"]
     assert seconds < 4  # two, and as much again for a machine that is busy with other tests
+
+
+def test_a_job_waits_for_its_secret_and_its_worker_alone_is_told_it(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(output={"destination": "s3://team/tone", "secretRef": {"name": "team-s3"}})
+
+    def says(text):
+        return lambda: (
+            cluster.condition("Placed").get("reason") == "SecretUnreadable"
+            and text in cluster.condition("Placed")["message"]
+        )
+
+    wait_until(says("there is no Secret 'team-s3'"), "the Secret's absence in the condition")
+    held = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "hidden-5e1", "password": "other"}
+    secret = {"metadata": {"name": "team-s3"}, "stringData": held}
+    cluster.core.create_namespaced_secret(cluster.namespace, secret)
+    touch(cluster, "1")
+    wait_until(says("is not meant for jobs"), "the owner's word is missing")
+    labels = {"metadata": {"labels": {"windrow.dev/credentials": "true"}}}
+    cluster.core.patch_namespaced_secret("team-s3", cluster.namespace, labels)
+    touch(cluster, "2")
+    assigned = sidecar.next("assign")
+    del held["password"]
+    assert (dict(assigned.output_secret), dict(assigned.dataset_secret)) == (held, {})
+    assert "hidden-5e1" not in assigned.spec_json
+    assert "hidden-5e1" not in str(cluster.get("finetunejobs", "tone"))
+    assert "hidden-5e1" not in cluster.operator.log.read_text()
+
+
+def touch(cluster, text):
+    """Have the operator look at the job before its next try."""
+    note = {"metadata": {"annotations": {"looked-at": text}}}
+    cluster.custom.patch_namespaced_custom_object(
+        "windrow.dev", "v1alpha1", cluster.namespace, "finetunejobs", "tone", note
+    )
+
+
+def test_an_assignment_says_which_checkpoint_the_job_has(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/out/c5")
+    wait_until(lambda: (cluster.status().get("checkpoint") or {}).get("step") == 5, "it is known")
+    sidecar.report(assigned, "FAILED", reason="WorkerDied", detail="killed")
+    again = sidecar.next("assign")
+    assert (again.epoch, again.checkpoint_path) == (2, "/out/c5")

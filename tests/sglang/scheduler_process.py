@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from pathlib import Path
+from pkgutil import resolve_name
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
@@ -43,11 +44,72 @@ def make_scheduler(server: dict):
     from sglang.srt.server_args import PortArgs, ServerArgs
 
     load_plugins()
+    stock = stock_functions()
     args = ServerArgs(**{**SERVER, **server})
     ports = PortArgs.init_new(args)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     module.configure_scheduler_process(args, 0)
-    return module.Scheduler(args, ports)
+    return module.Scheduler(args, ports), stock
+
+
+def stock_functions() -> dict:
+    """SGLang's own functions, by path, of those that the plugin hooks."""
+    from windrow_sidecar.engines.sglang import compat
+
+    return {path: resolve_name(path) for path, _ in compat.NAMES}
+
+
+class Alternation:
+    """Stock SGLang and the plugin in turn in one process, for blocks of so many iterations.
+
+    In stock's blocks the hooked functions are SGLang's own, the allocator is of its class, KV and
+    weights lie in memory as SGLang allocates it. Nothing may be lent.
+    """
+
+    def __init__(self, scheduler, stock: dict, block: int) -> None:
+        import torch
+
+        self.block, self.on, self.left = block, True, block
+        self.allocator = scheduler.token_to_kv_pool_allocator
+        self.pool = self.allocator.get_kvcache()
+        functions = [(path, own, resolve_name(path)) for path, own in stock.items()]
+        hooked = [(path, own, ours) for path, own, ours in functions if own is not ours]
+        assert len(hooked) >= 10, f"only {len(hooked)} functions are hooked"
+        self.functions = {
+            on: [(*owner_of(path), (own, ours)[on]) for path, own, ours in hooked]
+            for on in (False, True)
+        }
+        self.classes = {True: type(self.allocator), False: type(self.allocator).__mro__[1]}
+        ours = [*self.pool.k_buffer], [*self.pool.v_buffer]
+        layers, shape = len(ours[0]), ours[0][0].shape
+        # As MHATokenToKVPool has it: K and V of a layer beside each other.
+        fused = [torch.zeros(2, *shape, dtype=ours[0][0].dtype) for _ in range(layers)]
+        self.buffers = {True: ours, False: ([f[0] for f in fused], [f[1] for f in fused])}
+        parameters = [*plugin().weights.model.parameters()]
+        self.weights = {
+            on: [(p, p.data if on else p.data.clone()) for p in parameters] for on in (False, True)
+        }
+
+    def turn(self) -> None:
+        """Called once an iteration."""
+        self.left -= 1
+        if self.left:
+            return
+        self.left, self.on = self.block, not self.on
+        for owner, name, function in self.functions[self.on]:
+            setattr(owner, name, function)
+        self.allocator.__class__ = self.classes[self.on]
+        for mine, other in zip(self.buffers[self.on], self.buffers[not self.on], strict=True):
+            for buffer, old in zip(mine, other, strict=True):
+                buffer.copy_(old)
+        self.pool.k_buffer, self.pool.v_buffer = (list(b) for b in self.buffers[self.on])
+        for parameter, data in self.weights[self.on]:
+            parameter.data = data
+
+
+def owner_of(path: str) -> tuple:
+    owner, _, name = path.rpartition(".")
+    return resolve_name(owner), name
 
 
 class Outputs:
@@ -57,17 +119,25 @@ class Outputs:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.updates: list[list] = []
+        self.health = 0  # answers to /health
 
     def send_output(self, output, recv_obj=None) -> None:
+        self.health += type(output).__name__ == "HealthCheckOutput"
         if type(output).__name__ == "UpdateWeightFromDiskReqOutput":
             self.updates.append([output.success, output.message])
         for i, rid in enumerate(getattr(output, "rids", None) or []):
+            if rid.startswith(HEALTH):
+                self.health += bool((getattr(output, "finished_reasons", None) or [None])[i])
+                continue
             ids = getattr(output, "output_ids", None)
             if ids is not None:
                 self.tokens.setdefault(rid, []).extend(int(t) for t in ids[i] or [])
             reasons = getattr(output, "finished_reasons", None)
             if reasons and reasons[i]:
                 self.ends[rid] = reasons[i]["type"]
+
+
+HEALTH = "HEALTH_CHECK"  # what SGLang's /health names its request
 
 
 def request(spec: dict):
@@ -80,7 +150,7 @@ def request(spec: dict):
     if spec.get("disaggregated"):
         extra = {"bootstrap_host": "2.2.2.2", "bootstrap_port": 8998, "bootstrap_room": spec["n"]}
     return TokenizedGenerateReqInput(
-        rid=f"r{spec['n']}",
+        rid=spec.get("rid", f"r{spec['n']}"),
         input_text=None,
         input_ids=array("q", spec["prompt"]),
         input_embeds=None,
@@ -92,6 +162,7 @@ def request(spec: dict):
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=False,
+        lora_id=spec.get("lora_id"),
         **extra,
     )
 
@@ -99,8 +170,11 @@ def request(spec: dict):
 class Script:
     """Feeds the scheduler's loop, and looks at it once an iteration."""
 
-    def __init__(self, scheduler, script: dict) -> None:
+    def __init__(self, scheduler, script: dict, stock: dict) -> None:
         self.scheduler, self.script = scheduler, script
+        self.alternation = None
+        if script.get("alternate"):
+            self.alternation = Alternation(scheduler, stock, script["alternate"])
         self.outputs = Outputs()
         self.waiting = sorted(script["requests"], key=lambda r: r["at"])
         self.disaggregated = scheduler.server_args.disaggregation_mode == "decode"
@@ -108,11 +182,12 @@ class Script:
             transfer_known_kv(scheduler)
         self.aborts = dict(script.get("aborts", {}))
         self.n_requests = len(self.waiting)
-        self.iteration = self.quiet = 0
+        self.iteration = self.quiet = self.health_asked = 0
         self.used: list[int] = []
         self.most_lent = self.lendings = self.idle_lent = 0
         self.last_ns = time.thread_time_ns()
-        self.iterations_us: list[list[int]] = []  # batch, CPU time of the iteration before
+        # Batch, CPU time of the iteration before, whether the plugin was on.
+        self.iterations_us: list[list[int]] = []
         self.chaos = None
         if script.get("chaos"):
             self.chaos = Chaos(scheduler, script["chaos"])
@@ -132,6 +207,13 @@ class Script:
         arrived = []
         while self.waiting and self.waiting[0]["at"] <= self.iteration:
             spec = self.waiting.pop(0)
+            if (adapter := spec.get("adapter")) is not None:
+                loaded = {ref.lora_name: ref.lora_id for ref in scheduler.server_args.lora_paths}
+                spec = {**spec, "lora_id": loaded[adapter]}
+            arrived.append(request({**spec, "disaggregated": self.disaggregated}))
+        if self.iteration % self.script.get("health_every", 1 << 60) == 0:
+            self.health_asked += 1
+            spec = {"n": 0, "rid": f"{HEALTH}_{self.iteration}", "tokens": 1, "prompt": [0]}
             arrived.append(request({**spec, "disaggregated": self.disaggregated}))
         if self.iteration == self.script.get("update_weights_at"):
             arrived.append(
@@ -150,7 +232,10 @@ class Script:
         self.most_lent = max(self.most_lent, lent)
         now_ns = time.thread_time_ns()  # of this thread: other work on the machine does not count
         batch = scheduler.running_batch.batch_size()
-        self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000])
+        on = self.alternation is None or self.alternation.on
+        self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000, on])
+        if self.alternation is not None:
+            self.alternation.turn()
         self._maybe_end()
         self.last_ns = time.thread_time_ns()
         return arrived
@@ -224,26 +309,26 @@ class Chaos:
 
 
 class Worker:
-    """A worker process beside the scheduler that is stopped, and later killed, while it is lent to.
+    """A worker process beside the scheduler: lent to, then stopped, then killed, then a new one.
 
-    Every fault comes at an iteration at which chunks are lent, and ends at one at which requests
-    have been answered meanwhile.
+    Every fault comes at an iteration at which chunks are lent, and ends only after requests have
+    been answered meanwhile: a step that waited for the other side would wait for ever.
+
+    Attributes:
+        seen: phase, tokens lent at its beginning, steps launched within it, and the longest run of
+            iterations that had a batch and launched none.
     """
 
-    OWNER, ANSWERS = 5, 4
+    OWNER, ANSWERS, STOPPED_S = 5, 4, 5.0
 
     def __init__(self, scheduler, wanted: int, outputs: Outputs) -> None:
         from windrow_sidecar.qos.terms import make_terms
 
-        self.allocator = scheduler.token_to_kv_pool_allocator
-        self.outputs, self.seen = outputs, []
-        self.phase, self.answered = "lending", 0
-        socket = str(plugin().run_dir.arena_socket())
-        words = ["windrow_sidecar.testing.page_worker", socket, str(self.OWNER), str(wanted)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout.readline() == "attached\n"
+        self.scheduler, self.allocator = scheduler, scheduler.token_to_kv_pool_allocator
+        self.outputs, self.seen, self.wanted, self.owner = outputs, [], wanted, self.OWNER
+        self.without = 0
+        self._turn("lending")
+        self.process = self._start()
         terms = make_terms(
             name="chat",
             policy="windrow",
@@ -257,16 +342,24 @@ class Worker:
         plugin().harvest._parts.inner.set_terms(terms)
 
     def stir(self, _iteration: int) -> None:
-        lent, answers = self.allocator.lent_tokens, len(self.outputs.ends)
+        self._count()
+        lent, answered = self.allocator.lent_tokens, len(self.outputs.ends) - self.answers
+        goes_on = answered >= self.ANSWERS
         if self.phase == "lending" and lent:
             self._turn("stopped", signal.SIGSTOP)
-        elif self.phase == "stopped" and answers >= self.answered + self.ANSWERS:
+        elif (
+            self.phase == "stopped" and goes_on and time.monotonic() > self.since_s + self.STOPPED_S
+        ):
             self._turn("going on", signal.SIGCONT)
-        elif self.phase == "going on" and lent and answers >= self.answered + self.ANSWERS:
+        elif self.phase == "going on" and lent and goes_on:
             self._turn("killed", signal.SIGKILL)
             self.process.wait()
-        elif self.phase == "killed" and not lent and answers >= self.answered + self.ANSWERS:
-            self.phase = "over"
+        elif self.phase == "killed" and not lent and goes_on:
+            self.owner += 1
+            self.process = self._start()
+            self._turn("a new one")
+        elif self.phase == "a new one" and lent and goes_on:
+            self._turn("over")
 
     def calm(self) -> None:
         if self.process.poll() is None:
@@ -277,10 +370,28 @@ class Worker:
     def is_over(self) -> bool:
         return self.phase == "over"
 
-    def _turn(self, phase: str, number: int) -> None:
-        self.process.send_signal(number)
-        self.seen.append([phase, self.allocator.lent_tokens])
-        self.phase, self.answered = phase, len(self.outputs.ends)
+    def _start(self) -> subprocess.Popen:
+        socket = str(plugin().run_dir.arena_socket())
+        words = ["windrow_sidecar.testing.page_worker", socket, str(self.owner), str(self.wanted)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout.readline() == "attached\n"
+        return process
+
+    def _count(self) -> None:
+        facts, steps = self.seen[-1], plugin().harvest._number - self.step
+        none = steps == facts[2] and not self.scheduler.running_batch.is_empty()
+        self.without = self.without + 1 if none else 0
+        facts[2:] = [steps, max(facts[3], self.without)]
+
+    def _turn(self, phase: str, number: int = 0) -> None:
+        if number:
+            self.process.send_signal(number)
+        self.seen.append([phase, self.allocator.lent_tokens, 0, 0])
+        self.without = 0
+        self.phase, self.answers, self.since_s = phase, len(self.outputs.ends), time.monotonic()
+        self.step = plugin().harvest._number
 
 
 def hooks() -> int:
@@ -338,9 +449,9 @@ def steps_of(recording) -> int:
 
 def main() -> None:
     script = json.loads(Path(sys.argv[1]).read_text())
-    scheduler = make_scheduler(script.get("server", {}))
+    scheduler, stock = make_scheduler(script.get("server", {}))
     started_s = time.process_time()
-    played = Script(scheduler, script)
+    played = Script(scheduler, script, stock)
     scheduler.ingest_requests = played.ingest
     scheduler.run_event_loop()
     result = {
@@ -356,6 +467,7 @@ def main() -> None:
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
         "total": scheduler.max_total_num_tokens,
         "started_cpu_s": started_s,
+        "health": [played.outputs.health, played.health_asked],
         "steps": steps_of(played.recording) if played.recording else None,
         "updates": played.outputs.updates,
         "retractions": getattr(scheduler.metrics_reporter, "num_retracted_reqs", 0),

@@ -87,13 +87,19 @@ def test_requests_that_find_no_memory_are_retracted_and_answered_all_the_same(pl
     assert lending["available"] == lending["total"]
 
 
-def test_a_worker_that_is_stopped_and_killed_in_the_middle_of_lending_costs_no_request(
+def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delays_no_step(
     play, run_dir
 ):
     script = {"server": DECODE, "requests": [], "endless": True, "worker": 6}
     played = play(script, run_dir)
-    assert [phase for phase, _ in played["faults"]] == ["stopped", "going on", "killed"]
-    assert all(lent > 0 for _, lent in played["faults"])
+    phases = {phase: facts for phase, *facts in played["faults"]}
+    assert [*phases] == ["lending", "stopped", "going on", "killed", "a new one", "over"]
+    for phase in ("stopped", "killed"):
+        lent, steps, _ = phases[phase]
+        assert lent > 0
+        # The worker runs no tasklet meanwhile, so that a step which waited for one would not end.
+        assert steps > 20
+    assert phases["over"][0] > 0  # lent to the new one
     assert played["available"] == played["total"]
     assert set(played["ends"].values()) == {"length"}
     assert played["off"] == ""

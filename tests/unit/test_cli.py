@@ -1,6 +1,8 @@
 """Every command explains itself, and says by its exit code who must act."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -14,8 +16,7 @@ from windrow_sidecar.finetune.engine.orders import ORDERS
 
 COMMANDS = (
     *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
-    *("top", "adapter", "doctor", "inject"),
-    *("explain", "report", "monitor"),
+    *("top", "adapter", "doctor", "inject", "explain", "report", "monitor", "profile"),
 )
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
@@ -54,6 +55,25 @@ def test_each_command_has_help_with_an_example(command, capsys):
     assert cli.run([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Example: windrow {command}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("closes", "says"),
+    [
+        (">&-", ""),
+        (">&- 2>&-", ""),
+        (">/dev/full", "windrow: standard output cannot be written: No space left on device\n"),
+        ("| true", ""),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_error_and_a_full_disk_is_told_once(closes, says):
+    program = "from windrow.cli.output import print_line as p; p('a' * 70000); p('b'); p('c')"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closes}; exit ${{PIPESTATUS[0]}}', sys.executable, program],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, says)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
@@ -116,6 +136,8 @@ def test_demo_refuses_bad_input_before_anything_starts(tmp_path, capsys):
     assert cli.run(["demo", "--seconds", "0", "--out", str(out)]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--trace", "none.csv", "--out", str(out)]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--pods", "0", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["demo", "--engine", "vllm", "--out", str(out)]) == cli.EXIT_USAGE
+    assert cli.run(["up", "--engine", "vllm"]) == cli.EXIT_USAGE
     assert cli.run(["demo", "--json", "no/such/dir.json", "--out", str(out)]) == cli.EXIT_USAGE
     (out / "old").mkdir(parents=True)
     assert cli.run(["demo", "--out", str(out)]) == cli.EXIT_USAGE

@@ -91,6 +91,7 @@ def test_the_lifecycle_covers_its_types_and_repeats_no_row():
         ConditionType.EVICTED,
         ConditionType.SUCCEEDED,
         ConditionType.FAILED,
+        ConditionType.DEPLOYED,
     }
     keys = [(row.type, row.status, row.reason) for row in LIFECYCLE]
     assert len(keys) == len(set(keys))

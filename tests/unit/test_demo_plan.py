@@ -1,16 +1,13 @@
-"""Devices, pods, policy and job of a demo, as plain data; and the table of a comparison."""
+"""Devices, pods, policy and job of a demo, as plain data."""
 
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
-from windrow.local import assets, compare, manifests
-from windrow.local.compare import Arm
+from windrow.local import assets, manifests, sglang
 from windrow.local.devices import Device, devices
 from windrow.local.manifests import DecodePod
 
@@ -49,6 +46,28 @@ def test_a_decode_pod_looks_like_one_of_sglang():
     assert "windrow.dev/inject" not in pod["metadata"]["labels"]
     plain = manifests.decode_pod(DecodePod("a-0", 1, Device((0, 1)), Path("/m"), inject=False))
     assert plain["metadata"]["labels"]["windrow.dev/inject"] == "disabled"
+
+
+def test_a_pod_of_sglang_starts_its_server_from_the_environment_that_was_made_for_it():
+    decode = DecodePod("decode-0", 8001, Device((0, 1)), Path("/m"), sglang=Path("/e"))
+    (container,) = manifests.decode_pod(decode)["spec"]["containers"]
+    assert container["command"] == ["windrow", "run", "--", "python", "-m", "sglang.launch_server"]
+    assert {"--model-path=/m", "--port=8001", "--disaggregation-mode=decode"} <= {
+        *container["args"]
+    }
+    assert "--page-size=16" in container["args"]  # pages of one token cannot be lent
+    path = next(entry["value"] for entry in container["env"] if entry["name"] == "PATH")
+    assert path.startswith("/e/bin:")
+
+
+def test_an_environment_that_holds_no_sglang_is_named_with_what_makes_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("SGLANG_VENV", str(tmp_path))
+    with pytest.raises(UserError, match="make sglang"):
+        sglang.find_environment()
+    for program in ("python", "windrow"):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / program).touch()
+    assert sglang.find_environment() == tmp_path
 
 
 def test_policy_and_job_of_the_demo_are_valid(tmp_path):
@@ -98,27 +117,3 @@ def test_assets_are_found_in_the_checkout_or_by_hand(tmp_path):
         assets.find(assets.MODEL, option="--model", given=tmp_path / "no")
     with pytest.raises(UserError, match="--rows"):
         assets.find(Path("no/such/rows"), option="--rows")
-
-
-def arm(name, p50=None, p99=None, over=None, rate=None):
-    return Arm(name, p50, p99, 100 if p50 else None, over, 10, rate, None)
-
-
-def test_the_comparison_marks_the_best_rival_in_each_column_whoever_it_is():
-    arms = [
-        arm(compare.ALONE, 5.0, 7.0, 0.0),
-        arm(compare.NAIVE, 8.0, 500.0, 0.4, 1600.0),
-        arm(compare.TUNED, 5.9, 20.0, 0.05, 11000.0),
-        arm(compare.WINDROW, 6.1, 9.0, 0.01, 9000.0),
-        arm(compare.DEDICATED, rate=20000.0),
-    ]
-    arms = [compare.with_eta(a, 20000.0) for a in arms]
-    best = {c.title: c.best(arms) for c in compare.COLUMNS}
-    assert best["TPOT p50 ms"] == {compare.TUNED}
-    assert best["TPOT p99 ms"] == best["over objective"] == {compare.WINDROW}
-    assert best["finetune tok/s"] == best["eta"] == {compare.TUNED}
-    console = Console(file=StringIO(), width=120, color_system=None)
-    console.print(compare.table(arms))
-    shown = console.file.getvalue()
-    for wanted in ("serving alone", "0.45", "11,000 *", "1.00%", "1.00"):
-        assert wanted in shown, shown

@@ -19,7 +19,7 @@ from windrow_operator.model import (
     Usage,
 )
 from windrow_operator.planning import NoPlacement, Placement, SlotTable, place, rate, refusal
-from windrow_operator.policies import select, terms_of
+from windrow_operator.policies import places_of, select, terms_of
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 BASE = Base("/m", "main", "auto")
@@ -41,6 +41,45 @@ def job(model="/m", **changes):
 def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
     spec = {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}, **changes}
     return CheckedPolicy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
+
+
+def mounted(name, path, *, read_only=False, claim=None, node=None):
+    source = (
+        {"persistentVolumeClaim": {"claimName": claim}} if claim else {"hostPath": {"path": node}}
+    )
+    return {"name": name, "mountPath": path, "readOnly": read_only, **source}
+
+
+def under(name, *volumes):
+    return policy(name, sidecar={"volumes": list(volumes)})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ("/x/out", "/x/./out/", True),
+        ("/x/out", "/y/out", True),  # one claim, two paths
+        ("/x/out", "/y/other", False),
+        ("/x/out", "/y/out/deeper", False),
+        ("/x", "/y", True),
+        ("/x/in/out", "/z/out", True),  # the inner volume hides what the outer one has there
+        ("/x/in/out", "/y/in/out", False),
+        ("/n/sub/out", "/m/out", True),  # a directory of the node, and one in it
+        ("/r/out", "/x/out", False),  # nobody writes to what is read-only
+        ("out", "/x/out", False),
+        ("claim:team/shared/out", "/x/out", False),
+    ],
+)
+def test_two_destinations_meet_where_volumes_make_them_one_directory(one, other, meet):
+    known = [
+        under("a", mounted("v", "/x", claim="shared"), mounted("w", "/x/in", claim="inner")),
+        under("b", mounted("v", "/y", claim="shared"), mounted("w", "/z", claim="inner")),
+        under("c", mounted("v", "/n", node="/srv"), mounted("w", "/m", node="/srv/sub")),
+        under("d", mounted("v", "/r", claim="shared", read_only=True)),
+        CheckedPolicy("team", "wrong", "u", 1, "", None, "a field is wrong"),
+    ]
+    places = [places_of(destination, known) for destination in (one, other)]
+    assert bool(places[0] & places[1]) is meet
 
 
 def slot(name="decode-0", tokens=1000.0, **changes):

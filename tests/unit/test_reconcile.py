@@ -390,6 +390,15 @@ def test_a_running_job_that_is_deleted_stops_first():
     assert life.step(run(RunState.STOPPED)).finalizer is False
 
 
+def test_a_job_that_is_deleted_while_it_stops_is_told_at_once_and_once():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    asked = run(stop_asked_at=NOW, stop_sent_at=NOW, stop_reason="Suspended")
+    assert life.step(asked, later(seconds=1)).commands == (Command("STOP", KEY, 1, "Deleted"),)
+    told = replace(asked, stop_reason="Deleted")
+    assert life.step(told, later(seconds=1)).commands == ()
+
+
 def test_a_deleted_job_goes_when_its_bound_is_over():
     life = Life().running()
     life.job = replace(life.job, deleted_at=NOW)

@@ -13,6 +13,8 @@ def arguments(**changed):
     plain = {
         **{name: fine for name, fine, _ in compat._PLAIN},
         "disaggregation_mode": "decode",
+        "disaggregation_transfer_backend": "mooncake",
+        "device": "cuda",
         "page_size": 16,
         "kv_cache_dtype": "auto",
         "attention_backend": "triton",
@@ -24,6 +26,8 @@ def arguments(**changed):
 def test_a_plain_decode_server_is_taken():
     compat.check_arguments(arguments())
     compat.check_arguments(arguments(disaggregation_mode="null", enable_pdmux=None))
+    compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="fake"))
+    compat.check_arguments(arguments(device="cpu", disaggregation_mode="null"))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,7 @@ def test_a_plain_decode_server_is_taken():
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"cpu_offload_gb": 8}, "--cpu-offload-gb"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ({"device": "cpu"}, "--disaggregation-transfer-backend"),
     ],
 )
 def test_what_the_plugin_does_not_know_is_refused_by_its_flag_with_a_remedy(changed, field):

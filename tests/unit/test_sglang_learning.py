@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from windrow_sidecar.engines.sglang.learning import SoloLearner
+from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.solo import fit_solo
 
@@ -76,3 +76,18 @@ def test_the_first_steps_after_a_move_do_not_count():
         if (news := learner.news()) is not None:
             break
     assert {sample.step_us for sample in news} == {took_us(1, 4, 100), took_us(2, 4, 100)}
+
+
+def test_a_profile_is_kept_for_the_next_start_of_the_same_kind(caplog, tmp_path):
+    kept = KeptProfile(tmp_path / "profile-0.json")
+    kept.keep({"key": "k", "solo": []})
+    assert kept.of("k") == {"key": "k", "solo": []}
+    assert kept.of("another") is None
+    assert caplog.text == ""
+
+
+def test_a_profile_that_cannot_be_kept_is_told_and_missed(caplog, tmp_path):
+    kept = KeptProfile(tmp_path / "gone" / "profile-0.json")
+    kept.keep({"key": "k"})
+    assert kept.of("k") is None
+    assert "not kept for the next start" in caplog.text

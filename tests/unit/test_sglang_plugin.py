@@ -50,10 +50,3 @@ def test_what_fails_by_surprise_is_told_with_its_trace_and_stays_here(caplog, tm
     (record,) = caplog.records
     assert "harvesting is off, a step hook failed: of the plugin" in record.getMessage()
     assert record.exc_info is not None
-
-
-def test_a_profile_that_cannot_be_kept_is_no_reason_to_stop(caplog, tmp_path):
-    ours = plugin.Plugin(RunDir(tmp_path / "gone"), {})
-    ours._keep_profile({"key": "k"})
-    assert ours.off == ""
-    assert "not kept for the next start" in caplog.text

@@ -668,7 +668,8 @@ JOBS = Board(
                 Panel(
                     "Most memory held", _of_job("windrow_job_memory_bytes"), unit="bytes", width=8
                 ),
-                Panel("Rows left out", _of_job("windrow_job_skipped_rows"), width=8),
+                Panel("Rows left out", _of_job("windrow_job_skipped_rows"), width=4),
+                Panel("Rows cut", _of_job("windrow_job_cut_rows"), width=4),
                 Panel(
                     "Workers that ended, by outcome",
                     (

@@ -14,9 +14,17 @@ from rich.table import Table
 from windrow.cli.output import Json, print_json, print_line
 from windrow.errors import UserError
 
+ENGINES = ("builtin", "sglang")
 Pods = Annotated[
     int | None,
     typer.Option(help="Decode pods. Default: one on 2 or 3 cores, two from 4 on."),
+]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="What decodes: builtin, or sglang: SGLang's own server from the environment that "
+        "`make sglang` has made."
+    ),
 ]
 
 
@@ -41,11 +49,27 @@ def demo(
         float | None, typer.Option(help="TPOT objective in ms. Default: by rule, from the profile.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None,
+    engine: Engine = "builtin",
     model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
     rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="The same load four times: see what sharing costs.")
+        bool,
+        typer.Option(
+            "--compare", help="The same load for every way of sharing, in rounds: see who wins."
+        ),
     ] = False,
+    rounds: Annotated[
+        int, typer.Option(help="With --compare: five or more; six can name a winner.")
+    ] = 6,
+    segment: Annotated[
+        float, typer.Option(help="With --compare: seconds that are counted of each turn.")
+    ] = 8.0,
+    arms: Annotated[
+        str, typer.Option(help="With --compare: only these ways of sharing, with commas.")
+    ] = "",
+    factor: Annotated[
+        float, typer.Option(help="The objective by rule, in steps of decode alone.")
+    ] = 2.0,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, report, adapter.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the summary there as well.")
@@ -54,6 +78,8 @@ def demo(
     """Watch the whole system do its job: serving under load, a FinetuneJob harvested beside it.
 
     Example: windrow demo --seconds 60 --json out.json
+
+    Example: windrow demo --compare --rounds 6 --out out/compared (again, to go on where it ended)
     """
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
     from windrow.local import compare as comparison
@@ -61,8 +87,15 @@ def demo(
     from windrow.local.report import rows_of
 
     console = Console()
+    sglang = _sglang(engine)
+    if compare and sglang is not None:
+        raise UserError(
+            "the comparison runs on the built-in engine only",
+            field="--compare",
+            remedy="Leave out --engine, or --compare.",
+        )
     settings = whole.DemoSettings(
-        out=_new_folder(out),
+        out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),
         seconds=seconds,
         rate=rate,
         seed=seed,
@@ -73,13 +106,19 @@ def demo(
         rows=rows,
         objective_ms=objective,
         steps=steps,
+        factor=factor,
+        busy=compare,
+        sglang=sglang,
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UserError(
             f"{json_file.parent} is no directory", field="--json", remedy="Create it first."
         )
     if compare:
-        summary = comparison.run(settings, console)
+        names = tuple(name.strip() for name in arms.split(",") if name.strip())
+        how = comparison.CompareSettings(rounds=rounds, window_s=segment, arms=names)
+        how.check()
+        summary = comparison.run(settings, how, console)
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))
@@ -87,6 +126,17 @@ def demo(
         json_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
+
+
+def _sglang(engine: str) -> Path | None:
+    """Return the environment whose SGLang decodes; None: the built-in engine does."""
+    from windrow.local.sglang import find_environment
+
+    if engine not in ENGINES:
+        raise UserError(
+            f"{engine!r} is no engine", field="--engine", remedy=f"Write {' or '.join(ENGINES)}."
+        )
+    return find_environment() if engine == "sglang" else None
 
 
 def _summary_table(rows: list[tuple[str, str]]) -> Table:
@@ -98,8 +148,11 @@ def _summary_table(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _new_folder(out: Path | None) -> Path:
+def _new_folder(out: Path | None, goes_on: str = "") -> Path:
+    """Return an empty folder, or one that holds the file by which a broken-off run goes on."""
     folder = out or Path("out") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if goes_on and (folder / goes_on).exists():
+        return folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder} is not an empty folder", field="--out", remedy="Name one that is new."
@@ -115,6 +168,7 @@ def _new_folder(out: Path | None) -> Path:
 
 def up(
     pods: Pods = None,
+    engine: Engine = "builtin",
     model: Annotated[Path | None, typer.Option(help="Model that the pods serve.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -127,19 +181,21 @@ def up(
     from windrow.client import WindrowClient
     from windrow.local import assets, serving
     from windrow.local.cluster import ClusterSettings
-    from windrow.local.demo import PODS_WITHIN
+    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
     from windrow.local.devices import bystanders, devices, usable_cores
     from windrow.local.standing import up as start
 
     held = devices(usable_cores(), pods)
+    sglang = _sglang(engine)
     plan = serving.plan_pods(
         held,
         assets.find(assets.MODEL, option="--model", given=model),
+        sglang=sglang,
     )
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
     client = WindrowClient(Path(info.kubeconfig))
     serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN)
+    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     if as_json:
         print_json(info)
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -55,12 +56,19 @@ def print_json(value: object) -> None:
 
 
 def print_line(text: str) -> None:
-    """Write a line to standard output, at once; where nobody reads it any more, it is dropped."""
+    """Write a line to standard output, at once; where nobody reads it any more, it is dropped.
+
+    What a disk does not take is told on standard error, once.
+    """
+    if sys.stdout is None:  # the command was started without one
+        return
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         drop_output()
+        if error.errno != errno.EPIPE and sys.stderr is not None:
+            sys.stderr.write(f"windrow: standard output cannot be written: {error.strerror}\n")
 
 
 def drop_output() -> None:

@@ -23,6 +23,8 @@ ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over an
 ANNOTATION_LOGS: Final = f"{GROUP}/log-dir"  # of a local cluster's pods: where their logs are
 ANNOTATION_METRICS_PORT: Final = f"{GROUP}/metrics-port"  # where the sidecar serves its metrics
 FINALIZER: Final = f"{GROUP}/cleanup"
+# Of a job whose adapter is loaded, or about to be, in serving pods.
+FINALIZER_ADAPTER: Final = f"{GROUP}/adapter"
 SIDECAR_CONTAINER: Final = "windrow"
 
 

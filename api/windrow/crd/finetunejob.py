@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
-from windrow.crd.dataset import DatasetSpec
+from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.training import CheckpointSpec, TrainingSpec
 from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
+from windrow.outputs import is_bucket
 
 
 class ModelSpec(Record):
@@ -40,18 +41,14 @@ class DeploySpec(Record):
     """Loading of the finished adapter into the serving pods."""
 
     enabled: bool = Field(
-        default=False, description="Whether to load it. v1alpha1 leaves that to the user."
+        default=False,
+        description="Whether to load it, as NAMESPACE.NAME of the job, into every decode and "
+        "prefill instance of the model whose HarvestPolicy has `access.adapters`. Deleting the job "
+        "unloads it.",
     )
-
-    @field_validator("enabled")
-    @classmethod
-    def _not_yet(cls, enabled: bool) -> bool:
-        if enabled:
-            raise invalid(
-                "loading the adapter into serving pods is not supported yet",
-                "Set it to false and load the adapter by the engine's own call.",
-            )
-        return enabled
+    pinned: bool = Field(
+        default=False, description="Whether the server keeps it in memory when others come."
+    )
 
 
 class OutputSpec(Record):
@@ -61,25 +58,45 @@ class OutputSpec(Record):
         json_schema_extra={
             "x-kubernetes-validations": [
                 cel(
-                    "!has(self.deploy) || !self.deploy.enabled",
-                    "deploy.enabled is not supported yet: load the adapter by the engine's call",
-                ),
-                cel(
                     r"!self.destination.matches('(^|/)\\.\\.(/|$)') && "
                     r"!self.destination.matches('^(file:)?[./]*$')",
                     "destination must name a directory below a volume, without ..",
+                ),
+                cel(
+                    r"!self.destination.startsWith('s3://') || "
+                    r"self.destination.matches('^s3://[^/?#]+/+[^/?#]')",
+                    "destination must name a folder of a bucket: s3://bucket/folder",
+                ),
+                cel(
+                    "!has(self.secretRef) || self.destination.startsWith('s3://')",
+                    "secretRef has a use for s3:// only",
                 ),
             ]
         }
     )
 
     destination: Place = Field(
-        description="Directory that gets the adapter. Checkpoints stand below it while the job "
-        "runs. No two jobs may write to one."
+        description="Directory that gets the adapter, on a volume of the policy or as "
+        "s3://bucket/folder. Checkpoints stand below it while the job runs. No two jobs may write "
+        "to one."
+    )
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Credentials for an s3:// destination. Default: what the sidecar's own "
+        "environment gives.",
     )
     deploy: DeploySpec = Field(
         default_factory=DeploySpec, description="Loading of the adapter into serving pods."
     )
+
+    @model_validator(mode="after")
+    def _secret_has_a_use(self) -> Self:
+        if self.secret_ref is not None and not is_bucket(self.destination):
+            raise invalid(
+                f"secretRef has no use: {self.destination!r} is a path",
+                "Leave it out, or write to s3://bucket/folder.",
+            )
+        return self
 
 
 # One name, or a namespace and a name.
@@ -167,6 +184,10 @@ class ProgressStatus(Record):
     tokens: int = Field(default=0, description="Real tokens of finished steps.")
     skipped_rows: int = Field(
         default=0, description="Rows of the dataset that are wrong and were left out."
+    )
+    cut_rows: int = Field(
+        default=0,
+        description="Rows longer than training.maxSequenceLength, which have lost their end.",
     )
     eta_seconds: float | None = Field(default=None, description="Seconds to the end, estimated.")
 

@@ -209,6 +209,11 @@ class AccessSpec(Record):
         description="Device seconds that the jobs of each namespace may take in a day (UTC). Jobs "
         "that share a device share its seconds.",
     )
+    adapters: bool = Field(
+        default=False,
+        description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
+        "pods, and into the prefill instances of the same model in this namespace.",
+    )
 
 
 class ClaimSource(Record):
@@ -397,9 +402,9 @@ class HarvestPolicySpec(Record):
         default="harvest",
         description="observe: everything but the work, to see what harvesting would give.",
     )
-    policy: Literal["windrow", "harli", "static"] = Field(
-        default="windrow", description="Who decides what the worker may do beside decode."
-    )
+    policy: Literal[
+        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"
+    ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(

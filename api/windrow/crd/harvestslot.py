@@ -95,7 +95,7 @@ class HarvestSlotStatus(Record):
     finetune_units: int | None = Field(default=None, description="Compute units of the worker.")
     chunks: ChunksStatus | None = Field(default=None, description="Who has the memory.")
     predicted_tokens_per_second: float | None = Field(
-        default=None, description="What a worker would get here now."
+        default=None, description="What a worker would get here now, also in mode observe."
     )
     compute_utilization: float | None = Field(
         default=None, description="0 to 1, decode and worker together."

@@ -20,13 +20,14 @@ from rich.console import Console
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
-from windrow.local import assets, manifests, measure, serving
+from windrow.local import assets, generator, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow.local.environment import environment
 from windrow.local.load import schedule, share_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.objective import (
+    FACTOR,
     Objective,
     at_pace,
     bearable_rate,
@@ -43,8 +44,12 @@ from windrow.views import JobView
 
 POLICY = "demo"
 PODS_WITHIN = timedelta(seconds=120)
+SGLANG_WITHIN = timedelta(seconds=300)  # it imports for a minute where cores are busy
 JOB_ENDS_WITHIN = timedelta(seconds=120)  # after the load and as much time again
 WARM_UP_S = 10.0
+# For a server that learns its latency profile from what it serves.
+LEARN_S, LEARN_RATE, LEARN_LOADS = 15.0, 0.3, 4
+LEARNED_WITHIN = timedelta(seconds=3)  # until the operator has heard of it
 DRAIN = timedelta(seconds=90)  # for the requests that are still answered after the last arrival
 _TAIL_LINES = 15
 
@@ -59,6 +64,11 @@ class DemoSettings:
         pods: None: as many as the machine's cores make devices.
         objective_ms: None: by the rule of `windrow.local.objective`.
         steps: of the job; None: as many as keep it busy through the load.
+        like: of which trace requests are generated, where no file is given.
+        busy: of a trace, not its begin but a stretch that has its mean rate.
+        factor: the objective by rule, in solo steps.
+        arena_bytes: of each decode pod; 0: the engine's default.
+        sglang: the environment whose SGLang decodes; None: the built-in engine.
     """
 
     out: Path
@@ -72,6 +82,11 @@ class DemoSettings:
     rows: Path | None = None
     objective_ms: float | None = None
     steps: int | None = None
+    like: generator.Like = "conv"
+    busy: bool = False
+    factor: float = FACTOR
+    arena_bytes: int = 0
+    sglang: Path | None = None
 
 
 class DemoFailed(WindrowError):
@@ -111,14 +126,20 @@ class DemoStage:
         """What the load client is told."""
         asked = self.settings
         cpus = bystanders(self.devices)
-        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus)
+        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus, asked.busy)
 
     def schedule_of_a_device(self, rate: float) -> list[TraceRequest]:
         """Return the requests that the first pod gets at a rate."""
         n = len(self.devices)
         asked = self.settings
         requests = schedule(
-            seconds=asked.seconds, rate=rate, seed=asked.seed, endpoints=n, trace=asked.trace
+            seconds=asked.seconds,
+            rate=rate,
+            seed=asked.seed,
+            endpoints=n,
+            trace=asked.trace,
+            busy=asked.busy,
+            like=asked.like,
         )
         return share_of(requests, 0, n)
 
@@ -213,12 +234,40 @@ def log_tail(on: DemoStage, name: str) -> str:
 
 def serve(on: DemoStage) -> serving.Pods:
     """Create the decode pods under a policy that observes, and return once they serve."""
-    pods = serving.plan_pods(on.devices, on.model)
-    serving.observe(on.client, pods, POLICY, on.settings.policy, PODS_WITHIN)
+    settings = on.settings
+    pods = serving.plan_pods(
+        on.devices, on.model, arena_bytes=settings.arena_bytes, sglang=settings.sglang
+    )
+    serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
-    serving.await_ready(on.client, pods, PODS_WITHIN)
+    serving.await_ready(on.client, pods, PODS_WITHIN if settings.sglang is None else SGLANG_WITHIN)
+    if settings.sglang is not None:
+        learn(on, pods)
     return pods
+
+
+def learn(on: DemoStage, pods: serving.Pods) -> None:
+    """Play loads until every pod has learned its latency profile from them.
+
+    A server that people use is not held up to be measured: SGLang's profile comes from live steps
+    on each share of the device, which it takes under a policy that harvests. There is no job yet.
+
+    Raises NotReady when one has not after `LEARN_LOADS` of them.
+    """
+    serving.await_observed(on.client, pods, PODS_WITHIN)
+    policy = manifests.harvest_policy(POLICY, serving.PLACEHOLDER_MS, on.settings.policy)
+    on.client.apply_policy(policy)
+    for n in range(LEARN_LOADS):
+        on.say(f"load for {LEARN_S:g} s, from which decode learns its latency profile ({n + 1})")
+        play(on, pods, f"learning-{n + 1}", LEARN_S, on.settings.rate or LEARN_RATE)
+        try:
+            serving.await_slots(on.client, pods, LEARNED_WITHIN)
+        except serving.NotReady:
+            if n + 1 == LEARN_LOADS:
+                raise
+        else:
+            return
 
 
 def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
@@ -227,12 +276,16 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
     Settles the load's rate as well, where none was asked for.
     """
     settings = on.settings
-    model = solo_model(serving.await_profile(on.client, pods, PODS_WITHIN))
+    profile = serving.await_profile(on.client, pods, PODS_WITHIN)
+    # What the simulator needs to play the run again.
+    path = settings.out / "profile.json"
+    path.write_text(profile.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+    model = solo_model(profile)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, model)
     on.say(f"warm-up: load for {WARM_UP_S:g} s, decode alone")
     pace = pace_of(warm_up(on, pods), model)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, at_pace(model, pace))
-    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace)
+    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace, settings.factor)
     if settings.objective_ms is not None:
         objective = replace(objective, milliseconds=settings.objective_ms)
     on.watcher.objective(objective.milliseconds)
@@ -241,14 +294,19 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
 
 def warm_up(on: DemoStage, pods: serving.Pods) -> list[StepEvent]:
     """Serve the beginning of the load while nothing is harvested, and return the steps."""
-    folder = on.settings.out / "warm-up"
-    folder.mkdir()
     began_ns = time.monotonic_ns()
-    plan = replace(on.load_plan, seconds=WARM_UP_S)
-    measure.Load.start(on.keeper, plan, pods.endpoints, folder).await_end(drain_within=DRAIN)
+    play(on, pods, "warm-up", WARM_UP_S, on.rate)
     time.sleep(2 * FLUSH_INTERVAL_S)
     events = Events.read(on.settings.out / PODS)
     return [step for _, step in events.steps if step.start_ns >= began_ns]
+
+
+def play(on: DemoStage, pods: serving.Pods, name: str, seconds: float, rate: float) -> None:
+    """Serve the beginning of the load, outside of what is measured."""
+    folder = on.settings.out / name
+    folder.mkdir()
+    plan = replace(on.load_plan, seconds=seconds, rate=rate)
+    measure.Load.start(on.keeper, plan, pods.endpoints, folder).await_end(drain_within=DRAIN)
 
 
 def steps_through_load(on: DemoStage) -> int:
@@ -312,6 +370,7 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
         "rate": on.rate,
         "seed": settings.seed,
         "policy": settings.policy,
+        "engine": "builtin" if settings.sglang is None else "sglang",
         "trace": str(settings.trace) if settings.trace else None,
         "pods": len(on.devices),
     }

@@ -15,6 +15,7 @@ from windrow.crd import (
     LABEL_INJECT,
     format_duration,
 )
+from windrow.local import sglang
 from windrow.local.devices import Device
 from windrow.local.node.launch import ANNOTATION_CPUSET, ANNOTATION_NICE
 
@@ -35,6 +36,8 @@ class DecodePod:
     Attributes:
         inject: False keeps the webhook away: a plain decode server, for comparisons.
         environment: for the decode container.
+        arena_bytes: memory for KV and for what is lent; 0: the engine's default.
+        sglang: the environment whose SGLang decodes; None: the built-in engine does.
     """
 
     name: str
@@ -43,6 +46,8 @@ class DecodePod:
     model: Path
     inject: bool = True
     environment: tuple[tuple[str, str], ...] = ()
+    arena_bytes: int = 0
+    sglang: Path | None = None
 
 
 def decode_pod(decode: DecodePod) -> Json:
@@ -54,6 +59,9 @@ def decode_pod(decode: DecodePod) -> Json:
     labels = {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"}
     if not decode.inject:
         labels[LABEL_INJECT] = "disabled"
+    variables = [*decode.environment]
+    if decode.sglang is not None:
+        variables += sglang.variables(decode.sglang).items()
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -68,8 +76,10 @@ def decode_pod(decode: DecodePod) -> Json:
             "containers": [
                 {
                     "name": DECODE_CONTAINER,
-                    "image": "windrow/builtin",
-                    "command": ["python", "-m", "windrow_sidecar.engines.builtin"],
+                    "image": "windrow/builtin" if decode.sglang is None else "lmsysorg/sglang",
+                    "command": ["python", "-m", "windrow_sidecar.engines.builtin"]
+                    if decode.sglang is None
+                    else sglang.COMMAND,
                     "args": [
                         f"--model-path={decode.model}",
                         "--disaggregation-mode=decode",
@@ -77,8 +87,10 @@ def decode_pod(decode: DecodePod) -> Json:
                         "--host=127.0.0.1",
                         f"--port={decode.port}",
                         f"--stream-interval={STREAM_INTERVAL}",
+                        *([f"--arena-bytes={decode.arena_bytes}"] if decode.arena_bytes else []),
+                        *([] if decode.sglang is None else sglang.ON_CORES),
                     ],
-                    "env": [{"name": n, "value": v} for n, v in decode.environment],
+                    "env": [{"name": n, "value": v} for n, v in variables],
                     "ports": [{"containerPort": decode.port}],
                     "readinessProbe": {
                         "httpGet": {"path": "/health", "port": decode.port},
@@ -91,7 +103,13 @@ def decode_pod(decode: DecodePod) -> Json:
     }
 
 
-def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "harvest") -> Json:
+def harvest_policy(
+    name: str,
+    objective_ms: float,
+    policy: str,
+    mode: str = "harvest",
+    max_sm_percent: int = 100,
+) -> Json:
     """Return a policy over the demo's decode pods."""
     tpot = format_duration(timedelta(milliseconds=objective_ms))
     return {
@@ -103,6 +121,7 @@ def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "har
             "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
             "mode": mode,
             "policy": policy,
+            "limits": {"maxSmPercent": max_sm_percent},
         },
     }
 

@@ -69,12 +69,13 @@ def solo_model(profile: LatencyProfileSpec) -> SoloModel:
 def pace_of(steps: Iterable[StepEvent], model: SoloModel) -> float:
     """Return how many times as long as the model says steps of decode alone take, at the median.
 
-    Steps that admitted a request are left out, as the profile leaves them out. Without any step: 1.
+    Steps that admitted a request are left out, as the profile leaves them out, and so are those on
+    a part of the device. Without any step: 1.
     """
     ratios = [
         (step.end_ns - step.start_ns) / 1e3 / model.predict_us(step.batch, step.context_tokens)
         for step in steps
-        if not step.admitted and not step.prefill_tokens
+        if not step.admitted and not step.prefill_tokens and step.decode_units >= model.units
     ]
     return median(ratios) if ratios else 1.0
 
@@ -157,9 +158,9 @@ def bearable_rate(
 
 
 def objective_for(
-    requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0
+    requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0, factor: float = FACTOR
 ) -> Objective:
-    """Return twice the median solo step at the p90 batch of one device's schedule.
+    """Return `factor` times the median solo step at the p90 batch of one device's schedule.
 
     Rounded up to a tenth of a millisecond. `pace`: see `pace_of`. Raises UserError for an empty
     schedule.
@@ -167,4 +168,4 @@ def objective_for(
     live = at_pace(model, pace)
     shape = play(requests, live)
     solo_ms = live.predict_us(shape.p90_batch, shape.p90_context_tokens) / 1000
-    return Objective(math.ceil(FACTOR * solo_ms * 10 - 1e-9) / 10, solo_ms, shape, pace)
+    return Objective(math.ceil(factor * solo_ms * 10 - 1e-9) / 10, solo_ms, shape, pace)

@@ -22,7 +22,7 @@ from windrow.views import SlotView
 
 T = TypeVar("T")
 _POLL_S = 0.25
-_PLACEHOLDER_MS = 1000.0
+PLACEHOLDER_MS = 1000.0
 
 
 class NotReady(WindrowError):
@@ -61,13 +61,27 @@ def plan_pods(
     name: str = "decode",
     inject: bool = True,
     environment: Sequence[tuple[str, str]] = (),
+    arena_bytes: int = 0,
+    sglang: Path | None = None,
 ) -> Pods:
-    """Name a decode pod for each device and choose free ports."""
+    """Name a decode pod for each device and choose free ports.
+
+    `sglang`: the environment whose SGLang decodes; None: the built-in engine.
+    """
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
     return Pods(
         tuple(
-            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment))
+            DecodePod(
+                f"{name}-{i}",
+                port,
+                device,
+                model,
+                inject,
+                tuple(environment),
+                arena_bytes,
+                sglang,
+            )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
     )
@@ -78,7 +92,7 @@ def observe(client: WindrowClient, pods: Pods, name: str, policy: str, within: t
 
     Its objective is a placeholder: the real one follows from what is observed.
     """
-    client.apply_policy(harvest_policy(name, _PLACEHOLDER_MS, policy, mode="observe"))
+    client.apply_policy(harvest_policy(name, PLACEHOLDER_MS, policy, mode="observe"))
     core = k8s.CoreV1Api(client.api)
     probe = decode_pod(pods.decodes[0])
 

@@ -130,7 +130,21 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path")
+    class DatasetSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class OutputSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SLOT_FIELD_NUMBER: _ClassVar[int]
     JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +153,9 @@ class Assign(_message.Message):
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     slot: int
     job_namespace: str
     job_name: str
@@ -147,7 +164,10 @@ class Assign(_message.Message):
     spec_json: str
     outputs: Outputs
     leader_term: int
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ...) -> None: ...
+    dataset_secret: _containers.ScalarMap[str, str]
+    output_secret: _containers.ScalarMap[str, str]
+    checkpoint_path: str
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("trees",)
@@ -196,7 +216,7 @@ class RunningJob(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows")
+    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows", "cut_rows")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -206,6 +226,7 @@ class Progress(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -215,7 +236,8 @@ class Progress(_message.Message):
     checkpoint_step: int
     checkpoint_path: str
     skipped_rows: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ...) -> None: ...
+    cut_rows: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ...) -> None: ...
 
 class SlotHeartbeat(_message.Message):
     __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs")

@@ -6,7 +6,9 @@ The torch_native attention backend and the pytorch sampler call none of them; wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import torch
 
 __version__ = "0.0"
 
@@ -20,3 +22,13 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
     kernel.__name__ = name
     return kernel
+
+
+if not torch.cuda.is_available():
+    _tensor = torch.tensor
+
+    def _unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        return _tensor(*args, **kwargs)
+
+    # SGLang's LoRA layers ask for pinned memory on cores as well; torch has none without a driver.
+    torch.tensor = _unpinned

@@ -121,22 +121,26 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
                     self.chunks.give(chunk)
             self.chunks.refresh()
 
-        def set_free(self, n_chunks: int, *, keep_pages: int) -> None:
-            """Take up to so many empty chunks out of use, leaving `keep_pages` free pages."""
+        def set_free(self, n_chunks: int, *, keep_pages: int) -> int:
+            """Take up to so many empty chunks out of use, leaving `keep_pages` free pages.
+
+            Returns how many it took.
+            """
             n_chunks -= sum(len(chunks) for _, chunks in self._parked)
             free = self.get_all_free_pages()
             if n_chunks <= 0 or len(free) - keep_pages < self.chunks.pages_per_chunk:
-                return
+                return 0
             where = free // self.chunks.pages_per_chunk
             counts = torch.bincount(where, minlength=arena.geometry.chunks).tolist()
             chosen = self.chunks.emptiest(counts, at_most=n_chunks, keep_pages=keep_pages)
             if not chosen:
-                return
+                return 0
             leaves = torch.isin(where, torch.tensor(chosen, device=free.device))
             self.free_pages, _ = torch.sort(free[~leaves])
             self.staged_pages.clear()
             self.num_staged_pages = 0
             self._parked.append((fence(), chosen))
+            return len(chosen)
 
         def _parked_pages(self) -> int:
             return sum(len(self.chunks.pages_of(c)) for _, some in self._parked for c in some)

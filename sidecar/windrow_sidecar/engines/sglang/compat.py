@@ -118,6 +118,15 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
         if value != fine and not (fine in (False, None) and not value):
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
+    backend = args.disaggregation_transfer_backend
+    if mode == "decode" and args.device == "cpu" and backend != "fake":
+        # SGLang hands out K and V of a layer as one run of pages; here chunks lie between them, and
+        # a transfer would write into other layers, or into what is lent.
+        raise UserError(
+            f"on cores, K and V of a layer do not lie as {backend} transfers them",
+            field="--disaggregation-transfer-backend",
+            remedy="Use fake, or decode on a GPU.",
+        )
     if args.kv_cache_dtype not in _KV_DTYPES:
         raise UserError(
             f"KV of {args.kv_cache_dtype} has a layout that the plugin does not know",

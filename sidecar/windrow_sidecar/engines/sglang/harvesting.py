@@ -15,7 +15,7 @@ from json import dumps
 from typing import Any
 
 from windrow.errors import InvariantBroken, UserError
-from windrow.eventlog import EventLog, StepEvent
+from windrow.eventlog import EventLog, RequestEvent, StepEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # How often chunks are looked after while steps follow each other, and an idle scheduler asks.
 _CHUNKS_EVERY_NS, _IDLE_EVERY_NS = 5_000_000, 5_000_000
+# How long until empty chunks are looked for again, where there were none.
+_NONE_EMPTY_NS = 100_000_000
 # How long an idle scheduler may sleep while somebody reads its heartbeat.
 IDLE_POLL_MS = 20
 
@@ -77,9 +79,9 @@ class SchedulerHarvest:
         self._parts, self._learner, self._clock = parts, learner, clock
         self._step: _Step | None = None
         self._number = 0
-        self._known: set[str] = set()
+        self._first_ns: dict[str, int] = {}  # of each request: the end of its first step here
         self._processed_ns = self._looked_ns = self._idle_ns = 0
-        self._hold_until_ns = 0
+        self._hold_until_ns = self._free_again_ns = 0
         self._confined = False
 
     @property
@@ -117,9 +119,10 @@ class SchedulerHarvest:
         self._processed_ns = self._clock()
         if self.is_awake:
             for request in batch.reqs:
-                if request.finished():
-                    self._known.discard(request.rid)
-                    self._parts.link.request_completed()
+                if request.rid in self._first_ns and request.finished():
+                    self._finished(request, self._first_ns.pop(request.rid))
+                elif not self._first_ns.get(request.rid, 1):
+                    self._first_ns[request.rid] = self._processed_ns
 
     def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
         """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
@@ -133,8 +136,10 @@ class SchedulerHarvest:
         allocator.hold(keep)
         if self._parts.hook.failed:
             allocator.chunks.reclaim_of_the_dead()
-        elif (lacking := self._parts.inner.chunks_lacking) > 0:
-            allocator.set_free(lacking, keep_pages=keep)
+        elif now_ns >= self._free_again_ns:
+            wanted = self._chunks_to_set_free()
+            if wanted > 0 and not allocator.set_free(wanted, keep_pages=keep):
+                self._free_again_ns = now_ns + _NONE_EMPTY_NS
 
     def idle(self) -> None:
         """Nothing runs."""
@@ -172,15 +177,16 @@ class SchedulerHarvest:
         self._number += 1
         if not decodes:
             tokens = int(batch.extend_num_tokens or 0)
-            self._known.update(request.rid for request in batch.reqs)
+            for request in batch.reqs:
+                self._first_ns.setdefault(request.rid, 0)
             return StepInput(
                 self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
             )
         lengths = batch.seq_lens_cpu.tolist()
         admitted = 0
         for request, length in zip(batch.reqs, lengths, strict=True):
-            if request.rid not in self._known:
-                self._known.add(request.rid)
+            if request.rid not in self._first_ns:
+                self._first_ns[request.rid] = 0
                 admitted += length
         return StepInput(
             step=self._number,
@@ -213,6 +219,25 @@ class SchedulerHarvest:
         if alone and self._learner is not None and terms is not None and terms.mode == "harvest":
             return self._learner.units or units
         return units
+
+    def _finished(self, request: Any, first_ns: int) -> None:  # noqa: ANN401
+        """Count a request that has ended, and log it."""
+        reason = request.finished_reason
+        error = getattr(reason, "message", "") or "" if _aborted(reason) else ""
+        if not error:
+            self._parts.link.request_completed()
+        if self._parts.log is not None:
+            self._parts.log.append(
+                RequestEvent(
+                    id=request.rid,
+                    arrived_ns=_arrived_ns(request) or first_ns or self._processed_ns,
+                    first_token_ns=first_ns or self._processed_ns,
+                    end_ns=self._processed_ns,
+                    prompt_tokens=len(request.origin_input_ids),
+                    completion_tokens=len(request.output_ids),
+                    error=error,
+                )
+            )
 
     def _end_step(self, end_ns: int) -> int:
         """Close the step that runs; returns when it ended, 0 where none did."""
@@ -269,11 +294,36 @@ class SchedulerHarvest:
             with suppress(InvariantBroken):
                 self._parts.partition.activate(self._parts.splits.units)
 
+    def _chunks_to_set_free(self) -> int:
+        """Chunks that are not free yet, of those that the policy lets a worker have.
+
+        Not only of those that one asks for: whether there is memory to lend is what the operator
+        decides by where a worker starts.
+        """
+        parts = self._parts
+        lacking, terms = parts.inner.chunks_lacking, parts.inner.controller.terms
+        if terms is None or terms.mode != "harvest":
+            return lacking
+        free, kv, *others = parts.arena.counts()
+        may_have = (free + kv + sum(others)) * terms.max_memory_percent // 100
+        return max(lacking, may_have - free - sum(others))
+
     def _pages_to_keep(self, scheduler: Any) -> int:  # noqa: ANN401
         """Free pages that are not lent: room for every request to grow while a worker lets go."""
         allocator = self._parts.allocator
         growth = _requests(scheduler) * self._parts.reserved_tokens // allocator.page_size
         return max(int(allocator.chunks.pages_per_chunk), int(growth))
+
+
+def _aborted(reason: Any) -> bool:  # noqa: ANN401
+    return type(reason).__name__ == "FINISH_ABORT"
+
+
+def _arrived_ns(request: Any) -> int:  # noqa: ANN401
+    """When a request came to the scheduler; 0 where SGLang does not say. It counts in seconds."""
+    times = getattr(request, "time_stats", None)
+    seconds = getattr(times, "decode_prealloc_queue_entry_time", 0.0)
+    return int((seconds or getattr(times, "wait_queue_entry_time", 0.0)) * 1e9)
 
 
 def _waiting(scheduler: Any) -> int:  # noqa: ANN401

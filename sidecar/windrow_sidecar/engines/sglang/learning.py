@@ -7,12 +7,20 @@ the profile.
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.solo import SoloSample
+
+_log = logging.getLogger(__name__)
 
 # Steps in a row on one share: the first find the caches of other cores.
 _BLOCK, _DROPPED = 12, 2
@@ -88,3 +96,27 @@ class SoloLearner:
             context_tokens=round(median(context for context, _ in steps)),
             step_us=max(1.0, median(latency for _, latency in steps)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptProfile:
+    """The profile that one start leaves for the next, as a file of the run directory."""
+
+    path: Path
+
+    def of(self, key: str) -> dict[str, Any] | None:
+        """The profile of an earlier start of that kind; None: there is none to read."""
+        try:
+            kept: dict[str, Any] = json.loads(self.path.read_text())
+        except (OSError, ValueError):
+            return None
+        return kept if kept.get("key") == key else None
+
+    def keep(self, profile: Mapping[str, Any]) -> None:
+        """Leave it; a reader sees the old one or the new one. Decode does not care if it fails."""
+        draft = self.path.with_suffix(".tmp")
+        try:
+            draft.write_text(json.dumps(profile))
+            os.replace(draft, self.path)
+        except OSError as error:
+            _log.warning("windrow: the latency profile is not kept for the next start: %s", error)

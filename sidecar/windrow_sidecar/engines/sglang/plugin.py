@@ -8,27 +8,22 @@ back.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, PROTOCOL_VERSION, RunDir
+from windrow.rundir import ENV_RUN_DIR, RunDir
 
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
-    from windrow_sidecar.compute.partition import Partition
-    from windrow_sidecar.engines.profile import Subject
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.weights import SharedModel
-    from windrow_sidecar.qos.levels import Partitioning
 
 _log = logging.getLogger(__name__)
 
@@ -48,18 +43,6 @@ def register() -> None:
 
     plugin = Plugin(RunDir(Path(root)), os.environ)
     HookRegistry.register(f"{SCHEDULER}.__init__", plugin.make_scheduler, HookType.AROUND)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ground:
-    """The device as decode shares it."""
-
-    partition: Partition
-    splits: Partitioning
-    finetune_levels: tuple[int, ...]
-    label: str
-    driver: str
-    background_threads: Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(slots=True)
@@ -116,44 +99,35 @@ class Plugin:
 
     def _hook(self) -> None:
         """Put the hooks in place; raises where SGLang's registry did not take one."""
-        from pkgutil import resolve_name
+        from windrow_sidecar.engines.sglang import compat, hooking
 
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-        from windrow.errors import InvariantBroken
-        from windrow_sidecar.engines.sglang import compat
-
-        around, before, after = HookType.AROUND, HookType.BEFORE, HookType.AFTER
-        hooks: list[tuple[str, Callable[..., Any], Any]] = [
-            (f"{compat.POOL}._create_buffers", self.create_buffers, around),
-            (f"{compat.PLATFORM}.get_paged_allocator_cls", self.paged_allocator, after),
-            (f"{compat.PLATFORM}.post_load_model", self.post_load_model, after),
-            (f"{compat.SCHEDULER}.run_batch", self.run_batch, before),
-            (f"{compat.SCHEDULER}.process_batch_result", self.process_batch_result, after),
-            (f"{compat.SCHEDULER}.on_idle", self.on_idle, before),
-            (f"{compat.SCHEDULER}.process_decode_queue", self.process_decode_queue, around),
-            (f"{compat.SCHEDULER}.get_next_batch_to_run", self.get_next_batch, before),
-            (f"{compat.CHECKER}._check_full_pool", self.check_full_pool, before),
-            (f"{compat.OBSERVER}._get_token_info", self.token_info, after),
-            (f"{compat.SLEEPER}.maybe_sleep", self.maybe_sleep, around),
-        ]
-        hooks += [
-            (f"{compat.UPDATER}.{name}", self.before_weight_update, before)
-            for name in (
-                "update_weights_from_disk",
-                "update_weights_from_distributed",
-                "update_weights_from_tensor",
-                "update_weights_from_ipc",
-                "begin_weight_update",
-            )
-        ]
-        before_ours = {path: resolve_name(path) for path, _, _ in hooks}
-        for path, hook, kind in hooks:
-            HookRegistry.register(path, hook, kind)
-        HookRegistry.apply_hooks()
-        missing = [path for path, found in before_ours.items() if resolve_name(path) is found]
-        if missing:
-            raise InvariantBroken(f"SGLang did not take the hooks on {', '.join(missing)}")
+        new_weights = (
+            "update_weights_from_disk",
+            "update_weights_from_distributed",
+            "update_weights_from_tensor",
+            "update_weights_from_ipc",
+            "begin_weight_update",
+        )
+        hooking.put(
+            around={
+                f"{compat.POOL}._create_buffers": self.create_buffers,
+                f"{compat.SCHEDULER}.process_decode_queue": self.process_decode_queue,
+                f"{compat.SLEEPER}.maybe_sleep": self.maybe_sleep,
+            },
+            before={
+                f"{compat.SCHEDULER}.run_batch": self.run_batch,
+                f"{compat.SCHEDULER}.on_idle": self.on_idle,
+                f"{compat.SCHEDULER}.get_next_batch_to_run": self.get_next_batch,
+                f"{compat.CHECKER}._check_full_pool": self.check_full_pool,
+                **{f"{compat.UPDATER}.{name}": self.before_weight_update for name in new_weights},
+            },
+            after={
+                f"{compat.PLATFORM}.get_paged_allocator_cls": self.paged_allocator,
+                f"{compat.PLATFORM}.post_load_model": self.post_load_model,
+                f"{compat.SCHEDULER}.process_batch_result": self.process_batch_result,
+                f"{compat.OBSERVER}._get_token_info": self.token_info,
+            },
+        )
 
     # What SGLang calls while it makes its scheduler:
 
@@ -280,137 +254,22 @@ class Plugin:
     # Starting and stopping:
 
     def _start(self) -> None:
-        """The scheduler is made: probe it, build the hook, and let a worker and the agent come."""
+        """The scheduler is made: harvest it, if its KV lies in the arena. Raises UserError."""
         from windrow.errors import UserError
 
-        scheduler = self.scheduler
-        allocator = scheduler.token_to_kv_pool_allocator
+        allocator = self.scheduler.token_to_kv_pool_allocator
         if self.arena is None or not isinstance(allocator, self.allocator_class or ()):
             kind = type(allocator.get_kvcache()).__name__
             raise UserError(
                 f"the model's KV lies in a {kind} behind a {type(allocator).__name__}",
                 remedy="Serve a model with plain multi-head or grouped-query attention.",
             )
-        _probe(scheduler, allocator)
-        ground = self._ground()
-        self._open(scheduler, allocator, ground)
+        from windrow_sidecar.engines.sglang.opening import Opened, open_harvest
 
-    def _open(self, scheduler: Any, allocator: Any, ground: _Ground) -> None:  # noqa: ANN401
-        from windrow.eventlog import EventLog
-        from windrow_sidecar.engines.builtin.logflush import LogFlusher
-        from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
-        from windrow_sidecar.engines.harvest.link import Profile
-        from windrow_sidecar.engines.hook import FailClosed
-        from windrow_sidecar.engines.profile import Subject
-        from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
-        from windrow_sidecar.engines.sglang.learning import SoloLearner
-
-        assert self.arena is not None
-        subject = Subject(
-            device=ground.label,
-            driver=ground.driver.partition(":")[0],
-            engine="sglang",
-            engine_version=version("sglang"),
-            model_fingerprint=self.fingerprint,
+        opened = Opened(
+            self.scheduler, self.args, allocator, self.arena, self.weights, self.fingerprint
         )
-        profile = self._kept_profile(subject)
-        log_dir = self.environment.get(ENV_LOG_DIR)
-        source = self.environment.get(ENV_POD_NAME) or f"sglang-{self.args.port}"
-        log = EventLog(Path(log_dir) / f"{source}.events.jsonl", source=source) if log_dir else None
-        settings = HarvestSettings(max_batch=scheduler.max_running_requests)
-        inner = HarvestHook(self.arena, ground.splits, profile, settings, log=log)
-        hook = FailClosed(inner, on_failure=self._failed)
-        reported = Profile(subject.key, json.dumps(profile)) if profile else None
-        link = EngineAgentLink(
-            self.run_dir.agent_socket, self._hello(subject, ground), inner, reported
-        )
-        parts = HarvestParts(
-            inner=inner,
-            hook=hook,
-            link=link,
-            partition=ground.partition,
-            splits=ground.splits,
-            subject=subject,
-            arena=self.arena,
-            allocator=allocator,
-            log=log,
-            keep_profile=self._keep_profile,
-            reserved_tokens=self.args.num_reserved_decode_tokens,
-        )
-        # All of it before a worker can attach.
-        if self.weights is not None:
-            self.arena.export("weights", self.weights.shared.fd, n_bytes=self.weights.n_bytes)
-            self.weights.write_manifest(self.run_dir.weights_manifest(), self.fingerprint)
-        else:
-            self.run_dir.weights_manifest().unlink(missing_ok=True)
-        self.arena.serve(str(self.run_dir.arena_socket()))
-        learner = None if profile else SoloLearner(ground.splits)
-        self.harvest = SchedulerHarvest(parts, learner)
-        with ground.background_threads():
-            if log is not None:
-                LogFlusher(log)  # its thread writes for as long as this process lives
-            link.start()
-        g = self.arena.geometry
-        _log.info(
-            "windrow: %d chunks of %d tokens can be lent; weights are %s",
-            g.chunks - 1,
-            g.slots_per_chunk,
-            "shared" if self.weights is not None else "not shared",
-        )
-
-    def _hello(self, subject: Subject, ground: _Ground) -> Any:  # noqa: ANN401
-        from windrow.proto import agent_pb2
-
-        assert self.arena is not None
-        return agent_pb2.EngineHello(
-            protocol_version=PROTOCOL_VERSION,
-            slot=0,
-            pid=os.getpid(),
-            engine=subject.engine,
-            engine_version=subject.engine_version,
-            model=str(self.args.model_path),
-            model_fingerprint=subject.model_fingerprint,
-            device=subject.device,
-            driver=subject.driver,
-            compute_units=ground.splits.units,
-            finetune_levels=ground.finetune_levels,
-            chunk_bytes=self.arena.geometry.chunk_bytes,
-            chunks=self.arena.geometry.chunks,
-            tensor_parallel=1,
-            endpoint=f"http://{self.args.host}:{self.args.port}",
-            arena_socket=str(self.run_dir.arena_socket()),
-            weights_manifest=str(self.run_dir.weights_manifest()),
-        )
-
-    def _ground(self) -> _Ground:
-        """How decode shares its device. Raises UserError where it cannot."""
-        import torch
-
-        assert self.arena is not None
-        driver = self.arena.driver
-        if driver == "host":
-            from windrow_sidecar.compute.host import HostPartition
-            from windrow_sidecar.engines.profile import host_splits
-
-            most = torch.get_num_threads()  # what whoever started the server has chosen
-            host = HostPartition.from_affinity(
-                "decode", set_threads=lambda n: torch.set_num_threads(min(n, most))
-            )
-            units = host.total_units
-            return _Ground(
-                host,
-                host_splits(units),
-                host.levels()[:-1],
-                f"host:{units}-cores",
-                driver,
-                host.background_threads,
-            )
-        from windrow_sidecar.engines.builtin.device import open_gpu
-
-        gpu = open_gpu(driver, torch.bfloat16)
-        return _Ground(
-            gpu.partition, gpu.splits, gpu.finetune_levels, gpu.label, driver, nullcontext
-        )
+        self.harvest = open_harvest(opened, self.run_dir, self.environment, self._failed)
 
     def _fence(self) -> Callable[[int], bool]:
         """A check that the batches launched so far, and transfers given up, write no more."""
@@ -425,25 +284,6 @@ class Plugin:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.scheduler.forward_stream)
         return lambda now_ns: now_ns >= until_ns and bool(event.query())
-
-    def _profile_path(self) -> Path:
-        return self.run_dir.root / "profile-0.json"
-
-    def _kept_profile(self, subject: Subject) -> dict[str, Any] | None:
-        """The profile that an earlier start of the same kind has left."""
-        try:
-            kept: dict[str, Any] = json.loads(self._profile_path().read_text())
-        except (OSError, ValueError):
-            return None
-        return kept if kept.get("key") == subject.key else None
-
-    def _keep_profile(self, profile: Mapping[str, Any]) -> None:
-        draft = self._profile_path().with_suffix(".tmp")
-        try:
-            draft.write_text(json.dumps(profile))
-            os.replace(draft, self._profile_path())
-        except OSError as error:
-            _log.warning("windrow: the latency profile is not kept for the next start: %s", error)
 
     def _guarded(self, what: str, call: Callable[..., None], *args: Any) -> None:  # noqa: ANN401
         try:
@@ -475,23 +315,6 @@ class Plugin:
         self.off = self.off or f"{what}: {error}"
         if self.harvest is not None:
             self.harvest.give_up(error)
-
-
-def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
-    """Allocate and free a page as SGLang does. Raises InvariantBroken when the sums do not stay."""
-    from windrow.errors import InvariantBroken
-
-    total = scheduler.max_total_num_tokens // allocator.page_size * allocator.page_size
-    page = allocator.alloc(allocator.page_size)
-    left = allocator.available_size()
-    if page is not None:
-        allocator.free(page)
-    after = allocator.available_size()
-    if page is None or after != total or left != total - allocator.page_size:
-        raise InvariantBroken(
-            f"the KV allocator does not count as SGLang's: {total} tokens, {left} less a page, "
-            f"{after} with it again"
-        )
 
 
 def _model_folder(args: Any) -> Path:  # noqa: ANN401

@@ -1,0 +1,262 @@
+"""Finished adapters in the serving pods: where one goes, loading with roll-back, unloading.
+
+Apart from the driver's loop, because a server takes seconds to load and may not answer at all.
+An adapter that decode answers by must be loaded where its prompts are computed as well, since their
+KV depends on it: all decode and prefill instances of the model have it, or none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import aiohttp
+
+from windrow.conditions import ConditionType, Reason, get_condition
+from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
+from windrow_operator import policies, status
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.events import Recorder
+from windrow_operator.injection import option_of, serving_container
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
+from windrow_operator.model import Job, key_of
+from windrow_operator.planning import same_model
+from windrow_operator.reconcile import Event
+
+log = logging.getLogger(__name__)
+
+_ROUND_SECONDS = 2.0
+_RETRY_SECONDS = 60.0  # after a refusal, and between two looks for new instances
+_TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=5)
+_DEFAULT_PORT = "30000"  # SGLang's
+# In this order it is loaded: nobody may ask decode for what prefill does not know.
+_ROLES = ("prefill", "decode")
+
+
+class NotLoaded(Exception):
+    """A server did not take an adapter; the message names it and says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """A serving process."""
+
+    key: str  # of its pod
+    uid: str
+    role: str
+    url: str
+
+
+def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
+    """Return the ready decode and prefill instances of the job's model, prefill first."""
+    found = []
+    for pod in pods:
+        metadata, state = pod["metadata"], pod.get("status") or {}
+        container = serving_container(pod)
+        role = option_of(container, "--disaggregation-mode")
+        model = option_of(container, "--model-path", "--model")
+        if role not in _ROLES or not same_model(job, model) or not _is_ready(pod):
+            continue
+        port = option_of(container, "--port") or _DEFAULT_PORT
+        key = key_of(metadata["namespace"], metadata["name"])
+        found.append(Instance(key, metadata["uid"], role, f"http://{state['podIP']}:{port}"))
+    return sorted(found, key=lambda each: (_ROLES.index(each.role), each.key))
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    state = pod.get("status") or {}
+    ready = get_condition(state.get("conditions"), "Ready")
+    gone = pod["metadata"].get("deletionTimestamp") is not None
+    return not gone and bool(state.get("podIP")) and ready is not None and ready["status"] == "True"
+
+
+def adapter_name(job: Job) -> str:
+    """Return the name by which servers know the job's adapter; no two jobs share one."""
+    return f"{job.namespace}.{job.name}"
+
+
+class Servers:
+    """SGLang's calls for adapters."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def load_everywhere(
+        self, wanted: Sequence[Instance], name: str, path: str, *, pinned: bool
+    ) -> None:
+        """Load an adapter into instances in their order, or into none.
+
+        Raises NotLoaded when one refuses: those that had taken it by this call have unloaded it.
+        """
+        taken: list[Instance] = []
+        try:
+            for instance in wanted:
+                if name not in await self._names(instance):
+                    taken.append(instance)  # before the call: its answer may be lost
+                    body = {"lora_name": name, "lora_path": path, "pinned": pinned}
+                    await self._call(instance, "load_lora_adapter", body)
+        except NotLoaded:
+            for instance in reversed(taken):
+                with contextlib.suppress(NotLoaded):
+                    await self.unload(instance, name)
+            raise
+
+    async def unload(self, instance: Instance, name: str) -> None:
+        """Unload an adapter where it is loaded. Raises NotLoaded when the server does not."""
+        if name in await self._names(instance):
+            await self._call(instance, "unload_lora_adapter", {"lora_name": name})
+
+    async def _names(self, instance: Instance) -> set[str]:
+        answer = await self._request("GET", instance, "v1/models")
+        return {str(model.get("id")) for model in answer.get("data") or ()}
+
+    async def _call(self, instance: Instance, call: str, body: Mapping[str, Any]) -> None:
+        answer = await self._request("POST", instance, call, body)
+        if not answer.get("success"):
+            why = answer.get("error_message") or answer.get("message") or answer
+            raise NotLoaded(f"{instance.key} refuses: {why}")
+
+    async def _request(
+        self, method: str, instance: Instance, call: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        url = f"{instance.url}/{call}"
+        try:
+            async with self._session.request(method, url, json=body) as response:
+                answer = await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            raise NotLoaded(f"{instance.key} does not answer at {url}: {why}") from error
+        if not isinstance(answer, dict):
+            raise NotLoaded(f"{instance.key} does not know {call}: {str(answer)[:200]}")
+        return answer
+
+
+class Deployments:
+    """Keeps the adapters of finished jobs loaded as their specs ask."""
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        kube: Kube,
+        recorder: Recorder,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._cluster, self._kube, self._recorder, self._clock = cluster, kube, recorder, clock
+        self._look_at: dict[str, float] = {}  # by job UID: not before that time of the loop
+
+    async def run(self) -> None:
+        """Round after round, until cancelled."""
+        async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+            servers = Servers(session)
+            while True:
+                for job in self._cluster.job_views():
+                    await self._tend(job, servers)
+                self._look_at = {u: t for u, t in self._look_at.items() if u in self._cluster.jobs}
+                await asyncio.sleep(_ROUND_SECONDS)
+
+    async def _tend(self, job: Job, servers: Servers) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._look_at.get(job.uid, 0.0) and job.deleted_at is None:
+            return
+        try:
+            if job.deleted_at is not None:
+                await self._withdraw(job, servers)
+            elif _is_wanted(job):
+                self._look_at[job.uid] = now_s + _RETRY_SECONDS
+                await self._deploy(job, servers)
+        except ObjectNotFound:
+            self._cluster.drop_job(job.uid)
+        except ApiError as error:
+            # A conflict among them: the watch brings the newer version.
+            log.info("the adapter of job %s: %s", job.key, error)
+            self._look_at.pop(job.uid, None)
+        except Exception:  # a surprise in one job must not stop the others
+            log.exception("the adapter of job %s could not be seen to", job.key)
+
+    async def _deploy(self, job: Job, servers: Servers) -> None:
+        assert job.spec is not None
+        found = instances(await self._pods(job), job)
+        name = adapter_name(job)
+        if not any(instance.role == "decode" for instance in found):
+            message = (
+                f"No ready decode instance serves {job.spec.model.name} under a HarvestPolicy with "
+                "access.adapters that admits the job's namespace"
+            )
+            await self._tell(job, Reason.NO_INSTANCES, message)
+            return
+        body = job.body
+        if FINALIZER_ADAPTER not in (body["metadata"].get("finalizers") or ()):
+            body = await self._set_finalizer(job, present=True)
+        path = str(job.status["adapter"]["path"])
+        try:
+            await servers.load_everywhere(found, name, path, pinned=job.spec.output.deploy.pinned)
+        except NotLoaded as error:
+            await self._tell(job, Reason.NOT_LOADED, f"{error}. No instance has it.", body)
+        else:
+            what = ", ".join(f"{instance.key} ({instance.role})" for instance in found)
+            await self._tell(job, Reason.LOADED, f"Ask for {name}: {what}", body)
+
+    async def _withdraw(self, job: Job, servers: Servers) -> None:
+        """Unload the adapter of a job that is being deleted, then let it go."""
+        if FINALIZER_ADAPTER not in (job.body["metadata"].get("finalizers") or ()):
+            return
+        for instance in reversed(instances(await self._pods(job), job)):
+            try:
+                await servers.unload(instance, adapter_name(job))
+            except NotLoaded as error:
+                # Whoever deletes a job must not wait for a server that does not answer; the next
+                # start of that server begins without the adapter.
+                log.warning("job %s: the adapter stays loaded: %s", job.key, error)
+        await self._set_finalizer(job, present=False)
+
+    async def _pods(self, job: Job) -> list[dict[str, Any]]:
+        """Return the pods of the namespaces whose policies let the job load adapters."""
+        namespaces = set()
+        for pod in self._cluster.pods.values():
+            policy = policies.select(pod, self._cluster.policies.values())
+            access = policy.spec.access if policy and policy.spec else None
+            labels = dict(job.namespace_labels)
+            if access and access.adapters and access.namespace_selector.matches(labels):
+                namespaces.add(pod.namespace)
+        found = []
+        for namespace in sorted(namespaces):
+            found += await self._kube.list(f"/api/v1/namespaces/{namespace}/pods")
+        return found
+
+    async def _tell(
+        self, job: Job, reason: Reason, message: str, body: Mapping[str, Any] | None = None
+    ) -> None:
+        after = status.deployed(job, reason, message, self._clock())
+        if after == dict(job.status):
+            return
+        path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
+        written = await self._kube.replace(path, {**(body or job.body), "status": after})
+        self._cluster.put_job(written)
+        event = Event(reason, message, warning=reason is not Reason.LOADED)
+        await self._recorder.record(written, event)
+
+    async def _set_finalizer(self, job: Job, *, present: bool) -> dict[str, Any]:
+        metadata = job.body["metadata"]
+        others = [f for f in metadata.get("finalizers") or () if f != FINALIZER_ADAPTER]
+        wanted = {
+            "resourceVersion": metadata["resourceVersion"],
+            "finalizers": [*others, FINALIZER_ADAPTER] if present else others,
+        }
+        path = kind_path(FINETUNE_JOB, job.namespace, job.name)
+        written = await self._kube.merge(path, {"metadata": wanted})
+        if job.deleted_at is not None and not wanted["finalizers"]:
+            self._cluster.drop_job(job.uid)
+        else:
+            self._cluster.put_job(written)
+        return written
+
+
+def _is_wanted(job: Job) -> bool:
+    done = get_condition(job.status.get("conditions"), ConditionType.SUCCEEDED)
+    ended_well = done is not None and done["status"] == "True"
+    return ended_well and job.spec is not None and job.spec.output.deploy.enabled

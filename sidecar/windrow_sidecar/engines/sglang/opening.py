@@ -1,0 +1,202 @@
+"""What a scheduler that has been made is harvested with: device, step hook, links, log.
+
+Called once, after SGLang has made its scheduler and before a worker can attach.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from windrow.errors import InvariantBroken
+from windrow.eventlog import EventLog
+from windrow.proto import agent_pb2
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, PROTOCOL_VERSION, RunDir
+from windrow_sidecar import _core
+from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.host import HostPartition
+from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.engines.builtin.logflush import LogFlusher
+from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
+from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.hook import FailClosed
+from windrow_sidecar.engines.profile import Subject, host_splits
+from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
+from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
+from windrow_sidecar.engines.sglang.weights import SharedModel
+from windrow_sidecar.qos.levels import Partitioning
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A scheduler, and what of it lies where a worker can reach it."""
+
+    scheduler: Any
+    args: Any  # SGLang's ServerArgs
+    allocator: Any  # LendingPagedAllocator
+    arena: Arena
+    weights: SharedModel | None
+    fingerprint: str  # of the served checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """The device as decode shares it."""
+
+    partition: Partition
+    splits: Partitioning
+    finetune_levels: tuple[int, ...]
+    label: str
+    driver: str
+    background_threads: Callable[[], AbstractContextManager[None]]
+    sharing: Sharing | None = None  # of a GPU
+
+
+def open_harvest(
+    opened: Opened,
+    run_dir: RunDir,
+    environment: Mapping[str, str],
+    on_failure: Callable[[str], None],
+) -> SchedulerHarvest:
+    """Probe the scheduler's allocator, build the hook, let a worker and the agent come.
+
+    Raises UserError where the device cannot be shared, InvariantBroken where the allocator counts
+    otherwise than SGLang's own.
+    """
+    _probe(opened.scheduler, opened.allocator)
+    arena, args, weights = opened.arena, opened.args, opened.weights
+    ground = _ground(arena.driver)
+    subject = Subject(
+        device=ground.label,
+        driver=ground.driver.partition(":")[0],
+        engine="sglang",
+        engine_version=version("sglang"),
+        model_fingerprint=opened.fingerprint,
+    )
+    kept = KeptProfile(run_dir.root / "profile-0.json")
+    profile = kept.of(subject.key)
+    log_dir = environment.get(ENV_LOG_DIR)
+    source = environment.get(ENV_POD_NAME) or f"sglang-{args.port}"
+    log = EventLog(Path(log_dir) / f"{source}.events.jsonl", source=source) if log_dir else None
+    settings = HarvestSettings(max_batch=opened.scheduler.max_running_requests)
+    inner = HarvestHook(arena, ground.splits, profile, settings, log=log)
+    hook = FailClosed(inner, on_failure=on_failure)
+    reported = Profile(subject.key, json.dumps(profile)) if profile else None
+    hello = _hello(opened, run_dir, subject, ground)
+    link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported)
+    parts = HarvestParts(
+        inner=inner,
+        hook=hook,
+        link=link,
+        partition=ground.partition,
+        splits=ground.splits,
+        subject=subject,
+        arena=arena,
+        allocator=opened.allocator,
+        log=log,
+        keep_profile=kept.keep,
+        reserved_tokens=args.num_reserved_decode_tokens,
+    )
+    # All of it before a worker can attach.
+    if weights is not None:
+        arena.export("weights", weights.shared.fd, n_bytes=weights.n_bytes)
+        weights.write_manifest(run_dir.weights_manifest(), opened.fingerprint)
+    else:
+        run_dir.weights_manifest().unlink(missing_ok=True)
+    arena.serve(str(run_dir.arena_socket()))
+    harvest = SchedulerHarvest(parts, None if profile else SoloLearner(ground.splits))
+    with ground.background_threads():
+        if log is not None:
+            LogFlusher(log)  # its thread writes for as long as this process lives
+        link.start()
+    g = arena.geometry
+    _log.info(
+        "windrow: %d chunks of %d tokens can be lent; weights are %s",
+        g.chunks - 1,
+        g.slots_per_chunk,
+        "shared" if weights is not None else "not shared",
+    )
+    return harvest
+
+
+def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
+    """Allocate and free a page as SGLang does. Raises InvariantBroken when the sums do not stay."""
+    total = scheduler.max_total_num_tokens // allocator.page_size * allocator.page_size
+    page = allocator.alloc(allocator.page_size)
+    left = allocator.available_size()
+    if page is not None:
+        allocator.free(page)
+    after = allocator.available_size()
+    if page is None or after != total or left != total - allocator.page_size:
+        raise InvariantBroken(
+            f"the KV allocator does not count as SGLang's: {total} tokens, {left} less a page, "
+            f"{after} with it again"
+        )
+
+
+def _hello(opened: Opened, run_dir: RunDir, subject: Subject, ground: _Ground) -> Any:  # noqa: ANN401
+    args, geometry = opened.args, opened.arena.geometry
+    return agent_pb2.EngineHello(
+        protocol_version=PROTOCOL_VERSION,
+        slot=0,
+        pid=os.getpid(),
+        engine=subject.engine,
+        engine_version=subject.engine_version,
+        model=str(args.model_path),
+        model_fingerprint=subject.model_fingerprint,
+        device=subject.device,
+        driver=subject.driver,
+        compute_units=ground.splits.units,
+        finetune_levels=ground.finetune_levels,
+        chunk_bytes=geometry.chunk_bytes,
+        chunks=geometry.chunks,
+        tensor_parallel=1,
+        endpoint=f"http://{args.host}:{args.port}",
+        arena_socket=str(run_dir.arena_socket()),
+        weights_manifest=str(run_dir.weights_manifest()),
+        sharing=ground.sharing.mode if ground.sharing else "",
+        sharing_reason=ground.sharing.reason if ground.sharing else "",
+        device_uuid=_core.driver(ground.driver).facts["uuid"],
+    )
+
+
+def _ground(driver: str) -> _Ground:
+    """How decode shares its device. Raises UserError where it cannot."""
+    if driver == "host":
+        most = torch.get_num_threads()  # what whoever started the server has chosen
+        host = HostPartition.from_affinity(
+            "decode", set_threads=lambda n: torch.set_num_threads(min(n, most))
+        )
+        units = host.total_units
+        return _Ground(
+            host,
+            host_splits(units),
+            host.levels()[:-1],
+            f"host:{units}-cores",
+            driver,
+            host.background_threads,
+        )
+    from windrow_sidecar.engines.builtin.device import open_gpu
+
+    gpu = open_gpu(driver, torch.bfloat16)
+    return _Ground(
+        gpu.partition,
+        gpu.splits,
+        gpu.finetune_levels,
+        gpu.label,
+        driver,
+        nullcontext,
+        gpu.sharing,
+    )
