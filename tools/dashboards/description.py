@@ -174,7 +174,8 @@ HARVEST = Board(
                         Query(
                             f"sum({TOKENS}{{{WHERE}}}) / (count(count by (namespace, slot) "
                             f""
-                            f"(last_over_time(windrow_job_step{{{SLOTS}}}[5m]))) * (vector($dedicated) > 0))"
+                            f"(last_over_time(windrow_job_step{{{SLOTS}}}[5m]))) "
+                            "* (vector($dedicated) > 0))"
                         ),
                     ),
                     "stat",
