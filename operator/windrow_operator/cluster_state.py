@@ -7,7 +7,7 @@ that lags behind a write cannot undo it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -39,6 +39,7 @@ from windrow_operator.model import (
     RunState,
     SidecarState,
     Slot,
+    Usage,
     key_of,
 )
 
@@ -90,7 +91,7 @@ class ClusterState:
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
         self.health = SlotHealth()
-        self.used: dict[str, tuple[str, float]] = {}  # policy key: day, device seconds
+        self.used: dict[str, Usage] = {}  # by policy key
         self._specs: dict[tuple[str, int], tuple[FinetuneJobSpec | None, str]] = {}
         # What a pass would otherwise look for among all objects, kept as they change.
         self._held: dict[str, dict[str, None]] = {}  # UIDs of jobs by the slot of their status
@@ -176,7 +177,11 @@ class ClusterState:
     def _take_usage(self, key: str, body: Mapping[str, Any]) -> None:
         usage = (body.get("status") or {}).get("usage")
         if usage and key not in self.used:
-            self.used[key] = (usage["day"], float(usage["gpuSeconds"]))
+            by_namespace = {
+                entry["namespace"]: float(entry["gpuSeconds"])
+                for entry in usage.get("namespaces") or ()
+            }
+            self.used[key] = Usage(usage["day"], float(usage["gpuSeconds"]), by_namespace)
 
     def drop_policy(self, key: str) -> None:
         """Forget a HarvestPolicy."""
@@ -212,15 +217,26 @@ class ClusterState:
         if body.get("preemptionPolicy") == "Never":
             self.patient.add(name)
 
-    def charge(self, policy_key: str, seconds: float, now: datetime) -> None:
-        """Count device seconds that a job held a slot of this policy."""
-        day = _day(now)
-        self.used[policy_key] = (day, self.used_today(policy_key, now) + seconds)
+    def charge(
+        self, policy_key: str, seconds: float, tenants: Iterable[str], now: datetime
+    ) -> None:
+        """Count device seconds of a slot of this policy, shared by the jobs of `tenants`."""
+        usage = self.usage_today(policy_key, now)
+        sharers = list(tenants)
+        by_namespace = dict(usage.by_namespace)
+        for namespace in sharers:
+            before = by_namespace.get(namespace, 0.0)
+            by_namespace[namespace] = before + seconds / len(sharers)
+        self.used[policy_key] = Usage(_day(now), usage.seconds + seconds, by_namespace)
+
+    def usage_today(self, policy_key: str, now: datetime) -> Usage:
+        """Return what jobs have had under this policy today (UTC)."""
+        usage = self.used.get(policy_key, Usage())
+        return usage if usage.day == _day(now) else Usage(_day(now))
 
     def used_today(self, policy_key: str, now: datetime) -> float:
         """Return the device seconds that jobs have had under this policy today (UTC)."""
-        day, seconds = self.used.get(policy_key, ("", 0.0))
-        return seconds if day == _day(now) else 0.0
+        return self.usage_today(policy_key, now).seconds
 
     # --- views for decisions ----------------------------------------------------------------------
 
@@ -240,7 +256,7 @@ class ClusterState:
         known = self._terms.get(policy.key)
         if known is not None and known[0] == now:
             return known[1]
-        terms = policies.terms_of(policy, now, self.used_today(policy.key, now))
+        terms = policies.terms_of(policy, now, self.usage_today(policy.key, now))
         if known is not None and known[1] == terms:
             terms = known[1]  # the same object, by which it is seen that nothing has changed
         self._terms[policy.key] = (now, terms)
@@ -461,7 +477,7 @@ class ClusterState:
 
     def tenants(self, slot: str) -> list[str]:
         """Return the namespaces of the jobs whose worker is at work on a slot, one for each."""
-        here = [run.uid for run in self.runs.values() if run.slot == slot and run.state in ALIVE]
+        here = [run.uid for run in self.runs_on(slot) if run.state in ALIVE]
         return [self.jobs[uid]["metadata"]["namespace"] for uid in here if uid in self.jobs]
 
     def forget_unused_slots(self) -> list[LiveSlot]:

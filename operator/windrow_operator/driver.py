@@ -18,14 +18,14 @@ from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies, preemption
-from windrow_operator.attach import AttachServer
+from windrow_operator.attach import AttachServer, Session
 from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Pod, Slot
+from windrow_operator.model import Base, Holder, Job, Pod, Slot, Usage
 from windrow_operator.planning import SlotTable
 from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile, without_secret
 from windrow_operator.secrets import JobSecrets, read_secrets
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 _SETTLE_SECONDS = 0.02
 _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
+_HOUSEKEEPING = timedelta(seconds=1)
 PROGRESS_INTERVAL = timedelta(seconds=2)
 # Of many jobs each one's progress is written more seldom: so many writes a second in all.
 _PROGRESS_PER_SECOND = 3.0
@@ -91,6 +92,7 @@ class Driver:
         self._progress_written: dict[str, datetime] = {}  # by job UID
         self._usage_written: dict[str, datetime] = {}  # by policy key
         self._charged_at: datetime | None = None
+        self._kept_house: datetime | None = None
 
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
@@ -123,19 +125,34 @@ class Driver:
     async def turn(self) -> None:
         """One pass over policies and jobs."""
         now = self._clock()
-        self._charge(now)
-        self._end_sessions(now)
-        self._configure_sidecars(now)
+        keeps_house = self._keeps_house(now)
+        if keeps_house:
+            self._charge(now)
+            self._end_sessions(now)
+            self._configure_sidecars(now)
         slots = SlotTable(self._cluster.slot_views(now).values())
         self._preempt(slots)
         for job in self._cluster.job_views():
             await self._step(job, slots)
             self._metrics.moved()
-        await self._attach_sidecars(now)
+        if not keeps_house:
+            return
+        await self._attach_sidecars(slots, now)
         await self._register()
         await self._write_policies(now)
         self._cluster.forget_unused_slots()
         self._metrics.show(self._cluster, slots, now)
+
+    def _keeps_house(self, now: datetime) -> bool:
+        """Return whether this pass also does what need not be done for each piece of news.
+
+        With thousands of pods that takes longer than the jobs do, so it comes once a second.
+        """
+        if self._kept_house is not None and now - self._kept_house < _HOUSEKEEPING:
+            self._alarm.within((self._kept_house + _HOUSEKEEPING - now).total_seconds())
+            return False
+        self._kept_house = now
+        return True
 
     # --- jobs -------------------------------------------------------------------------------------
 
@@ -279,6 +296,7 @@ class Driver:
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
             slots.put(replace(slot, holders=(*slot.holders, holder)))
+            self._configure(session, now)  # what a job may take is known before the job
             assign = self._assignment(job, command, slot, live.facts.index)
             assign.dataset_secret.update(secrets.dataset)
             assign.output_secret.update(secrets.output)
@@ -309,9 +327,9 @@ class Driver:
 
     # --- sidecars ---------------------------------------------------------------------------------
 
-    async def _attach_sidecars(self, now: datetime) -> None:
+    async def _attach_sidecars(self, views: SlotTable, now: datetime) -> None:
         waiting = [job for job in self._cluster.job_views() if self._waits(job)]
-        pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
+        pods, look_again = agents.wanted(self._pod_views(views, now), waiting, now)
         for pod in pods:
             try:
                 await self._attach_sidecar(pod, now)
@@ -322,14 +340,13 @@ class Driver:
 
     def _waits(self, job: Job) -> bool:
         spec = job.spec
-        asks = spec is not None and not spec.suspend and job.deleted_at is None
+        asks = spec is not None and not spec.suspend and job.deleted_at is None and job.is_ours
         return asks and not job.slot and is_waiting(self._cluster.jobs[job.uid])
 
-    def _pod_views(self, now: datetime) -> list[agents.PodView]:
-        slots: dict[str, list[Slot]] = {}
-        for key, slot in self._cluster.slot_views(now).items():
-            if slot.attached:
-                slots.setdefault(self._cluster.slots[key].pod_uid, []).append(slot)
+    def _pod_views(self, views: SlotTable, now: datetime) -> list[agents.PodView]:
+        """Return the pods that a sidecar could be added to: those without one that is attached."""
+        known = self._cluster.slots
+        attached = {known[key].pod_uid for key, slot in views.items() if slot.attached}
         # A slot's name is its pod's, or that with the number of the device.
         keys = self._cluster.holders()
         held = {*keys, *(key.rpartition(".")[0] for key in keys)}
@@ -337,13 +354,12 @@ class Driver:
             agents.PodView(
                 pod,
                 self._cluster.terms(pod, now),
-                tuple(slots.get(uid, ())),
                 held=pod.key in held,
                 asked_at=self._asked.get(uid),
                 retry_at=self._refused.get(uid),
             )
             for uid, pod in self._cluster.pods.items()
-            if pod.sidecar.prepared
+            if pod.sidecar.prepared and pod.sidecar.decode_ready and uid not in attached
         ]
 
     async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
@@ -402,8 +418,8 @@ class Driver:
             pod = self._cluster.pods.get(live.pod_uid) if live and live.attached else None
             terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
-                self._cluster.charge(terms.policy.key, since.total_seconds(), now)
                 tenants = self._cluster.tenants(key)
+                self._cluster.charge(terms.policy.key, since.total_seconds(), tenants, now)
                 self._metrics.harvested(since.total_seconds(), terms.policy, tenants)
 
     def _end_sessions(self, now: datetime) -> None:
@@ -419,8 +435,11 @@ class Driver:
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():
-            pod = self._cluster.pods.get(session.pod.uid, session.pod)
-            session.configure(policies.config_of(self._cluster.terms(pod, now)))
+            self._configure(session, now)
+
+    def _configure(self, session: Session, now: datetime) -> None:
+        pod = self._cluster.pods.get(session.pod.uid, session.pod)
+        session.configure(policies.config_of(self._cluster.terms(pod, now)))
 
     async def _write_policies(self, now: datetime) -> None:
         policy_counts = self._policy_counts()
@@ -429,7 +448,7 @@ class Driver:
             if (body := self._cluster.policy_bodies.get(key)) is None:
                 continue
             policy, before = self._cluster.policies[key], body.get("status") or {}
-            usage = self._cluster.used.get(key, ("", 0.0))
+            usage = self._cluster.used.get(key, Usage())
             after = policies.status_of(
                 policy,
                 policy_counts.get(key, policies.PolicyCounts()),

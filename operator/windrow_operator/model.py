@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+from windrow.crd.finetunejob import MANAGED_BY_US
 
 # Ten heartbeats: what a sidecar or a worker said before is no figure of now.
 STALE_AFTER: Final = timedelta(seconds=10)
@@ -96,6 +97,16 @@ class EffectivePolicy:
     policy: CheckedPolicy
     mode: str  # harvest, observe, off
     why: str = ""  # when the mode is not the policy's own, or not harvest
+    spent: frozenset[str] = frozenset()  # namespaces that have had their share of today
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Device seconds that jobs have had under a policy on a day (UTC)."""
+
+    day: str = ""
+    seconds: float = 0.0
+    by_namespace: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +252,11 @@ class Job:
     def key(self) -> str:
         """Return namespace/name."""
         return key_of(self.namespace, self.name)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether no other controller looks after the job."""
+        return self.spec is None or self.spec.managed_by in (None, MANAGED_BY_US)
 
     @property
     def epoch(self) -> int:

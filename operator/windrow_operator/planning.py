@@ -147,6 +147,8 @@ def admission_refusal(job: Job, slot: Slot) -> str:
         return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
     if job.spec and job.spec.policies and not _accepts(job, policy):
         return f"is under policy {policy.name}, which spec.policies does not name"
+    if job.namespace in slot.terms.spent:
+        return f"gives namespace {job.namespace} no more today by policy {policy.name}"
     if not _is_open_to(policy, job):
         return f"is closed to namespace {job.namespace} by policy {policy.name}"
     return ""

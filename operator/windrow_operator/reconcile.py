@@ -14,7 +14,6 @@ from typing import Any
 
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
-from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
 from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal, place
@@ -92,7 +91,7 @@ def reconcile(
         now: an aware datetime.
         timeouts: how long to wait for what.
     """
-    if job.spec is not None and job.spec.managed_by not in (None, MANAGED_BY_US):
+    if not job.is_ours:
         return NOTHING
     if is_finished(job.status.get("conditions")):
         return _after_the_end(job, now)

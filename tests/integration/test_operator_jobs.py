@@ -177,6 +177,47 @@ def test_a_job_that_names_its_policies_is_placed_under_no_other(cluster):
     assert sidecar.next("assign").job_name == "tone-2"
 
 
+def test_a_queue_controller_holds_a_job_releases_it_and_takes_it_back(cluster):
+    """As Kueue's external integrations do: all by `spec.suspend`, told by conditions."""
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(suspend=True)  # held from its creation
+    wait_until(lambda: cluster.condition("Suspended").get("status") == "True", "it is held")
+    assert "epoch" not in cluster.status()
+
+    cluster.patch_job(suspend=False)  # admitted
+    assigned = sidecar.next("assign")
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+
+    cluster.patch_job(suspend=True)  # evicted
+    sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
+    sidecar.report(
+        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+    )
+    cluster.await_state("Suspended")
+    evicted = cluster.condition("Evicted")
+    assert (evicted["status"], evicted["reason"]) == ("True", "Suspended")
+    assert "slot" not in cluster.status()  # so that the reservation can be given back
+
+    cluster.patch_job(suspend=False)  # admitted again
+    assert sidecar.next("assign").epoch == 2
+    wait_until(lambda: cluster.condition("Evicted")["status"] == "False", "it has a slot again")
+
+
+def test_a_job_that_another_controller_manages_is_not_touched(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job("theirs", managedBy="kueue.x-k8s.io/multikueue")
+    cluster.job("ours")
+    assert sidecar.next("assign").job_name == "ours"
+    body = cluster.get("finetunejobs", "theirs")
+    assert not body.get("status")
+    assert not body["metadata"].get("finalizers")
+
+
 def test_the_figures_of_a_slot_go_when_its_sidecar_does(cluster):
     cluster.policy()
     sidecar = cluster.attach(cluster.pod())

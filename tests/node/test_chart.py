@@ -142,6 +142,9 @@ OTHERS = [
     ("create", OURS, "harvestpolicies", "", ""),
     ("create", OURS, "finetunejobs", "", ""),
     ("get", "", "nodes", "", ""),
+    ("update", "coordination.k8s.io", "leases", NAMESPACE, "another"),
+    ("update", "coordination.k8s.io", "leases", "kube-system", "windrow-operator"),
+    ("list", "coordination.k8s.io", "leases", NAMESPACE, ""),
     ("get", "apps", "daemonsets", NAMESPACE, "windrow-prepull"),
 ]
 USER = f"system:serviceaccount:{NAMESPACE}:windrow-operator"

@@ -90,7 +90,7 @@ def test_requests_that_find_no_memory_are_retracted_and_answered_all_the_same(pl
 def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delays_no_step(
     play, run_dir
 ):
-    script = {"server": DECODE, "requests": [], "endless": True, "worker": 6}
+    script = {"server": DECODE, "requests": [], "endless": True, "worker": 6, "at_most_s": 300}
     played = play(script, run_dir)
     phases = {phase: facts for phase, *facts in played["faults"]}
     assert [*phases] == ["lending", "stopped", "going on", "killed", "a new one", "over"]

@@ -252,6 +252,15 @@ def test_whatever_asks_the_command_to_stop_asks_its_worker(number, early):
     assert signal.getsignal(number) is before
 
 
+def test_what_went_wrong_on_the_way_to_a_success_is_in_the_result(tmp_path):
+    job = LocalJob(tmp_path / "j.yaml", "j", tmp_path, tmp_path, SPEC)
+    lost = event(kind="WARNED", detail="the checkpoint of step 5 is not written")
+    told = after(progress(total_steps=9, step=9), lost, event(kind="SUCCEEDED", adapter_path="/o"))
+    result = _result(job, told, 1.0, tmp_path / "worker.log")
+    assert result["state"] == "Succeeded"
+    assert result["notes"][-1] == "the checkpoint of step 5 is not written"
+
+
 def test_a_report_that_cannot_be_written_leaves_a_success_a_success(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
     (tmp_path / "report.html").mkdir()

@@ -8,7 +8,16 @@ from datetime import UTC, datetime
 import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Pod, Slot
+from windrow_operator.model import (
+    Base,
+    CheckedPolicy,
+    EffectivePolicy,
+    Holder,
+    Job,
+    Pod,
+    Slot,
+    Usage,
+)
 from windrow_operator.planning import NoPlacement, Placement, SlotTable, place, rate, refusal
 from windrow_operator.policies import places_of, select, terms_of
 
@@ -212,8 +221,8 @@ def test_hours_and_the_daily_quota_turn_harvesting_off():
     assert terms_of(night, NOW).mode == "off"
     assert terms_of(night, NOW.replace(hour=21)).mode == "harvest"
     capped = policy(access={"gpuSecondsPerDay": 60})
-    assert terms_of(capped, NOW, 59).mode == "harvest"
-    assert "has used its 60 seconds" in terms_of(capped, NOW, 60).why
+    assert terms_of(capped, NOW, Usage("", 59)).mode == "harvest"
+    assert "has used its 60 seconds" in terms_of(capped, NOW, Usage("", 60)).why
 
 
 def test_a_table_of_slots_answers_as_the_list_does_and_knows_what_was_placed():
@@ -235,3 +244,19 @@ def test_a_job_that_is_on_a_full_slot_may_stay_there():
     own = slot("a", holders=(Holder("u", "team/tone"),))
     assert place(job(uid="u"), [own, slot("b", 10, breaker="x")]).slot.key == "team/a"
     assert isinstance(place(job(uid="v"), [own]), NoPlacement)
+
+
+def test_a_namespace_that_has_had_its_share_of_today_waits_and_others_do_not():
+    shares = policy(
+        access={
+            "gpuSecondsPerDayAndNamespace": 60,
+            "namespaceSelector": every_namespace().spec.access.namespace_selector.model_dump(
+                by_alias=True
+            ),
+        }
+    )
+    used = Usage("2025-01-01", 65, {"team": 60, "other": 5})
+    given = [slot("a", terms=terms_of(shares, NOW, used))]
+    assert place(job(), given).message == "a gives namespace team no more today by policy chat"
+    labels = {"kubernetes.io/metadata.name": "other"}
+    assert isinstance(place(job(namespace="other", namespace_labels=labels), given), Placement)

@@ -173,7 +173,9 @@ HARVEST = Board(
                     (
                         Query(
                             f"sum({TOKENS}{{{WHERE}}}) / (count(count by (namespace, slot) "
-                            f"(windrow_job_step{{{SLOTS}}})) * (vector($dedicated) > 0))"
+                            f""
+                            f"(last_over_time(windrow_job_step{{{SLOTS}}}[5m]))) "
+                            "* (vector($dedicated) > 0))"
                         ),
                     ),
                     "stat",

@@ -51,8 +51,9 @@ def explain(
     Of a job: what can be done about its state, and what has happened to it. Of a slot: what decode
     saw, what it granted, how steps went.
 
-    Examples: windrow explain support-tone;
-    kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
+    Example: windrow explain support-tone
+
+    Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
     if _is_slot(name):
         _explain_decisions(name, at, within, as_json=as_json)

@@ -268,6 +268,8 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
     from windrow.local.curves import read_metrics
     from windrow.local.finetune import without_cluster
 
+    said = "warned: "
+    warned = [event.removeprefix(said) for event in told.events if event.startswith(said)]
     state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
     result: dict[str, Any] = {
         "name": job.name,
@@ -285,7 +287,7 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
         "held_out_rows": told.held_out_rows,
         "skipped_rows": told.skipped_rows,
         "cut_rows": told.cut_rows,
-        "notes": [*without_cluster(job.spec), *told.notes],
+        "notes": [*without_cluster(job.spec), *told.notes, *warned],
         "memory_bytes": told.memory_bytes,
         "seconds": round(seconds, 1),
         "checkpoint": told.checkpoint,

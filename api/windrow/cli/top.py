@@ -128,7 +128,7 @@ def screen(
     rate = sum(job.tokens_per_second for job in jobs if not job.finished)
     head = Text.assemble(
         ("windrow top  ", "bold"),
-        f"{len(slots)} slots, {harvesting} harvesting, ",
+        f"{len(slots)} {'slot' if len(slots) == 1 else 'slots'}, {harvesting} harvesting, ",
         (f"{rate:,.0f} tokens/s", "bold green"),
     )
     keys = Text(f"sorted by {sort}   s: another order   q: quit", style="bright_black")

@@ -202,6 +202,13 @@ class AccessSpec(Record):
         le=2**31 - 1,
         description="Device seconds that all jobs together may take in a day (UTC).",
     )
+    gpu_seconds_per_day_and_namespace: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Device seconds that the jobs of each namespace may take in a day (UTC). Jobs "
+        "that share a device share its seconds.",
+    )
     adapters: bool = Field(
         default=False,
         description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
@@ -411,11 +418,26 @@ class HarvestPolicySpec(Record):
         return not hours or any(HarvestHours(text).contains(moment) for text in hours)
 
 
+class NamespaceUsage(Record):
+    """What the jobs of a namespace took today."""
+
+    namespace: str = Field(description="Of the jobs.")
+    gpu_seconds: float = Field(description="Device seconds.")
+
+
 class UsageStatus(Record):
     """What was taken today."""
 
     day: str = Field(description="The day, UTC.")
     gpu_seconds: float = Field(description="Device seconds that jobs held slots for.")
+    namespaces: list[NamespaceUsage] = Field(
+        default_factory=list,
+        description="Of these, those of each namespace's jobs.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["namespace"],
+        },
+    )
 
 
 class HarvestPolicyStatus(Record):

@@ -233,7 +233,7 @@ def log_tail(on: DemoStage, name: str) -> str:
 
 
 def serve(on: DemoStage) -> serving.Pods:
-    """Create the decode pods under a policy that observes, and return once they serve."""
+    """Create the decode pods under a policy, and return once they serve and have a profile."""
     settings = on.settings
     pods = serving.plan_pods(
         on.devices, on.model, arena_bytes=settings.arena_bytes, sglang=settings.sglang

@@ -40,6 +40,7 @@ BESIDE_DECODE = "all cores, sleeping"
 TRIED_S = 6.0
 FIRST_STEP = timedelta(seconds=120)
 WATCHED_S = 6.0
+SETTLED_S = 3.0  # a worker that still loads its libraries grows within so long
 _MIB = 1 << 20
 _WORKER = "windrow_sidecar.finetune.worker"
 
@@ -82,7 +83,7 @@ def worker_bytes(on: demo.DemoStage, pods: serving.Pods, job: dict[str, Any]) ->
     Anonymous memory beyond what it held before it got the job: arena and weights are shared.
     """
     name = job["metadata"]["name"]
-    before = {process.pid: _anonymous(process) for process in _workers(on)}
+    before = _standing_by(on, pods)
     on.client.submit(job)
     peaks: dict[int, int] = {}
     deadline = time.monotonic() + FIRST_STEP.total_seconds()
@@ -97,7 +98,7 @@ def worker_bytes(on: demo.DemoStage, pods: serving.Pods, job: dict[str, Any]) ->
             raise serving.NotReady(
                 f"the job makes no step: {found.state} {found.message}", logs=pods.logs
             )
-        time.sleep(0.05)
+        time.sleep(0.1)
     on.client.delete(name)
     serving.poll(
         lambda: {job.name for job in on.client.jobs(namespace=NAMESPACE)},
@@ -105,6 +106,21 @@ def worker_bytes(on: demo.DemoStage, pods: serving.Pods, job: dict[str, Any]) ->
         FIRST_STEP,
     )
     return max(peak - before.get(pid, peak) for pid, peak in peaks.items())
+
+
+def _standing_by(on: demo.DemoStage, pods: serving.Pods) -> dict[int, int]:
+    """Return what each worker that waits for a job holds, once it has loaded all but that."""
+    deadline = time.monotonic() + FIRST_STEP.total_seconds()
+    before: dict[int, int] = {}
+    while time.monotonic() < deadline:
+        time.sleep(SETTLED_S)
+        held = {process.pid: _anonymous(process) for process in _workers(on)}
+        if held and held.keys() == before.keys():
+            grown = [held[pid] - before[pid] for pid in held]
+            if max(map(abs, grown)) < _MIB:
+                return held
+        before = held
+    raise serving.NotReady("no worker waits for a job", logs=pods.logs)
 
 
 def _workers(on: demo.DemoStage) -> list[psutil.Process]:

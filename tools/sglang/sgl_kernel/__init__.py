@@ -30,5 +30,9 @@ if not torch.cuda.is_available():
     def _unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
         return _tensor(*args, **kwargs)
 
+    def _as_it_is(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        return tensor
+
     # SGLang's LoRA layers ask for pinned memory on cores as well; torch has none without a driver.
     torch.tensor = _unpinned
+    torch.Tensor.pin_memory = _as_it_is
