@@ -94,7 +94,10 @@ class Predictor:
         alone = [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._alone]
         beside = [us * stretch for us, stretch in zip(alone, self._stretch, strict=True)]
         if known := self._records.corrections(batch, context_tokens, phase):
-            beside = [us * ratio for us, ratio in zip(beside, known, strict=True)]
+            # Whatever was measured, a worker never makes decode faster.
+            beside = [
+                max(us * ratio, solo) for us, ratio, solo in zip(beside, known, alone, strict=True)
+            ]
         return beside, alone
 
     def extrapolates(self, batch: int, context_tokens: int) -> bool:
@@ -132,7 +135,7 @@ class Predictor:
         alone_us = self._solo[split].predict_us(batch, context_tokens)
         linear_us = expected = alone_us * self._stretch[split]
         if split and (known := self._records.corrections(batch, context_tokens, phase)):
-            expected *= known[split]
+            expected = max(alone_us, expected * known[split])
         residual = (latency_us - expected) / expected
         if split:
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
