@@ -22,17 +22,18 @@ SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS)
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-PACKAGES := $(shell find api operator sidecar -name '*.py' -not -path '*/__pycache__/*')
+PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: docs help setup demo sglang test check test-sglang node test-node images soak lint bench proto figures constraints clean
+.PHONY: help setup demo sglang test check e2e test-sglang node test-node images soak lint bench docs proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
 	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
+	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes: half an hour"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "   (SGLANG_VERSION=0.5.22: another version than the pinned one, in an environment beside it)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
@@ -103,6 +104,9 @@ endif
 
 check: lint
 	$(PY) tools/run_tests.py check
+
+e2e: setup
+	$(PY) tools/run_tests.py e2e
 
 test-sglang: sglang
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)

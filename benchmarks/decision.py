@@ -1,7 +1,8 @@
-"""What a decision costs, part by part, in a warm interpreter: predictor, policies, the whole hook.
+"""What a decision costs: part by part in a warm interpreter, and in place, between decode steps.
 
-Between real decode steps caches are cold and it costs several times as much: `benchmarks.demo`
-measures that. Example: python -m benchmarks.decision --json /tmp/decision.json
+In place, matrix products and a walk through more memory than the caches hold come between any two
+decisions, as a decode step does: caches are cold then. Decided anew each time; a decision that
+stands is measured apart. Example: python -m benchmarks.decision --json /tmp/decision.json
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
+from windrow_sidecar.engines.harvest import HarvestSettings
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
 from windrow_sidecar.qos.control import EAGER
 from windrow_sidecar.qos.levels import Partitioning, host_levels, overlapping_levels
@@ -40,6 +45,7 @@ def main() -> None:
         *_predictor(repeats, GPU, "8 levels"),
         *_policies(repeats),
         *_hook(repeats),
+        *_in_place(60 * repeats),
     ]
     write("decision", results, env, options.json)
 
@@ -78,8 +84,8 @@ def _predictor(repeats: int, levels: Partitioning, what: str) -> list[Result]:
 
 def _policies(repeats: int) -> list[Result]:
     predictor = Predictor(GPU, SOLO)
-    predicted = predictor.predict_us(6, 7000)
-    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000)
+    predicted, solo = predictor.predict(6, 7000)
+    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000, solo, 32)
     view = View(batch=6, context_tokens=7000, objective_us=20_000)
     results = []
     for name in sorted(POLICIES):
@@ -108,6 +114,79 @@ def _hook(repeats: int) -> list[Result]:
     return [
         _result("before_step, no worker", alone, null=null[0]),
         _result("before_step, with a worker's offers", beside, goal=25.0, null=null[0]),
+    ]
+
+
+def _in_place(steps: int) -> list[Result]:
+    """The hook and the decision inside of it, each time after what a decode step does to caches."""
+    pollute = _decode_like()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        engine = SteppingEngine(Path(folder), HarvestSettings(steady_ns=0))
+        engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", objective_us=12_000))
+        decide, decisions_ns = engine.hook.controller.decide, []
+
+        def timed(*args: Any, **kwargs: Any) -> Grant:
+            begin_ns = time.perf_counter_ns()
+            grant = decide(*args, **kwargs)
+            decisions_ns.append(time.perf_counter_ns() - begin_ns)
+            return grant
+
+        engine.hook.controller.decide = timed  # type: ignore[method-assign]
+        hooks_ns = _steps(engine, steps, pollute)
+        engine.close()
+        results += _quantiles("decision in place, anew", decisions_ns, (5.0, 15.0))
+        results += _quantiles("before_step in place, anew", hooks_ns)
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        engine = SteppingEngine(Path(folder))
+        engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", objective_us=12_000))
+        results += _quantiles("before_step in place, kept", _steps(engine, steps, pollute))
+        engine.close()
+    return results
+
+
+def _steps(engine: SteppingEngine, steps: int, pollute: Callable[[], None]) -> list[int]:
+    """Nanoseconds of `before_step`, beside a worker whose offers change."""
+    page, hook, took_ns = engine.arena.page, engine.hook, []
+    for i in range(steps):
+        facts = StepInput(i, time.monotonic_ns(), 4, 2000 + i, 0, 0, 0)
+        page.publish_offer(Offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
+        pollute()
+        begin_ns = time.perf_counter_ns()
+        hook.before_step(facts)
+        took_ns.append(time.perf_counter_ns() - begin_ns)
+        hook.after_step(time.monotonic_ns(), 5000)
+    return took_ns
+
+
+def _decode_like() -> Callable[[], None]:
+    """Some milliseconds of what a decode step does: products of a batch with all weights."""
+    torch.set_num_threads(1)
+    weights = [torch.randn(1024, 1024) for _ in range(16)]  # 64 MB, beyond the caches' 32
+    batch = torch.randn(4, 1024)
+
+    def step() -> None:
+        x = batch
+        with torch.inference_mode():
+            for weight in weights:
+                x = torch.tanh(x @ weight)
+
+    return step
+
+
+def _quantiles(
+    name: str, took_ns: Sequence[int], goals: tuple[float | None, float | None] = (None, None)
+) -> list[Result]:
+    ordered = sorted(took_ns[len(took_ns) // 10 :])  # the first find nothing compiled or mapped
+    return [
+        Result(
+            f"{name}, p{percent}",
+            round(ordered[len(ordered) * percent // 100] / 1e3, 2),
+            "us",
+            "lower",
+            goal,
+        )
+        for percent, goal in zip((50, 99), goals, strict=True)
     ]
 
 

@@ -120,7 +120,8 @@ def _profile(parts: LoopParts, context: int) -> dict[str, object]:
         max_context=context,
     )
     subject = Subject("host", "host", "builtin", "0", "0" * 64)
-    return document(subject, profiling.measure(parts, points, effort), taken_at=datetime.now(UTC))
+    samples = profiling.measure(parts, points, effort).samples
+    return document(subject, samples, taken_at=datetime.now(UTC))
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from benchmarks.light.measure import Bench, MeasureEffort, Parts
 from benchmarks.light.processes import Plan, ProcessEnded, mps, text_rows
 from benchmarks.shapes import SHAPES, write_shape
 from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.settings import n_bytes
 
 EFFORTS = {
     "cuda": MeasureEffort((8, 16, 32), 1024, (512, 2048), 32, 128, (10, 15, 20, 40), 64, 20.0),
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             with mps(folder, wanted=driver == "cuda") as (mps_environment, no_mps):
                 if driver == "cuda" and no_mps:
                     console.print(in_time_only(no_mps), markup=False)
-                plan = _plan(folder, driver, options.shape, effort, mps_environment)
+                plan = _plan(folder, options, effort, mps_environment)
                 bench = Bench(plan, parts, effort, console.print)
                 try:
                     bench.run()
@@ -114,6 +115,7 @@ def _parts(folder: Path, driver: str, options: argparse.Namespace, effort: Measu
         UserError: what is there was measured otherwise.
     """
     setup = {"driver": driver, "shape": options.shape, "effort": dataclasses.asdict(effort)}
+    setup["arena_bytes"] = options.arena_bytes
     setup = json.loads(json.dumps(setup))
     parts = Parts(folder, resume=options.resume)
     if "setup" in parts and parts["setup"] != setup:
@@ -138,7 +140,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, help="of each arm (default: 20 on a GPU, 5 on the host)")
     add("--batch", type=int, help="of the fixed load (default: 32 on a GPU, 4 on the host)")
     add("--objectives", type=float, nargs="+", metavar="MS", help="default: 10 15 20 40")
+    add("--context", type=int, metavar="TOKENS", help="of each request (default: 1024)")
+    add(
+        "--arena-bytes",
+        type=n_bytes,
+        metavar="SIZE",
+        help="of decode's KV, as 24GiB or 512MiB (default: 24GiB on a GPU, 384MiB on the host)",
+    )
     options = parser.parse_args(argv)
+    options.arena_bytes = options.arena_bytes or ARENA_BYTES[options.driver]
     options.shape = options.shape or {"host": "tiny", "cuda": "llama-3-8b"}[options.driver]
     return options
 
@@ -152,6 +162,8 @@ def _effort(driver: str, options: argparse.Namespace) -> MeasureEffort:
     asked = {
         "seconds": options.seconds,
         "load_batch": options.batch,
+        "context": options.context,
+        "contexts": (options.context // 2,) if options.context else None,
         "objectives_ms": tuple(options.objectives) if options.objectives else None,
     }
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -159,10 +171,10 @@ def _effort(driver: str, options: argparse.Namespace) -> MeasureEffort:
 
 
 def _plan(
-    folder: Path, driver: str, shape: str, effort: MeasureEffort, environ: dict[str, str]
+    folder: Path, options: argparse.Namespace, effort: MeasureEffort, environ: dict[str, str]
 ) -> Plan:
-    model = write_shape(folder / "model", shape)
-    tokens = ROW_TOKENS[driver]
+    model = write_shape(folder / "model", options.shape)
+    tokens = options.context or ROW_TOKENS[options.driver]
     job = {
         "model": {"name": str(model)},
         "dataset": {
@@ -183,9 +195,9 @@ def _plan(
     return Plan(
         folder=folder,
         model=model,
-        device="cuda:0" if driver == "cuda" else "cpu",
+        device="cuda:0" if options.driver == "cuda" else "cpu",
         job=job,
-        arena_bytes=ARENA_BYTES[driver],
+        arena_bytes=options.arena_bytes,
         max_batch=max(*effort.batches, effort.load_batch),
         environment=environ,
     )

@@ -3,8 +3,10 @@
 import fcntl
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import uuid
 from pathlib import Path
 
@@ -16,12 +18,14 @@ import pytest
 from kubernetes import client, config
 
 from windrow.errors import UserError
-from windrow.local.build import ensure_tools
+from windrow.local.build import build_tools, ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
+from windrow.local.ports import free_port
 from windrow.local.progress import LineProgress
+from windrow.local.tools_cache import OBJECT_STORE
 
 ROOT = Path(__file__).parents[1]
-TOOLS = pytest.StashKey()
+TOOLS, STORE = pytest.StashKey(), pytest.StashKey()
 # What the environment brings along, cmake and ninja among them.
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Minutes of compiling: begun last, it would leave the other processes without work at the end.
@@ -45,20 +49,27 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Build the control plane before the tests that need it, since it outlasts their time-outs."""
+    """Build what tests need before they begin, since it outlasts their time-outs."""
     if session.config.option.collectonly:
         return
-    if any("tools" in item.fixturenames for item in session.items):
+    wanted = {name for item in session.items for name in item.fixturenames}
+    if "tools" in wanted:
         find_tools(session.config)
+    if "bucket" in wanted:
+        build(session.config, STORE, lambda say: build_tools(say, os.environ, OBJECT_STORE))
 
 
 def find_tools(config):
+    build(config, TOOLS, ensure_tools)
+
+
+def build(config, key, make):
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     write_line = reporter.write_line if reporter else lambda _: None
     try:
-        config.stash[TOOLS] = ensure_tools(LineProgress(write_line))
+        config.stash[key] = make(LineProgress(write_line))
     except UserError as error:
-        config.stash[TOOLS] = error
+        config.stash[key] = error
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +122,49 @@ def tools(request):
     if isinstance(found, UserError):
         pytest.skip(f"no control plane: {found}")
     return found
+
+
+@pytest.fixture(scope="session")
+def object_store(request, tmp_path_factory):
+    """A running S3 server with one bucket: what a Secret for it holds."""
+    built = request.config.stash[STORE]
+    if isinstance(built, UserError):
+        pytest.skip(f"no object store: {built}")
+    root = tmp_path_factory.mktemp("objects")
+    (root / "team").mkdir()
+    port = free_port()
+    secret = {
+        "AWS_ACCESS_KEY_ID": "team-key",
+        "AWS_SECRET_ACCESS_KEY": "team-secret-a7f3",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_REGION": "us-east-1",
+    }
+    command = [built / "versitygw", "--port", f"127.0.0.1:{port}", "--quiet"]
+    command += ["posix", "--sidecar", tmp_path_factory.mktemp("metadata"), root]
+    keys = {"ROOT_ACCESS_KEY": "team-key", "ROOT_SECRET_KEY": secret["AWS_SECRET_ACCESS_KEY"]}
+    with (root.parent / "object-store.log").open("wb") as log:
+        server = subprocess.Popen(command, env=os.environ | keys, stdout=log, stderr=log)
+    try:
+        while not answers(port):
+            assert server.poll() is None, (root.parent / "object-store.log").read_text()
+            time.sleep(0.05)
+        yield secret
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def answers(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def bucket(object_store, monkeypatch):
+    """A folder of a bucket that is this test's own, and the Secret for it."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    return f"s3://team/{uuid.uuid4().hex[:8]}", object_store
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,12 @@ COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
         ("Decode", "string", ".status.decode", "Compute units of decode."),
         ("Finetune", "string", ".status.finetune", "Compute units of the worker."),
         ("Lent", "string", ".status.lent", "Lent chunks of all."),
+        (
+            "Harvestable",
+            "number",
+            ".status.predictedTokensPerSecond",
+            "Tokens a second that a worker would get here, also in mode observe.",
+        ),
         ("Job", "string", ".status.jobName", ""),
         AGE,
     ],

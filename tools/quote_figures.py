@@ -6,65 +6,39 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from windrow.local import verdict
+from windrow.local.frontier import load_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-# What the README quotes, and from where.
-SOURCES = {"demo-compare": RESULTS / "epyc-2-cores" / "demo-compare.json"}
 
-_BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-_NO_FIGURE = "-"
+_BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w@.,-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
-def compare_table(summary: Mapping[str, Any]) -> str:
-    """Return the table of `windrow demo --compare` as Markdown, with what it was measured under."""
-    arms = summary["compare"]
-    shared = [arm for arm in arms if arm["eta"] is not None and arm["steps"] is not None]
-    lowest = {
-        key: min(arm[key] for arm in shared)
-        for key in ("tpot_p50_ms", "tpot_p99_ms", "share_over_objective")
-    }
-    highest = {key: max(arm[key] for arm in shared) for key in ("tokens_per_second", "eta")}
-    best = {**lowest, **highest}
-
-    def cell(arm: Mapping[str, Any], key: str, form: str) -> str:
-        value = arm[key]
-        if value is None:
-            return _NO_FIGURE
-        return format(value, form) + (" *" if arm in shared and value == best[key] else "")
-
-    rows = [
-        "| | TPOT p50 ms | TPOT p99 ms | steps over the objective | finetune tok/s | eta |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
-    rows += [
-        f"| {arm['name']} | {cell(arm, 'tpot_p50_ms', '.1f')} | {cell(arm, 'tpot_p99_ms', '.1f')} "
-        f"| {cell(arm, 'share_over_objective', '.2%')} "
-        f"| {cell(arm, 'tokens_per_second', ',.0f')} | {cell(arm, 'eta', '.2f')} |"
-        for arm in arms
-    ]
-    run = summary["run"]
-    where = (
-        f"Objective {summary['serving']['objective_ms']:g} ms, {run['seconds']:g} s of load at "
-        f"rate {run['rate']:g}, seed {run['seed']}; {summary['environment']['cpu']}, "
-        f"{summary['environment']['cores']} cores."
-    )
-    return "\n".join([*rows, "", where])
-
-
-_RENDER: dict[str, Callable[[Mapping[str, Any]], str]] = {"demo-compare": compare_table}
+def comparison(result: Mapping[str, Any]) -> str:
+    """Return a comparison as Markdown: its table, what it says, and what it was made under."""
+    titles = ["", *verdict.TITLES]
+    lines = [titles, ["---", *("--:" for _ in verdict.TITLES)]]
+    lines += [verdict.cells(row) for row in result["arms"]]
+    table = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([*table, "", f"{verdict.sentence(result)} {load_of(result)}"])
 
 
 def quoted(text: str) -> str:
-    """Return `text` with every block of figures as the committed results have it."""
+    """Return `text` with every block of figures as the committed results have it.
+
+    A block's name is that of a result below `benchmarks/results`, machines as `machine,name`.
+    """
 
     def fill(block: re.Match[str]) -> str:
-        name = block["name"]
-        return block[1] + _RENDER[name](json.loads(SOURCES[name].read_text())) + "\n" + block[3]
+        machine, name = block["name"].split(",")
+        found = json.loads((RESULTS / machine / f"{name}.json").read_text())
+        return f"{block[1]}{comparison(found)}\n{block[3]}"
 
     return _BLOCK.sub(fill, text)
 

@@ -62,15 +62,20 @@ CORE = [
 ]
 PASSES = {
     "test": (
-        Pass("side by side", ("-m", "not alone and not quantized and not sglang", *SIDE_BY_SIDE)),
+        Pass(
+            "side by side",
+            ("-m", "not alone and not quantized and not sglang and not long", *SIDE_BY_SIDE),
+        ),
         # They have the machine to themselves.
-        Pass("alone", ("-m", "alone and not sglang")),
+        Pass("alone", ("-m", "alone and not sglang and not long")),
         # bitsandbytes lies beside the environment: peft imports it wherever it is.
         Pass("quantized", ("-m", "quantized", "tests/contract"), {"PYTHONPATH": str(QUANTIZED)}),
         # Rounding falls elsewhere in each of torch's families of kernels.
         Pass("equality, plain kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "default"}),
         Pass("equality, AVX2 kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "avx2"}),
     ),
+    # What breaks: each fault on a cluster of processes, those of minutes included.
+    "e2e": (Pass("faults", ("tests/e2e", "-k", "fault", "--durations=0")),),
     # Under it the whole "side by side" runs for ten minutes; these say most of what a change broke.
     "check": (
         Pass(

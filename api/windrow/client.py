@@ -66,6 +66,9 @@ def read_manifest(path: Filename) -> dict[str, Any]:
     return read_document(path, "Give one readable manifest; see examples/finetunejob.yaml.")
 
 
+_POD_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
 class WindrowClient:
     """Talks to one API server. All calls block; safe for one thread at a time.
 
@@ -74,13 +77,24 @@ class WindrowClient:
 
     Args:
         kubeconfig: file with the credentials; None: as kubectl finds them, or those of the pod.
+        context: of that file; empty: the current one.
         api: a ready client, instead.
+
+    Attributes:
+        namespace: that is meant where a call names none: the context's, or the pod's.
     """
 
     def __init__(
-        self, kubeconfig: Filename | None = None, *, api: k8s.ApiClient | None = None
+        self,
+        kubeconfig: Filename | None = None,
+        *,
+        context: str = "",
+        api: k8s.ApiClient | None = None,
     ) -> None:
-        self._api = api if api is not None else _load(kubeconfig)
+        self.namespace = DEFAULT_NAMESPACE
+        if api is None:
+            api, self.namespace = _load(kubeconfig, context)
+        self._api = api
         self._custom = k8s.CustomObjectsApi(self._api)
         self._core = k8s.CoreV1Api(self._api)
 
@@ -103,7 +117,7 @@ class WindrowClient:
         check_head(body, FINETUNE_JOB)
         parse_job_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
-        namespace = namespace or body["metadata"].get("namespace") or DEFAULT_NAMESPACE
+        namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}
         with _answers(f"FinetuneJob {namespace}/{name}"):
             found = self._custom.create_namespaced_custom_object(
@@ -111,7 +125,7 @@ class WindrowClient:
             )
         return JobView.of(found)
 
-    def get(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> JobView:
+    def get(self, name: str, *, namespace: str = "") -> JobView:
         """Return one job."""
         return JobView.of(self._get(FINETUNE_JOB, name, namespace))
 
@@ -123,7 +137,7 @@ class WindrowClient:
         self,
         name: str,
         *,
-        namespace: str = DEFAULT_NAMESPACE,
+        namespace: str = "",
         within: timedelta | float | None = None,
         on_change: Callable[[JobView], None] | None = None,
     ) -> JobView:
@@ -142,6 +156,7 @@ class WindrowClient:
             UserError: there is no such job, or it will not end by itself: it is suspended, or its
                 spec is not valid.
         """
+        namespace = namespace or self.namespace
         limit_s = None if within is None else _seconds(within)
         deadline = None if limit_s is None else time.monotonic() + limit_s
         seen: JobView | None = None
@@ -161,28 +176,29 @@ class WindrowClient:
                 raise TimeoutError(f"FinetuneJob {namespace}/{name} is {state} after {limit_s:g} s")
             time.sleep(_POLL_S)
 
-    def suspend(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> JobView:
+    def suspend(self, name: str, *, namespace: str = "") -> JobView:
         """Ask a job to checkpoint and to give its slot back."""
         return self._patch_spec(name, namespace, {"suspend": True})
 
-    def resume(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> JobView:
+    def resume(self, name: str, *, namespace: str = "") -> JobView:
         """Let a suspended job go on from its checkpoint."""
         return self._patch_spec(name, namespace, {"suspend": False})
 
-    def delete(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> None:
+    def delete(self, name: str, *, namespace: str = "") -> None:
         """Delete a job; a running one checkpoints first. Returns before it is gone."""
+        namespace = namespace or self.namespace
         with self._about(f"FinetuneJob {namespace}/{name}", namespace):
             self._custom.delete_namespaced_custom_object(
                 GROUP, VERSION, namespace, FINETUNE_JOB.plural, name, _request_timeout=_TIMEOUT_S
             )
 
-    def adapter(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> str:
+    def adapter(self, name: str, *, namespace: str = "") -> str:
         """Return the directory of a finished job's adapter."""
         job = self.get(name, namespace=namespace)
         if not job.adapter_path:
             raise UserError(
                 f"has no adapter: it is {job.state}" + (f" ({job.message})" if job.message else ""),
-                field=f"FinetuneJob {namespace}/{name}",
+                field=f"FinetuneJob {job.namespace}/{name}",
                 remedy="Wait until it has succeeded: windrow get " + name,
             )
         return job.adapter_path
@@ -191,18 +207,16 @@ class WindrowClient:
         """Return the jobs of a namespace (None: of all) as the API server holds them."""
         return self._list(FINETUNE_JOB, namespace)
 
-    def conditions(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> list[dict[str, Any]]:
+    def conditions(self, name: str, *, namespace: str = "") -> list[dict[str, Any]]:
         """Return the conditions of a job."""
         found = self._get(FINETUNE_JOB, name, namespace)
         return list((found.get("status") or {}).get("conditions") or ())
 
-    def events(self, name: str, *, namespace: str = DEFAULT_NAMESPACE) -> list[EventView]:
+    def events(self, name: str, *, namespace: str = "") -> list[EventView]:
         """Return the events about a job (or about anything else of that name), oldest first."""
         return self.recent_events(namespace=namespace, selector=f"involvedObject.name={name}")
 
-    def logs(
-        self, name: str, *, namespace: str = DEFAULT_NAMESPACE, follow: bool = False
-    ) -> Iterator[str]:
+    def logs(self, name: str, *, namespace: str = "", follow: bool = False) -> Iterator[str]:
         """Yield what has happened to a job, a line an event; `follow`: until it has finished."""
         told = 0
         while True:
@@ -216,9 +230,7 @@ class WindrowClient:
                 return
             time.sleep(_POLL_S)
 
-    def worker_logs(
-        self, name: str, *, namespace: str = DEFAULT_NAMESPACE, follow: bool = False
-    ) -> Iterator[str]:
+    def worker_logs(self, name: str, *, namespace: str = "", follow: bool = False) -> Iterator[str]:
         """Yield the lines that a job's worker has written, from the log of its slot's sidecar.
 
         Of a job without a slot: what the sidecars of all slots still have. `follow`: until the
@@ -227,7 +239,7 @@ class WindrowClient:
         Raises:
             UserError: no sidecar has a line of it.
         """
-        mark = worker_line(f"{namespace}/{name}")
+        mark = worker_line(f"{namespace or self.namespace}/{name}")
         told = 0
         while True:
             job = self.get(name, namespace=namespace)
@@ -285,7 +297,7 @@ class WindrowClient:
         check_head(body, HARVEST_POLICY)
         parse_policy_spec(body.get("spec", {}))
         name = body["metadata"]["name"]
-        namespace = namespace or body["metadata"].get("namespace") or DEFAULT_NAMESPACE
+        namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}
         with _answers(f"HarvestPolicy {namespace}/{name}"):
             self._custom.patch_namespaced_custom_object(
@@ -310,10 +322,9 @@ class WindrowClient:
         """Return the latency profiles that have been taken."""
         return [parse_profile_spec(found["spec"]) for found in self._list(LATENCY_PROFILE, None)]
 
-    def recent_events(
-        self, *, namespace: str = DEFAULT_NAMESPACE, selector: str = ""
-    ) -> list[EventView]:
+    def recent_events(self, *, namespace: str = "", selector: str = "") -> list[EventView]:
         """Return the events of a namespace about our resources, oldest first."""
+        namespace = namespace or self.namespace
         with _answers(f"events of {namespace}"):
             found = self._core.list_namespaced_event(
                 namespace, field_selector=selector, _request_timeout=_TIMEOUT_S
@@ -323,7 +334,12 @@ class WindrowClient:
         events = [_event(e) for e in found.items if e.involved_object.api_version == API_VERSION]
         return sorted(events, key=lambda event: event.at)
 
+    def manifest(self, name: str, *, namespace: str = "") -> dict[str, Any]:
+        """Return a job as the API server holds it, status and all."""
+        return self._get(FINETUNE_JOB, name, namespace)
+
     def _get(self, kind: Kind, name: str, namespace: str) -> dict[str, Any]:
+        namespace = namespace or self.namespace
         with self._about(f"{kind.kind} {namespace}/{name}", namespace):
             found: dict[str, Any] = self._custom.get_namespaced_custom_object(
                 GROUP, VERSION, namespace, kind.plural, name, _request_timeout=_TIMEOUT_S
@@ -366,6 +382,7 @@ class WindrowClient:
         return items
 
     def _patch_spec(self, name: str, namespace: str, change: dict[str, Any]) -> JobView:
+        namespace = namespace or self.namespace
         with self._about(f"FinetuneJob {namespace}/{name}", namespace):
             found = self._custom.patch_namespaced_custom_object(
                 GROUP,
@@ -427,22 +444,35 @@ def check_head(body: Mapping[str, Any], kind: Kind) -> None:
         raise UserError("is missing", field="metadata.name", remedy="Give the object a name.")
 
 
-def _load(kubeconfig: Filename | None) -> k8s.ApiClient:
+def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str]:
+    """Return a client and the namespace that its context names."""
     named = kubeconfig or os.environ.get("KUBECONFIG")
     try:
-        if not named and "KUBERNETES_SERVICE_HOST" in os.environ:
+        if not named and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
             configuration = k8s.Configuration()
             k8s_config.load_incluster_config(client_configuration=configuration)
-            return k8s.ApiClient(configuration)
+            return k8s.ApiClient(configuration), _namespace_of_the_pod()
         # Handed over: the library reads KUBECONFIG when it is imported, and never again.
         path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
-        return k8s_config.new_client_from_config(path or None)
+        known, current = k8s_config.list_kube_config_contexts(path or None)
+        api = k8s_config.new_client_from_config(path or None, context=context or None)
     except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
         raise UserError(
             f"no cluster to talk to: {e}",
-            field="--kubeconfig",
-            remedy="Start one with `windrow up`, or set KUBECONFIG.",
+            field="--context" if context else "--kubeconfig",
+            remedy="Name a context that `kubectl config get-contexts` shows."
+            if context
+            else "Start one with `windrow up`, or set KUBECONFIG.",
         ) from e
+    chosen = next((one for one in known if one["name"] == context), current)
+    return api, chosen["context"].get("namespace") or DEFAULT_NAMESPACE
+
+
+def _namespace_of_the_pod() -> str:
+    try:
+        return _POD_NAMESPACE.read_text(encoding="utf-8").strip() or DEFAULT_NAMESPACE
+    except OSError:
+        return DEFAULT_NAMESPACE
 
 
 @contextmanager

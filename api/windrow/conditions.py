@@ -26,6 +26,7 @@ class ConditionType(StrEnum):
     RUNNING = "Running"
     SUSPENDED = "Suspended"
     CHECKPOINTED = "Checkpointed"
+    EVICTED = "Evicted"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     DEPLOYED = "Deployed"
@@ -49,6 +50,7 @@ class Reason(StrEnum):
     SLOT_LOST = "SlotLost"
     REJECTED = "Rejected"
     POLICY_CHANGED = "PolicyChanged"
+    PREEMPTED = "Preempted"
     FINISHED = "Finished"
     # Running
     STARTED = "Started"
@@ -60,6 +62,7 @@ class Reason(StrEnum):
     DELETED = "Deleted"
     SILENT = "Silent"
     NOT_PLACED = "NotPlaced"
+    SECRET_UNREADABLE = "SecretUnreadable"
     # Suspended
     SUSPENDED = "Suspended"
     NOT_SUSPENDED = "NotSuspended"
@@ -73,6 +76,7 @@ class Reason(StrEnum):
     MODEL_UNSUPPORTED = "ModelUnsupported"
     MODEL_TOO_LARGE = "ModelTooLarge"
     OUTPUT_NOT_WRITABLE = "OutputNotWritable"
+    CREDENTIALS_MISSING = "CredentialsMissing"
     CHECKPOINT_MISMATCH = "CheckpointMismatch"
     # Checkpointed
     CHECKPOINT_WRITTEN = "CheckpointWritten"
@@ -87,6 +91,8 @@ class Reason(StrEnum):
     NO_PROGRESS = "NoProgress"
     DATA_STARVED = "DataStarved"
     MODEL_UNREACHABLE = "ModelUnreachable"
+    OUTPUT_UNREACHABLE = "OutputUnreachable"
+    CHECKPOINT_UNREACHABLE = "CheckpointUnreachable"
     CHECKPOINT_UNREADABLE = "CheckpointUnreadable"
     FENCED = "Fenced"
     STALE_EPOCH = "StaleEpoch"
@@ -103,6 +109,7 @@ class Reason(StrEnum):
     SERVING = "Serving"
     ENGINE_NOT_SERVING = "EngineNotServing"
     BREAKER_OPEN = "BreakerOpen"
+    RESTING = "Resting"
     TENSOR_PARALLEL = "TensorParallel"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
@@ -179,6 +186,25 @@ LIFECYCLE: Final = (
         "Nothing was heard of the worker for a while; step, rate and ETA are dropped until it is.",
     ),
     ConditionRow(T.RUNNING, "False", R.NOT_PLACED, "The job has no slot."),
+    ConditionRow(
+        T.EVICTED,
+        "True",
+        R.SLOT_LOST,
+        "The last placement ended before the job did, because pod, sidecar or worker went. "
+        "`status.evictions` counts by reason.",
+    ),
+    ConditionRow(T.EVICTED, "True", R.POLICY_CHANGED, "A policy no longer admitted the job there."),
+    ConditionRow(T.EVICTED, "True", R.PREEMPTED, "A job of higher priority was to have the slot."),
+    ConditionRow(T.EVICTED, "True", R.SUSPENDED, "`spec.suspend` was set."),
+    ConditionRow(T.EVICTED, "True", R.BACK_OFF, "The worker failed; tried again at `retryAt`."),
+    ConditionRow(T.EVICTED, "True", R.REJECTED, "The sidecar did not take the job."),
+    ConditionRow(T.EVICTED, "False", R.PLACED, "The job has a slot again."),
+    ConditionRow(
+        T.PLACED,
+        "False",
+        R.PREEMPTED,
+        "A job of higher priority was to have the slot; the message names it. Resumes elsewhere.",
+    ),
     ConditionRow(T.RUNNING, "False", R.FINISHED, "The job has ended."),
     ConditionRow(
         T.SUSPENDED, "True", R.SUSPENDED, "Stopped as asked; the checkpoint is in the status."
@@ -225,6 +251,9 @@ LIFECYCLE: Final = (
     ConditionRow(T.FAILED, "True", R.MODEL_TOO_LARGE, "The model fits into no slot."),
     ConditionRow(T.FAILED, "True", R.OUTPUT_NOT_WRITABLE, "The destination cannot be written."),
     ConditionRow(
+        T.FAILED, "True", R.CREDENTIALS_MISSING, "The Secret lacks a key that its place needs."
+    ),
+    ConditionRow(
         T.FAILED,
         "True",
         R.CHECKPOINT_MISMATCH,
@@ -264,6 +293,12 @@ SLOT: Final = (
     ConditionRow(T.READY, "False", R.ENGINE_NOT_SERVING, "The decode engine is starting or gone."),
     ConditionRow(T.READY, "False", R.BREAKER_OPEN, "Harvesting gave up here: too many slow steps."),
     ConditionRow(
+        T.READY,
+        "False",
+        R.RESTING,
+        "Jobs of several owners failed here one after the other; the message says which.",
+    ),
+    ConditionRow(
         T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."
     ),
     ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
@@ -293,7 +328,9 @@ RETRIED: Final = (
     R.NO_PROGRESS,
     R.DATA_STARVED,
     R.MODEL_UNREACHABLE,
+    R.OUTPUT_UNREACHABLE,
     R.CHECKPOINT_UNREADABLE,
+    R.CHECKPOINT_UNREACHABLE,
     R.FENCED,
 )
 

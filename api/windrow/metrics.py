@@ -294,6 +294,9 @@ JOB_MEMORY: Final = _of_job(
 JOB_SKIPPED_ROWS: Final = _of_job(
     "windrow_job_skipped_rows", "rows", "Wrong rows of the dataset that are left out."
 )
+JOB_CUT_ROWS: Final = _of_job(
+    "windrow_job_cut_rows", "rows", "Rows that were too long and have lost their end."
+)
 WORKER_MEMORY: Final = _of_slot(
     "windrow_worker_memory_bytes",
     _GAUGE,
@@ -438,7 +441,7 @@ WEBHOOK: Final = _of_operator(
 # --- operator: itself -----------------------------------------------------------------------------
 
 LEADER: Final = _of_operator(
-    "windrow_operator_leader", _GAUGE, "", "1 while this process places jobs, 0 while it waits."
+    "windrow_operator_leader", _GAUGE, "", "1 while this replica is the one that acts."
 )
 PASS_SECONDS: Final = _of_operator(
     "windrow_operator_pass_seconds",
@@ -452,6 +455,13 @@ LAST_EVENT: Final = _of_operator(
     _GAUGE,
     "Unix time",
     "When a watch last delivered anything.",
+)
+WATCH_MISSED: Final = _of_operator(
+    "windrow_operator_watch_missed_total",
+    _COUNTER,
+    "objects",
+    "Objects of a kind that were found changed or gone before the watch told so.",
+    "kind",
 )
 API_REQUESTS: Final = _of_operator(
     "windrow_operator_api_requests_total",

@@ -1,4 +1,4 @@
-"""Where a job may write its adapter: below the places that it was given, with links followed."""
+"""Where a job may write its adapter: a bucket, or below the places that it was given."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 
 _FIELD = "spec.output.destination"
+BUCKET_SCHEMES = ("s3",)
+
+
+def is_bucket(destination: str) -> bool:
+    """Return whether a destination is in object storage, which every pod reaches by its name."""
+    return urlsplit(destination).scheme in BUCKET_SCHEMES
 
 
 def path_of(destination: str) -> str:
-    """Return the one name of a directory that a destination, a path or a `file:` URL, can have.
+    """Return the one name that a destination, a path, a `file:` or an `s3:` URL, can have.
 
     Links are not followed: the directory may be on another machine.
     """
+    if is_bucket(destination):
+        scheme, _, place = destination.partition("://")
+        return f"{scheme}://{posixpath.normpath(place)}"
     parts = urlsplit(destination)
     path = unquote(parts.path) if parts.scheme == "file" else destination
     name = posixpath.normpath(path)
@@ -27,7 +36,12 @@ def path_of(destination: str) -> str:
 
 
 def is_below(trees: Iterable[str], destination: str) -> bool:
-    """Return whether a destination lies in one of `trees` by its name; a relative one may."""
+    """Return whether a destination lies in one of `trees` by its name.
+
+    A bucket lies in none and needs none; a relative path may.
+    """
+    if is_bucket(destination):
+        return True
     path = path_of(destination)
     if not posixpath.isabs(path):
         return True
@@ -68,13 +82,22 @@ def check_within(destination: Path, trees: Sequence[Path]) -> Path:
     return actual
 
 
-def check_alone(destination: Path) -> Path:
+def check_alone(place: str) -> Path:
     """Return the directory that a worker alone on a machine writes to.
 
+    Args:
+        place: as the job names it.
+
     Raises:
-        UserError: it is relative and leads by a link out of the working directory, or it is the
-            root of the file system.
+        UserError: it is a bucket, it is relative and leads by a link out of the working directory,
+            or it is the root of the file system.
     """
+    if is_bucket(place):
+        raise _refusal(
+            f"{place} is not on this machine, and a job without a cluster writes here",
+            "Name a directory, and copy it when the job has ended.",
+        )
+    destination = Path(path_of(place))
     actual, here = destination.resolve(), Path.cwd().resolve()
     if actual == Path(actual.anchor):
         raise _refusal(f"{destination} is the root of the file system", "Name a directory.")

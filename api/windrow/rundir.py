@@ -36,6 +36,8 @@ ENV_COPY_RATE = "WINDROW_COPY_RATE"
 ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"
 
 TOKEN_AUDIENCE = "windrow"
+# Trailing metadata of a refused stream: host:port of the replica of the operator that leads.
+LEADER_METADATA = "windrow-leader"
 PROTOCOL_VERSION = 1
 WORKER_LOG = "worker.log"  # in the directory of its job
 
@@ -58,6 +60,18 @@ class RunDir:
     def weights_manifest(self, slot: int = 0) -> Path:
         """JSON that says where in the exported weights each parameter lies."""
         return self.root / f"weights-{slot}.json"
+
+    def profile(self, slot: int = 0) -> Path:
+        """JSON: the engine's latency profile, for people and for its next start."""
+        return self.root / f"profile-{slot}.json"
+
+    def decision_log(self, slot: int = 0) -> Path:
+        """The ring of the engine's last decisions (`windrow.decisions`)."""
+        return self.root / f"decisions-{slot}.ring"
+
+    def breach_log(self, slot: int = 0) -> Path:
+        """JSON lines: the decisions before each time that the guard or the breaker acted."""
+        return self.root / f"breaches-{slot}.jsonl"
 
     def turn_note(self, slot: int = 0) -> Path:
         """Whose turn it is in the slot's worker, for after its death (`windrow_sidecar.turn`)."""

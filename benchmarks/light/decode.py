@@ -48,7 +48,7 @@ _WARM_UP_STEPS = 5
 _WORKER_BEGINS_WITHIN_S = 60.0
 # A policy may keep it paused for good reasons, and a gap be too short for a tasklet.
 _ARM_LETS_RUN_WITHIN_S = 3.0
-_COPY_BYTES, _COPIES = 1 << 30, 20
+_COPY_BYTES, _COPIES = 1 << 30, 20  # the bytes: where that is little of what is free
 
 
 class _OnUnits(NullHook):
@@ -108,8 +108,10 @@ class Engine:
         }
 
     def offer(self) -> dict[str, Any]:
-        """What the worker shows."""
-        return Granting(self.arena, self.device.units).offer()._asdict()
+        """What the worker shows; it is lent what it wants, for it may be loading."""
+        page = Granting(self.arena, self.device.units)
+        page.lend()
+        return page.offer()._asdict()
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Keep up a load under an arm; see `measure.py` for what a command holds."""
@@ -192,7 +194,8 @@ def _enough(
 
 def _copy_gb_s() -> float:
     """Bandwidth of a copy within the GPU's memory, reads and writes."""
-    source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    n_bytes = min(_COPY_BYTES, torch.cuda.mem_get_info()[0] // 16)
+    source = torch.empty(n_bytes, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     target.copy_(source)
     torch.cuda.synchronize()
@@ -203,7 +206,7 @@ def _copy_gb_s() -> float:
     seconds = time.monotonic() - began_s
     del source, target
     torch.cuda.empty_cache()
-    return 2 * _COPY_BYTES * _COPIES / seconds / 1e9
+    return 2 * n_bytes * _COPIES / seconds / 1e9
 
 
 def _beat(engine: Engine) -> None:

@@ -28,6 +28,8 @@ from windrow_sidecar.compute.mps import MpsDaemon
 UID, EPOCH = "first-light", 1
 # Loading an 8B model and its libraries, with everything compiled for the first time.
 _READY_WITHIN_S = 300.0
+# Between commands decode ends with its input, and leaves nothing running on a GPU.
+_ENDS_BY_ITSELF_S = 5.0
 _FLUSHED_S = 1.5  # the worker writes its events once a second
 
 
@@ -129,7 +131,12 @@ class Decode:
         return self._read()
 
     def close(self) -> None:
-        """End it."""
+        """End it, by the end of its input where it waits for a command."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ENDS_BY_ITSELF_S)
         _end(self._process)
 
     def _read(self) -> dict[str, Any]:
@@ -143,13 +150,19 @@ class Decode:
 
 
 class _Agent(agent_pb2_grpc.AgentServicer):
-    """Whom the worker reports to; commands nothing."""
+    """Whom the worker reports to; commands nothing, and writes what has happened to its log."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
 
     def Worker(self, request_iterator: Any, context: Any) -> Iterator[agent_pb2.WorkerCommand]:
         del context
         with contextlib.suppress(grpc.RpcError):
-            for _report in request_iterator:
-                pass
+            for report in request_iterator:
+                if report.WhichOneof("message") == "event":
+                    event = report.event
+                    with self._log.open("a") as log:
+                        log.write(f"{event.kind} {event.reason} {event.detail}\n")
         yield from ()
 
 
@@ -160,7 +173,7 @@ class Worker:
         self._plan, self._log = plan, plan.folder / "worker.log"
         self._agent = grpc.server(futures.ThreadPoolExecutor(2))
         agent_pb2_grpc.add_AgentServicer_to_server(  # type: ignore[no-untyped-call]
-            _Agent(), self._agent
+            _Agent(self._log), self._agent
         )
         self._agent.add_insecure_port(f"unix:{plan.run_dir.agent_socket}")
         self._agent.start()
@@ -180,9 +193,12 @@ class Worker:
             )
 
     def await_offer(self, decode: Decode) -> None:
-        """Return once it is loaded and offers tasklets. Raises ProcessEnded."""
+        """Return once it is loaded and offers a tasklet: on a GPU it loads into what decode lends.
+
+        Raises ProcessEnded.
+        """
         deadline = time.monotonic() + _READY_WITHIN_S
-        while not decode.run(do="offer")["job_epoch"]:
+        while not decode.run(do="offer")["tokens"]:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise ProcessEnded("the worker offers nothing", self._log)
             time.sleep(0.25)

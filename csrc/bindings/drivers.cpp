@@ -27,6 +27,7 @@ nb::dict facts_of(const Driver& driver) {
   const DeviceFacts facts = driver.facts();
   nb::dict all;
   all["name"] = facts.name;
+  all["uuid"] = facts.uuid;
   all["units"] = facts.compute_units.size();
   all["unit_granularity"] = facts.unit_granularity;
   all["memory_bytes"] = facts.memory_bytes;

@@ -16,6 +16,15 @@ cuda::DevicePtr address(const std::byte* pointer) {
   return reinterpret_cast<cuda::DevicePtr>(pointer);
 }
 
+std::string hexadecimal(const cuda::Uuid& uuid) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (const unsigned char byte : uuid.bytes) {
+    text += {kDigits[byte >> 4], kDigits[byte & 15]};
+  }
+  return text;
+}
+
 }  // namespace
 
 CudaDriver::CudaDriver(const std::string& library, int ordinal)
@@ -42,7 +51,10 @@ DeviceFacts CudaDriver::facts() const {
   std::size_t memory = 0;
   context_->check(context_->calls().cuDeviceTotalMem(&memory, context_->device()),
                   "reading the GPU's memory");
-  DeviceFacts facts{.name = name.data(), .compute_units = {}};
+  cuda::Uuid uuid{};
+  context_->check(context_->calls().cuDeviceGetUuid(&uuid, context_->device()),
+                  "reading the GPU's UUID");
+  DeviceFacts facts{.name = name.data(), .uuid = hexadecimal(uuid), .compute_units = {}};
   facts.compute_units.resize(
       static_cast<std::size_t>(context_->attribute(cuda::DeviceAttribute::kMultiprocessorCount)));
   std::iota(facts.compute_units.begin(), facts.compute_units.end(), 0);

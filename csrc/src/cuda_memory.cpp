@@ -6,6 +6,15 @@
 #include <string>
 
 namespace windrow {
+namespace {
+
+// What a driver may answer that knows no read-only mappings.
+bool is_refusal(cuda::Result result) {
+  return result == cuda::kInvalidValue || result == cuda::kNotSupported ||
+         result == cuda::kNotPermitted;
+}
+
+}  // namespace
 
 cuda::AllocationProperties allocation_properties(const CudaContext& context) {
   cuda::AllocationProperties properties{};
@@ -167,20 +176,28 @@ void CudaReservation::require_free(std::size_t offset, std::size_t granules) con
 void CudaReservation::change_access(std::size_t offset, std::size_t granules, Access access) {
   const CudaContext::Current current(*context_);
   const auto changed = try_set_access(offset, granules, access);
-  const bool is_refused = changed == cuda::kInvalidValue || changed == cuda::kNotSupported ||
-                          changed == cuda::kNotPermitted;
-  if (access == Access::kReadOnly && is_refused) {
-    std::fprintf(stderr,
-                 "windrow: %zu bytes of device memory stay writable for this process: the driver "
-                 "says %s\n",
-                 granules, context_->library().describe(changed).c_str());
+  if (access == Access::kReadOnly && is_refusal(changed)) {
+    tell_writable(granules, changed);
     return;
   }
   context_->check(changed, "changing the access of device memory");
 }
 
 void CudaReservation::set_access(std::size_t offset, std::size_t granules, Access access) {
-  context_->check(try_set_access(offset, granules, access), "setting the access of device memory");
+  auto given = try_set_access(offset, granules, access);
+  // Nobody writes there, with or without the driver's help: a worker must not fail for want of it.
+  if (access == Access::kReadOnly && is_refusal(given)) {
+    tell_writable(granules, given);
+    given = try_set_access(offset, granules, Access::kReadWrite);
+  }
+  context_->check(given, "setting the access of device memory");
+}
+
+void CudaReservation::tell_writable(std::size_t granules, cuda::Result refusal) const {
+  std::fprintf(stderr,
+               "windrow: %zu bytes of device memory stay writable for this process: the driver "
+               "says %s\n",
+               granules, context_->library().describe(refusal).c_str());
 }
 
 cuda::Result CudaReservation::try_set_access(std::size_t offset, std::size_t granules,

@@ -83,6 +83,7 @@ class CudaReservation final : public Reservation {
   [[nodiscard]] cuda::Result try_set_access(std::size_t offset, std::size_t granules,
                                             Access access);
   void set_access(std::size_t offset, std::size_t granules, Access access);
+  void tell_writable(std::size_t granules, cuda::Result refusal) const;
   // Unmapping waits for nothing by itself, and memory that a copy still reads would be a fault.
   void finish_copies() const;
 

@@ -52,6 +52,8 @@ DeviceAllocator::DeviceAllocator(Driver& driver, Streams& streams,
 DeviceAllocator::~DeviceAllocator() {
   try {
     epochs_.close()->wait();
+  } catch (const DeviceGone&) {
+    // Nothing runs any more.
   } catch (const Error& error) {
     std::fprintf(stderr, "windrow: lent memory is unmapped without waiting for the device: %s\n",
                  error.what());
@@ -305,6 +307,8 @@ std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId 
 std::shared_ptr<const Event> DeviceAllocator::try_record(StreamId stream) noexcept {
   try {
     return streams_->record(stream);
+  } catch (const DeviceGone&) {
+    return nullptr;  // torch frees what is left when the process ends
   } catch (const std::exception& error) {
     std::fprintf(stderr, "windrow: freed memory waits for all streams: %s\n", error.what());
     return nullptr;

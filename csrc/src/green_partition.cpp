@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "cuda_event.h"
 #include "smid_kernel.h"
 
 namespace windrow {
@@ -84,9 +85,25 @@ GreenShares::GreenShares(std::shared_ptr<const CudaContext> context)
     throw DriverUnavailable("the GPU's " + std::to_string(total_units_) + " SMs make " +
                             std::to_string(groups_.size()) + " group; two are needed to share it");
   }
+  require_events();
 }
 
 GreenShares::~GreenShares() = default;
+
+// NVIDIA's text has it that a green context is the primary one with fewer resources: events are the
+// device's own (CUDA's runtime, "APIs operating on device resources"), cuGreenCtxRecordEvent asks
+// for an event of the same primary context, and cuStreamGetCtx_v2 names that context for a green
+// stream. torch relies on it at each step, so a driver that has it otherwise is found out here.
+void GreenShares::require_events() {
+  const CudaContext::Current current(*context_);
+  try {
+    CudaEvent(context_, stream(Partition::Side::kFinetune, 1)).wait();
+  } catch (const Error& error) {
+    throw DriverUnavailable(std::string("this driver keeps events of the primary context from "
+                                        "streams of green contexts, as torch uses them: ") +
+                            error.what());
+  }
+}
 
 void GreenShares::split() {
   cuda::DeviceResource all{};

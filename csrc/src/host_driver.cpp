@@ -103,7 +103,7 @@ void require_size(int fd, std::size_t bytes) {
 }  // namespace
 
 DeviceFacts HostDriver::facts() const {
-  DeviceFacts facts{.name = "host", .compute_units = {}};
+  DeviceFacts facts{.name = "host", .uuid = {}, .compute_units = {}};
   cpu_set_t mask;
   if (::sched_getaffinity(0, sizeof(mask), &mask) != 0) {
     throw errno_error("reading the affinity mask");

@@ -120,13 +120,16 @@ std::string Libcuda::describe(cuda::Result result) const {
 }
 
 void Libcuda::check(cuda::Result result, const std::string& what) const {
+  if (result == cuda::kDeinitialized) {
+    throw DeviceGone(what + ": libcuda has ended");
+  }
   if (result != cuda::kSuccess) {
     throw Error(what + ": " + describe(result));
   }
 }
 
 void Libcuda::check_quietly(cuda::Result result, const char* what) const noexcept {
-  if (result != cuda::kSuccess) {
+  if (result != cuda::kSuccess && result != cuda::kDeinitialized) {
     std::fprintf(stderr, "windrow: %s: CUresult %d\n", what, result);
   }
 }

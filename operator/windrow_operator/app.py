@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,28 +17,26 @@ from typing import Any
 
 from aiohttp import web
 
-from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
 from windrow.errors import UserError
-from windrow.proto import attach_pb2 as pb
 from windrow_operator import handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.deploy import Deployments
-from windrow_operator.driver import Driver
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
-from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound, kind_path
+from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
+from windrow_operator.leading import Leading
+from windrow_operator.lease import LeaderLease
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Pod
+from windrow_operator.reconcile import Event
+from windrow_operator.resync import Resync
 from windrow_operator.settings import Settings
-from windrow_operator.slots import SlotWriter, interval
 
 log = logging.getLogger(__name__)
 
 _STOP_SECONDS = 0.7
 # Between two looks at a cluster that lacks something: doubled each time.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 15.0
-_STORE_AGAIN_S = 2.0
+_COMPARED_S = 60.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -83,38 +82,31 @@ def utc_now() -> datetime:
     return datetime.now(UTC)
 
 
+@dataclass(frozen=True)
+class _Served:
+    """What every replica serves, and what a leader needs of it."""
+
+    ports: Ports
+    attach: AttachServer
+    lease: LeaderLease
+    template: SidecarTemplate
+    client: dict[str, Any]  # of the webhook's registration
+    authority: bytes
+
+
 class App:
-    """The operator's parts."""
+    """The operator's parts: those that every replica runs, and those of the one that leads."""
 
     def __init__(self, settings: Settings, kube: Kube) -> None:
         self._settings, self._kube = settings, kube
         self._stop = asyncio.Event()
         self._state = StateFile(settings.state_file)
+        self._facts: dict[str, Any] = {"pid": os.getpid(), "ready": False, "leads": False}
+        self._leading: Leading | None = None
         self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
         kube.on_call = self.metrics.called
         self.recorder = Recorder(kube, utc_now)
-        self.driver = Driver(
-            self.cluster,
-            kube,
-            self.recorder,
-            self.metrics,
-            timeouts=settings.timeouts,
-            clock=utc_now,
-        )
-        self.slots = SlotWriter(self.cluster, kube)
-        self._deployments = Deployments(self.cluster, kube, self.recorder, utc_now)
-        self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
-        self.attach = AttachServer(
-            self.cluster,
-            kube,
-            self.metrics,
-            clock=utc_now,
-            on_news=self.driver.wake,
-            on_heartbeat=self.driver.wake_for_progress,
-            on_profile=lambda pod, report: self._profiles.put_nowait((pod, report)),
-        )
-        self.driver.connect(self.attach)
 
     def stop(self) -> None:
         """Ask the operator to end."""
@@ -136,17 +128,17 @@ class App:
                 return
             # First, so that it ends last: kopf waits for every task that was made after its start.
             watching = await self._watch(stack)
-            ports = await self._listen(stack, metrics_port)
-            # Sidecars can come back from now on, so their grace begins here.
-            self.cluster.started_at = utc_now()
+            served = await self._listen(stack, metrics_port)
+            ports, lease = served.ports, served.lease
             tasks = [
                 watching,
-                asyncio.create_task(self.driver.run(), name="driver"),
-                asyncio.create_task(self._write_slots(), name="slots"),
-                asyncio.create_task(self._store_profiles(), name="profiles"),
-                asyncio.create_task(self._deployments.run(), name="deployments"),
+                asyncio.create_task(lease.run(), name="lease"),
+                asyncio.create_task(self._lead(served), name="leader"),
+                asyncio.create_task(self._compare(), name="compare"),
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
+            stack.push_async_callback(lease.release)
+            stack.callback(self._write_state, ready=False, leads=False)
             stack.push_async_callback(_end, tasks[1:])
             self.metrics.works()
             self._write_state(
@@ -156,11 +148,88 @@ class App:
                 attachAddress=f"{self._settings.advertise_address}:{ports.attach}",
                 ready=True,
             )
-            stack.callback(self._write_state, ready=False)
             log.info("ready: %s", ports)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+
+    async def _lead(self, served: _Served) -> None:
+        """Act while this replica holds the Lease, term after term."""
+        lease = served.lease
+        while True:
+            await lease.acquired.wait()
+            over = asyncio.create_task(lease.lost.wait())
+            term = asyncio.create_task(self._lead_term(served))
+            try:
+                await asyncio.wait([over, term], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                await _end([over, term])
+                self._leading = None
+                self.metrics.leads(0)
+                self.cluster.begin_term(utc_now())
+                self._write_state(leads=False)
+            if term.done() and not term.cancelled() and (error := term.exception()):
+                raise error
+
+    async def _lead_term(self, served: _Served) -> None:
+        lease = served.lease
+        self.metrics.leads(lease.term)
+        self.cluster.begin_term(utc_now())
+        # The watches may lag behind what the leader before has written. Known before a sidecar
+        # speaks, for a placement that is newer than what is known would look stale.
+        await self._patiently(self._load)
+        kube = self._kube.variant(may_write=lease.require)
+        registration = webhook.WebhookRegistration(
+            kube, served.client, served.authority, self._settings.namespace
+        )
+        self._leading = Leading(
+            self.cluster,
+            kube,
+            self.metrics,
+            served.attach,
+            registration,
+            served.template,
+            timeouts=self._settings.timeouts,
+            clock=utc_now,
+        )
+        await self._patiently(self._leading.begin)
+        self._write_state(leads=True, term=lease.term)
+        await self._leading.run()
+
+    async def _compare(self) -> None:
+        """Take up now and then what the watches have missed."""
+        resync = Resync(self._kube, self.cluster, self._settings.namespaces)
+        while True:
+            await asyncio.sleep(_COMPARED_S)
+            try:
+                missed = await resync.compare()
+            except ApiError as error:
+                log.warning("what is watched could not be compared: %s", error)
+                continue
+            self.metrics.missed(missed)
+            if missed:
+                log.warning("the watches had missed %s", missed)
+                self._wake()
+
+    async def _patiently(self, act: Callable[[], Awaitable[None]]) -> None:
+        """Do `act` again for as long as the API server does not answer."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                return await act()
+            except ApiError as error:
+                log.warning("%s; tried again in %.1f s", error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _note(self, about: dict[str, Any], event: Event) -> None:
+        """Write an event that every replica would write: the one that leads does."""
+        if self._leading is not None:
+            await self.recorder.record(about, event)
+
+    def _wake(self) -> None:
+        if self._leading is not None:
+            self._leading.on_news()
 
     async def _load_patiently(self, metrics_port: int) -> bool:
         """Load once the cluster has what the operator needs; return False when asked to end."""
@@ -187,19 +256,9 @@ class App:
             loop.add_signal_handler(number, self.stop)
 
     async def _load(self) -> None:
-        """Know every object before a sidecar speaks: an unknown job would look stale."""
+        """Know every object that is watched, as it is now."""
         await self._ensure_namespace()
-        for body in await self._kube.list("/api/v1/namespaces"):
-            self.cluster.namespaces[body["metadata"]["name"]] = body["metadata"].get("labels") or {}
-        for body in await self._kube.list("/apis/scheduling.k8s.io/v1/priorityclasses"):
-            self.cluster.put_priority_class(body)
-        for body in await self._kube.list("/api/v1/pods", labels=handlers.DECODE_SELECTOR):
-            self.cluster.put_pod(body)
-        for body in await self._kube.list(kind_path(HARVEST_POLICY)):
-            self.cluster.put_policy(body)
-        for body in await self._kube.list(kind_path(FINETUNE_JOB)):
-            self.cluster.put_job(body)
-        await self.slots.load()
+        await Resync(self._kube, self.cluster, self._settings.namespaces).run()
 
     async def _ensure_namespace(self) -> None:
         """Make the operator's own namespace, unless it is there: in a pod it always is."""
@@ -211,7 +270,7 @@ class App:
             with contextlib.suppress(Conflict):
                 await self._kube.create("/api/v1/namespaces", body)
 
-    async def _listen(self, stack: AsyncExitStack, metrics_port: int) -> Ports:
+    async def _listen(self, stack: AsyncExitStack, metrics_port: int) -> _Served:
         settings = self._settings
         authority = await pki.load_authority(self._kube, settings.namespace, utc_now())
         hosts = [settings.advertise_address, *_LOOPBACK]
@@ -220,14 +279,23 @@ class App:
         server = pki.make_server(authority, hosts, utc_now())
         for which, pair in (("authority", authority), ("server", server)):
             self.metrics.certificate(which, pki.ends_at(pair))
-        attach = await self._bind(
+        attach = AttachServer(self.cluster, self._kube, self.metrics, clock=utc_now)
+        port = await self._bind(
             "attach",
             settings.attach_port,
-            lambda port: self.attach.start(settings.host, port, server),
+            lambda port: attach.start(settings.host, port, server),
         )
-        stack.push_async_callback(self.attach.stop)
+        stack.push_async_callback(attach.stop)
+        lease = LeaderLease(
+            self._kube,
+            settings.namespace,
+            settings.identity,
+            f"{settings.replica_address or settings.advertise_address}:{port}",
+            clock=utc_now,
+        )
+        attach.connect(lease)
         template = SidecarTemplate(
-            operator_address=f"{settings.advertise_address}:{attach}",
+            operator_address=f"{settings.advertise_address}:{port}",
             operator_ca=authority.certificate.decode(),
             image=settings.sidecar_image,
             command=settings.sidecar_command,
@@ -250,12 +318,8 @@ class App:
             lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
         )
         client = _webhook_client(settings, webhook_port)
-        registration = webhook.WebhookRegistration(
-            self._kube, client, authority.certificate, settings.namespace
-        )
-        await registration.keep({policy.namespace for policy in self.cluster.policies.values()})
-        self.driver.prepare_pods(registration, template)
-        return Ports(attach, webhook_port, metrics_port)
+        ports = Ports(port, webhook_port, metrics_port)
+        return _Served(ports, attach, lease, template, client, authority.certificate)
 
     async def _bind(self, name: str, port: int, listen: Any) -> int:  # noqa: ANN401
         """Listen on `port`; for 0 on that of an earlier life if it is free, else on any."""
@@ -268,9 +332,7 @@ class App:
         return int(await listen(port))
 
     async def _watch(self, stack: AsyncExitStack) -> asyncio.Task[None]:
-        seen = handlers.Watching(
-            self.cluster, self.metrics, wake=self.driver.wake, note=self.recorder.record
-        )
+        seen = handlers.Watching(self.cluster, self.metrics, wake=self._wake, note=self._note)
         registry = handlers.registry_of(seen, self._kube.credentials)
         stop, ready = asyncio.Event(), asyncio.Event()
         task = asyncio.create_task(
@@ -286,26 +348,8 @@ class App:
         return task
 
     def _write_state(self, **facts: Any) -> None:  # noqa: ANN401 - JSON
-        self._state.write({"pid": os.getpid(), **facts})
-
-    async def _write_slots(self) -> None:
-        while True:
-            try:
-                await self.slots.write(utc_now())
-            except ApiError as error:
-                log.warning("slots could not be written: %s", error)
-            await asyncio.sleep(interval(len(self.cluster.slots)).total_seconds())
-
-    async def _store_profiles(self) -> None:
-        while True:
-            pod, report = await self._profiles.get()
-            try:
-                await self.slots.store_profile(pod, report)
-            except ApiError as error:
-                # It took its pod a minute to measure: not lost over an API server that restarts.
-                log.warning("the profile of %s could not be stored yet: %s", pod, error)
-                await asyncio.sleep(_STORE_AGAIN_S)
-                self._profiles.put_nowait((pod, report))
+        self._facts |= facts
+        self._state.write(self._facts)
 
 
 def _webhook_client(settings: Settings, port: int) -> dict[str, Any]:

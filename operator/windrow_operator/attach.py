@@ -1,4 +1,8 @@
-"""The gRPC side that sidecars attach to: who may speak, and the two directions of a stream."""
+"""The gRPC side that sidecars attach to: who may speak, and the two directions of a stream.
+
+Every replica of the operator listens; only the one that leads takes streams. The others name it, so
+that a sidecar which came to them by the Service dials the leader next.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from importlib.metadata import version
+from typing import Final, Protocol
 
 import grpc
 
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
-from windrow.rundir import PROTOCOL_VERSION, TOKEN_AUDIENCE
+from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION, TOKEN_AUDIENCE
 from windrow_operator import reports
-from windrow_operator.cluster_state import ClusterState
+from windrow_operator.cluster_state import ClusterState, pod_of
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
@@ -24,18 +29,73 @@ from windrow_operator.pki import KeyPair
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
+# A sidecar reports every second; of very many each one more seldom, so that all of them together
+# send no more messages than one process can take.
+_HEARTBEATS_PER_SECOND = 500
+_SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
+MISSED_HEARTBEATS: Final = 3
+# Until the first heartbeat: an engine that has just called has its sidecar busy.
+_FIRST_HEARTBEAT = timedelta(seconds=15)
+# A peer that does not answer at all, a stopped process or a dead node, is found within 10 s.
+_SERVER_OPTIONS: Final = (
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 6_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Sidecars ping every ten seconds; gRPC's own rule would end their streams for it.
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+)
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
 _ACCOUNT = "system:serviceaccount:"
 
 
 class Refused(Exception):
-    """The stream is not who it says, or speaks another version."""
+    """The stream is not who it says, speaks another version, or came to the wrong replica."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
-        self.code = code
+    def __init__(self, code: grpc.StatusCode, message: str, leader: str = "") -> None:
+        self.code, self.leader = code, leader
         super().__init__(message)
+
+
+class Leadership(Protocol):
+    """Whether this replica leads (see `lease.LeaderLease`)."""
+
+    term: int
+    leader_address: str
+
+    def holds(self) -> bool:
+        """Return whether it may act at this moment."""
+
+    def doubt(self) -> None:
+        """Take a hint that somebody else leads."""
+
+
+class _NoLeader:
+    """Before it is known who leads."""
+
+    term, leader_address = 0, ""
+
+    def holds(self) -> bool:
+        return False
+
+    def doubt(self) -> None:
+        return
+
+
+class Listener(Protocol):
+    """What the news of sidecars is for: the parts of a replica that leads."""
+
+    def on_news(self) -> None:
+        """Something happened that decisions depend on."""
+
+    def on_heartbeat(self) -> None:
+        """A heartbeat came; less urgent."""
+
+    def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
+        """A latency profile of a pod came."""
 
 
 @dataclass
@@ -43,12 +103,28 @@ class Session:
     """One attached sidecar."""
 
     pod: Pod
+    term: int  # of the leader whose stream it is
+    interval: timedelta  # of heartbeats, as agreed on
+    due: datetime | None = None  # when it counts as silent; None: nothing is expected of it
     outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
     config: pb.PolicyConfig | None = None  # as last sent
 
     def send(self, message: pb.OperatorMessage) -> None:
         """Queue a message; it is lost when the stream ends, and then the next pass sees that."""
+        match message.WhichOneof("message"):
+            case "assign":
+                message.assign.leader_term = self.term
+            case "command":
+                message.command.leader_term = self.term
         self.outbox.put_nowait(message)
+
+    def expect_first(self, now: datetime) -> None:
+        """Note that a first heartbeat is to come, unless one is expected already."""
+        self.due = self.due or now + max(_FIRST_HEARTBEAT, MISSED_HEARTBEATS * self.interval)
+
+    def expect_next(self, now: datetime) -> None:
+        """Note that a heartbeat has come, so that the next one is due."""
+        self.due = now + MISSED_HEARTBEATS * self.interval
 
     def configure(self, config: pb.PolicyConfig) -> None:
         """Tell the sidecar its policy if that has changed."""
@@ -69,13 +145,10 @@ class AttachServer(pb_grpc.AttachServicer):
     """Serves `Attach` and keeps the sessions.
 
     Args:
-        world: what reports are folded into.
+        cluster: what reports are folded into.
         kube: reviews tokens and reads pods.
         metrics: counts what was refused and what was stale.
         clock: the time, aware.
-        on_news: called when something happened that decisions depend on.
-        on_heartbeat: called with each heartbeat; less urgent.
-        on_profile: takes a latency profile of a pod.
     """
 
     def __init__(
@@ -85,14 +158,28 @@ class AttachServer(pb_grpc.AttachServicer):
         metrics: Metrics,
         *,
         clock: Callable[[], datetime],
-        on_news: Callable[[], None],
-        on_heartbeat: Callable[[], None],
-        on_profile: Callable[[Pod, pb.ProfileReport], None],
     ) -> None:
         self._cluster, self._kube, self._metrics, self._clock = cluster, kube, metrics, clock
-        self._on_news, self._on_heartbeat, self._on_profile = on_news, on_heartbeat, on_profile
+        self._leadership: Leadership = _NoLeader()
+        self._listener: Listener | None = None
         self.sessions: dict[str, Session] = {}  # by pod UID
         self._server: grpc.aio.Server | None = None
+
+    def connect(self, leadership: Leadership) -> None:
+        """Say who knows whether this replica leads. Its address is known once it listens."""
+        self._leadership = leadership
+
+    def open(self, listener: Listener) -> None:
+        """Take streams from now on: this replica leads, and knows every object."""
+        self._listener = listener
+
+    def close(self) -> None:
+        """End all streams and take no more: this replica does not lead any more."""
+        self._listener = None
+        for session in self.sessions.values():
+            session.close()
+        self.sessions.clear()
+        self._metrics.streams.set(0)
 
     async def start(self, host: str, port: int, pair: KeyPair) -> int:
         """Listen with TLS; return the port.
@@ -100,7 +187,7 @@ class AttachServer(pb_grpc.AttachServicer):
         Raises:
             OSError: the port is taken.
         """
-        server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        server = grpc.aio.server(options=_SERVER_OPTIONS)
         pb_grpc.add_AttachServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         credentials = grpc.ssl_server_credentials([(pair.key, pair.certificate)])
         try:
@@ -112,9 +199,8 @@ class AttachServer(pb_grpc.AttachServicer):
         return int(bound)
 
     async def stop(self) -> None:
-        """End all streams."""
-        for session in self.sessions.values():
-            session.close()
+        """End all streams and listen no more."""
+        self.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
 
@@ -128,22 +214,64 @@ class AttachServer(pb_grpc.AttachServicer):
     ) -> AsyncIterator[pb.OperatorMessage]:
         """Serve one sidecar until one of both sides ends the stream."""
         try:
+            self._require_leading()
             pod = await self._identify(context)
             hello = await self._hello(requests, pod)
+            self._require_leading()  # it may have taken a while
         except Refused as refused:
             log.warning("a sidecar was refused: %s", refused)
             self._metrics.refused(refused.code.name)
-            await context.abort(refused.code, str(refused))
-        session = self._open(pod)
+            leader = ((LEADER_METADATA, refused.leader),) if refused.leader else ()
+            await context.abort(refused.code, str(refused), trailing_metadata=leader)
+        session = self._open(pod, hello)
         reader = asyncio.create_task(self._read(session, hello, requests))
         try:
-            yield _operator_hello()
+            yield self._operator_hello(session)
             while (message := await session.outbox.get()) is not None:
+                if not self._speaks_for(session):
+                    break
                 yield message
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             self._closed(session)
+
+    def _require_leading(self) -> None:
+        if self._listener is None or not self._leadership.holds():
+            leader = "" if self._listener else self._leadership.leader_address
+            where = f"; {leader} leads" if leader else ""
+            raise Refused(grpc.StatusCode.UNAVAILABLE, f"this replica does not lead{where}", leader)
+
+    def _speaks_for(self, session: Session) -> bool:
+        """Return whether the session's leader still leads: what it decided may be long past."""
+        return session.term == self._leadership.term and self._leadership.holds()
+
+    def _operator_hello(self, session: Session) -> pb.OperatorMessage:
+        return pb.OperatorMessage(
+            hello=pb.OperatorHello(
+                protocol_version=PROTOCOL_VERSION,
+                operator_version=version("windrow"),
+                heartbeat_seconds=session.interval.total_seconds(),
+                leader_term=session.term,
+            )
+        )
+
+    def end_silent(self, now: datetime) -> datetime | None:
+        """End the streams of sidecars that are silent; return when the next one would be."""
+        for session in list(self.sessions.values()):
+            if session.due is not None and session.due <= now:
+                seconds = session.interval.total_seconds()
+                log.warning(
+                    "sidecar of pod %s missed %d heartbeats of %g s: its stream is ended",
+                    *(session.pod.key, MISSED_HEARTBEATS, seconds),
+                )
+                self.end(session)
+        return min((s.due for s in self.sessions.values() if s.due is not None), default=None)
+
+    def end(self, session: Session) -> None:
+        """End a stream from this side; its slots count as detached from this moment."""
+        session.close()
+        self._closed(session)
 
     # --- who it is --------------------------------------------------------------------------------
 
@@ -164,6 +292,11 @@ class AttachServer(pb_grpc.AttachServicer):
         if body["metadata"]["uid"] != uid:
             raise Refused(
                 grpc.StatusCode.PERMISSION_DENIED, f"another pod is now named {namespace}/{name}"
+            )
+        if not pod_of(body).sidecar.prepared:
+            raise Refused(
+                grpc.StatusCode.PERMISSION_DENIED,
+                f"pod {namespace}/{name} was not made harvestable: it lacks what the webhook adds",
             )
         return self._cluster.put_pod(body)
 
@@ -203,28 +336,38 @@ class AttachServer(pb_grpc.AttachServicer):
                 grpc.StatusCode.PERMISSION_DENIED,
                 f"the hello names pod UID {hello.pod_uid}, the token {pod.uid}",
             )
+        if hello.leader_term > self._leadership.term:
+            self._leadership.doubt()
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "this replica led before another one did")
         return hello
 
     # --- what it says -----------------------------------------------------------------------------
 
-    def _open(self, pod: Pod) -> Session:
+    def _open(self, pod: Pod, hello: pb.SidecarHello) -> Session:
         earlier = self.sessions.get(pod.uid)
         if earlier is not None:
             earlier.close()
-        session = Session(pod)
+        session = Session(pod, self._leadership.term, self._interval(hello))
         self.sessions[pod.uid] = session
         self._metrics.streams.set(len(self.sessions))
-        log.info("sidecar of pod %s/%s attached", pod.namespace, pod.name)
+        log.info("sidecar of pod %s attached", pod.key)
         return session
+
+    def _interval(self, hello: pb.SidecarHello) -> timedelta:
+        """Return how often a sidecar reports: as the load allows, and as it can."""
+        ours = len(self.sessions) / _HEARTBEATS_PER_SECOND
+        wanted = max(_SHORTEST_HEARTBEAT_S, ours, hello.heartbeat_seconds)
+        return timedelta(seconds=min(wanted, _LONGEST_HEARTBEAT_S))
 
     def _closed(self, session: Session) -> None:
         if self.sessions.get(session.pod.uid) is not session:
-            return  # a newer stream of the same sidecar has taken over
+            return  # a newer stream of the same sidecar has taken over, or the term is over
         del self.sessions[session.pod.uid]
         self._metrics.streams.set(len(self.sessions))
         reports.detach(self._cluster, session.pod, self._clock())
-        log.info("sidecar of pod %s/%s detached", session.pod.namespace, session.pod.name)
-        self._on_news()
+        log.info("sidecar of pod %s detached", session.pod.key)
+        if self._listener is not None:
+            self._listener.on_news()
 
     async def _read(
         self,
@@ -235,35 +378,41 @@ class AttachServer(pb_grpc.AttachServicer):
         try:
             self._take_hello(session, hello, first=True)
             async for message in requests:
-                self._take(session, message)
+                if self._listener is None or self.sessions.get(session.pod.uid) is not session:
+                    return
+                self._take(session, message, self._listener)
         finally:
             session.close()
 
-    def _take(self, session: Session, message: pb.SidecarMessage) -> None:
+    def _take(self, session: Session, message: pb.SidecarMessage, listener: Listener) -> None:
         now = self._clock()
         match message.WhichOneof("message"):
             case "hello":
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
+                session.expect_next(now)
                 name = slot_name(session.pod.name, message.heartbeat.slot)
                 live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
                     stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)
                     self._end_stale(session, stale)
-                    self._on_heartbeat()
+                    listener.on_heartbeat()
             case "job_event":
                 mine = [live.key for live in reports.slots_of(self._cluster, session.pod)]
                 stale = reports.take_event(self._cluster, mine, message.job_event, now)
                 self._end_stale(session, stale)
-                self._on_news()
+                listener.on_news()
             case "profile":
-                self._on_profile(session.pod, message.profile)
+                listener.on_profile(session.pod, message.profile)
 
     def _take_hello(self, session: Session, hello: pb.SidecarHello, *, first: bool) -> None:
         now = self._clock()
+        if hello.slots:
+            session.expect_first(now)
         stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
-        self._on_news()
+        if self._listener is not None:
+            self._listener.on_news()
 
     def _end_stale(self, session: Session, stale: list[pb.JobCommand]) -> None:
         for command in stale:
@@ -272,13 +421,3 @@ class AttachServer(pb_grpc.AttachServicer):
             )
             self._metrics.stale.inc()
             session.command(command)
-
-
-def _operator_hello() -> pb.OperatorMessage:
-    return pb.OperatorMessage(
-        hello=pb.OperatorHello(
-            protocol_version=PROTOCOL_VERSION,
-            operator_version=version("windrow"),
-            heartbeat_seconds=HEARTBEAT_SECONDS,
-        )
-    )

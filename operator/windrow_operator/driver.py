@@ -15,16 +15,20 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
 from windrow.crd import FINALIZER, FINETUNE_JOB, HARVEST_POLICY
+from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import agents, policies
-from windrow_operator.attach import AttachServer
+from windrow_operator import agents, policies, preemption
+from windrow_operator.attach import AttachServer, Session
 from windrow_operator.cluster_state import ClusterState, is_waiting
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
+from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Base, Holder, Job, Pod, Slot
-from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile
+from windrow_operator.model import Base, Holder, Job, Pod, Slot, Usage
+from windrow_operator.planning import SlotTable
+from windrow_operator.reconcile import Actions, Command, Event, Timeouts, reconcile, without_secret
+from windrow_operator.secrets import JobSecrets, read_secrets
 from windrow_operator.status import is_urgent
 from windrow_operator.webhook import WebhookRegistration
 
@@ -34,7 +38,10 @@ log = logging.getLogger(__name__)
 _SETTLE_SECONDS = 0.02
 _IDLE_SECONDS = 5.0
 _RETRY_SECONDS = 1.0
+_HOUSEKEEPING = timedelta(seconds=1)
 PROGRESS_INTERVAL = timedelta(seconds=2)
+# Of many jobs each one's progress is written more seldom: so many writes a second in all.
+_PROGRESS_PER_SECOND = 3.0
 USAGE_INTERVAL = timedelta(seconds=10)
 # A pod that could not get a sidecar is asked about again after this time.
 _REFUSED_AGAIN = timedelta(minutes=5)
@@ -85,6 +92,7 @@ class Driver:
         self._progress_written: dict[str, datetime] = {}  # by job UID
         self._usage_written: dict[str, datetime] = {}  # by policy key
         self._charged_at: datetime | None = None
+        self._kept_house: datetime | None = None
 
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
@@ -107,43 +115,91 @@ class Driver:
         while True:
             await self._alarm.wait()
             started = time.monotonic()
-            await self.turn()
+            try:
+                await self.turn()
+            except NotLeading as error:
+                log.warning("a pass was ended: %s", error)
+                self._alarm.within(_RETRY_SECONDS)
             self._metrics.passed(time.monotonic() - started)
 
     async def turn(self) -> None:
         """One pass over policies and jobs."""
         now = self._clock()
-        self._charge(now)
-        self._configure_sidecars(now)
-        slots = self._cluster.slot_views(now)
+        keeps_house = self._keeps_house(now)
+        if keeps_house:
+            self._charge(now)
+            self._end_sessions(now)
+            self._configure_sidecars(now)
+        slots = SlotTable(self._cluster.slot_views(now).values())
+        self._preempt(slots)
         for job in self._cluster.job_views():
             await self._step(job, slots)
-        await self._attach_sidecars(now)
+            self._metrics.moved()
+        if not keeps_house:
+            return
+        await self._attach_sidecars(slots, now)
         await self._register()
         await self._write_policies(now)
         self._cluster.forget_unused_slots()
         self._metrics.show(self._cluster, slots, now)
 
+    def _keeps_house(self, now: datetime) -> bool:
+        """Return whether this pass also does what need not be done for each piece of news.
+
+        With thousands of pods that takes longer than the jobs do, so it comes once a second.
+        """
+        if self._kept_house is not None and now - self._kept_house < _HOUSEKEEPING:
+            self._alarm.within((self._kept_house + _HOUSEKEEPING - now).total_seconds())
+            return False
+        self._kept_house = now
+        return True
+
     # --- jobs -------------------------------------------------------------------------------------
 
-    async def _step(self, job: Job, slots: dict[str, Slot]) -> None:
+    def _preempt(self, slots: SlotTable) -> None:
+        """Choose which jobs give their slot to one that waits; what was chosen stays so."""
+        jobs = self._cluster.job_views()
+        placed = [job for job in jobs if job.slot]
+        waiting = [job for job in jobs if self._waits(job)]
+        wanted = {job.key for job in waiting}
+        self._cluster.preempted = {
+            job.uid: job.preempted_by for job in placed if job.preempted_by in wanted
+        } | preemption.victims(placed, slots, self._cluster.runs, waiting)
+
+    async def _step(self, job: Job, slots: SlotTable) -> None:
         now = self._clock()
         try:
             run = self._cluster.run_of(job)
             actions = reconcile(job, run, slots, now, self._timeouts)
-            await self._carry_out(job, actions, slots)
+            actions, secrets = await self._with_secrets(job, actions, now)
+            await self._carry_out(job, actions, slots, secrets)
         except ObjectNotFound:
             self._cluster.drop_job(job.uid)
         except Conflict:
             await self._refresh(job)
         except ApiError as error:
             log.warning("job %s: %s", job.key, error)
-            self._alarm.within(_RETRY_SECONDS)
+            self._alarm.within(error.retry_after.total_seconds())
+        except NotLeading:
+            raise
         except Exception:  # a surprise in one job must not stop the others
             log.exception("job %s could not be reconciled", job.key)
             self._alarm.within(_IDLE_SECONDS)
 
-    async def _carry_out(self, job: Job, actions: Actions, slots: dict[str, Slot]) -> None:
+    async def _with_secrets(
+        self, job: Job, actions: Actions, now: datetime
+    ) -> tuple[Actions, JobSecrets]:
+        """Read the Secrets of a job that is about to be placed; without them it waits."""
+        if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
+            return actions, JobSecrets()
+        try:
+            return actions, await read_secrets(self._kube, job.namespace, job.spec)
+        except UserError as error:
+            return without_secret(job, str(error), now, self._timeouts), JobSecrets()
+
+    async def _carry_out(
+        self, job: Job, actions: Actions, slots: SlotTable, secrets: JobSecrets
+    ) -> None:
         now = self._clock()
         if actions.wake_at is not None:
             self._alarm.within((actions.wake_at - now).total_seconds())
@@ -153,8 +209,9 @@ class Driver:
             body = await self._set_finalizer(job, body, present=True)
         if actions.status is not None and self._due(job, dict(actions.status), now):
             body = await self._write_status(job, {**body, "status": actions.status}, now)
+        self._note_health(job, actions, now)
         for command in actions.commands:
-            self._send(job, command, slots, now)
+            self._send(job, command, slots, now, secrets)
         for event in actions.events:
             await self._recorder.record(self._cluster.jobs.get(job.uid), event)
         if actions.finalizer is False:
@@ -162,14 +219,24 @@ class Driver:
         if actions.delete:
             await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
 
+    def _note_health(self, job: Job, actions: Actions, now: datetime) -> None:
+        if actions.slot_failed is None or not job.slot:
+            return
+        if actions.slot_failed:
+            self._cluster.health.failed(job.slot, job.key, now)
+        else:
+            self._cluster.health.worked(job.slot)
+
     def _due(self, job: Job, after: Body, now: datetime) -> bool:
         """Return whether to write now; mere progress is written every two seconds."""
         if is_urgent(job.status, after):
             return True
         last = self._progress_written.get(job.uid)
-        if last is None or now - last >= PROGRESS_INTERVAL:
+        of_all = timedelta(seconds=len(self._cluster.runs) / _PROGRESS_PER_SECOND)
+        interval = max(PROGRESS_INTERVAL, of_all)
+        if last is None or now - last >= interval:
             return True
-        self._alarm.within((last + PROGRESS_INTERVAL - now).total_seconds())
+        self._alarm.within((last + interval - now).total_seconds())
         return False
 
     async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:
@@ -212,7 +279,14 @@ class Driver:
             self._cluster.drop_job(job.uid)
         self.wake()
 
-    def _send(self, job: Job, command: Command, slots: dict[str, Slot], now: datetime) -> None:
+    def _send(
+        self,
+        job: Job,
+        command: Command,
+        slots: SlotTable,
+        now: datetime,
+        secrets: JobSecrets,
+    ) -> None:
         session = self._attach.session_of(command.slot) if self._attach else None
         live = self._cluster.slots.get(command.slot)
         if session is None or live is None:
@@ -221,13 +295,15 @@ class Driver:
             self._cluster.assign(job.uid, command.epoch, command.slot, now)
             slot, base = slots[command.slot], Base.of(job.spec) if job.spec else None
             holder = Holder(job.uid, job.key, base)
-            slots[command.slot] = replace(slot, holders=(*slot.holders, holder))
-            session.send(
-                pb.OperatorMessage(assign=self._assignment(job, command, slot, live.facts.index))
-            )
+            slots.put(replace(slot, holders=(*slot.holders, holder)))
+            self._configure(session, now)  # what a job may take is known before the job
+            assign = self._assignment(job, command, slot, live.facts.index)
+            assign.dataset_secret.update(secrets.dataset)
+            assign.output_secret.update(secrets.output)
+            session.send(pb.OperatorMessage(assign=assign))
             return
         if command.action == "STOP":
-            self._cluster.stop_sent(job.uid, now)
+            self._cluster.stop_sent(job.uid, command.reason, now)
         session.command(
             pb.JobCommand(
                 job_uid=job.uid,
@@ -246,13 +322,14 @@ class Driver:
             epoch=command.epoch,
             spec_json=json.dumps(job.body["spec"]),
             outputs=pb.Outputs(trees=slot.outputs),
+            checkpoint_path=(job.status.get("checkpoint") or {}).get("path", ""),
         )
 
     # --- sidecars ---------------------------------------------------------------------------------
 
-    async def _attach_sidecars(self, now: datetime) -> None:
+    async def _attach_sidecars(self, views: SlotTable, now: datetime) -> None:
         waiting = [job for job in self._cluster.job_views() if self._waits(job)]
-        pods, look_again = agents.wanted(self._pod_views(now), waiting, now)
+        pods, look_again = agents.wanted(self._pod_views(views, now), waiting, now)
         for pod in pods:
             try:
                 await self._attach_sidecar(pod, now)
@@ -263,14 +340,13 @@ class Driver:
 
     def _waits(self, job: Job) -> bool:
         spec = job.spec
-        asks = spec is not None and not spec.suspend and job.deleted_at is None
+        asks = spec is not None and not spec.suspend and job.deleted_at is None and job.is_ours
         return asks and not job.slot and is_waiting(self._cluster.jobs[job.uid])
 
-    def _pod_views(self, now: datetime) -> list[agents.PodView]:
-        slots: dict[str, list[Slot]] = {}
-        for key, slot in self._cluster.slot_views(now).items():
-            if slot.attached:
-                slots.setdefault(self._cluster.slots[key].pod_uid, []).append(slot)
+    def _pod_views(self, views: SlotTable, now: datetime) -> list[agents.PodView]:
+        """Return the pods that a sidecar could be added to: those without one that is attached."""
+        known = self._cluster.slots
+        attached = {known[key].pod_uid for key, slot in views.items() if slot.attached}
         # A slot's name is its pod's, or that with the number of the device.
         keys = self._cluster.holders()
         held = {*keys, *(key.rpartition(".")[0] for key in keys)}
@@ -278,13 +354,12 @@ class Driver:
             agents.PodView(
                 pod,
                 self._cluster.terms(pod, now),
-                tuple(slots.get(uid, ())),
                 held=pod.key in held,
                 asked_at=self._asked.get(uid),
                 retry_at=self._refused.get(uid),
             )
             for uid, pod in self._cluster.pods.items()
-            if pod.sidecar.prepared
+            if pod.sidecar.prepared and pod.sidecar.decode_ready and uid not in attached
         ]
 
     async def _attach_sidecar(self, pod: Pod, now: datetime) -> None:
@@ -343,14 +418,28 @@ class Driver:
             pod = self._cluster.pods.get(live.pod_uid) if live and live.attached else None
             terms = self._cluster.terms(pod, now) if pod else None
             if terms is not None:
-                self._cluster.charge(terms.policy.key, since.total_seconds(), now)
                 tenants = self._cluster.tenants(key)
+                self._cluster.charge(terms.policy.key, since.total_seconds(), tenants, now)
                 self._metrics.harvested(since.total_seconds(), terms.policy, tenants)
+
+    def _end_sessions(self, now: datetime) -> None:
+        """End the streams of sidecars that are silent, and of those whose pod is no more."""
+        if self._attach is None:
+            return
+        if (due := self._attach.end_silent(now)) is not None:
+            self._alarm.within((due - now).total_seconds())
+        for session in list(self._attach.sessions.values()):
+            if session.pod.uid not in self._cluster.pods:
+                log.warning("pod %s is gone: the stream of its sidecar is ended", session.pod.key)
+                self._attach.end(session)
 
     def _configure_sidecars(self, now: datetime) -> None:
         for session in self._attach.sessions.values() if self._attach else ():
-            pod = self._cluster.pods.get(session.pod.uid, session.pod)
-            session.configure(policies.config_of(self._cluster.terms(pod, now)))
+            self._configure(session, now)
+
+    def _configure(self, session: Session, now: datetime) -> None:
+        pod = self._cluster.pods.get(session.pod.uid, session.pod)
+        session.configure(policies.config_of(self._cluster.terms(pod, now)))
 
     async def _write_policies(self, now: datetime) -> None:
         policy_counts = self._policy_counts()
@@ -359,7 +448,7 @@ class Driver:
             if (body := self._cluster.policy_bodies.get(key)) is None:
                 continue
             policy, before = self._cluster.policies[key], body.get("status") or {}
-            usage = self._cluster.used.get(key, ("", 0.0))
+            usage = self._cluster.used.get(key, Usage())
             after = policies.status_of(
                 policy,
                 policy_counts.get(key, policies.PolicyCounts()),
@@ -392,7 +481,7 @@ class Driver:
         active = self._cluster.active_slots()
         policy_of_pod: dict[str, str] = {}
         for pod in self._cluster.pods.values():
-            policy = policies.select(pod, self._cluster.policies.values())
+            policy = self._cluster.policy_of(pod)
             if policy is not None and not pod.ending:
                 policy_of_pod[pod.uid] = policy.key
                 counts.setdefault(policy.key, [0, 0, 0])[0] += 1

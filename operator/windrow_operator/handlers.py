@@ -111,7 +111,7 @@ class Handlers:
         if event["type"] == "DELETED":
             self._cluster.namespaces.pop(metadata["name"], None)
         else:
-            self._cluster.namespaces[metadata["name"]] = metadata.get("labels") or {}
+            self._cluster.put_namespace({"metadata": metadata})
         self._seen()
 
     async def priority_class(self, event: kopf.RawEvent, **_: object) -> None:

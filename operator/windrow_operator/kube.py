@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -24,15 +26,19 @@ FIELD_MANAGER = "windrow-operator"
 _MERGE = "application/merge-patch+json"
 _STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
-_TIMEOUT = aiohttp.ClientTimeout(total=10)
+_TIMEOUT_S = 10.0
+_PIECE = 500  # objects of one answer to a listing
+# Asked to come back later, a request does so by itself, if it is soon and not for ever.
+_BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
 
 
 class ApiError(Transient):
     """The API server refused or did not answer."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, retry_after_s: float = 1.0) -> None:
         self.status = status
-        super().__init__(f"API server: {message} ({status})", retry_after=timedelta(seconds=1))
+        later = timedelta(seconds=retry_after_s)
+        super().__init__(f"API server: {message} ({status})", retry_after=later)
 
 
 class Conflict(ApiError):
@@ -55,8 +61,30 @@ class Kube:
 
     def __init__(self, api: client.ApiClient) -> None:
         self._api = api
+        self._timeout = aiohttp.ClientTimeout(total=_TIMEOUT_S)
         # Told of each call: method, path, status (0: no answer), seconds.
         self.on_call: Callable[[str, str, int, float], None] = lambda *_: None
+        self._may_write: Callable[[], None] = lambda: None
+
+    def variant(
+        self,
+        *,
+        timeout_s: float | None = None,
+        may_write: Callable[[], None] | None = None,
+    ) -> Self:
+        """Return a client over the same connections.
+
+        Args:
+            timeout_s: for one answer.
+            may_write: called before everything that could change an object; what it raises is
+                raised instead.
+        """
+        other = copy.copy(self)
+        if timeout_s is not None:
+            other._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        if may_write is not None:
+            other._may_write = may_write
+        return other
 
     @classmethod
     async def connect(cls, kubeconfig: str | Path, *, in_pod: bool = False) -> Self:
@@ -115,12 +143,28 @@ class Kube:
         return await self._request("GET", path)
 
     async def list(self, path: str, *, labels: str = "") -> list[Body]:
-        """Return the objects of a collection; none when its kind is unknown."""
-        query = f"?{urlencode({'labelSelector': labels})}" if labels else ""
-        try:
-            return list((await self._request("GET", path + query)).get("items") or ())
-        except ObjectNotFound:
-            return []
+        """Return the objects of a collection; none when its kind is unknown.
+
+        In pieces, so that reading thousands of objects holds nothing else up for long.
+        """
+        selector = {"labelSelector": labels} if labels else {}
+        found: list[Body] = []
+        token = ""
+        while True:
+            query = {**selector, "limit": _PIECE, **({"continue": token} if token else {})}
+            try:
+                piece = await self._request("GET", f"{path}?{urlencode(query)}")
+            except ObjectNotFound:
+                return []
+            except ApiError as error:
+                if error.status != 410 or not token:
+                    raise
+                found, token = [], ""  # the version that was listed is no longer kept: anew
+                continue
+            found += piece.get("items") or ()
+            token = (piece.get("metadata") or {}).get("continue") or ""
+            if not token:
+                return found
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Body:
         """Create an object; raise Conflict when it exists."""
@@ -164,27 +208,46 @@ class Kube:
         headers = {"Accept": "application/json"}
         if body is not None:
             headers["Content-Type"] = content_type
-        prepared = await self._api.param_serialize(
-            method, path, header_params=headers, auth_settings=["BearerToken"]
-        )
-        verb, url, headers, _, _ = prepared
-        begun_s, code = time.monotonic(), 0
-        try:
-            response = await self._api.call_api(verb, url, headers, body, _request_timeout=_TIMEOUT)
-            content, code = await response.read(), int(response.status)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(0, f"{method} {path}: {error or type(error).__name__}") from error
-        finally:
-            self.on_call(method, path, code, time.monotonic() - begun_s)
-        if response.status >= 400:
-            raise _error(response.status, f"{method} {path}: {_reason(content)}")
-        return dict(json.loads(content)) if content else {}
+        for left in reversed(range(_BUSY_TRIES)):
+            if method != "GET":
+                self._may_write()
+            prepared = await self._api.param_serialize(
+                method, path, header_params=headers, auth_settings=["BearerToken"]
+            )
+            verb, url, sent, _, _ = prepared
+            begun_s, code = time.monotonic(), 0
+            try:
+                response = await self._api.call_api(
+                    verb, url, sent, body, _request_timeout=self._timeout
+                )
+                content, code = await response.read(), int(response.status)
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                raise ApiError(0, f"{method} {path}: {error or type(error).__name__}") from error
+            finally:
+                self.on_call(method, path, code, time.monotonic() - begun_s)
+            if response.status < 400:
+                return dict(json.loads(content)) if content else {}
+            refused = _error(response, f"{method} {path}: {_reason(content)}")
+            pause_s = refused.retry_after.total_seconds()
+            if not left or not _is_busy(response) or pause_s > _LONGEST_BUSY_S:
+                raise refused
+            await asyncio.sleep(pause_s)
+        raise AssertionError("unreachable")
 
 
-def _error(status: int, message: str) -> ApiError:
+def _is_busy(response: aiohttp.ClientResponse) -> bool:
+    """Return whether the server did nothing and asks to come back, as client-go understands it."""
+    return response.status == 429 or (response.status >= 500 and "Retry-After" in response.headers)
+
+
+def _error(response: aiohttp.ClientResponse, message: str) -> ApiError:
+    status = response.status
     if status == 404:
         return ObjectNotFound(status, message)
-    return Conflict(status, message) if status == 409 else ApiError(status, message)
+    if status == 409:
+        return Conflict(status, message)
+    asked = response.headers.get("Retry-After", "")
+    return ApiError(status, message, float(asked) if asked.isdecimal() else 1.0)
 
 
 def _reason(content: bytes) -> str:

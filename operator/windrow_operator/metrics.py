@@ -19,8 +19,11 @@ from windrow_operator.cluster_state import ClusterState, state_word
 from windrow_operator.model import CheckedPolicy, Job, Slot
 from windrow_operator.slots import readiness
 
-# The driver looks at everything at least every few seconds; longer silence means that it hangs.
-LIVE_WITHIN_SECONDS = 60.0
+# A driver that leads takes a step every few seconds. One that waits for a slow API server does so
+# for 55 s at most (four tries of ten seconds and the pauses between them), and is not hung.
+LIVE_WITHIN_SECONDS = 120.0
+# So many comparisons in a row that found what a watch ought to have told: it is stuck.
+_STUCK_AFTER = 3
 
 
 class Metrics:
@@ -49,7 +52,10 @@ class Metrics:
         self._api_requests = self._counter(names.API_REQUESTS)
         self._api_seconds = self._histogram(names.API_SECONDS)
         self._certificates = self._gauge(names.CERTIFICATE_EXPIRY)
-        self._last_pass = time.monotonic()
+        self._watch_missed = self._counter(names.WATCH_MISSED)
+        self._moved = time.monotonic()
+        self._leads = False
+        self._missed_in_a_row = 0
         self._lacks = "the operator starts"  # empty: it is ready
 
     def _gauge(self, metric: names.Metric) -> Gauge:
@@ -127,6 +133,22 @@ class Metrics:
 
     # --- the operator itself ----------------------------------------------------------------------
 
+    def leads(self, term: int) -> None:
+        """Note that this replica leads, and under which term; 0: it does not."""
+        self._leads = bool(term)
+        self._leader.set(self._leads)
+        self.moved()
+
+    def moved(self) -> None:
+        """Note that the driver has taken a step."""
+        self._moved = time.monotonic()
+
+    def missed(self, objects: Mapping[str, int]) -> None:
+        """Note how many objects a comparison found that the watches ought to have told of."""
+        self._missed_in_a_row = self._missed_in_a_row + 1 if objects else 0
+        for kind, count in objects.items():
+            self._watch_missed.labels(kind).inc(count)
+
     def watched(self) -> None:
         """Note that a watch delivered something."""
         self._last_event.set_to_current_time()
@@ -142,22 +164,25 @@ class Metrics:
 
     def passed(self, seconds: float) -> None:
         """Note a pass of the driver."""
-        self._last_pass = time.monotonic()
+        self.moved()
         self._pass_seconds.observe(seconds)
 
     def waits(self, lacks: str) -> None:
         """Note that the operator cannot work yet and that it waits, which is no reason to end."""
-        self._last_pass, self._lacks = time.monotonic(), lacks
-        self._leader.set(0)
+        self._lacks = lacks
 
     def works(self) -> None:
         """Note that the operator is at work."""
-        self._last_pass, self._lacks = time.monotonic(), ""
-        self._leader.set(1)
+        self._lacks = ""
 
-    def is_live(self) -> bool:
-        """Return whether the driver still moves."""
-        return time.monotonic() - self._last_pass < LIVE_WITHIN_SECONDS
+    def stalled(self) -> str:
+        """Return what does not move any more and a restart would mend; empty: nothing."""
+        still_s = time.monotonic() - self._moved
+        if self._leads and still_s > LIVE_WITHIN_SECONDS:
+            return f"the driver has taken no step for {still_s:.0f} s"
+        if self._missed_in_a_row >= _STUCK_AFTER:
+            return f"the watches told nothing for {self._missed_in_a_row} comparisons"
+        return ""
 
     def application(self) -> web.Application:
         """Return the HTTP application: `/metrics`, `/healthz` and `/readyz`."""
@@ -176,8 +201,8 @@ class Metrics:
         return web.Response(status=503 if self._lacks else 200, text=self._lacks or "ok")
 
     async def _health(self, _: web.Request) -> web.Response:
-        live = self.is_live()
-        return web.Response(status=200 if live else 503, text="ok" if live else "driver stalled")
+        stalled = self.stalled()
+        return web.Response(status=503 if stalled else 200, text=stalled or "ok")
 
 
 def resource_of(path: str) -> str:

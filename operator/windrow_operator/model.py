@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from windrow.crd import FinetuneJobSpec, HarvestPolicySpec
+from windrow.crd.finetunejob import MANAGED_BY_US
 
 # Ten heartbeats: what a sidecar or a worker said before is no figure of now.
 STALE_AFTER: Final = timedelta(seconds=10)
@@ -96,6 +97,16 @@ class EffectivePolicy:
     policy: CheckedPolicy
     mode: str  # harvest, observe, off
     why: str = ""  # when the mode is not the policy's own, or not harvest
+    spent: frozenset[str] = frozenset()  # namespaces that have had their share of today
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Device seconds that jobs have had under a policy on a day (UTC)."""
+
+    day: str = ""
+    seconds: float = 0.0
+    by_namespace: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,7 @@ class WorkerProgress:
     checkpoint_step: int = 0
     checkpoint_path: str = ""
     skipped_rows: int = 0
+    cut_rows: int = 0
 
 
 class RunState(StrEnum):
@@ -150,8 +162,17 @@ class JobPlacement:
     adapter_path: str = ""
     base_loss: float = float("nan")
     tuned_loss: float = float("nan")
+    checkpoint_before: int | None = None  # step of the job's checkpoint when it was placed
     stop_asked_at: datetime | None = None  # first STOP of this placement
     stop_sent_at: datetime | None = None  # latest
+    stop_reason: str = ""  # of that one
+
+    @property
+    def got_further(self) -> bool:
+        """Return whether a checkpoint was written, as far as is known."""
+        if self.checkpoint_before is None:
+            return True
+        return self.progress.checkpoint_step > self.checkpoint_before
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +216,10 @@ class Slot:
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
     lost_at: datetime | None = None  # since when the sidecar is not attached
+    awaited: bool = False  # not attached yet since the operator came to lead
     pod_gone: bool = False  # or on its way
+    resting: str = ""  # until when it takes no job, and why
+    failed_jobs: frozenset[str] = frozenset()  # keys of jobs that failed on it lately
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
@@ -218,14 +242,21 @@ class Job:
     deleted_at: datetime | None = None
     has_finalizer: bool = False
     priority: int = 0
+    may_preempt: bool = False  # jobs of lower priority give their slot to it
+    preempted_by: str = ""  # key of the job that is to have its slot
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
-    destination_owner: str = ""  # key of an older job that writes to the same place
+    destination_owner: str = ""  # an older job that writes to the same place, in words
 
     @property
     def key(self) -> str:
         """Return namespace/name."""
         return key_of(self.namespace, self.name)
+
+    @property
+    def is_ours(self) -> bool:
+        """Return whether no other controller looks after the job."""
+        return self.spec is None or self.spec.managed_by in (None, MANAGED_BY_US)
 
     @property
     def epoch(self) -> int:

@@ -7,12 +7,13 @@ them in turns. Every refusal is one sentence, so that a job that waits can say w
 
 from __future__ import annotations
 
+import itertools
 import posixpath
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from windrow.outputs import is_below
-from windrow_operator.model import Base, Holder, Job, Slot
+from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot, key_of
 
 # A message lists so many slots one by one; a cluster may have thousands.
 SLOTS_LISTED = 8
@@ -33,28 +34,97 @@ class NoPlacement:
     message: str
 
 
-def place(job: Job, slots: Iterable[Slot]) -> Placement | NoPlacement:
+class SlotTable(Mapping[str, Slot]):
+    """Slots by key, and those that could take a job grouped by what decides it.
+
+    A cluster has thousands of slots of few kinds, that is of one policy, model, set
+    of directories and number of jobs. Whether a job may go there is the same for all of a kind, so
+    it is asked once.
+    """
+
+    def __init__(self, slots: Iterable[Slot]) -> None:
+        self._slots = {slot.key: slot for slot in slots}
+        # The slots of a kind that are not closed to everybody, the one to choose in front.
+        self._kinds: dict[_Kind, dict[str, Slot]] | None = None
+        self._own: dict[str, list[str]] = {}  # slots by the UID of a job that is on them
+
+    def __getitem__(self, key: str) -> Slot:
+        """Return a slot."""
+        return self._slots[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys, in the order in which the slots came."""
+        return iter(self._slots)
+
+    def __len__(self) -> int:
+        """Return how many slots there are."""
+        return len(self._slots)
+
+    def put(self, slot: Slot) -> None:
+        """Replace a slot: a job was placed on it."""
+        before = self._slots.get(slot.key)
+        self._slots[slot.key] = slot
+        if self._kinds is not None:
+            if before is not None and (kind := _kind(before)) in self._kinds:
+                self._kinds[kind].pop(slot.key, None)
+            self._add(slot)
+
+    def candidates(self, job: Job) -> Iterator[Slot]:
+        """Yield the best slot of each kind, and those that `job` is on already."""
+        if self._kinds is None:
+            self._kinds = {}
+            by_promise = sorted(
+                self._slots.values(), key=lambda slot: (-slot.predicted_tokens_per_second, slot.key)
+            )
+            for slot in by_promise:
+                self._add(slot)
+        for slots in self._kinds.values():
+            if slots:
+                yield next(iter(slots.values()))
+        for key in self._own.get(job.uid, ()):
+            yield self._slots[key]
+
+    def _add(self, slot: Slot) -> None:
+        for holder in slot.holders:
+            self._own.setdefault(holder.uid, []).append(slot.key)
+        if (kind := _kind(slot)) is not None and self._kinds is not None:
+            self._kinds.setdefault(kind, {})[slot.key] = slot
+
+
+_Kind = tuple[object, ...]
+
+
+def _kind(slot: Slot) -> _Kind | None:
+    """Return what decides who may be placed on a slot; None: nobody who is not on it."""
+    if _unreachable(slot) or _capacity_refusal(slot) or len(slot.holders) >= slot.max_jobs:
+        return None
+    bases = tuple(holder.base for holder in slot.holders)
+    if None in bases:
+        return None  # what is not known, or quantised, is not shared
+    return (id(slot.terms), slot.model, slot.outputs, slot.failed_jobs, bases)
+
+
+def place(job: Job, slots: SlotTable | Iterable[Slot]) -> Placement | NoPlacement:
     """Return where `job` goes, or why it cannot go anywhere."""
-    refusals: list[tuple[Slot, str]] = []
-    open_slots: list[Slot] = []
-    for slot in slots:
-        why = refusal(job, slot)
-        if why:
-            refusals.append((slot, why))
-        else:
-            open_slots.append(slot)
-    if not open_slots:
-        return NoPlacement(_explain(job, refusals))
+    table = slots if isinstance(slots, SlotTable) else SlotTable(slots)
     best = min(
-        open_slots,
-        key=lambda slot: (
-            len(_others(job, slot)),
-            not serves_model(job, slot),
-            -slot.predicted_tokens_per_second,
-            slot.key,
-        ),
+        (slot for slot in table.candidates(job) if not refusal(job, slot)),
+        key=lambda slot: _preference(job, slot),
+        default=None,
     )
+    if best is None:
+        return NoPlacement(_explain(job, table))
     return Placement(best, _explain_choice(job, best))
+
+
+def _preference(job: Job, slot: Slot) -> tuple[object, ...]:
+    return (
+        job.key in slot.failed_jobs,
+        len(_others(job, slot)),
+        not serves_model(job, slot),
+        -slot.predicted_tokens_per_second,
+        slot.key,
+    )
 
 
 def refusal(job: Job, slot: Slot) -> str:
@@ -75,10 +145,29 @@ def admission_refusal(job: Job, slot: Slot) -> str:
     policy = slot.terms.policy
     if slot.terms.mode != "harvest":
         return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
-    spec = policy.spec
-    if spec and not spec.access.namespace_selector.matches(dict(job.namespace_labels)):
+    if job.spec and job.spec.policies and not _accepts(job, policy):
+        return f"is under policy {policy.name}, which spec.policies does not name"
+    if job.namespace in slot.terms.spent:
+        return f"gives namespace {job.namespace} no more today by policy {policy.name}"
+    if not _is_open_to(policy, job):
         return f"is closed to namespace {job.namespace} by policy {policy.name}"
     return ""
+
+
+def _accepts(job: Job, policy: CheckedPolicy) -> bool:
+    named = job.spec.policies if job.spec else ()
+    return any(
+        policy.key == (name if "/" in name else key_of(job.namespace, name)) for name in named
+    )
+
+
+def _is_open_to(policy: CheckedPolicy, job: Job) -> bool:
+    if policy.spec is None:
+        return True
+    selector = policy.spec.access.namespace_selector
+    if selector.is_empty:
+        return job.namespace == policy.namespace
+    return selector.matches(dict(job.namespace_labels))
 
 
 def serves_model(job: Job, slot: Slot) -> bool:
@@ -133,6 +222,8 @@ def _capacity_refusal(slot: Slot) -> str:
         return f"has an engine that is {slot.engine_state or 'not ready'}"
     if slot.breaker:
         return f"gave up harvesting ({slot.breaker})"
+    if slot.resting:
+        return f"rests {slot.resting}"
     return "has no memory to lend" if slot.memory_full else ""
 
 
@@ -169,9 +260,10 @@ def rate(tokens_per_second: float) -> str:
     return f"{tokens_per_second / 1000:.1f}k"
 
 
-def _explain(job: Job, refusals: list[tuple[Slot, str]]) -> str:
-    if not refusals:
+def _explain(job: Job, table: SlotTable) -> str:
+    if not table:
         return "There is no harvested slot: no sidecar of a decode pod has attached"
-    listed = [f"{_name(job, slot)} {why}" for slot, why in refusals[:SLOTS_LISTED]]
-    more = len(refusals) - len(listed)
+    first = itertools.islice(table.values(), SLOTS_LISTED)
+    listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in first]
+    more = len(table) - len(listed)
     return "; ".join(listed) + (f"; and {more} more slots refuse" if more else "")

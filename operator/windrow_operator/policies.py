@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, Status, set_condition
 from windrow.crd import ANNOTATION_POLICY, parse_policy_spec
+from windrow.crd.harvestpolicy import VolumeSpec
 from windrow.errors import UserError
+from windrow.outputs import is_below, path_of
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Usage
 
 
 def policy_of(body: Mapping[str, Any]) -> CheckedPolicy:
@@ -52,10 +55,13 @@ def select(pod: Pod, policies: Iterable[CheckedPolicy]) -> CheckedPolicy | None:
     )
 
 
-def terms_of(policy: CheckedPolicy, now: datetime, used_seconds: float = 0.0) -> EffectivePolicy:
+NOTHING_USED: Final = Usage()
+
+
+def terms_of(policy: CheckedPolicy, now: datetime, usage: Usage = NOTHING_USED) -> EffectivePolicy:
     """Return what `policy` allows at `now`: its mode, unless a limit forbids it.
 
-    `used_seconds` are the device seconds that jobs have had today (UTC).
+    `usage` is of today (UTC).
     """
     spec = policy.spec
     if spec is None:
@@ -66,11 +72,45 @@ def terms_of(policy: CheckedPolicy, now: datetime, used_seconds: float = 0.0) ->
         hours = ", ".join(spec.limits.hours)
         return EffectivePolicy(policy, "off", f"policy {policy.name} allows it at {hours}")
     quota = spec.access.gpu_seconds_per_day
-    if quota is not None and used_seconds >= quota:
+    if quota is not None and usage.seconds >= quota:
         return EffectivePolicy(
             policy, "off", f"policy {policy.name} has used its {quota} seconds of today"
         )
-    return EffectivePolicy(policy, "harvest")
+    share = spec.access.gpu_seconds_per_day_and_namespace
+    spent = frozenset(
+        namespace
+        for namespace, seconds in usage.by_namespace.items()
+        if share is not None and seconds >= share
+    )
+    return EffectivePolicy(policy, "harvest", spent=spent)
+
+
+def places_of(destination: str, policies: Iterable[CheckedPolicy]) -> frozenset[str]:
+    """Return every name of the directory that a destination may be: two jobs with one may meet.
+
+    Its path, and where that is in a claim or on a node by the volumes of each policy: one claim may
+    be mounted at two paths.
+    """
+    path = path_of(destination)
+    found = {path}
+    for policy in policies:
+        volumes = policy.spec.sidecar.volumes if policy.spec else ()
+        around = [volume for volume in volumes if is_below([volume.mount_path], path)]
+        if not around or not posixpath.isabs(path):
+            continue
+        inner = max(around, key=lambda volume: len(volume.mount_path))
+        if not inner.read_only:
+            below = posixpath.relpath(path, inner.mount_path)
+            found.add(posixpath.normpath(posixpath.join(_source(policy, inner), below)))
+    return frozenset(found)
+
+
+def _source(policy: CheckedPolicy, volume: VolumeSpec) -> str:
+    """Return a name for what a volume mounts; no path of a destination begins like that."""
+    if volume.persistent_volume_claim is not None:
+        return f"//claim:{policy.namespace}/{volume.persistent_volume_claim.claim_name}"
+    assert volume.host_path is not None
+    return f"//node:{volume.host_path.path}"
 
 
 def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
@@ -103,7 +143,7 @@ class PolicyCounts:
 def status_of(
     policy: CheckedPolicy,
     policy_counts: PolicyCounts,
-    usage: tuple[str, float],
+    usage: Usage,
     held: Iterable[Mapping[str, Any]],
     now: datetime,
 ) -> dict[str, Any]:
@@ -112,7 +152,7 @@ def status_of(
     Args:
         policy: the policy.
         policy_counts: what is under it.
-        usage: a day (UTC) and the device seconds of that day.
+        usage: of the newest day.
         held: the conditions so far.
         now: an aware datetime.
     """
@@ -135,8 +175,14 @@ def status_of(
         "slots": policy_counts.slots,
         "harvesting": policy_counts.harvesting,
     }
-    day, seconds = usage
-    return {**status, "usage": {"day": day, "gpuSeconds": round(seconds, 1)}} if day else status
+    if not usage.day:
+        return status
+    of_namespaces = [
+        {"namespace": namespace, "gpuSeconds": round(seconds, 1)}
+        for namespace, seconds in sorted(usage.by_namespace.items())
+    ]
+    used = {"day": usage.day, "gpuSeconds": round(usage.seconds, 1), "namespaces": of_namespaces}
+    return {**status, "usage": used}
 
 
 def _count(number: int, what: str) -> str:

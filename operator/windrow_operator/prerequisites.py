@@ -21,6 +21,7 @@ from windrow.crd import (
 )
 from windrow.errors import UserError
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
+from windrow_operator.lease import LEASE
 from windrow_operator.pki import SECRET
 from windrow_operator.webhook import CONFIGURATION
 
@@ -61,8 +62,10 @@ RIGHTS: tuple[Right, ...] = (
     Right(("get",), "secrets", name=SECRET, own=True),
     Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
     Right(("create",), "tokenreviews", "authentication.k8s.io"),
+    Right(("create",), "leases", "coordination.k8s.io", own=True),
+    Right(("get", "update"), "leases", "coordination.k8s.io", name=LEASE, own=True),
     Right(
-        ("patch",),
+        ("get", "patch"),
         "mutatingwebhookconfigurations",
         "admissionregistration.k8s.io",
         name=CONFIGURATION,

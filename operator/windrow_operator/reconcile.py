@@ -16,21 +16,29 @@ from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
-from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal, place
 
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """How long the operator waits for what."""
 
-    gone_grace: timedelta = timedelta(seconds=15)  # stream dropped, pod gone
-    lost_grace: timedelta = timedelta(seconds=60)  # stream dropped, pod still there
+    # A stream that is dead without a word is ended after 3 to 10 s (see `attach`), so that a slot
+    # is lost within 30 s and not before 20. By then a sidecar has dialled again (after ten seconds
+    # at the latest), and the worker of one that hangs has written a checkpoint and ended (14 s).
+    gone_grace: timedelta = timedelta(seconds=12)  # stream dropped, pod gone
+    lost_grace: timedelta = timedelta(seconds=17)  # stream dropped, pod still there
+    return_grace: timedelta = timedelta(seconds=60)  # not back yet since this replica leads
     start_timeout: timedelta = timedelta(seconds=180)  # assigned, no sign of the worker
     stop_timeout: timedelta = timedelta(seconds=60)  # asked to stop, not stopped
     stop_repeat: timedelta = timedelta(seconds=10)  # asked again while nothing happens
-    rejected_pause: timedelta = timedelta(seconds=2)
+    rejected_pause: timedelta = timedelta(seconds=2)  # doubled with every one in a row
+    rejected_cap: timedelta = timedelta(minutes=1)
+    # A job may take its sidecar or its worker down without a word so many times in a row.
+    most_losses: int = 3
     backoff_base: timedelta = timedelta(seconds=2)  # doubled with every failure
     backoff_cap: timedelta = timedelta(minutes=5)
+    secret_pause: timedelta = timedelta(seconds=30)  # a Secret that could not be read
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,8 @@ class Actions:
     commands: tuple[Command, ...] = ()
     events: tuple[Event, ...] = field(default=())
     delete: bool = False
+    # The placement ended without getting further, or: it got further. None: neither.
+    slot_failed: bool | None = None
     wake_at: datetime | None = None  # the latest moment at which to look again
 
 
@@ -81,6 +91,8 @@ def reconcile(
         now: an aware datetime.
         timeouts: how long to wait for what.
     """
+    if not job.is_ours:
+        return NOTHING
     if is_finished(job.status.get("conditions")):
         return _after_the_end(job, now)
     if job.deleted_at is not None:
@@ -155,7 +167,7 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
     retry_at = _time(job.status.get("retryAt"))
     if retry_at is not None and now < retry_at:
         return Actions(wake_at=retry_at)
-    choice = place(job, slots.values())
+    choice = place(job, slots if isinstance(slots, SlotTable) else slots.values())
     if isinstance(choice, NoPlacement):
         after = status.waiting(job, Reason.NO_SLOT, choice.message, now)
         return _write_status(job, after, Reason.NO_SLOT, choice.message)
@@ -165,6 +177,13 @@ def _unplaced(job: Job, slots: Mapping[str, Slot], now: datetime) -> Actions:
         commands=(Command("ASSIGN", choice.slot.key, job.epoch + 1),),
         events=(Event(Reason.PLACED, choice.message),),
     )
+
+
+def without_secret(job: Job, message: str, now: datetime, timeouts: Timeouts) -> Actions:
+    """Leave a job waiting whose Secret could not be read; it is read again after a while."""
+    after = status.waiting(job, Reason.SECRET_UNREADABLE, message, now)
+    step = _write_status(job, after, Reason.SECRET_UNREADABLE, message, warning=True)
+    return replace(step, wake_at=now + timeouts.secret_pause)
 
 
 def _refusal(job: Job) -> tuple[Reason, str] | None:
@@ -193,13 +212,14 @@ def _placed(
 ) -> Actions:
     slot = slots.get(job.slot)
     if run is not None and run.state not in ALIVE:
-        return _ended(job, run, now, timeouts)
+        gone = slot is not None and slot.pod_gone
+        return _ended(job, run, now, timeouts, pod_gone=gone)
     if slot is None or not slot.attached:
         return _silent(job, run, slot, now, timeouts)
     if run is None:
         # It is attached and does not run the job: the assignment never reached it, or the worker
         # ended while no operator listened.
-        return _lost(job, None, f"{name_in(job.slot)} does not run the job", now)
+        return _lost(job, None, f"{name_in(job.slot)} does not run the job", now, timeouts)
     reason = _stop_reason(job, slot)
     if reason:
         return _stop(job, run, reason, now, timeouts)
@@ -224,14 +244,20 @@ def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
     return (Event(said["reason"], said["message"], warning=said["status"] == "False"),)
 
 
-def _ended(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
+def _ended(
+    job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts, *, pod_gone: bool = False
+) -> Actions:
     """The placement is over; what that means for the job, and what was not told before."""
-    step = _after(job, run, now, timeouts)
+    step = _after(job, run, now, timeouts, pod_gone=pod_gone)
+    if run.state in (RunState.SUCCEEDED, RunState.STOPPED) and run.got_further:
+        step = replace(step, slot_failed=False)
     warnings = _warnings(job, step.status) if step.status is not None else ()
     return replace(step, events=(*warnings, *step.events))
 
 
-def _after(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Actions:
+def _after(
+    job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts, *, pod_gone: bool
+) -> Actions:
     assert run.state not in ALIVE
     if run.state is RunState.SUCCEEDED:
         after = status.succeeded(job, run, now)
@@ -242,11 +268,13 @@ def _after(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Ac
     if run.state is RunState.FAILED:
         return _failed(job, run, now, timeouts)
     if run.state is RunState.REJECTED:
-        retry_at = now + timeouts.rejected_pause
+        before = int(job.status.get("rejections") or 0)
+        retry_at = now + min(timeouts.rejected_pause * 2**before, timeouts.rejected_cap)
         after = status.retried(job, run, retry_at, now, counts=False)
         return Actions(status=after, wake_at=retry_at, events=(_failure_event(run, "Rejected"),))
     if run.state is RunState.LOST:
-        return _lost(job, run, run.detail or f"The worker on {name_in(job.slot)} is gone", now)
+        message = run.detail or f"The worker on {name_in(job.slot)} is gone"
+        return _lost(job, run, message, now, timeouts, innocent=pod_gone)
     if job.spec is not None and job.spec.suspend:
         return Actions(
             status=status.suspended(job, run, now),
@@ -254,7 +282,9 @@ def _after(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> Ac
             wake_at=now,
         )
     message = f"{name_in(job.slot)}: {run.detail or 'stopped'}"
-    reason = Reason.POLICY_CHANGED if run.stop_asked_at else Reason.SLOT_LOST
+    reason = Reason.SLOT_LOST
+    if run.stop_asked_at and not pod_gone:
+        reason = Reason.PREEMPTED if job.preempted_by else Reason.POLICY_CHANGED
     return Actions(
         status=status.unplaced(job, run, reason, message, now),
         events=(Event(reason, message),),
@@ -277,12 +307,14 @@ def _failed(job: Job, run: JobPlacement, now: datetime, timeouts: Timeouts) -> A
     if attempts > limit:
         message = f"{attempts} workers failed, the last by {run.reason}: {run.detail}"
         counted = replace(job, status={**job.status, "attempts": attempts})
-        return _give_up(counted, run, Reason.BACKOFF_LIMIT_EXCEEDED, message, now, abort=False)
+        step = _give_up(counted, run, Reason.BACKOFF_LIMIT_EXCEEDED, message, now, abort=False)
+        return replace(step, slot_failed=not run.got_further)
     retry_at = now + min(timeouts.backoff_base * 2 ** (attempts - 1), timeouts.backoff_cap)
     return Actions(
         status=status.retried(job, run, retry_at, now, counts=True),
         events=(_failure_event(run, Reason.WORKER_ERROR),),
         wake_at=retry_at,
+        slot_failed=not run.got_further,
     )
 
 
@@ -295,14 +327,18 @@ def _silent(
 ) -> Actions:
     """The sidecar is not attached: wait for it, longer while its pod is there."""
     if slot is None or slot.lost_at is None:
-        return _lost(job, run, f"{name_in(job.slot)} is gone", now)
-    grace = timeouts.gone_grace if slot.pod_gone else timeouts.lost_grace
+        return _lost(job, run, f"{name_in(job.slot)} is gone", now, timeouts, innocent=True)
+    if slot.pod_gone:
+        grace = timeouts.gone_grace
+    else:
+        grace = timeouts.return_grace if slot.awaited else timeouts.lost_grace
     due = slot.lost_at + grace
     if now < due:
         heard_at = (run.seen_at if run else None) or slot.lost_at
         return _wake_by(_unheard(job, heard_at, now), due)
     what = "its pod is gone" if slot.pod_gone else "its sidecar did not come back"
-    return _lost(job, run, f"{name_in(job.slot)} is lost: {what}", now)
+    message = f"{name_in(job.slot)} is lost: {what}"
+    return _lost(job, run, message, now, timeouts, innocent=slot.pod_gone)
 
 
 def _unheard(job: Job, heard_at: datetime, now: datetime) -> Actions:
@@ -315,18 +351,44 @@ def _unheard(job: Job, heard_at: datetime, now: datetime) -> Actions:
     return Actions(status=_changed(job, status.silent(job, heard_at, now)))
 
 
-def _lost(job: Job, run: JobPlacement | None, message: str, now: datetime) -> Actions:
-    """Forget the placement. The next one has a higher epoch, which fences whatever still runs."""
-    return Actions(
-        status=status.unplaced(job, run, Reason.SLOT_LOST, message, now),
-        events=(Event(Reason.SLOT_LOST, message, warning=True),),
-        wake_at=now,
-    )
+def _lost(
+    job: Job,
+    run: JobPlacement | None,
+    message: str,
+    now: datetime,
+    timeouts: Timeouts,
+    *,
+    innocent: bool = False,
+) -> Actions:
+    """Forget the placement. The next one has a higher epoch, which fences whatever still runs.
+
+    Where the pod is there and the job wrote no checkpoint since it was placed, the job itself may
+    have taken sidecar or worker down: it backs off, and fails before it has walked the cluster.
+    """
+    event = Event(Reason.SLOT_LOST, message, warning=True)
+    if innocent or run is None or run.got_further:
+        after = status.lost(job, run, message, now, losses=0, retry_at=None)
+        return Actions(status=after, events=(event,), wake_at=now)
+    losses = int(job.status.get("losses") or 0) + 1
+    if losses >= timeouts.most_losses:
+        why = (
+            f"{losses} placements in a row were lost without a new checkpoint, the last: {message}"
+        )
+        step = _give_up(job, run, Reason.BACKOFF_LIMIT_EXCEEDED, why, now, abort=True)
+        return replace(step, slot_failed=True)
+    retry_at = now + min(timeouts.backoff_base * 2 ** (losses - 1), timeouts.backoff_cap)
+    after = status.lost(job, run, message, now, losses=losses, retry_at=retry_at)
+    return Actions(status=after, events=(event,), wake_at=retry_at, slot_failed=True)
 
 
 def _stop_reason(job: Job, slot: Slot) -> str:
     if job.spec is not None and job.spec.suspend:
         return "Suspended"
+    # Drained or deleted: what the job has done since its last checkpoint need not be lost.
+    if slot.pod_gone:
+        return "the pod is ending"
+    if job.preempted_by:
+        return f"job {job.preempted_by} of higher priority takes the slot"
     return admission_refusal(job, slot)
 
 
@@ -338,6 +400,8 @@ def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Tim
         step = _ended(job, stopped, now, timeouts)
         return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
     again = run.stop_sent_at is None or now >= run.stop_sent_at + timeouts.stop_repeat
+    # The worker that stops for another reason keeps its checkpoints; those of a deleted job go.
+    again = again or (reason == Reason.DELETED != run.stop_reason)
     commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
     after = status.running(job, replace(run, stop_asked_at=asked), now)
     return Actions(

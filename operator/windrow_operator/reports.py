@@ -40,6 +40,10 @@ _LAST_WORDS: Final = frozenset(
 )
 
 
+# Of one pod, at most: no node has more.
+_DEVICES: Final = 16
+
+
 def take_hello(
     cluster: ClusterState, pod: Pod, hello: pb.SidecarHello, now: datetime, *, first: bool
 ) -> list[pb.JobCommand]:
@@ -59,9 +63,8 @@ def take_hello(
         stale += _take_running(cluster, key, running, now)
     if first:
         named = {(running.job_uid, running.epoch) for running in hello.running}
-        for run in list(cluster.runs.values()):
-            on_this_pod = any(run.slot == live.key for live in mine)
-            if on_this_pod and run.state in ALIVE and (run.uid, run.epoch) not in named:
+        for run in [run for live in mine for run in cluster.runs_on(live.key)]:
+            if run.state in ALIVE and (run.uid, run.epoch) not in named:
                 _lose(cluster, run, "the sidecar came back without the worker", now)
     return stale
 
@@ -74,7 +77,7 @@ def take_heartbeat(
     stale = []
     for running in jobs_of(beat):
         stale += _take_running(cluster, live.key, running, now)
-    for run in list(cluster.runs.values()):
+    for run in cluster.runs_on(live.key):
         reported = run.seen_at is not None and run.state in ALIVE
         # The sidecar reports and no longer names it, and it has said no last word.
         if run.slot == live.key and reported and now - (run.seen_at or now) > STALE_AFTER:
@@ -106,7 +109,9 @@ def detach(cluster: ClusterState, pod: Pod, now: datetime) -> None:
 
 def slots_of(cluster: ClusterState, pod: Pod) -> list[LiveSlot]:
     """Return the known slots of a pod."""
-    return [live for live in cluster.slots.values() if live.pod_uid == pod.uid]
+    keys = (key_of(pod.namespace, slot_name(pod.name, index)) for index in range(_DEVICES))
+    found = (cluster.slots.get(key) for key in keys)
+    return [live for live in found if live is not None and live.pod_uid == pod.uid]
 
 
 def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:
@@ -185,6 +190,7 @@ def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
         checkpoint_step=said.checkpoint_step if said.checkpoint_path else known.checkpoint_step,
         checkpoint_path=said.checkpoint_path or known.checkpoint_path,
         skipped_rows=said.skipped_rows,
+        cut_rows=said.cut_rows,
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +27,8 @@ class Settings:
     webhook_port: int
     metrics_port: int
     advertise_address: str
+    replica_address: str  # empty: the same
+    identity: str  # of this replica, in the Lease
     state_file: Path | None
     webhook_service: str  # empty: the webhook is registered by its URL
     sidecar_image: str
@@ -65,6 +69,18 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         default="",
         help="host by which sidecars and API server reach the operator; default: its Service",
     )
+    parser.add_argument(
+        "--replica-address",
+        default=environ.get("POD_IP", ""),
+        help="host by which sidecars reach this replica when it leads; default: POD_IP, else the "
+        "advertised address",
+    )
+    parser.add_argument(
+        "--identity",
+        default="",
+        help="name of this replica in the Lease; a restart under the same one leads again at once, "
+        "and no two may run under it; default: the pod's name, else one of this process alone",
+    )
     parser.add_argument("--state-file", type=Path, help="JSON with pid, ports and `ready`")
     parser.add_argument(
         "--namespace-scope", default="all", help="namespaces to serve, by commas; all: every one"
@@ -98,6 +114,11 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
     for name, value, text in (
         ("gone-grace", default.gone_grace, "wait for a sidecar whose pod is gone"),
         ("lost-grace", default.lost_grace, "wait for a sidecar whose pod is there"),
+        (
+            "return-grace",
+            default.return_grace,
+            "wait for sidecars to come back to a replica that has just come to lead",
+        ),
         ("start-timeout", default.start_timeout, "wait for a worker's first sign"),
         ("stop-timeout", default.stop_timeout, "wait for a worker to stop"),
         ("backoff-base", default.backoff_base, "pause after the first failure, doubled each time"),
@@ -108,7 +129,10 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
     parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
     parser.add_argument("--verbose", action="store_true", help="log debug messages")
     in_pod = "KUBERNETES_SERVICE_HOST" in environ
-    return _settings(parser.parse_args(arguments), in_pod=in_pod)
+    options = parser.parse_args(arguments)
+    host = socket.gethostname()  # in a pod its name
+    options.identity = options.identity or (host if in_pod else f"{host}_{uuid.uuid4().hex[:8]}")
+    return _settings(options, in_pod=in_pod)
 
 
 def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
@@ -122,6 +146,8 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         webhook_port=options.webhook_port,
         metrics_port=options.metrics_port,
         advertise_address=options.advertise_address or f"windrow-operator.{options.namespace}.svc",
+        replica_address=options.replica_address,
+        identity=options.identity,
         state_file=options.state_file,
         webhook_service=options.webhook_service,
         sidecar_image=options.sidecar_image,
@@ -134,6 +160,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         timeouts=Timeouts(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),
             lost_grace=timedelta(seconds=options.lost_grace_seconds),
+            return_grace=timedelta(seconds=options.return_grace_seconds),
             start_timeout=timedelta(seconds=options.start_timeout_seconds),
             stop_timeout=timedelta(seconds=options.stop_timeout_seconds),
             backoff_base=timedelta(seconds=options.backoff_base_seconds),

@@ -27,14 +27,16 @@ from windrow_operator.model import Pod, Slot
 
 log = logging.getLogger(__name__)
 
-# At most so many writes a second, whatever the number of slots.
-_WRITES_PER_SECOND = 200
-_SMALLEST_INTERVAL = timedelta(seconds=2)
+# How often it is looked at what has changed. What decisions hang on is written at once.
+LOOK_SECONDS = 2.0
+# Figures that change every second are for Prometheus; here they are for people, and of many slots
+# each one is written more seldom: so many writes a second, however many slots there are.
+_FIGURES_PER_SECOND = 1.5
 
 
-def interval(n_slots: int) -> timedelta:
-    """Return how often slots are written: every two seconds, more seldom for very many."""
-    return max(_SMALLEST_INTERVAL, timedelta(seconds=n_slots / _WRITES_PER_SECOND))
+def figures_interval(n_slots: int) -> timedelta:
+    """Return how old the figures of a slot may become."""
+    return timedelta(seconds=max(LOOK_SECONDS, n_slots / _FIGURES_PER_SECOND))
 
 
 def slot_object(live: LiveSlot) -> Body:
@@ -172,7 +174,17 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.ENGINE_NOT_SERVING, f"The engine is {view.engine_state}"
     if view.breaker:
         return "False", Reason.BREAKER_OPEN, view.breaker
+    if view.resting:
+        return "False", Reason.RESTING, f"It rests {view.resting}"
     return "True", Reason.SERVING, "The slot can take a job"
+
+
+def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
+    """Return what of a slot is written at once when it changes."""
+    return (
+        *(id(live.facts), view.attached, view.silent, view.engine_state, view.breaker),
+        *(view.resting, view.holders, view.terms and (view.terms.mode, view.terms.policy)),
+    )
 
 
 class SlotWriter:
@@ -182,6 +194,8 @@ class SlotWriter:
         self._cluster, self._kube = cluster, kube
         self._written: dict[str, Body] = {}  # facts by key
         self._status: dict[str, Body] = {}
+        # By key: what was notable when the status was last written, and when that was.
+        self._seen: dict[str, tuple[tuple[object, ...], datetime]] = {}
 
     async def load(self) -> None:
         """Take up the slots of an earlier life of the operator: known, not attached."""
@@ -202,9 +216,16 @@ class SlotWriter:
     async def write(self, now: datetime) -> None:
         """Write every slot that changed; one that fails is written the next time."""
         views = self._cluster.slot_views(now)
+        interval = figures_interval(len(views))
         for live in list(self._cluster.slots.values()):
+            view = views[live.key]
+            notable = _notable(live, view)
+            seen = self._seen.get(live.key)
+            if seen is not None and seen[0] == notable and now - seen[1] < interval:
+                continue
             try:
-                await self._write(live, views[live.key], now)
+                await self._write(live, view, now)
+                self._seen[live.key] = (notable, now)
             except ApiError as error:
                 self._written.pop(live.key, None)
                 log.warning("slot %s could not be written: %s", live.key, error)
@@ -239,6 +260,7 @@ class SlotWriter:
     def _forget(self, key: str) -> None:
         self._written.pop(key, None)
         self._status.pop(key, None)
+        self._seen.pop(key, None)
 
     def _jobs(self, view: Slot) -> list[Body]:
         jobs = []

@@ -7,7 +7,7 @@ place. The table in `windrow.conditions` lists the reasons.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -63,6 +63,9 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     before |= {"epoch": job.epoch + 1, "slot": slot}
     before.setdefault("startTime", timestamp(now))
     before.pop("retryAt", None)
+    if get_condition(before.get("conditions"), T.EVICTED) is not None:
+        words = "The job has a slot again"
+        before = _with(job, before, now, (T.EVICTED, "False", Reason.PLACED, words))
     return _with(
         job,
         before,
@@ -86,6 +89,7 @@ def running(job: Job, run: JobPlacement, now: datetime) -> Body:
     else:
         fact = (Reason.STARTED, run.started or "The worker has loaded the job")
     after = _checkpointed(job, after, run, now)
+    after.pop("rejections", None)
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
 
 
@@ -116,13 +120,20 @@ def unplaced(
         step = (after.get("checkpoint") or {}).get("step", 0)
         after["progress"] = {**after["progress"], "step": step}
         after["step"] = _steps(step, after["progress"].get("totalSteps", 0))
-    return _with(
-        job,
-        after,
-        now,
+    facts: list[tuple[str, Status, str, str]] = [
         (T.PLACED, "False", reason, message),
         (T.RUNNING, "False", Reason.NOT_PLACED, "The job has no slot"),
-    )
+    ]
+    if job.slot:
+        after["evictions"] = _counted(job.status.get("evictions") or (), reason)
+        facts.append((T.EVICTED, "True", reason, message))
+    return _with(job, after, now, *facts)
+
+
+def _counted(held: Iterable[Mapping[str, Any]], reason: str) -> list[Body]:
+    counts = {entry["reason"]: int(entry["count"]) for entry in held}
+    counts[str(reason)] = counts.get(str(reason), 0) + 1
+    return [{"reason": name, "count": count} for name, count in counts.items()]
 
 
 def suspended(job: Job, run: JobPlacement | None, now: datetime) -> Body:
@@ -148,8 +159,28 @@ def retried(
     what = f"{run.reason or 'WorkerError'}: {run.detail or 'no detail'}"
     after = unplaced(job, run, reason, f"{what}. Tried again at {timestamp(retry_at)}", now)
     after["retryAt"] = timestamp(retry_at)
-    if counts:
-        after["attempts"] = int(job.status.get("attempts") or 0) + 1
+    count = "attempts" if counts else "rejections"
+    after[count] = int(job.status.get(count) or 0) + 1
+    return after
+
+
+def lost(
+    job: Job,
+    run: JobPlacement | None,
+    message: str,
+    now: datetime,
+    *,
+    losses: int,
+    retry_at: datetime | None,
+) -> Body:
+    """The placement was lost; `losses` in a row without a new checkpoint, this one included."""
+    again = f". Tried again at {timestamp(retry_at)}" if retry_at else ""
+    after = unplaced(job, run, Reason.SLOT_LOST, f"{message}{again}", now)
+    after.pop("losses", None)
+    if losses:
+        after["losses"] = losses
+    if retry_at is not None:
+        after["retryAt"] = timestamp(retry_at)
     return after
 
 
@@ -254,6 +285,7 @@ def _numbers(progress: WorkerProgress) -> Body:
         "tokensPerSecond": round(progress.tokens_per_second, 1),
         "tokens": progress.tokens,
         "skippedRows": progress.skipped_rows,
+        "cutRows": progress.cut_rows,
     }
     if math.isfinite(progress.loss):
         numbers["loss"] = progress.loss

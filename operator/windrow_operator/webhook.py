@@ -119,25 +119,51 @@ def webhook_configuration(
 
 
 class WebhookRegistration:
-    """Keeps the API server's list of when to call the webhook."""
+    """Keeps the API server's list of when to call the webhook, whatever others do to it."""
 
     def __init__(self, kube: Kube, client: Body, ca: bytes, own_namespace: str) -> None:
         self._kube, self._client, self._ca, self._own = kube, client, ca, own_namespace
-        self._namespaces: frozenset[str] | None = None  # as registered; None: not yet
+        self._wanted: Body | None = None  # as last registered; None: not yet
 
     async def keep(self, namespaces: Collection[str]) -> None:
-        """Register for these namespaces, unless that is how it stands.
+        """Register for these namespaces, unless that is how it was last done.
 
         Raises:
             ApiError: the API server did not take it; what was registered before holds.
         """
-        wanted = frozenset(namespaces)
-        if wanted == self._namespaces:
+        wanted = webhook_configuration(self._client, self._ca, self._own, namespaces)
+        if wanted != self._wanted:
+            await self._apply(wanted)
+
+    async def compare(self) -> None:
+        """Register again where the registration is not the one that was last made.
+
+        Raises:
+            ApiError: the API server could not say, or did not take it.
+        """
+        if self._wanted is None:
             return
-        body = webhook_configuration(self._client, self._ca, self._own, wanted)
+        try:
+            found = await self._kube.get(f"{_COLLECTION}/{CONFIGURATION}")
+        except ObjectNotFound:
+            found = {}
+        if not _agrees(self._wanted["webhooks"], found.get("webhooks") or []):
+            log.warning("the webhook's registration was changed or deleted: it is restored")
+            await self._apply(self._wanted)
+
+    async def _apply(self, wanted: Body) -> None:
         # The list of webhooks is ours alone: entries that are no longer named go.
-        await self._kube.apply(f"{_COLLECTION}/{CONFIGURATION}", body)
-        self._namespaces = wanted
+        await self._kube.apply(f"{_COLLECTION}/{CONFIGURATION}", wanted)
+        self._wanted = wanted
+
+
+def _agrees(wanted: object, found: object) -> bool:
+    """Return whether `found` says what `wanted` says; fields with defaults may have come to it."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return all(_agrees(value, found.get(name)) for name, value in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(_agrees, wanted, found))
+    return wanted == found
 
 
 class Webhook:

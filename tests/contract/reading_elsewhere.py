@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.colocated import loading as loading_module
 from windrow_sidecar.finetune.colocated.loading import Loading
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
@@ -154,6 +155,27 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
             given_up = loading.give_up(verdict), loading.is_over, loading.give_up(verdict)
         return [*given_up, loading.verdict == verdict, reading()]
 
+    def forgotten() -> object:
+        """A job that is deleted while its rows do not come, or while its folder hangs."""
+        said, loading_module.FORGET_WITHIN_S = [], 1.0
+        for name, hangs in (("gone", False), ("hanging", True)):
+            file, order = job(name), JobOrder(name, 1)
+            root = folder / name / ".windrow" / name
+            (root / "checkpoints" / "step-00000005").mkdir(parents=True)
+            with (root / "lock").open("a") as lock:
+                if hangs:
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                loading = Loading(file, order, JobState(), readers, lambda _: wanted(fifo), ALWAYS)
+                if not hangs:
+                    until(reading)
+                until(lambda loading=loading: loading.forget() or loading.verdict)
+                assert loading.verdict is not None
+                event, ending = loading.verdict
+                there = (root / "checkpoints").exists()
+                until(lambda: not reading())
+                said.append([event.kind, event.detail, ending.name, there])
+        return said
+
     def held() -> object:
         pace, job_state = Granting(), JobState(stall=StallWatch(after_s=60.0))
         file, order = job("held"), JobOrder("held", 1)
@@ -198,6 +220,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
         ],
         "ended": ended,
         "stalled": stalled,
+        "forgotten": forgotten,
         "folder hangs": folder_hangs,
         "held": held,
         "too late": too_late,

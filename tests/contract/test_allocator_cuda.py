@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from chunk_tensors import chunk_tensor
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
 from windrow_sidecar.memory.allocator import LentBudget
-from windrow_sidecar.memory.tensors import chunk_tensor
 
 MIB = 1 << 20
 WORKER = 7

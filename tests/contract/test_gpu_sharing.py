@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -13,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from windrow.errors import Transient
-from windrow.proto import agent_pb2
+from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
 from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.flags import parse_settings
 from windrow_sidecar.agent.gpu_sharing import SWITCHED_OFF, GpuSharing, probe_gpu
+from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
-from windrow_sidecar.agent.worker_process import worker_environment
+from windrow_sidecar.agent.worker_process import WorkerProcess, worker_environment
+from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
 from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
-from windrow_sidecar.finetune.colocated.slot_device import gpu_partition
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 GPU = Survey(gpu="a GPU", units=132)
@@ -61,11 +62,6 @@ class Pod:
 
     def put_clients(self, *pids: int) -> None:
         (self.run_dir.mps_folder / "pipe" / "clients").write_text("\n".join(map(str, pids)))
-
-
-class WholeDevice:
-    def total_units(self) -> int:
-        return 132
 
 
 @pytest.fixture
@@ -229,11 +225,49 @@ def test_a_process_is_a_client_where_its_environment_and_the_driver_say_so(
     assert there.mode == "spatial"
 
 
-def test_a_worker_that_is_no_client_beside_decode_that_is_one_says_what_to_do():
-    whole = gpu_partition(Sharing("temporal", "no client"), "cuda", WholeDevice())
-    whole.activate(132)
-    with pytest.raises(Transient, match=r"grants 64 of 132 SMs.*no client.*Restart the decode"):
-        whole.activate(64)
+async def test_a_worker_that_is_no_client_beside_decode_that_is_one_is_told_in_the_facts(pod):
+    """Decode grants it the whole GPU while it idles: see `test_inflight`."""
+    sharing, told = await pod.share(GPU, pod.daemon()), []
+    slot = AgentSlot(
+        0,
+        AgentSettings(pod.run_dir),
+        EventOutbox(),
+        on_facts=lambda: told.append(slot.facts().sharing),
+        sharing=lambda: sharing.sharing,
+    )
+    hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
+    await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
+    run = JobRun(slot._settings, attach_pb2.Assign(job_uid="u", epoch=1), EventOutbox(), None)
+    slot.jobs.runs.append(run)
+    slot.engine_reported(agent_pb2.EngineStats())
+    progress = agent_pb2.WorkerProgress(sharing="temporal", sharing_reason="no daemon answers")
+    await run.heard(agent_pb2.WorkerReport(progress=progress))
+    slot.engine_reported(agent_pb2.EngineStats())
+    slot.engine_reported(agent_pb2.EngineStats())
+    assert slot.facts().sharing_reason == "the worker shares it so: no daemon answers"
+    slot.jobs.runs.clear()
+    slot.engine_reported(agent_pb2.EngineStats())
+    assert told == ["spatial", "temporal", "spatial"]
+    await slot.close()
+
+
+async def test_the_gpu_work_of_a_client_is_ended_before_it_is_killed(pod, tmp_path):
+    sharing = await pod.share(GPU, pod.daemon())
+    order: list[str] = []
+    environ = AgentSettings(pod.run_dir, grace_s=0.05)
+    supervisor = WorkerSupervisor(
+        environ, 0, on_exit=lambda _: order.append("reaped"), end_gpu_work=sharing.end_client
+    )
+    sleeper = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
+    pod.put_clients(41, sleeper.pid)
+    (log := tmp_path / "worker.log").touch()
+    supervisor._process = WorkerProcess(sleeper, log)
+    clients = pod.run_dir.mps_folder / "pipe" / "clients"
+    kill = supervisor._process.kill
+    supervisor._process.kill = lambda: (order.append(clients.read_text()), kill())
+    supervisor.kill_for(JobRun(environ, attach_pb2.Assign(), EventOutbox(), supervisor))
+    assert await asyncio.wait_for(sleeper.wait(), 20) == -signal.SIGKILL
+    assert order == ["41"], "the daemon was told before the process was killed"
 
 
 def test_a_survey_says_what_would_be_chosen_and_why(cuda_standin, run_dir):

@@ -69,6 +69,20 @@ def forward():
     return tasklet
 
 
+def test_a_worker_that_shares_in_time_only_takes_the_whole_device_or_nothing(slot, forward):
+    """Decode that shares in space grants parts beside its steps, and the whole while it idles."""
+    slot.give(Action.GO)
+    assert slot.gate.launch(forward)
+    slot.arena.page.publish_grant(Grant(Action.GO, UNITS - 1, in_flight_bound_us=BOUND_US))
+    assert slot.gate.revoked(), "what runs on all of it ends where only a part is granted"
+    slot.gate.landed(forward)
+    slot.gate.quiet(forward)
+    assert not slot.gate.launch(forward)
+    assert slot.offer.in_flight_us == 0
+    slot.give(Action.GO)
+    assert slot.gate.launch(forward)
+
+
 def test_the_next_tasklet_is_queued_behind_the_one_that_runs_and_no_more_than_the_bound(
     slot, forward
 ):
@@ -166,6 +180,35 @@ def test_a_budget_counts_what_is_in_flight_as_estimated_and_what_has_ended_as_it
         slot.estimates.learn(forward, UNITS, TAKES_US)
     # 4 + 4 fit as estimated; as they were they took 2 each, so more did.
     assert launched == 5
+
+
+def test_between_two_steps_of_decode_only_what_ends_before_the_next_one_is_launched(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    gap_ns = slot.device.now_ns + 3 * TAKES_US * 1000 - 1
+    slot.give(Action.GO, gap_until_ns=gap_ns)
+    launched = 0
+    while slot.gate.launch(forward):
+        slot.device.work(TAKES_US)
+        slot.gate.landed(forward)
+        launched += 1
+    slot.gate.quiet(forward)
+    assert launched == 2
+    assert slot.device.now_ns <= gap_ns
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert slot.gate.launch(forward)
+
+
+def test_a_tasklet_that_takes_longer_than_was_thought_is_suspended_when_the_step_begins(
+    slot, forward
+):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert slot.gate.launch(forward)
+    assert not slot.gate.revoked()
+    slot.device.now_ns += TAKES_US * 1000 + 1
+    assert slot.gate.revoked()
+    slot.give(Action.GO, gap_until_ns=slot.device.now_ns + TAKES_US * 1000)
+    assert not slot.gate.revoked()
 
 
 def test_alone_nothing_bounds_what_is_queued_and_quiet_waits_for_all_of_it(forward):

@@ -20,8 +20,11 @@ from transformers import (
 )
 
 from windrow.errors import UserError
+from windrow_sidecar.engines.builtin.llama.config import read_config
+from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
+from windrow_sidecar.engines.fingerprint import model_fingerprint, served_files
+from windrow_sidecar.engines.weight_files import weight_files
 from windrow_sidecar.finetune.model.loading import ExportedWeights, find_model, load_base
-from windrow_sidecar.finetune.offload.weight_files import weight_files
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,6 +138,15 @@ def test_tied_weights_are_rightly_absent(tmp_path, way):
         base.frozen.close()
 
 
+def test_a_head_of_its_own_under_a_config_that_ties_it_is_told(folder):
+    assert loaded(folder).notes == ()
+    configure(folder, tie_word_embeddings=True)
+    base = loaded(folder)
+    assert base.model.lm_head.weight is not base.model.model.embed_tokens.weight
+    (note,) = base.notes
+    assert "tie_word_embeddings" in note
+
+
 def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=32, n_layer=2, n_head=2)).save_pretrained(
         tmp_path
@@ -144,12 +156,61 @@ def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
     assert loaded(tmp_path).model is not None
 
 
-def test_shards_make_one_model_and_files_beside_them_count_for_nothing(folder):
+@pytest.mark.parametrize("shards", [True, False])
+def test_files_beside_the_weights_count_for_nothing_and_are_told(folder, shards):
     whole_bytes = (folder / "model.safetensors").stat().st_size
-    shard(folder)
-    save_file({"other": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
-    assert len(weight_files(folder)) > 2
-    assert loaded(folder, room_bytes=2 * whole_bytes).frozen is None
+    if shards:
+        shard(folder)
+    files, known = weight_files(folder), model_fingerprint(folder)
+    assert (len(files) > 2) is shards
+    assert loaded(folder).notes == ()
+    # Other values under the same names: whoever read them would serve another model.
+    other = {name: t + 1 for name, t in load_file(files[0]).items()}
+    save_file(other | {"x": torch.ones(1 << 20)}, folder / "consolidated.safetensors")
+    assert (weight_files(folder), model_fingerprint(folder)) == (files, known)
+    assert served_files(folder) == files
+    base = loaded(folder, room_bytes=2 * whole_bytes)
+    assert base.frozen is None
+    (note,) = base.notes
+    assert note.startswith("the model's weights are " + ("what" if shards else "model.safetensors"))
+    assert note.endswith(": consolidated.safetensors beside it is not read")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int64])
+def test_codes_of_a_quantisation_are_not_taken_for_weights(folder, dtype):
+    codes = load_file(folder / "model.safetensors")[UP].to(dtype)
+    change(folder, **{UP: codes})
+    for way in ("from files", "a few layers at a time"):
+        with pytest.raises(UserError) as refused:
+            WAYS[way](folder)
+        assert UP in refused.value.problem, way
+    config = read_config(folder)
+    layout = plan_layout(config)
+    with pytest.raises(UserError, match=UP):
+        load_weights(folder, layout, torch.zeros(layout.n_bytes, dtype=torch.uint8))
+
+
+def test_decode_reads_no_file_beside_the_weights(folder):
+    config = read_config(folder)
+    layout = plan_layout(config)
+    found = []
+    for _ in range(2):
+        storage = torch.zeros(layout.n_bytes, dtype=torch.uint8)
+        load_weights(folder, layout, storage)
+        found.append(storage)
+        tensors = {name: t + 1 for name, t in load_file(folder / "model.safetensors").items()}
+        save_file(tensors, folder / "a.safetensors")
+        save_file(tensors, folder / "z.safetensors")
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("broken", ["a shard is missing", "half a shard", "no index", "a pointer"])
+def test_decode_and_worker_refuse_the_same_folders_each_by_its_own_field(folder, broken):
+    breaks, words = BROKEN[broken]
+    breaks(folder)
+    with pytest.raises(UserError, match=words) as refused:
+        model_fingerprint(folder)
+    assert refused.value.field == "--model-path"
 
 
 # How a folder is broken, and words of what is said of it.
@@ -166,7 +227,25 @@ BROKEN = {
     ),
     "no file": (
         lambda at: (at / "model.safetensors").unlink(),
-        r"no file named model\.safetensors, or pytorch_model\.bin",
+        r"model holds no weights as safetensors. Use a model that is kept as safetensors",
+    ),
+    "pickled weights": (
+        lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),
+        r"holds no weights as safetensors, only pytorch_model\.bin. Write them as safetensors: ",
+    ),
+    "a link to nowhere": (
+        lambda at: (
+            (at / "model.safetensors").unlink(),
+            (at / "model.safetensors").symlink_to("../blobs/a1"),
+        ),
+        r"model\.safetensors is a link to \.\./blobs/a1, which is not there. Copy the model again",
+    ),
+    "an index without shards": (
+        lambda at: (
+            shard(at),
+            (at / "model.safetensors.index.json").write_text('{"weight_map": {}}'),
+        ),
+        r"index\.json names no shard",
     ),
     "a shard is missing": (
         lambda at: (shard(at), next(at.glob(f"{SHARD}*")).unlink()),

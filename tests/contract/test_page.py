@@ -18,7 +18,7 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
     peer = Arena.attach(path)
     owner.page.publish_view(view.View(*range(1, 16)))
     read = view.View._make(peer.page.read_view())
-    assert (read.step, read.slack_us, read.steps_over_objective) == (1, 14, 15)
+    assert (read.step, read.slack_us, read.waited_us) == (1, 14, 15)
     assert read.heartbeat_ns > 0
     assert read == view.View(*range(1, 16), heartbeat_ns=read.heartbeat_ns)
 

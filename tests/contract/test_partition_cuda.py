@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
+
 import pytest
 
 from windrow.errors import UserError
@@ -54,6 +59,49 @@ def test_sms_that_make_no_group_are_no_level(sides):
     for partition in sides:
         with pytest.raises(UnknownLevel):
             partition.activate(3)
+
+
+def test_an_event_of_the_device_may_be_recorded_on_the_stream_of_any_share(request, sides):
+    """As torch records them: made by itself, first used on one share and then on another."""
+    streams: list[int] = []
+    worker = CudaPartition("finetune", use_stream=streams.append)
+    for units in worker.levels()[:2]:
+        worker.activate(units)
+    is_real = request.node.callspec.params["sides"] == "gpu"
+    libcuda = ctypes.CDLL("libcuda.so.1" if is_real else str(request.getfixturevalue("standin")))
+    event, context = ctypes.c_void_p(), ctypes.c_void_p()
+    assert libcuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+    assert libcuda.cuCtxPushCurrent(context) == 0
+    assert libcuda.cuEventCreate(ctypes.byref(event), 0) == 0
+    for stream in streams:
+        assert libcuda.cuEventRecord(event, ctypes.c_void_p(stream)) == 0
+        assert libcuda.cuEventSynchronize(event) == 0
+    assert libcuda.cuEventDestroy(event) == 0
+    assert libcuda.cuCtxPopCurrent(ctypes.byref(context)) == 0
+    libcuda.cuDevicePrimaryCtxRelease(0)
+
+
+LETTER = """
+import sys
+from windrow_sidecar import _core
+from windrow_sidecar.compute.sharing import green_missing
+_core.use_libcuda(sys.argv[1])
+print(green_missing("cuda"))
+"""
+
+
+def test_a_driver_that_keeps_torchs_events_from_shares_is_shared_in_time(standin):
+    """It would refuse torch's first event on a share: found out before anybody computes there."""
+    said = subprocess.run(
+        [sys.executable, "-c", LETTER, str(standin)],
+        env=os.environ | {"WINDROW_STANDIN_GREEN_EVENTS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert "keeps events of the primary context from streams of green contexts" in said.stdout
+    assert "CUDA_ERROR_INVALID_HANDLE" in said.stdout
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_do():

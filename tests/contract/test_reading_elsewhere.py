@@ -51,6 +51,14 @@ def test_a_job_whose_folder_hangs_can_be_given_up_once_and_reads_nothing(scenes)
     assert scenes["folder hangs"] == [True, True, False, True, []]
 
 
+def test_a_job_that_is_deleted_while_it_loads_leaves_no_checkpoint_unless_its_folder_hangs(scenes):
+    removed, hanging = scenes["forgotten"]
+    detail = "the job was deleted, its checkpoints are removed; it had not begun"
+    assert removed == ["STOPPED", detail, "STOPPED", False]
+    detail = "the job was deleted; its folder does not answer, its checkpoints stay"
+    assert hanging == ["STOPPED", f"{detail}; it had not begun", "STOPPED", True]
+
+
 def test_it_stands_still_while_nothing_is_granted_and_is_not_given_up_for_it(scenes):
     assert scenes["held"] == [True, True]
 

@@ -43,9 +43,12 @@ def write(path, text) -> None:
 def test_a_model_of_the_hub_is_brought_here_without_what_it_does_not_need(hub):
     write(hub / "models/team/tiny/config.json", "{}")
     write(hub / "models/team/tiny/weights.bin", "pickled")
+    write(hub / "models/team/tiny/merges.txt", "")
+    write(hub / "models/team/tiny/chat_template.jinja", "{{ messages }}")
     found = find_model("team/tiny", "main")
     assert found.name == COMMIT
-    assert [file.name for file in found.iterdir()] == ["config.json"]
+    names = sorted(file.name for file in found.iterdir())
+    assert names == ["chat_template.jinja", "config.json", "merges.txt"]
 
 
 def test_a_model_that_the_hub_has_not_is_told_in_one_line(hub):

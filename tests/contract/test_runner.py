@@ -213,11 +213,12 @@ def test_checkpoints_go_once_the_adapter_is_written_where_nobody_can_go_on_from_
     assert (forgotten.folder.root / "metrics.jsonl").is_file()
 
 
-def test_a_job_that_was_deleted_stops_without_a_checkpoint_and_leaves_none(tmp_path):
+@pytest.mark.parametrize("commands", [["FORGET"], ["STOP", "FORGET"]])
+def test_a_job_that_was_deleted_stops_without_a_checkpoint_and_leaves_none(tmp_path, commands):
     job = Started(tmp_path)
     while "CHECKPOINTED" not in job.told.kinds:
         job.runner.cycle()
-    job.told.commands.append("FORGET")
+    job.told.commands += commands
     assert run_to_the_end(job) is Ending.STOPPED
     assert "its checkpoints are removed" in job.told.events[-1].detail
     assert not job.folder.checkpoints.exists()

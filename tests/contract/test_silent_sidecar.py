@@ -20,7 +20,10 @@ SILENT_S, LOOK_S = 2.0, 0.1
 class Sidecar(agent_pb2_grpc.AgentServicer):
     """Takes what a worker says, and says that it is there for as long as the test wants it to."""
 
-    def __init__(self, socket: str, *, says: bool = True) -> None:
+    def __init__(
+        self, socket: str, command: agent_pb2.WorkerCommand | None = None, *, says: bool = True
+    ) -> None:
+        self.command = command
         self.says, self.falls_silent, self.ended = says, threading.Event(), threading.Event()
         self.heard = threading.Semaphore(0)
         self.server = grpc.server(futures.ThreadPoolExecutor(4))
@@ -31,6 +34,8 @@ class Sidecar(agent_pb2_grpc.AgentServicer):
     def Worker(self, request_iterator, context):
         next(request_iterator)
         self.heard.release()
+        if self.command is not None:
+            yield self.command
         while self.says and not self.falls_silent.wait(LOOK_S / 2):
             yield agent_pb2.WorkerCommand(action="ALIVE")
         self.ended.wait()  # hangs: the stream is open
@@ -51,6 +56,29 @@ def orphaned(monkeypatch):
 def linked(socket, orphaned) -> JobAgentLink:
     hello = worker_hello(JobOrder("a-job", 1), 1)
     return JobAgentLink(socket, hello, JobProgress, orphaned=orphaned.set_result)
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "taken"),
+    [
+        ("STOP", "Deleted", "FORGET"),
+        ("STOP", "Suspended", "STOP"),
+        ("STOP", "", "STOP"),
+        ("ABORT", "Deleted", "ABORT"),
+    ],
+)
+def test_a_stop_for_a_deleted_job_asks_to_remove_its_checkpoints(tmp_path, action, reason, taken):
+    socket = tmp_path / "agent.sock"
+    sidecar = Sidecar(str(socket), agent_pb2.WorkerCommand(action=action, reason=reason))
+    try:
+        with linked(socket, futures.Future()) as link:
+            while (command := link.take_command()) is None:
+                assert link._thread.is_alive()
+                threading.Event().wait(0.01)
+            assert (command, link.end_asked) == (taken, taken)
+            sidecar.ended.set()
+    finally:
+        sidecar.close()
 
 
 @pytest.mark.parametrize("how", ["hangs", "is gone"])

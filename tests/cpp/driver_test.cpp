@@ -297,6 +297,11 @@ TEST(CudaDriverTest, MemoryIsFitForRdmaWhereTheGpuSupportsIt) {
   EXPECT_EQ(Standin::violations(), "");
 }
 
+TEST(CudaDriverTest, AGpuHasItsUuidAndTheHostNone) {
+  EXPECT_EQ(CudaDriver(WINDROW_STANDIN, 0).facts().uuid, "a0a1a2a3a4a5a6a7a8a9aaabacadaeaf");
+  EXPECT_EQ(host_driver().facts().uuid, "");
+}
+
 TEST(CudaDriverTest, AProcessIsAnMpsClientWhereItsContextIs) {
   CudaDriver driver(WINDROW_STANDIN, 0);
   EXPECT_FALSE(driver.facts().is_mps_client);
@@ -318,6 +323,21 @@ TEST(CudaDriverTest, MemoryStaysWritableForItsMakerWhereTheDriverTakesNoAccessAw
   OwnedFd fd(::fcntl(weights.fd(), F_DUPFD_CLOEXEC, 0));
   const auto reader = map_sealed(driver, std::move(fd), 4096);
   EXPECT_EQ(get(driver, reader->reservation().data()), std::byte{2});
+  EXPECT_EQ(Standin::violations(), "");
+}
+
+TEST(CudaDriverTest, WeightsAreSharedAllTheSameWhereTheDriverKnowsNoReadOnlyMappings) {
+  const testing::StandinSetting blunt("WINDROW_STANDIN_READ_ONLY", "0");
+  CudaDriver driver(WINDROW_STANDIN, 0);
+  SharedWeights weights(driver, 4096);
+  put(driver, weights.mapping()->reservation().data(), std::byte{1});
+  ::testing::internal::CaptureStderr();
+  weights.seal();
+  OwnedFd fd(::fcntl(weights.fd(), F_DUPFD_CLOEXEC, 0));
+  const auto reader = map_sealed(driver, std::move(fd), 4096);
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(said.find("stay writable"), said.rfind("stay writable")) << "both sides say it";
+  EXPECT_EQ(get(driver, reader->reservation().data()), std::byte{1});
   EXPECT_EQ(Standin::violations(), "");
 }
 

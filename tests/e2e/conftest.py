@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from farm import MODEL, OBJECTIVE_MS, Farm, left_over
+from farm import MODEL, Farm, bearable_ms, left_over
 from rich.console import Console
 
 from windrow.client import WindrowClient
@@ -19,7 +19,7 @@ from windrow.local.devices import devices, usable_cores
 def farm(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Farm]:
-    """Decode pods, `PODS` of the module or two, under a policy that always lets the worker run."""
+    """Decode pods, `PODS` of the module or two, under an objective that they can keep."""
     out = tmp_path_factory.mktemp("farm")
     events = out / "pods"
     settings = ClusterSettings(log_dir=out / "logs", event_log_root=events, outputs=(out,))
@@ -31,7 +31,8 @@ def farm(
         serving.create(client, pods)
         serving.await_ready(client, pods, timedelta(seconds=120))
         serving.await_observed(client, pods, timedelta(seconds=60))
-        client.apply_policy(manifests.harvest_policy("farm", OBJECTIVE_MS, "windrow"))
+        objective_ms = bearable_ms(pods, events)
+        client.apply_policy(manifests.harvest_policy("farm", objective_ms, "windrow"))
         serving.await_slots(client, pods, timedelta(seconds=60))
         yield Farm(cluster, client, pods, events, out)
         directory = cluster.directory

@@ -50,26 +50,37 @@ def install_crds(kube):
 class OperatorProcess:
     """`python -m windrow_operator` on loopback ports; may be killed and started again."""
 
-    def __init__(self, kubeconfig, directory, *arguments):
+    def __init__(self, kubeconfig, directory, *arguments, identity="tests"):
+        self.identity = identity
         self.state_file, self.log = directory / "state.json", directory / "operator.log"
         self._command = [
             *(sys.executable, "-m", "windrow_operator", "--kubeconfig", str(kubeconfig)),
             *("--attach-host", "127.0.0.1", "--advertise-address", "127.0.0.1"),
             *("--attach-port", "0", "--webhook-port", "0", "--metrics-port", "0"),
             *("--namespace", OWN_NAMESPACE, "--state-file", str(self.state_file)),
+            *("--identity", identity),
             *arguments,
         ]
         self.process = None
 
     def start(self):
+        """Begin, and wait until it leads."""
+        self.begin()
+        wait_until(self.leads, f"the operator leads; see\n{self.log.read_text()}")
+
+    def begin(self):
+        """Begin, and do not wait."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        wait_until(self._is_ready, f"the operator is ready; see\n{self.log.read_text()}")
 
-    def _is_ready(self):
+    def leads(self):
+        assert self.process.poll() is None, f"the operator ended:\n{self.log.read_text()}"
+        return self.state.get("pid") == self.process.pid and self.state.get("leads")
+
+    def stands_by(self):
         assert self.process.poll() is None, f"the operator ended:\n{self.log.read_text()}"
         state = self.state
-        return state.get("pid") == self.process.pid and state.get("ready")
+        return state.get("pid") == self.process.pid and state["ready"] and not state["leads"]
 
     @property
     def state(self):
@@ -97,6 +108,7 @@ class FakeSidecar:
         pod_uid="",
         version=1,
         outputs=("/out",),
+        leader_term=0,
     ):
         credentials = grpc.ssl_channel_credentials(authority)
         self._channel = grpc.secure_channel(address, credentials)
@@ -116,13 +128,17 @@ class FakeSidecar:
             pod_uid=pod_uid,
             slots=[slot] if facts else [],
             running=running,
+            leader_term=leader_term,
         )
         self._outbox.put(pb.SidecarMessage(hello=hello))
         self._stream = pb_grpc.AttachStub(self._channel).Attach(
             iter(self._outbox.get, None), metadata=(("authorization", f"Bearer {token}"),)
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._beat = None  # the last one, said again every second as a real sidecar does
+        self._ended = threading.Event()
+        self._threads = [threading.Thread(target=t) for t in (self._read, self._keep_beating)]
+        for thread in self._threads:
+            thread.start()
 
     def _read(self):
         try:
@@ -131,10 +147,21 @@ class FakeSidecar:
         except grpc.RpcError as error:
             self.error = error
 
+    def _keep_beating(self):
+        while not self._ended.wait(1.0):
+            if self._beat is not None:
+                self._outbox.put(pb.SidecarMessage(heartbeat=self._beat))
+
+    def fall_silent(self):
+        """Say nothing any more; the stream stays."""
+        self._beat = None
+
     def close(self):
+        self._ended.set()
         self._outbox.put(None)
         self._stream.cancel()
-        self._reader.join(DEADLINE_SECONDS)
+        for thread in self._threads:
+            thread.join(DEADLINE_SECONDS)
         self._channel.close()
 
     def refusal(self):
@@ -162,9 +189,12 @@ class FakeSidecar:
         beat.MergeFrom(pb.SlotHeartbeat(**fields))
         if job is not None:
             beat.job.CopyFrom(job)
+        self._beat = beat
         self._outbox.put(pb.SidecarMessage(heartbeat=beat))
 
     def report(self, assigned, kind, **fields):
+        if self._beat is not None and kind in ("STOPPED", "SUCCEEDED", "FAILED", "REJECTED"):
+            self._beat.ClearField("job")
         event = pb.JobEvent(
             kind=pb.JobEvent.Kind.Value(kind),
             job_uid=assigned.job_uid,
@@ -310,8 +340,8 @@ class Cluster:
         secret = self.core.read_namespaced_secret("windrow-operator-ca", OWN_NAMESPACE)
         return base64.b64decode(secret.data["tls.crt"])
 
-    def attach(self, pod, token=None, **hello):
-        address = f"127.0.0.1:{self.operator.state['attachPort']}"
+    def attach(self, pod, token=None, to=None, **hello):
+        address = f"127.0.0.1:{(to or self.operator).state['attachPort']}"
         sidecar = FakeSidecar(address, self.authority(), token or self.token(pod), **hello)
         self.sidecars.append(sidecar)
         return sidecar

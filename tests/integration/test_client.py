@@ -10,6 +10,7 @@ from kubernetes import client
 from operator_process import install_crds
 from waiting import wait_until
 
+from windrow import cli
 from windrow.client import WindrowClient
 from windrow.errors import UserError
 
@@ -186,3 +187,55 @@ def test_the_environments_kubeconfig_goes_before_the_pods_account(
     monkeypatch.setenv("KUBECONFIG", str(control_plane.kubeconfig))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "192.0.2.1")
     assert WindrowClient().version()
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kubeconfig(talk, namespace, control_plane, tmp_path):
+    """A kubeconfig whose context `mine` is in this test's namespace; the current one is not."""
+    body = yaml.safe_load(control_plane.kubeconfig.read_text())
+    (context,) = body["contexts"]
+    mine = {"name": "mine", "context": {**context["context"], "namespace": namespace}}
+    path = tmp_path / "kubeconfig"
+    path.write_text(yaml.safe_dump({**body, "contexts": [context, mine]}))
+    return path
+
+
+def windrow(capsys, kubeconfig, *words):
+    """Return what a command printed; it must have succeeded."""
+    assert cli.run([*words, "--kubeconfig", str(kubeconfig), "--context", "mine"]) == 0
+    return capsys.readouterr().out
+
+
+def test_commands_take_the_namespace_of_their_context(talk, namespace, kubeconfig, capsys):
+    talk.submit(JOB, namespace=namespace)
+    assert (
+        windrow(capsys, kubeconfig, "suspend", "tone") == f"{namespace}/tone is to be suspended\n"
+    )
+    assert talk.get("tone", namespace=namespace).suspended
+    windrow(capsys, kubeconfig, "resume", "tone")
+    assert not talk.get("tone", namespace=namespace).suspended
+    assert "tone" in windrow(capsys, kubeconfig, "get")
+    everywhere = windrow(capsys, kubeconfig, "get", "-A").splitlines()
+    assert any(line.split()[:2] == [namespace, "tone"] for line in everywhere)
+    windrow(capsys, kubeconfig, "delete", "tone")
+    assert talk.jobs(namespace=namespace) == []
+
+
+def test_describe_shows_conditions(talk, namespace, kubeconfig, set_status, capsys):
+    talk.submit(JOB, namespace=namespace)
+    said = {"type": "Placed", "status": "False", "reason": "NoSlot", "message": "there is none"}
+    set_status(said)
+    shown = windrow(capsys, kubeconfig, "describe", "tone")
+    assert "Placed      False    NoSlot   2025-01-01T00:00:00Z   there is none" in shown
+    found = json.loads(windrow(capsys, kubeconfig, "describe", "tone", "--json"))
+    assert found["job"]["metadata"]["name"] == "tone"
+    assert found["events"] == []
+
+
+def test_a_context_that_is_not_there_is_named(kubeconfig, capsys):
+    words = ["get", "--kubeconfig", str(kubeconfig), "--context", "elsewhere"]
+    assert cli.run(words) == cli.EXIT_USAGE
+    assert "--context: no cluster to talk to" in capsys.readouterr().err

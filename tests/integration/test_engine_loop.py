@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -15,17 +17,20 @@ import torch
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
+from windrow.rundir import RunDir
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
+from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.profiling import measure
 from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
-from windrow_sidecar.engines.profile import Effort, Point
+from windrow_sidecar.engines.profile import Effort, Point, Subject, host_splits
+from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
 from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.faults import FaultyDriver
@@ -347,6 +352,22 @@ def test_a_hook_can_hold_admission_back_while_a_request_runs(bench):
     assert 2 in batches
 
 
+def test_a_hook_can_have_a_step_begin_later_and_the_step_counts_the_gap(bench):
+    class Gaps(NullHook):
+        def before_step(self, facts: StepInput) -> Grant:
+            self.until_ns = facts.start_ns + 30_000_000
+            return Grant(gap_until_ns=self.until_ns if facts.step == 2 else 0)
+
+    one = bench()
+    one.parts = replace(one.parts, clock_ns=time.monotonic_ns)
+    one.use(Gaps())
+    one.scheduler.submit(request(1, max_tokens=4, kv_arrives=True))
+    one.run_dry()
+    steps = [event for event in one.events() if isinstance(event, StepEvent)]
+    assert steps[2].end_ns - steps[2].start_ns >= 30_000_000
+    assert steps[2].hook_us < 30_000, "the gap is no cost of the decision"
+
+
 def test_the_facts_tell_the_hook_what_the_step_is(bench):
     seen: list[StepInput] = []
 
@@ -432,7 +453,7 @@ def test_a_profile_measures_every_point_and_leaves_nothing_behind(bench):
     one = bench()
     points = [Point(units, batch, 40) for units in (2, 1) for batch in (1, 4)]
     effort = Effort(rounds=2, steps=3, batches=(), contexts=(), soft_limit_s=60)
-    samples = measure(one.parts, points, effort)
+    samples = measure(one.parts, points, effort).samples
     assert [(s.units, s.batch) for s in samples] == [(2, 1), (2, 4), (1, 1), (1, 4)]
     assert [s.context_tokens // s.batch for s in samples] == [42] * 4
     assert all(s.step_us > 0 for s in samples)
@@ -457,3 +478,62 @@ def test_the_loop_keeps_the_contract_of_the_step_seam(bench):
         one.scheduler.submit(request(n, max_tokens=6 + n, **prompt))
     one.run_dry()
     assert check_calls(hook.calls) >= 10
+
+
+class StepsTake:
+    """A clock by which every step takes as long: what is measured has no noise."""
+
+    def __init__(self, us: int) -> None:
+        self.us, self.now_ns = us, 1_000_000
+
+    def __call__(self) -> int:
+        self.now_ns += 1000 * self.us
+        return self.now_ns
+
+
+SUBJECT = Subject("host:2-cores", "host", "builtin", "0.1.0", "f" * 64)
+
+
+def profiler(one: Bench, root: Path, us: int = 100, **subject) -> Profiler:
+    one.parts = replace(one.parts, clock_ns=StepsTake(us))
+    store = ProfileStore(RunDir(root), root / "cache")
+    kind = replace(SUBJECT, **subject)
+    return Profiler(one.parts, host_splits(2), kind, Bounds(16, 300, 600), store)
+
+
+def test_a_profile_is_read_back_by_the_next_engine_of_its_kind_and_by_no_other(
+    bench, tmp_path, caplog
+):
+    caplog.set_level(logging.INFO)
+    one = bench()
+    taken = profiler(one, tmp_path).take("quick", one.decode.config)
+    assert taken["noisePercent"] == 0
+    RunDir(tmp_path).profile().write_text(json.dumps(taken))
+    assert profiler(one, tmp_path).read_back() == taken
+    assert profiler(one, tmp_path, engine_version="0.2.0").read_back() is None
+    assert "of another engine version: '0.1.0', here it is '0.2.0'" in caplog.text
+    # Twice as slow as the profile says: 100% off, where 8% would do.
+    assert profiler(one, tmp_path, us=200).read_back() is None
+    assert "steps take 100% other than it says; 8% would do" in caplog.text
+    RunDir(tmp_path).profile().write_text(json.dumps(taken | {"noisePercent": 30.0}))
+    assert profiler(one, tmp_path).read_back() is None
+    assert "it is of a noisy machine" in caplog.text
+    RunDir(tmp_path).profile().write_text("{")
+    assert profiler(one, tmp_path).read_back() is None
+
+
+def test_an_interrupted_profile_goes_on_where_it_was(bench, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    one = bench()
+    whole = profiler(one, tmp_path)
+    points = [Point(2, 1, 256), Point(1, 1, 256)]
+    first = SoloSample(2, 1, 300, 4321.0)
+    whole._keeper("quick")(points[0], first)
+    part = RunDir(tmp_path).profile().with_suffix(".part.jsonl")
+    with part.open("a") as file:
+        file.write('{"key": "cut in the mid')
+    taken = whole.take("quick", one.decode.config)
+    assert "1 points are known from an interrupted one" in caplog.text
+    assert [s["stepUs"] for s in taken["samples"] if s["stepUs"] == 4321.0] == [4321.0]
+    assert {s["units"] for s in taken["samples"]} == {1, 2}
+    assert not part.exists()

@@ -70,6 +70,18 @@ def test_sigterm_stops_it_with_a_checkpoint_and_json(tmp_path):
     assert said["checkpoint"] == str(checkpoints(tmp_path)[-1])
 
 
+def test_sigterm_while_the_worker_is_still_being_started_stops_it_too(tmp_path):
+    with started(manifest(tmp_path, **ENDLESS), "--json") as process:
+        wait_until(lambda: (job_folder(tmp_path) / "worker.log").exists(), "the worker")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: children.read_text(), "its process")
+        process.terminate()
+        out, _ = process.communicate(timeout=240)
+    said = json.loads(out)
+    assert (process.returncode, said["state"]) == (130, "Stopped")
+    assert said["message"] == "stopped: asked to stop; it had not begun"
+
+
 def test_a_worker_whose_command_was_killed_writes_a_checkpoint_that_an_immediate_rerun_goes_on_from(
     tmp_path,
 ):

@@ -7,13 +7,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from windrow.decisions import read_decisions
 from windrow.errors import UserError
 from windrow.eventlog import MarkEvent, read_events
+from windrow.rundir import RunDir
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
+from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_sidecar.qos.view import Action, Grant
@@ -91,6 +95,48 @@ def test_a_worker_gets_chunks_and_a_core_while_decode_has_headroom(decode):
         seen = marks(decode)
         assert seen.count("worker-attached") == 1
         assert {"policy", "lend"} <= set(seen)
+
+
+def test_a_grant_that_one_step_uses_up_is_published_before_each(decode):
+    decode.hook.set_terms(HarvestTerms("p", "llmstation", "harvest", objective_us=12_000))
+    page = decode.arena.page
+    with worker_of(decode):
+        until(lambda: decode.step().n_tasklets)
+        for _ in range(5):
+            before = page.grant_seq
+            # A step of 6.3 ms beside the worker, tasklets of 2 ms: three of them.
+            assert decode.step().n_tasklets == 3
+            assert page.grant_seq > before
+            assert Grant._make(page.read_grant()).n_tasklets == 3
+
+
+def test_requests_that_are_held_back_are_no_work_of_decode(decode):
+    decode.hook.set_terms(HarvestTerms("p", "fineinfer", "harvest", objective_us=12_000))
+    with worker_of(decode):
+        until(lambda: decode.hook.idle(time.monotonic_ns()).hold_admission_until_ns)
+        waits = StepInput(1, time.monotonic_ns(), 0, 0, 1, 0, 0)
+        held = decode.hook.before_step(waits)
+        assert (held.action, held.finetune_units) == (Action.GO, 2)
+        assert held.hold_admission_until_ns > waits.start_ns
+        # Waiting since then, it is due after 400 ms; the worker's units are decode's again.
+        due = decode.hook.before_step(replace(waits, start_ns=waits.start_ns + 400_000_000))
+        assert (due.action, due.hold_admission_until_ns) == (Action.PAUSE, 0)
+
+
+def test_what_was_decided_can_be_read_while_decode_serves(decode):
+    run_dir = RunDir(Path(decode.socket).parent)
+    settings = HarvestSettings(run_dir=run_dir, steady_ns=0)
+    hook = HarvestHook(decode.arena, host_levels(UNITS), PROFILE, settings)
+    hook.set_terms(TERMS)
+    for step in range(3):
+        hook.before_step(StepInput(step, time.monotonic_ns(), 4, 2000, 0, 0, 0))
+        hook.after_step(time.monotonic_ns(), 5000)
+    hook.snapshot()
+    kept = read_decisions(run_dir.decision_log())
+    assert [(d.step, d.batch, d.why_paused) for d in kept] == [
+        (n, 4, "no worker") for n in range(3)
+    ]
+    assert [d.longest_us for d in kept] == [5000, 5000, 0]
 
 
 def test_memory_limit_bounds_what_is_lent(decode):

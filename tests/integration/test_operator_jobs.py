@@ -1,6 +1,7 @@
 """Jobs, the operator and a sidecar, on a real API server."""
 
 import signal
+import time
 
 import grpc
 import pytest
@@ -107,6 +108,114 @@ def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
         lambda: (cluster.get("harvestpolicies", "chat").get("status") or {}).get("slots") == 1,
         "the policy counts its slot",
     )
+
+
+def test_a_sidecar_that_falls_silent_loses_its_job_though_its_stream_stays(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    began = time.monotonic()
+    sidecar.fall_silent()
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
+    assert time.monotonic() - began < 30
+    assert sidecar.error is None or sidecar.error.code() is not grpc.StatusCode.OK
+
+
+def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+    cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
+    assert cluster.status()["state"] == "Pending"
+
+
+@pytest.fixture
+def urgent(kube):
+    """The name of a PriorityClass above all others of this test."""
+    api = client.SchedulingV1Api(kube)
+    body = {"metadata": {"name": "urgent-finetuning"}, "value": 1000}
+    api.create_priority_class(body)
+    yield body["metadata"]["name"]
+    api.delete_priority_class(body["metadata"]["name"])
+
+
+def test_a_job_of_higher_priority_gets_the_slot_after_a_checkpoint(placed, urgent):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/c5")
+    cluster.await_state("Running")
+    cluster.job("at-once", priorityClassName=urgent)
+    stop = sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
+    assert (stop.job_uid, "of higher priority" in stop.reason) == (assigned.job_uid, True)
+    sidecar.report(
+        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+    )
+    second = sidecar.next("assign")
+    assert second.job_name == "at-once"
+    wait_until(lambda: cluster.condition("Evicted").get("reason") == "Preempted", "it is told why")
+    status = cluster.status()
+    assert status["checkpoint"] == {"step": 6, "path": "/c6"}
+    assert status["evictions"] == [{"reason": "Preempted", "count": 1}]
+    # Only one gives way, and the first waits for its slot to be free again.
+    sidecar.report(second, "SUCCEEDED", adapter_path="/a")
+    again = sidecar.next("assign")
+    assert (again.job_name, again.epoch) == ("tone", 2)
+
+
+def test_a_job_that_names_its_policies_is_placed_under_no_other(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(policies=["other"])
+    wait_until(
+        lambda: (
+            "which spec.policies does not name" in cluster.condition("Placed").get("message", "")
+        ),
+        "the job says why it waits",
+    )
+    cluster.job("tone-2", policies=["chat"])
+    assert sidecar.next("assign").job_name == "tone-2"
+
+
+def test_a_queue_controller_holds_a_job_releases_it_and_takes_it_back(cluster):
+    """As Kueue's external integrations do: all by `spec.suspend`, told by conditions."""
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(suspend=True)  # held from its creation
+    wait_until(lambda: cluster.condition("Suspended").get("status") == "True", "it is held")
+    assert "epoch" not in cluster.status()
+
+    cluster.patch_job(suspend=False)  # admitted
+    assigned = sidecar.next("assign")
+    start(sidecar, assigned)
+    cluster.await_state("Running")
+
+    cluster.patch_job(suspend=True)  # evicted
+    sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
+    sidecar.report(
+        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+    )
+    cluster.await_state("Suspended")
+    evicted = cluster.condition("Evicted")
+    assert (evicted["status"], evicted["reason"]) == ("True", "Suspended")
+    assert "slot" not in cluster.status()  # so that the reservation can be given back
+
+    cluster.patch_job(suspend=False)  # admitted again
+    assert sidecar.next("assign").epoch == 2
+    wait_until(lambda: cluster.condition("Evicted")["status"] == "False", "it has a slot again")
+
+
+def test_a_job_that_another_controller_manages_is_not_touched(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job("theirs", managedBy="kueue.x-k8s.io/multikueue")
+    cluster.job("ours")
+    assert sidecar.next("assign").job_name == "ours"
+    body = cluster.get("finetunejobs", "theirs")
+    assert not body.get("status")
+    assert not body["metadata"].get("finalizers")
 
 
 def test_the_figures_of_a_slot_go_when_its_sidecar_does(cluster):
@@ -318,6 +427,24 @@ def test_of_two_jobs_for_one_destination_the_later_is_refused(placed):
     assert f"{cluster.namespace}/tone" in accepted["message"]
 
 
+def test_of_two_jobs_that_reach_one_directory_of_a_claim_by_two_paths_the_later_is_refused(placed):
+    cluster, _, _ = placed
+    claim = {"persistentVolumeClaim": {"claimName": "shared"}}
+    # The policy of `placed` selects the pods; this one mounts the same claim elsewhere.
+    for name, path in (("one", "/one"), ("two", "/two/deep")):
+        volumes = [{"name": "v", "mountPath": path, **claim}]
+        cluster.policy(name=name, sidecar={"volumes": volumes})
+    cluster.job("first", output={"destination": "/one/deep/tone"})
+    cluster.job("apart", output={"destination": "/two/deep/tone"})
+    cluster.job("late", output={"destination": "/two/deep/deep/tone"})
+    cluster.await_state("Invalid", "late")
+    accepted = cluster.condition("Accepted", "late")
+    assert accepted["reason"] == "DestinationInUse"
+    assert f"{cluster.namespace}/first, which reaches it by '/one/deep/tone'" in accepted["message"]
+    for free in ("first", "apart"):
+        assert cluster.condition("Accepted", free)["status"] == "True"
+
+
 def volume(name, **more):
     return {"name": name, "mountPath": f"/{name}", "hostPath": {"path": "/srv"}, **more}
 
@@ -407,6 +534,13 @@ def test_a_token_for_another_audience_is_refused(cluster):
     assert sidecar.refusal() == grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_a_pod_that_was_not_made_harvestable_is_no_slot(cluster):
+    """A policy selects it and its token is good; the webhook never saw it."""
+    cluster.policy()
+    pod = cluster.create_pod("decode-0", {"windrow.dev/inject": "disabled"})
+    assert cluster.attach(pod).refusal() == grpc.StatusCode.PERMISSION_DENIED
+
+
 def test_a_token_of_a_pod_that_was_replaced_is_refused(cluster):
     old = cluster.pod()
     token = cluster.token(old)
@@ -450,3 +584,49 @@ def test_the_operator_ends_within_two_seconds_with_a_sidecar_attached(placed):
     assert cluster.operator.state["attachPort"] == state["attachPort"]
     assert not state["ready"]
     assert seconds < 4  # two, and as much again for a machine that is busy with other tests
+
+
+def test_a_job_waits_for_its_secret_and_its_worker_alone_is_told_it(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    cluster.job(output={"destination": "s3://team/tone", "secretRef": {"name": "team-s3"}})
+
+    def says(text):
+        return lambda: (
+            cluster.condition("Placed").get("reason") == "SecretUnreadable"
+            and text in cluster.condition("Placed")["message"]
+        )
+
+    wait_until(says("there is no Secret 'team-s3'"), "the Secret's absence in the condition")
+    held = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "hidden-5e1", "password": "other"}
+    secret = {"metadata": {"name": "team-s3"}, "stringData": held}
+    cluster.core.create_namespaced_secret(cluster.namespace, secret)
+    touch(cluster, "1")
+    wait_until(says("is not meant for jobs"), "the owner's word is missing")
+    labels = {"metadata": {"labels": {"windrow.dev/credentials": "true"}}}
+    cluster.core.patch_namespaced_secret("team-s3", cluster.namespace, labels)
+    touch(cluster, "2")
+    assigned = sidecar.next("assign")
+    del held["password"]
+    assert (dict(assigned.output_secret), dict(assigned.dataset_secret)) == (held, {})
+    assert "hidden-5e1" not in assigned.spec_json
+    assert "hidden-5e1" not in str(cluster.get("finetunejobs", "tone"))
+    assert "hidden-5e1" not in cluster.operator.log.read_text()
+
+
+def touch(cluster, text):
+    """Have the operator look at the job before its next try."""
+    note = {"metadata": {"annotations": {"looked-at": text}}}
+    cluster.custom.patch_namespaced_custom_object(
+        "windrow.dev", "v1alpha1", cluster.namespace, "finetunejobs", "tone", note
+    )
+
+
+def test_an_assignment_says_which_checkpoint_the_job_has(placed):
+    cluster, sidecar, assigned = placed
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/out/c5")
+    wait_until(lambda: (cluster.status().get("checkpoint") or {}).get("step") == 5, "it is known")
+    sidecar.report(assigned, "FAILED", reason="WorkerDied", detail="killed")
+    again = sidecar.next("assign")
+    assert (again.epoch, again.checkpoint_path) == (2, "/out/c5")

@@ -97,6 +97,7 @@ def limited(kube, tmp_path, control_plane):
                 "scheduling.k8s.io",
                 "authentication.k8s.io",
                 "admissionregistration.k8s.io",
+                "coordination.k8s.io",
                 "authorization.k8s.io",
             )
         ),
@@ -138,7 +139,7 @@ def test_a_missing_right_is_named_and_waited_for(starting, limited, kube):
 
     everything = [{"op": "replace", "path": "/rules/0/verbs", "value": ["*"]}]
     client.RbacAuthorizationV1Api(kube).patch_cluster_role(ACCOUNT, everything)
-    wait_until(lambda: operator.state["ready"], "an operator that is ready")
+    wait_until(operator.leads, "an operator that leads")
     assert operator.readiness() == (200, "ok")
     operator.end()
     forget_webhook(kube)
@@ -158,7 +159,7 @@ def test_a_kind_that_is_not_installed_is_named_and_waited_for(starting, kube):
         install_crds(kube)
     assert "the API server does not know LatencyProfile" in line
     assert "kubectl apply -f crds/" in line
-    wait_until(lambda: operator.state["ready"], "an operator that is ready")
+    wait_until(operator.leads, "an operator that leads")
     operator.end()
     forget_webhook(kube)
 
@@ -192,7 +193,7 @@ def test_the_environments_kubeconfig_is_taken(starting, tmp_path, kube, control_
     operator._command = [sys.executable, "-m", "windrow_operator", *COMMAND]
     operator._command += ["--state-file", str(operator.state_file)]
     operator.begin(KUBECONFIG=str(control_plane.kubeconfig), KUBERNETES_SERVICE_HOST="192.0.2.1")
-    wait_until(lambda: operator.state.get("ready"), "an operator that is ready")
+    wait_until(operator.leads, "an operator that leads")
     operator.end()
     forget_webhook(kube)
 

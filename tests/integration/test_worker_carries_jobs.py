@@ -35,12 +35,14 @@ def carrying(tmp_path_factory, hub):
     pod.worker = pod.start(maxSteps=100_000)
     pod.lending = Lending(pod)
     pod.lending.start()
-    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=pod.worker)
-    pod.decode.go()
-    until(lambda: pod.decode.offer.tokens_done, pod=pod, worker=pod.worker)
-    yield pod
-    pod.lending.stop()
-    pod.close()
+    try:  # where the worker does not get ready, it has to end all the same
+        until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=pod.worker)
+        pod.decode.go()
+        until(lambda: pod.decode.offer.tokens_done, pod=pod, worker=pod.worker)
+        yield pod
+    finally:
+        pod.lending.stop()
+        pod.close()
 
 
 def take(pod: Pod, uid: str, **training) -> Path:
@@ -146,6 +148,20 @@ def test_a_job_that_waits_for_its_rows_can_end_in_every_way_and_joins_again(carr
     pod.agent.of["waits"].clear()
     pod.take("waits")
     until(lambda: "SUCCEEDED" in pod.agent.kinds("waits"), pod=pod, worker=pod.worker)
+    first_goes_on(pod)
+
+
+def test_a_job_that_is_deleted_while_it_waits_for_rows_leaves_no_checkpoint(carrying, silent):
+    pod = carrying
+    root = pod.out / "deleted" / ".windrow" / "deleted"
+    (root / "checkpoints" / "step-00000005").mkdir(parents=True)
+    take_from(pod, "deleted", "team/rows")
+    first_goes_on(pod)
+    pod.agent.command("STOP", to="deleted", reason="Deleted")
+    until(lambda: pod.agent.kinds("deleted") == ["STOPPED"], pod=pod, worker=pod.worker)
+    assert "its checkpoints are removed" in pod.agent.of["deleted"][0].detail
+    assert not (root / "checkpoints").exists()
+    assert root.is_dir()
     first_goes_on(pod)
 
 

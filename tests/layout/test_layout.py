@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("folder", ["operator", "sidecar", "tests", "api"])
+@pytest.mark.parametrize("folder", ["operator", "sidecar", "simulator", "tests", "api"])
 def test_plain_folders_hold_packages_and_are_none(folder):
     # operator/__init__.py would shadow Python's own `operator` for whoever runs from the root.
     assert not (ROOT / folder / "__init__.py").exists()
@@ -48,7 +48,13 @@ def test_field_numbers_of_the_wire_are_unique_in_each_message():
 
 @pytest.mark.parametrize(
     "module",
-    ["windrow.cli", "windrow.client", "windrow_sidecar.agent", "windrow_sidecar.qos.predictor"],
+    [
+        "windrow.cli",
+        "windrow.client",
+        "windrow_sidecar.agent",
+        "windrow_sidecar.qos.predictor",
+        "windrow_simulator.run",
+    ],
 )
 def test_light_parts_import_without_torch(module):
     # The command line and the agent must start in a moment; torch alone takes seconds.
@@ -80,6 +86,7 @@ PACKAGES = {
     "windrow": ROOT / "api" / "windrow",
     "windrow_operator": ROOT / "operator" / "windrow_operator",
     "windrow_sidecar": ROOT / "sidecar" / "windrow_sidecar",
+    "windrow_simulator": ROOT / "simulator" / "windrow_simulator",
 }
 
 

@@ -144,6 +144,14 @@ Result cuDeviceTotalMem(std::size_t* bytes, cuda::Device device) {
   return require_device(device);
 }
 
+Result cuDeviceGetUuid(cuda::Uuid* uuid, cuda::Device device) {
+  const std::scoped_lock lock(state().mutex);
+  for (unsigned i = 0; i < sizeof(uuid->bytes); ++i) {
+    uuid->bytes[i] = static_cast<unsigned char>(0xa0 + i);
+  }
+  return require_device(device);
+}
+
 Result cuDeviceGetAttribute(int* value, cuda::DeviceAttribute attribute, cuda::Device device) {
   const std::scoped_lock lock(state().mutex);
   switch (attribute) {

@@ -227,7 +227,7 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
     const int held = reservation->second.mappings[at].access;
     return (held & ~desc->flags) != 0;
   });
-  if (is_narrowing && !s.narrows) {
+  if ((is_narrowing && !s.narrows) || (desc->flags == cuda::kAccessRead && !s.reads)) {
     return cuda::kNotSupported;
   }
   const int protection = (desc->flags & cuda::kAccessRead ? PROT_READ : PROT_NONE) |

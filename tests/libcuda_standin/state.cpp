@@ -69,6 +69,9 @@ Result refuse(Result result, const std::string& rule) {
 
 Result enter() {
   ++state().calls;
+  if (state().is_gone) {
+    return cuda::kDeinitialized;
+  }
   return state().initialized ? cuda::kSuccess
                              : refuse(cuda::kNotInitialized, "a call before cuInit");
 }
@@ -99,6 +102,11 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
   s.capability = static_cast<int>(setting("WINDROW_STANDIN_CAPABILITY", 9));
   s.rdma = setting("WINDROW_STANDIN_RDMA", 1) != 0;
   s.narrows = setting("WINDROW_STANDIN_NARROWS", 1) != 0;
+  s.reads = setting("WINDROW_STANDIN_READ_ONLY", 1) != 0;
+  // libcuda takes itself down at the process's exit, before what was there before its cuInit.
+  if (!s.initialized && std::atexit([] { state().is_gone = true; }) != 0) {
+    return windrow::cuda::kOutOfMemory;
+  }
   s.initialized = true;
   return flags == 0 ? windrow::cuda::kSuccess : windrow::cuda::kInvalidValue;
 }

@@ -79,6 +79,8 @@ struct State {
   int capability = 9;   // major
   bool rdma = true;     // whether memory may be asked to be fit for RDMA
   bool narrows = true;  // whether access that a mapping has may be taken away
+  bool reads = true;    // whether a mapping may be for reading only
+  bool is_gone = false;  // its own exit handler has run, as libcuda's does
 
   std::map<cuda::MemoryHandle, Physical> handles;
   cuda::MemoryHandle next_handle = 1;

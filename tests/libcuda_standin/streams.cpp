@@ -168,8 +168,13 @@ Result cuEventRecord(cuda::Event event, cuda::Stream stream) {
   if (found == nullptr || on == nullptr) {
     return cuda::kInvalidHandle;
   }
+  // A green context is the primary one with fewer SMs: its streams take events of that one, and of
+  // no other. A driver that took the rule of cuEventRecord by the letter would refuse them.
   if (found->context != on->context) {
     return refuse(cuda::kInvalidHandle, "an event recorded on a stream of another context");
+  }
+  if (on->green != nullptr && setting("WINDROW_STANDIN_GREEN_EVENTS", 1) == 0) {
+    return cuda::kInvalidHandle;
   }
   found->points = {{on, all_of(*on)}};
   found->asked = false;

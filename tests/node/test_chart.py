@@ -66,7 +66,7 @@ def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):
     [
         ("sidecars.image=x", "'sidecars' not allowed"),
         ("sidecar.imagee=x", "'imagee' not allowed"),
-        ("replicas=2", "/replicas"),
+        ("replicas=0", "/replicas"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("operator.arguments=--verbose", "/operator/arguments"),
     ],
@@ -142,6 +142,9 @@ OTHERS = [
     ("create", OURS, "harvestpolicies", "", ""),
     ("create", OURS, "finetunejobs", "", ""),
     ("get", "", "nodes", "", ""),
+    ("update", "coordination.k8s.io", "leases", NAMESPACE, "another"),
+    ("update", "coordination.k8s.io", "leases", "kube-system", "windrow-operator"),
+    ("list", "coordination.k8s.io", "leases", NAMESPACE, ""),
     ("get", "apps", "daemonsets", NAMESPACE, "windrow-prepull"),
 ]
 USER = f"system:serviceaccount:{NAMESPACE}:windrow-operator"
@@ -166,10 +169,12 @@ def allowed(node, kube):
         return lambda call: review(kube, *call)
 
     yield ask
+    names = ["role/windrow-operator-secrets", "rolebinding/windrow-operator-secrets"]
+    kubectl = [f"{node.bin}/kubectl", "--kubeconfig", node.kubeconfig]
+    subprocess.run([*kubectl, "-n", "default", "delete", "--ignore-not-found", *names], check=True)
     names = [*("-n", NAMESPACE, "delete", "role/windrow-operator", "rolebinding/windrow-operator")]
     names += ["clusterrole/windrow-operator", "clusterrolebinding/windrow-operator"]
     names += ["serviceaccount/windrow-operator"]
-    kubectl = [f"{node.bin}/kubectl", "--kubeconfig", node.kubeconfig]
     subprocess.run([*kubectl, *names], check=True, capture_output=True)
 
 
@@ -193,6 +198,14 @@ def test_the_operator_may_do_what_it_calls_and_nothing_else(allowed):
 def test_the_form_sidecar_adds_the_right_to_try_a_pod_and_no_other(allowed):
     may = allowed(NATIVE)
     assert [call for call in OTHERS if may(call)] == [("create", "", "pods", "", "")]
+
+
+def test_secrets_may_be_read_where_the_values_say_so_and_nowhere_else(allowed):
+    may = allowed(("--set", "secrets.namespaces={default}"))
+    assert may(("get", "", "secrets", "default", "team-s3"))
+    asked = [(verb, "default", "") for verb in ("list", "watch", "create", "patch")]
+    asked += [("get", "kube-system", "any"), ("get", NAMESPACE, "any")]
+    assert not [a for a in asked if may((a[0], "", "secrets", a[1], a[2]))]
 
 
 def _in(body, namespace):

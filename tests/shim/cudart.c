@@ -35,6 +35,7 @@ typedef struct {
   long long captures;
   long long graph_launches;
   long long workspace_bytes; /* the largest that torch gave to cuBLAS */
+  long long waits;           /* of the host for a stream, or for the device */
 } Counts;
 
 static Counts counts;
@@ -74,6 +75,10 @@ __attribute__((destructor)) static void write_counts(void) {
 }
 
 static void* driver_call(const char* name);
+
+API long long windrow_shim_waits(void) {
+  return counts.waits;
+}
 
 /* Ranges of memory, by their beginnings. */
 
@@ -229,6 +234,7 @@ API cudaError_t cudaDeviceCanAccessPeer(int* can, int device, int peer) {
 }
 API cudaError_t cudaDeviceSynchronize(void) {
   REFUSE_IN_CAPTURE;
+  __atomic_add_fetch(&counts.waits, 1, __ATOMIC_RELAXED);
   return cudaSuccess;
 }
 API cudaError_t cudaGetLastError(void) {
@@ -420,6 +426,7 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     capture_spoilt = 1;
     return said(cudaErrorStreamCaptureUnsupported);
   }
+  __atomic_add_fetch(&counts.waits, 1, __ATOMIC_RELAXED);
   push_context();
   ((int (*)(cudaStream_t))driver_call("cuStreamSynchronize"))(stream);
   return cudaSuccess;

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from windrow_sidecar.testing.models import save_random_llama
 
 ENGINE = """
 import logging, sys
+from dataclasses import replace
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 import torch
 from windrow_sidecar.engines.builtin import profiling
@@ -56,6 +59,28 @@ assert captured == plain, (captured, plain)
 print(captures.graphs)
 """
     assert shim.run(ENGINE + code, model, computes=True).splitlines()[-1] == "3"
+
+
+def test_a_step_waits_for_the_device_once_also_where_tokens_are_drawn(shim, model):
+    """A wait between the graph and what draws from its logits would show the host's time."""
+    code = """
+import ctypes
+waits = ctypes.CDLL(None).windrow_shim_waits
+waits.restype = ctypes.c_longlong
+parts = loaded("--dtype=float32", "--attention-backend=torch")
+for i in range(3):
+    asked = profiling.request(i, 3 + 17 * i, 12)
+    parts.scheduler.submit(replace(asked, temperature=0.8, top_p=0.9, seed=7))
+counted = []
+with profiling.muted(parts) as loop:
+    for _ in range(6):
+        before = waits()
+        loop.step()
+        counted.append(waits() - before)
+print(counted)
+"""
+    said = shim.run(ENGINE + code, model, computes=True).splitlines()[-1]
+    assert json.loads(said)[2:] == [1] * 4
 
 
 def test_triton_is_tried_at_the_start_and_its_kernels_are_captured(shim, model, tmp_path):

@@ -47,6 +47,19 @@ print(slot.device.free_bytes() - left)
     assert json.loads(counts.read_text())["most_device_bytes"] == 0, "torch has memory of its own"
 
 
+def test_tensors_that_live_until_the_process_ends_are_freed_after_libcuda_without_a_word(
+    shim, tmp_path
+):
+    """libcuda ends before torch and Python do, and refuses every call from then on."""
+    code = """
+import builtins
+builtins.kept = [torch.ones(1 << 20, device=slot.device.torch), torch.ones(8, device="cuda")]
+builtins.slot = slot
+print(len(builtins.kept))
+"""
+    assert shim.run(SLOT + code, tmp_path) == "2"
+
+
 def test_a_tensor_of_decodes_weights_does_not_come_before_the_allocator(shim, tmp_path):
     """DLPack asks torch for the current stream, which initialises CUDA."""
     code = """

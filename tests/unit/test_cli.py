@@ -1,6 +1,8 @@
 """Every command explains itself, and says by its exit code who must act."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -13,8 +15,8 @@ from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
 
 COMMANDS = (
-    *("demo", "up", "down", "submit", "get", "logs", "top", "adapter", "doctor", "inject"),
-    *("explain", "report", "monitor"),
+    *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
+    *("top", "adapter", "doctor", "inject", "explain", "report", "monitor", "profile"),
 )
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
@@ -53,6 +55,25 @@ def test_each_command_has_help_with_an_example(command, capsys):
     assert cli.run([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert f"Example: windrow {command}" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("closes", "says"),
+    [
+        (">&-", ""),
+        (">&- 2>&-", ""),
+        (">/dev/full", "windrow: standard output cannot be written: No space left on device\n"),
+        ("| true", ""),
+    ],
+)
+def test_output_that_goes_nowhere_is_no_error_and_a_full_disk_is_told_once(closes, says):
+    program = "from windrow.cli.output import print_line as p; p('a' * 70000); p('b'); p('c')"
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -c "$1" {closes}; exit ${{PIPESTATUS[0]}}', sys.executable, program],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, says)
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
@@ -102,7 +123,7 @@ def test_a_missing_manifest_and_a_missing_kubeconfig_end_with_two(tmp_path, nowh
 
 
 def test_an_api_server_that_does_not_answer_ends_with_three(monkeypatch, capsys):
-    def silent(_):
+    def silent(*_):
         raise Transient("the API server does not answer")
 
     monkeypatch.setattr(jobs, "client", silent)
@@ -154,7 +175,7 @@ def test_kubectl_finds_the_same_program_as_a_plugin(capsys):
 
 def test_a_shell_completes_commands(monkeypatch, capsys):
     monkeypatch.setenv("_WINDROW_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "windrow re")
+    monkeypatch.setenv("COMP_WORDS", "windrow rep")
     monkeypatch.setenv("COMP_CWORD", "1")
     assert cli.run([]) == 0
     assert capsys.readouterr().out.split() == ["report"]

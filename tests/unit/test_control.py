@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from windrow.errors import UserError
@@ -232,3 +234,19 @@ def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
     with pytest.raises(UserError) as refused:
         make_terms(**{**asked, **changes})
     assert refused.value.field == field
+
+
+def test_another_objective_or_policy_begins_with_a_clean_record_and_another_mode_does_not():
+    pod = Pod()
+    for _ in range(4):
+        pod.step(latency_us=13_000)
+    assert pod.controller.guard.trips
+    before = pod.controller.guard
+    for mode in ("observe", "harvest"):
+        pod.controller.set_terms(replace(TERMS, mode=mode))
+        assert pod.controller.guard is before
+    pod.controller.set_terms(replace(TERMS, policy="harli"))
+    assert pod.controller.guard.trips == 0
+    pod.controller.guard.trips = 1
+    pod.controller.set_terms(replace(TERMS, policy="harli", objective_us=20_000))
+    assert pod.controller.guard.trips == 0

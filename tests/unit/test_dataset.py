@@ -174,6 +174,52 @@ def test_wrong_rows_are_left_out_counted_and_logged_where_the_job_says_so(tmp_pa
     assert note.startswith(f"2 rows are wrong and left out (first {source}:1: is not JSON")
 
 
+def test_fields_of_rows_that_do_not_count_are_told_with_their_number(tmp_path):
+    rows = [{"text": "a"}, {"text": "b", "system": "c", "label": 1}, {"text": "d", "system": "e"}]
+    (note,) = read(write(tmp_path, *map(json.dumps, rows))).notes
+    assert note == (
+        "fields of rows that are not read: system (2), label (1); of a row of the format text "
+        "these are: text"
+    )
+    nothing = json.dumps({"text": "a", "label": None})  # as tables of several kinds of rows have it
+    assert read(write(tmp_path, nothing)).notes == ()
+    full = {"instruction": "a", "input": "b", "output": "c"}
+    assert read(write(tmp_path, json.dumps(full)), "instruction").notes == ()
+
+
+@pytest.mark.parametrize(
+    "line", ['{"text": "a", "text": "b"}', '{"text": "a", "more": [{"text": 1, "text": 2}]}']
+)
+def test_a_row_that_writes_a_field_twice_is_a_wrong_one(tmp_path, line):
+    with pytest.raises(UserError, match=r"rows\.jsonl:2: writes 'text' twice") as refused:
+        read(write(tmp_path, '{"text": "a"}', line))
+    assert refused.value.reason == "DatasetInvalid"
+    made = read(write(tmp_path, '{"text": "a"}', line), bad_rows="skip")
+    assert (len(made.train), made.skipped) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("holds", "problem"),
+    [
+        ('[{"text": "a"}, {"text": "b", "text": "c"}]', "writes 'text' twice in one object"),
+        ('{"data": [{"text": "a"}], "more": [{"text": "b"}]}', "holds several lists: data, more"),
+    ],
+)
+def test_a_json_file_of_which_a_part_would_not_be_read_is_refused(tmp_path, holds, problem):
+    (tmp_path / "rows.json").write_text(holds)
+    with pytest.raises(UserError, match=problem) as refused:
+        read(tmp_path / "rows.json")
+    assert refused.value.reason == "DatasetUnreadable"
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_refused(tmp_path):
+    columns = [pa.array(["a"]), pa.array(["b"])]
+    table = pa.Table.from_arrays(columns, names=["text", "text"])
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="has two columns 'text'"):
+        read(tmp_path / "rows.parquet")
+
+
 def test_cut_rows_are_counted_and_told_with_the_longest(tmp_path):
     lines = [json.dumps({"text": "a" * n}) for n in (3, 20, 40, 10, 9)]
     made = read(write(tmp_path, *lines), max_length=10)

@@ -1,16 +1,13 @@
-"""Devices, pods, policy and job of a demo, as plain data; and the table of a comparison."""
+"""Devices, pods, policy and job of a demo, as plain data."""
 
-from io import StringIO
 from pathlib import Path
 
 import pytest
 import yaml
-from rich.console import Console
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
-from windrow.local import assets, compare, manifests, sglang
-from windrow.local.compare import Arm
+from windrow.local import assets, manifests, sglang
 from windrow.local.devices import Device, devices
 from windrow.local.manifests import DecodePod
 
@@ -120,27 +117,3 @@ def test_assets_are_found_in_the_checkout_or_by_hand(tmp_path):
         assets.find(assets.MODEL, option="--model", given=tmp_path / "no")
     with pytest.raises(UserError, match="--rows"):
         assets.find(Path("no/such/rows"), option="--rows")
-
-
-def arm(name, p50=None, p99=None, over=None, rate=None):
-    return Arm(name, p50, p99, 100 if p50 else None, over, 10, rate, None)
-
-
-def test_the_comparison_marks_the_best_rival_in_each_column_whoever_it_is():
-    arms = [
-        arm(compare.ALONE, 5.0, 7.0, 0.0),
-        arm(compare.NAIVE, 8.0, 500.0, 0.4, 1600.0),
-        arm(compare.TUNED, 5.9, 20.0, 0.05, 11000.0),
-        arm(compare.WINDROW, 6.1, 9.0, 0.01, 9000.0),
-        arm(compare.DEDICATED, rate=20000.0),
-    ]
-    arms = [compare.with_eta(a, 20000.0) for a in arms]
-    best = {c.title: c.best(arms) for c in compare.COLUMNS}
-    assert best["TPOT p50 ms"] == {compare.TUNED}
-    assert best["TPOT p99 ms"] == best["over objective"] == {compare.WINDROW}
-    assert best["finetune tok/s"] == best["eta"] == {compare.TUNED}
-    console = Console(file=StringIO(), width=120, color_system=None)
-    console.print(compare.table(arms))
-    shown = console.file.getvalue()
-    for wanted in ("serving alone", "0.45", "11,000 *", "1.00%", "1.00"):
-        assert wanted in shown, shown

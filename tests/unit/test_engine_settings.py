@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import get_args
 
 import pytest
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
 from windrow_sidecar.engines.builtin.settings import EngineSettings, n_bytes
+from windrow_sidecar.engines.harvest.ablation import Protection
 
 
 def parse(tmp_path, *argv, **environment):
@@ -75,3 +77,11 @@ def test_a_device_that_is_none_is_refused(tmp_path, name, capsys):
     with pytest.raises(SystemExit):
         parse(tmp_path, f"--device={name}")
     assert "write cpu, cuda or cuda:1" in capsys.readouterr().err
+
+
+def test_every_protection_is_on_unless_it_is_named(tmp_path):
+    assert parse(tmp_path).harvest_without == frozenset()
+    named = [f"--harvest-without={name}" for name in get_args(Protection)]
+    assert parse(tmp_path, *named).harvest_without == set(get_args(Protection))
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "--harvest-without=everything")

@@ -143,7 +143,6 @@ def test_a_plan_that_was_forgotten_is_made_anew_from_where_the_group_is():
         (GO, Used(), 0, True),
         (Grant(), Used(), 0, False),
         (Grant(action=Action.GO, finetune_units=0), Used(), 0, False),
-        (Grant(action=Action.FUSE, finetune_units=1), Used(), 0, False),
         (GO, Used(), DECODE_STALE_NS + 1, False),
         (Grant(action=Action.GO, finetune_units=1, n_tasklets=2), Used(1, 0), 0, True),
         (Grant(action=Action.GO, finetune_units=1, n_tasklets=2), Used(2, 0), 0, False),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from windrow_sidecar.qos.guard import SECOND_NS, Guard, GuardSettings
+from windrow_sidecar.qos.view import View
 
 MS = 1_000_000
 
@@ -144,3 +145,44 @@ def test_a_percentile_of_90_allows_ten_times_as_many():
     for i in range(1000):
         steps.step(over=i % 10 == 0)
     assert steps.guard.reason == ""
+
+
+NOW_NS = 100 * SECOND_NS
+SANE = View(batch=4, context_tokens=2000, objective_us=10_000, start_ns=NOW_NS - MS)
+
+
+@pytest.mark.parametrize(
+    ("view", "predicted_us", "doubt"),
+    [
+        (SANE, [4000.0, 6000.0], ""),
+        (SANE._replace(start_ns=0), [4000.0], ""),  # an engine that does not say
+        (SANE._replace(start_ns=NOW_NS - 2 * SECOND_NS), [4000.0], "the view is stale"),
+        (SANE._replace(start_ns=NOW_NS + 2 * SECOND_NS), [4000.0], "the view is stale"),
+        (SANE._replace(batch=-1), [4000.0], "the view holds impossible figures"),
+        (SANE._replace(context_tokens=-1), [4000.0], "the view holds impossible figures"),
+        (SANE._replace(objective_us=0), [4000.0], "the view holds impossible figures"),
+        (SANE._replace(slack_us=float("nan")), [4000.0], "the view holds impossible figures"),
+        (SANE._replace(batch=float("nan")), [4000.0], "the view holds impossible figures"),
+        (SANE, [4000.0, float("nan")], "the prediction is impossible"),
+        (SANE, [4000.0, float("inf")], "the prediction is impossible"),
+        (SANE, [0.0, 6000.0], "the prediction is impossible"),
+        (SANE, [-4000.0, 6000.0], "the prediction is impossible"),
+    ],
+)
+def test_figures_that_cannot_be_are_no_ground_for_a_decision(view, predicted_us, doubt):
+    assert Guard().doubt(view, predicted_us, NOW_NS) == doubt
+
+
+def test_a_clock_that_stands_or_runs_back_is_no_ground_either():
+    guard = Guard()
+    answers = [guard.doubt(SANE, [4000.0], NOW_NS) for _ in range(4)]
+    assert answers == ["", "", "", "the clock stands still"]
+    assert guard.doubt(SANE, [4000.0], NOW_NS - 1) == "the clock stands still"
+    assert guard.doubt(SANE, [4000.0], NOW_NS + 1) == ""
+
+
+def test_a_latency_that_cannot_be_pauses_for_a_while():
+    guard = Guard()
+    guard.distrust(NOW_NS)
+    assert not guard.may_run(NOW_NS + 49 * MS)
+    assert guard.may_run(NOW_NS + 50 * MS)

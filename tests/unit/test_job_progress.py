@@ -1,18 +1,25 @@
 """How far and how fast a job is, from its worker's reports once a second."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from windrow.crd.finetunejob import ProgressStatus
 from windrow.proto import agent_pb2, attach_pb2
 from windrow.rundir import RunDir
+from windrow_operator import status
+from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
+from windrow_operator.reports import _merged
 from windrow_sidecar.agent.exporter import _jobs
 from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.finetune.colocated.agent_link import _progress_message
 from windrow_sidecar.finetune.job.report import JobProgress
+
+NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 
 
 def report(step, tokens, total_steps=100):
@@ -65,6 +72,17 @@ def test_a_worker_that_begins_anew_counts_from_its_first_step():
     assert meter.add(1, report(step=1, tokens=1500)) == 1500
 
 
+def test_rows_that_were_cut_or_left_out_are_counted_from_the_worker_to_the_status():
+    meter = ProgressMeter()
+    told = JobProgress(step=1, total_steps=4, skipped_rows=2, cut_rows=7)
+    meter.add(0.0, _progress_message(told))
+    known = _merged(WorkerProgress(), meter.message())
+    placement = JobPlacement("u", 1, "s", RunState.RUNNING, NOW, progress=known)
+    after = status.running(Job("team", "tone", "u", 3, NOW, None, status={}), placement, NOW)
+    counted = ProgressStatus.model_validate(after["progress"])
+    assert (counted.skipped_rows, counted.cut_rows) == (2, 7)
+
+
 def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
     run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
     jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
@@ -79,3 +97,15 @@ def test_what_no_step_has_told_is_no_figure_on_the_wire_and_no_metric():
     told = JobProgress(1, 4, loss=2.0, learning_rate=0.0, gradient_norm=0.5)
     run.meter.add(1.0, _progress_message(told))
     assert figures <= metrics()
+
+
+def test_counts_of_rows_are_metrics_of_their_job():
+    run = JobRun(AgentSettings(RunDir(Path("/run"))), attach_pb2.Assign(job_uid="u"), None, None)
+    jobs = SimpleNamespace(harvested_tokens={}, worker_starts=1, worker_exits={}, going=[run])
+    run.meter.add(0.0, _progress_message(JobProgress(total_steps=4, skipped_rows=2, cut_rows=7)))
+    found = {
+        family.name: family.samples[0].value
+        for family in _jobs({("serving", "decode-0"): SimpleNamespace(jobs=jobs)})
+        if family.name.endswith("_rows")
+    }
+    assert found == {"windrow_job_skipped_rows": 2, "windrow_job_cut_rows": 7}

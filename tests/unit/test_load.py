@@ -1,5 +1,6 @@
 """The default load is shaped like the trace that it is named after; traces are read or refused."""
 
+import gzip
 import json
 import math
 import random
@@ -11,10 +12,11 @@ import pytest
 
 from windrow.errors import UserError
 from windrow.local import generator, load
-from windrow.local.trace import TraceRequest, paced, read_trace
+from windrow.local.trace import TraceRequest, busy_stretch, paced, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv.csv"
+CODE = TRACES / "AzureLLMInferenceTrace_code.csv"
 BURSTGPT = TRACES / "BurstGPT_1_head_slice.csv"
 LONG_S = 60_000.0
 
@@ -59,6 +61,62 @@ def test_lengths_are_joint_as_in_the_real_trace(generated):
         assert mean(ours) == pytest.approx(mean(real), abs=within)
 
 
+def spread(requests: list[TraceRequest], seconds: int) -> tuple[float, float]:
+    """Variance by mean of the counts in windows of so many seconds, and the share of empty ones."""
+    counts = [0] * int(requests[-1].at_s // seconds)
+    for r in requests:
+        if (n := int(r.at_s // seconds)) < len(counts):
+            counts[n] += 1
+    middle = mean(counts)
+    return mean((n - middle) ** 2 for n in counts) / middle, counts.count(0) / len(counts)
+
+
+@pytest.fixture(scope="module")
+def coded() -> list[TraceRequest]:
+    rate = generator.CODE_PER_SECOND
+    return generator.generate(per_second=rate, seconds=LONG_S, seed=17, like="code")
+
+
+def test_the_code_generator_comes_in_bursts_and_silence_like_the_trace(coded):
+    # The trace's own figures, of one hour; an hour of it holds 72 bursts, so ten percent.
+    assert len(coded) / LONG_S == pytest.approx(generator.CODE_PER_SECOND, rel=0.1)
+    for seconds, dispersion, empty in ((1, 13.19, 0.734), (10, 71.6, 0.563)):
+        found = spread(coded, seconds)
+        assert found[0] == pytest.approx(dispersion, rel=0.1)
+        assert found[1] == pytest.approx(empty, rel=0.1)
+    assert mean(r.prompt_tokens for r in coded) == pytest.approx(2047.8, rel=0.05)
+    assert mean(r.output_tokens for r in coded) == pytest.approx(27.88, rel=0.1)
+
+
+@pytest.mark.skipif(not CODE.exists(), reason=f"the Azure code trace is not at {CODE}")
+def test_the_figures_that_the_code_generator_is_held_to_are_the_traces():
+    real = read_trace(CODE)
+    assert spread(real, 1) == pytest.approx((13.19, 0.734), rel=0.01)
+    assert spread(real, 10) == pytest.approx((71.6, 0.563), rel=0.01)
+
+
+def test_a_stretch_of_a_bursty_trace_holds_as_many_requests_as_its_mean_rate_makes():
+    quiet = [TraceRequest(1.0, 5, 5), TraceRequest(14.0, 6, 6)]
+    burst = [TraceRequest(20.0 + i / 10, 7, 7) for i in range(30)]
+    found = busy_stretch([*quiet, *burst], per_second=2.0, seconds=10.0)
+    assert [r.at_s for r in found[:2]] == pytest.approx([0.0, 0.1])
+    assert len(found) == 30
+    assert busy_stretch(quiet, per_second=9.0, seconds=10.0) == [quiet[0]], "the fullest there is"
+    both = [
+        load.schedule(seconds=10, rate=1, seed=5, endpoints=1, trace=None, busy=True, like="code")
+        for _ in range(2)
+    ]
+    assert both[0] == both[1]
+    assert len(both[0]) >= 10 * load.DEVICE_PER_SECOND
+
+
+def test_a_packed_trace_is_read_like_a_plain_one(tmp_path):
+    plain = trace_file(tmp_path, AZURE_HEADER, "2023-11-16 18:15:46.6805900,374,44")
+    packed = tmp_path / "trace.csv.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_trace(packed) == read_trace(plain)
+
+
 def test_the_generator_is_seeded_and_ordered():
     def once(seed):
         return generator.generate(per_second=3, seconds=60, seed=seed)
@@ -71,9 +129,11 @@ def test_the_generator_is_seeded_and_ordered():
 
 
 def test_the_tables_of_quantiles_rise(generated):
-    ranks = [rank for rank, _ in generator.CONTEXT]
-    assert ranks == sorted(set(ranks))
-    assert (ranks[0], ranks[-1]) == (0, 1)
+    for table in (generator.CONTEXT, generator.CODE_CONTEXT, generator.CODE_GENERATED):
+        ranks = [rank for rank, _ in table]
+        assert ranks == sorted(set(ranks))
+        assert (ranks[0], ranks[-1]) == (0, 1)
+        assert [v for _, v in table] == sorted(v for _, v in table)
     for row in (tuple(v for _, v in generator.CONTEXT), *generator.GENERATED):
         assert list(row) == sorted(row)
     assert max(r.prompt_tokens for r in generated) <= 14050

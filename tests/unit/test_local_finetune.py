@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from windrow.cli.finetune import _passing_on, _result, _state
+from windrow.cli.finetune import _passed_on, _result, _state
 from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.local.curves import (
@@ -237,14 +237,28 @@ def test_a_worker_that_ends_without_a_last_word_or_hangs_is_told_with_how(monkey
     process.communicate()
 
 
+@pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_whatever_asks_the_command_to_stop_asks_its_worker(number):
-    with subprocess.Popen(["sleep", "600"]) as process:
-        before = signal.getsignal(number)
-        with _passing_on(process):
+def test_whatever_asks_the_command_to_stop_asks_its_worker(number, early):
+    before = signal.getsignal(number)
+    with _passed_on() as asked:
+        if early:  # the worker is not there yet
             os.kill(os.getpid(), number)
+        with subprocess.Popen(["sleep", "600"]) as process, asked.to(process):
+            if not early:
+                os.kill(os.getpid(), number)
             assert process.wait(timeout=60) == -signal.SIGTERM
-        assert signal.getsignal(number) is before
+        assert asked.came
+    assert signal.getsignal(number) is before
+
+
+def test_what_went_wrong_on_the_way_to_a_success_is_in_the_result(tmp_path):
+    job = LocalJob(tmp_path / "j.yaml", "j", tmp_path, tmp_path, SPEC)
+    lost = event(kind="WARNED", detail="the checkpoint of step 5 is not written")
+    told = after(progress(total_steps=9, step=9), lost, event(kind="SUCCEEDED", adapter_path="/o"))
+    result = _result(job, told, 1.0, tmp_path / "worker.log")
+    assert result["state"] == "Succeeded"
+    assert result["notes"][-1] == "the checkpoint of step 5 is not written"
 
 
 def test_a_report_that_cannot_be_written_leaves_a_success_a_success(tmp_path):

@@ -13,7 +13,12 @@ CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "windrow"
 def rules_of(kind):
     # Conditions of the template count as met: what they add is not asked for.
     bare = re.sub(r"\{\{.*?\}\}", "", (CHART / "templates" / "rbac.yaml").read_text())
-    (role,) = [body for body in yaml.safe_load_all(bare) if body["kind"] == kind]
+    named = (kind, "windrow-operator")
+    (role,) = [
+        body
+        for body in yaml.safe_load_all(bare)
+        if (body["kind"], body["metadata"]["name"]) == named
+    ]
     return role["rules"]
 
 

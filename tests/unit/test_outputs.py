@@ -89,7 +89,7 @@ def test_a_relative_destination_stands_in_the_working_directory(volume, monkeypa
     place = volume.resolve()
 
     assert check_within(Path("tone"), [place]) == place / "tone"
-    assert check_alone(Path("tone")) == Path("tone")
+    assert check_alone("tone") == Path("tone")
 
 
 def test_alone_a_link_may_not_lead_a_relative_path_out_of_the_working_directory(
@@ -101,12 +101,19 @@ def test_alone_a_link_may_not_lead_a_relative_path_out_of_the_working_directory(
     monkeypatch.chdir(tmp_path / "here")
     Path("out").symlink_to(tmp_path / "there")
     with pytest.raises(UserError, match="out of the working directory"):
-        check_alone(Path("out/tone"))
+        check_alone("out/tone")
     # Named in full it is meant.
-    assert check_alone(tmp_path / "here" / "out" / "tone").name == "tone"
+    assert check_alone(str(tmp_path / "here" / "out" / "tone")).name == "tone"
 
 
 def test_alone_the_root_of_the_file_system_is_refused_also_by_a_link(tmp_path):
     (tmp_path / "root").symlink_to("/")
     with pytest.raises(UserError, match="the root of the file system"):
-        check_alone(tmp_path / "root")
+        check_alone(str(tmp_path / "root"))
+
+
+def test_a_bucket_has_one_name_and_is_below_no_volume_that_it_needs():
+    assert path_of("s3://team//out/./tone/") == "s3://team/out/tone"
+    assert is_below((), "s3://team/out")
+    with pytest.raises(UserError, match="s3://team/out is not on this machine"):
+        check_alone("s3://team/out")

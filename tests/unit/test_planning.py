@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
 
 from windrow.crd import parse_job_spec, parse_policy_spec
-from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Pod, Slot
-from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
-from windrow_operator.policies import select, terms_of
+from windrow_operator.model import (
+    Base,
+    CheckedPolicy,
+    EffectivePolicy,
+    Holder,
+    Job,
+    Pod,
+    Slot,
+    Usage,
+)
+from windrow_operator.planning import NoPlacement, Placement, SlotTable, place, rate, refusal
+from windrow_operator.policies import places_of, select, terms_of
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 BASE = Base("/m", "main", "auto")
@@ -31,6 +41,45 @@ def job(model="/m", **changes):
 def policy(name="chat", created="2025-01-01T00:00:00Z", **changes):
     spec = {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}, **changes}
     return CheckedPolicy("team", name, f"uid-{name}", 1, created, parse_policy_spec(spec))
+
+
+def mounted(name, path, *, read_only=False, claim=None, node=None):
+    source = (
+        {"persistentVolumeClaim": {"claimName": claim}} if claim else {"hostPath": {"path": node}}
+    )
+    return {"name": name, "mountPath": path, "readOnly": read_only, **source}
+
+
+def under(name, *volumes):
+    return policy(name, sidecar={"volumes": list(volumes)})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "meet"),
+    [
+        ("/x/out", "/x/./out/", True),
+        ("/x/out", "/y/out", True),  # one claim, two paths
+        ("/x/out", "/y/other", False),
+        ("/x/out", "/y/out/deeper", False),
+        ("/x", "/y", True),
+        ("/x/in/out", "/z/out", True),  # the inner volume hides what the outer one has there
+        ("/x/in/out", "/y/in/out", False),
+        ("/n/sub/out", "/m/out", True),  # a directory of the node, and one in it
+        ("/r/out", "/x/out", False),  # nobody writes to what is read-only
+        ("out", "/x/out", False),
+        ("claim:team/shared/out", "/x/out", False),
+    ],
+)
+def test_two_destinations_meet_where_volumes_make_them_one_directory(one, other, meet):
+    known = [
+        under("a", mounted("v", "/x", claim="shared"), mounted("w", "/x/in", claim="inner")),
+        under("b", mounted("v", "/y", claim="shared"), mounted("w", "/z", claim="inner")),
+        under("c", mounted("v", "/n", node="/srv"), mounted("w", "/m", node="/srv/sub")),
+        under("d", mounted("v", "/r", claim="shared", read_only=True)),
+        CheckedPolicy("team", "wrong", "u", 1, "", None, "a field is wrong"),
+    ]
+    places = [places_of(destination, known) for destination in (one, other)]
+    assert bool(places[0] & places[1]) is meet
 
 
 def slot(name="decode-0", tokens=1000.0, **changes):
@@ -57,8 +106,20 @@ def test_a_tie_goes_by_name():
     assert place(job(), [slot("b"), slot("a")]).slot.key == "team/a"
 
 
+def every_namespace():
+    named = {"key": "kubernetes.io/metadata.name", "operator": "Exists"}
+    return policy(access={"namespaceSelector": {"matchExpressions": [named]}})
+
+
 def test_a_slot_of_another_namespace_is_named_in_full():
-    assert place(job(namespace="other"), [slot("a")]).message.startswith("team/a predicts")
+    guest = job(namespace="other", namespace_labels={"kubernetes.io/metadata.name": "other"})
+    open_to_all = EffectivePolicy(every_namespace(), "harvest")
+    assert place(guest, [slot("a", terms=open_to_all)]).message.startswith("team/a predicts")
+
+
+def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
+    refused = place(job(namespace="other"), [slot("a")])
+    assert refused.message == "team/a is closed to namespace other by policy chat"
 
 
 @pytest.mark.parametrize(
@@ -160,5 +221,42 @@ def test_hours_and_the_daily_quota_turn_harvesting_off():
     assert terms_of(night, NOW).mode == "off"
     assert terms_of(night, NOW.replace(hour=21)).mode == "harvest"
     capped = policy(access={"gpuSecondsPerDay": 60})
-    assert terms_of(capped, NOW, 59).mode == "harvest"
-    assert "has used its 60 seconds" in terms_of(capped, NOW, 60).why
+    assert terms_of(capped, NOW, Usage("", 59)).mode == "harvest"
+    assert "has used its 60 seconds" in terms_of(capped, NOW, Usage("", 60)).why
+
+
+def test_a_table_of_slots_answers_as_the_list_does_and_knows_what_was_placed():
+    shared = EffectivePolicy(policy(), "harvest")
+    table = SlotTable(slot(f"s{i:02}", tokens=i % 7, terms=shared) for i in range(50))
+    seen = []
+    for number in range(50):
+        choice = place(job(uid=f"u{number}"), table)
+        assert choice.slot == place(job(uid=f"u{number}"), list(table.values())).slot
+        seen.append(choice.slot.key)
+        table.put(replace(choice.slot, holders=(Holder(f"u{number}", "team/x"),)))
+    assert len(set(seen)) == 50
+    refused = place(job(uid="one-more"), table)
+    assert isinstance(refused, NoPlacement)
+    assert "and 42 more slots refuse" in refused.message
+
+
+def test_a_job_that_is_on_a_full_slot_may_stay_there():
+    own = slot("a", holders=(Holder("u", "team/tone"),))
+    assert place(job(uid="u"), [own, slot("b", 10, breaker="x")]).slot.key == "team/a"
+    assert isinstance(place(job(uid="v"), [own]), NoPlacement)
+
+
+def test_a_namespace_that_has_had_its_share_of_today_waits_and_others_do_not():
+    shares = policy(
+        access={
+            "gpuSecondsPerDayAndNamespace": 60,
+            "namespaceSelector": every_namespace().spec.access.namespace_selector.model_dump(
+                by_alias=True
+            ),
+        }
+    )
+    used = Usage("2025-01-01", 65, {"team": 60, "other": 5})
+    given = [slot("a", terms=terms_of(shares, NOW, used))]
+    assert place(job(), given).message == "a gives namespace team no more today by policy chat"
+    labels = {"kubernetes.io/metadata.name": "other"}
+    assert isinstance(place(job(namespace="other", namespace_labels=labels), given), Placement)

@@ -5,18 +5,17 @@ import random
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
 from windrow_sidecar.qos.predictor import (
     MARGIN_MAX,
     MARGIN_MIN,
     START_MARGIN,
-    CoRunFactors,
     Predictor,
-    co_run_model,
 )
 from windrow_sidecar.qos.solo import SoloStepModel
 
@@ -120,6 +119,7 @@ def test_a_profile_without_a_level_is_refused():
         Predictor(host_levels(2), {2: SOLO[2]})
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -159,7 +159,7 @@ def test_levels_name_their_splits():
     [
         (),
         (PartitionLevel(1, 1),),
-        (PartitionLevel(0, 2), PartitionLevel(1, 1), PartitionLevel(1, 2)),
+        (PartitionLevel(0, 2), PartitionLevel(1, 2), PartitionLevel(1, 1)),
         (PartitionLevel(0, 2), PartitionLevel(3, 1)),
         (PartitionLevel(0, 2), PartitionLevel(1, 0)),
     ],
@@ -167,3 +167,30 @@ def test_levels_name_their_splits():
 def test_splits_that_a_device_cannot_do_are_refused(splits):
     with pytest.raises(UserError, match=r"levels\.splits"):
         Partitioning(2, splits)
+
+
+def test_beyond_the_profile_it_says_so_until_it_has_seen_as_much():
+    predictor = Predictor(host_levels(2), SOLO, profiled=(16, 20_000))
+    assert not predictor.extrapolates(16, 20_000)
+    assert predictor.extrapolates(17, 1000)
+    assert predictor.extrapolates(4, 20_001)
+    for _ in range(64):
+        predictor.observe(1, batch=20, context_tokens=9000, latency_us=9000)
+    assert not predictor.extrapolates(20, 20_000)
+    assert predictor.extrapolates(21, 20_000)
+
+
+def test_a_kind_of_step_that_the_line_does_not_fit_is_corrected_and_no_other():
+    predictor = Predictor(host_levels(2), SOLO, CoRunFactors(1.0, 1.0))
+    line = predictor.predict(12, 5000)[0][1]
+    other = predictor.predict(40, 5000)[0][1]
+    for i in range(400):
+        # Batches of 9 to 16 with a backward beside them take a tenth longer than with a forward.
+        phase = 1 + 2 * (i % 2)
+        latency_us = line * (1.1 if phase == 3 else 1.0)
+        predictor.observe(1, batch=12, context_tokens=5000, latency_us=latency_us, phase=phase)
+    # Least squares settle between both, at 1.05; records bring each where it was measured.
+    assert predictor.predict(12, 5000, 3)[0][1] == pytest.approx(1.1 * line, rel=0.01)
+    assert predictor.predict(12, 5000, 1)[0][1] == pytest.approx(line, rel=0.01)
+    assert predictor.predict(12, 5000)[0][1] == pytest.approx(1.05 * line, rel=0.02)
+    assert predictor.predict(40, 5000, 3)[0][1] == pytest.approx(1.05 * other, rel=0.02)

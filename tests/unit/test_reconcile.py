@@ -311,7 +311,7 @@ def test_an_attached_sidecar_that_knows_nothing_of_the_job_has_lost_it():
 
 def test_a_restarted_operator_waits_for_the_sidecar_before_it_decides():
     life = Life().running()
-    life.slots[KEY] = slot(attached=False, lost_at=NOW)
+    life.slots[KEY] = slot(attached=False, lost_at=NOW, awaited=True)
     life.step(None, later(seconds=30))
     assert life.state == "Silent"
     assert life.step(None, later(seconds=31)).status is None
@@ -390,6 +390,15 @@ def test_a_running_job_that_is_deleted_stops_first():
     assert life.step(run(RunState.STOPPED)).finalizer is False
 
 
+def test_a_job_that_is_deleted_while_it_stops_is_told_at_once_and_once():
+    life = Life().running()
+    life.job = replace(life.job, deleted_at=NOW)
+    asked = run(stop_asked_at=NOW, stop_sent_at=NOW, stop_reason="Suspended")
+    assert life.step(asked, later(seconds=1)).commands == (Command("STOP", KEY, 1, "Deleted"),)
+    told = replace(asked, stop_reason="Deleted")
+    assert life.step(told, later(seconds=1)).commands == ()
+
+
 def test_a_deleted_job_goes_when_its_bound_is_over():
     life = Life().running()
     life.job = replace(life.job, deleted_at=NOW)
@@ -462,3 +471,103 @@ def test_every_reason_that_a_life_writes_stands_in_the_table():
         for c in life.job.status["conditions"]
     }
     assert written <= known
+
+
+# --- whose doing it is ----------------------------------------------------------------------------
+
+
+def lost(**changes):
+    return run(RunState.LOST, checkpoint_before=0, **changes)
+
+
+def test_a_job_that_takes_its_sidecars_down_backs_off_and_does_not_walk_the_cluster():
+    life, now, sidecars = Life(), NOW, 0
+    for _ in range(20):
+        actions = life.step(now=now)
+        if any(command.action == "ASSIGN" for command in actions.commands):
+            sidecars += 1
+            actions = life.step(replace(lost(), epoch=life.job.epoch), now)
+            assert actions.slot_failed is True
+        if life.state == "Failed":
+            break
+        now = actions.wake_at
+    assert sidecars == PATIENCE.most_losses
+    assert life.condition("Failed")["reason"] == "BackoffLimitExceeded"
+    assert now - NOW >= PATIENCE.backoff_base * 3  # 2 s, then 4 s
+
+
+def test_a_job_that_got_further_or_whose_pod_is_gone_is_placed_again_at_once():
+    further = lost(progress=WorkerProgress(step=30, checkpoint_step=25, checkpoint_path="/c"))
+    life = Life().running()
+    actions = life.step(further)
+    assert (actions.slot_failed, life.job.status.get("losses")) == (None, None)
+    assert "retryAt" not in life.job.status
+
+    life = Life().running()
+    life.slots[KEY] = slot(attached=False, lost_at=NOW, pod_gone=True)
+    life.step(run(checkpoint_before=0), later(seconds=18))
+    assert (life.state, life.job.status.get("losses")) == ("Pending", None)
+
+
+def test_a_slot_that_rejects_is_asked_ever_more_seldom_until_it_takes_the_job():
+    life, now, pauses = Life(), NOW, []
+    for _ in range(3):
+        life.step(now=now)
+        due = life.step(run(RunState.REJECTED, epoch=life.job.epoch), now).wake_at
+        pauses.append((due - now).total_seconds())
+        now = due
+    assert pauses == [2, 4, 8]
+    life.step(now=now)
+    life.step(run(epoch=life.job.epoch), now)
+    assert "rejections" not in life.job.status
+
+
+def test_the_worker_of_a_pod_that_is_ending_is_asked_for_a_checkpoint():
+    life = Life().running()
+    life.slots[KEY] = slot(pod_gone=True)
+    (stop,) = life.step(run()).commands
+    assert (stop.action, stop.reason) == ("STOP", "the pod is ending")
+    life.step(run(RunState.STOPPED, stop_asked_at=NOW))
+    assert life.condition("Placed")["reason"] == "SlotLost"
+
+
+def test_a_dead_sidecar_is_lost_within_thirty_seconds_of_its_last_word():
+    found_after = timedelta(seconds=10)  # gRPC's keepalive: six seconds and four
+    assert found_after + max(PATIENCE.lost_grace, PATIENCE.gone_grace) < timedelta(seconds=30)
+
+
+def test_a_job_gives_its_slot_to_one_of_higher_priority_with_a_checkpoint():
+    life = Life().running()
+    life.job = replace(life.job, preempted_by="team/urgent")
+    (stop,) = life.step(run()).commands
+    assert (stop.action, stop.reason) == (
+        "STOP",
+        "job team/urgent of higher priority takes the slot",
+    )
+    life.step(run(RunState.STOPPED, stop_asked_at=NOW))
+    for type_ in ("Placed", "Evicted"):
+        assert life.condition(type_)["reason"] == "Preempted"
+    assert life.job.status["evictions"] == [{"reason": "Preempted", "count": 1}]
+    life.job = replace(life.job, preempted_by="")
+    life.step()
+    assert life.condition("Evicted")["status"] == "False"
+    life.step(run(RunState.LOST, epoch=2))
+    life.step()
+    life.step(run(RunState.LOST, epoch=3))
+    counts = {entry["reason"]: entry["count"] for entry in life.job.status["evictions"]}
+    assert counts == {"Preempted": 1, "SlotLost": 2}
+
+
+def test_a_job_that_waits_suspended_is_not_evicted_again_and_again():
+    life = Life(spec(suspend=True))
+    for _ in range(3):
+        life.step()
+    assert "evictions" not in life.job.status
+    assert life.condition("Evicted") is None
+
+
+def test_a_job_that_another_controller_manages_is_left_alone():
+    life = Life(spec(managedBy="kueue.x-k8s.io/multikueue"))
+    assert life.step() == NOTHING
+    life = Life(spec(managedBy="windrow.dev/operator"))
+    assert life.step().commands

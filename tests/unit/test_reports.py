@@ -88,6 +88,17 @@ def test_a_placement_that_the_first_hello_does_not_name_is_lost(cluster):
     assert cluster.runs["u"].state is RunState.LOST
 
 
+def test_a_job_whose_end_was_told_holds_no_slot_though_the_last_heartbeat_names_it(cluster):
+    reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
+    beat = pb.SlotHeartbeat(engine_state="serving", jobs=[running(total_steps=9)])
+    reports.take_heartbeat(cluster, cluster.slots[KEY], beat, NOW)
+    body = cluster.jobs["u"]
+    reports.take_event(cluster, [KEY], event("STOPPED"), NOW)
+    unplaced = {**body, "status": {"epoch": 1}}
+    cluster.put_job(unplaced)
+    assert cluster.slot_views(NOW)[KEY].holders == ()
+
+
 def test_a_worker_that_vanishes_from_the_heartbeats_is_lost(cluster):
     reports.take_hello(cluster, POD, hello(running(total_steps=9)), NOW, first=True)
     live = cluster.slots[KEY]

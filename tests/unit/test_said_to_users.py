@@ -55,7 +55,7 @@ def test_the_job_of_the_readme_is_valid():
 @pytest.mark.parametrize(
     ("part", "field"),
     [
-        ({"output": {"destination": "s3://team/adapters"}}, "spec.output.destination"),
+        ({"output": {"destination": "gs://team/adapters"}}, "spec.output.destination"),
         ({"workers": {"max": 2}}, "spec.workers.max"),
     ],
 )

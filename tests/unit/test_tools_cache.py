@@ -16,6 +16,7 @@ from windrow.local.tools_cache import (
     KUBERNETES_VERSION,
     MANIFEST,
     NODE,
+    OBJECT_STORE,
     cache_directory,
     cached_tools,
     is_whole,
@@ -162,3 +163,9 @@ def test_a_toolchain_is_taken_only_when_it_is_new_enough(tmp_path, version, usab
     go.write_text(f"#!/bin/sh\necho go version go{version} linux/amd64\n")
     go.chmod(0o755)
     assert (find_go({"PATH": str(tmp_path)}) is not None) is usable
+
+
+def test_the_object_stores_module_holds_the_version_that_its_cache_is_named_after():
+    module = (resource_directory("objectstore") / "versitygw" / "go.mod").read_text()
+    named = cache_directory({"HOME": "/h"}, OBJECT_STORE).name
+    assert f"require github.com/versity/versitygw {named}\n" in module

@@ -173,7 +173,9 @@ HARVEST = Board(
                     (
                         Query(
                             f"sum({TOKENS}{{{WHERE}}}) / (count(count by (namespace, slot) "
-                            f"(windrow_job_step{{{SLOTS}}})) * (vector($dedicated) > 0))"
+                            f""
+                            f"(last_over_time(windrow_job_step{{{SLOTS}}}[5m]))) "
+                            "* (vector($dedicated) > 0))"
                         ),
                     ),
                     "stat",
@@ -668,7 +670,8 @@ JOBS = Board(
                 Panel(
                     "Most memory held", _of_job("windrow_job_memory_bytes"), unit="bytes", width=8
                 ),
-                Panel("Rows left out", _of_job("windrow_job_skipped_rows"), width=8),
+                Panel("Rows left out", _of_job("windrow_job_skipped_rows"), width=4),
+                Panel("Rows cut", _of_job("windrow_job_cut_rows"), width=4),
                 Panel(
                     "Workers that ended, by outcome",
                     (

@@ -14,14 +14,16 @@ import typer
 from windrow.cli import (
     clusters,
     doctor,
-    explain_job,
+    explain,
     finetune,
     inject,
     jobs,
     memory,
     monitor,
     plan,
+    profile,
     report,
+    simulate,
     top,
 )
 from windrow.cli import run as running
@@ -49,16 +51,22 @@ app.command("up")(clusters.up)
 app.command("down")(clusters.down)
 app.command("finetune")(finetune.finetune)
 app.command("plan")(plan.plan)
+app.command("simulate")(simulate.simulate)
 app.command("inject")(inject.inject)
 app.command("submit")(jobs.submit)
 app.command("get")(jobs.get)
+app.command("describe")(jobs.describe)
+app.command("suspend")(jobs.suspend)
+app.command("resume")(jobs.resume)
+app.command("delete")(jobs.delete)
 app.command("logs")(jobs.logs)
 app.command("top")(top.top)
-app.command("explain")(explain_job.explain)
+app.command("explain")(explain.explain)
 app.command("report")(report.report)
 app.command("monitor")(monitor.monitor)
 app.command("adapter")(jobs.adapter)
 app.command("run", context_settings={"ignore_unknown_options": True})(running.run)
+app.command("profile")(profile.profile)
 app.command("doctor")(doctor.doctor)
 app.add_typer(memory.app, name="memory")
 
@@ -79,7 +87,8 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
 
 
 def _tell(error: Exception, code: int) -> int:
-    sys.stderr.write(f"windrow: {error}\n")
+    if sys.stderr is not None:  # the command was started without one
+        sys.stderr.write(f"windrow: {error}\n")
     return code
 
 

@@ -53,8 +53,23 @@ def demo(
     model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
     rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="The same load four times: see what sharing costs.")
+        bool,
+        typer.Option(
+            "--compare", help="The same load for every way of sharing, in rounds: see who wins."
+        ),
     ] = False,
+    rounds: Annotated[
+        int, typer.Option(help="With --compare: five or more; six can name a winner.")
+    ] = 6,
+    segment: Annotated[
+        float, typer.Option(help="With --compare: seconds that are counted of each turn.")
+    ] = 8.0,
+    arms: Annotated[
+        str, typer.Option(help="With --compare: only these ways of sharing, with commas.")
+    ] = "",
+    factor: Annotated[
+        float, typer.Option(help="The objective by rule, in steps of decode alone.")
+    ] = 2.0,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, report, adapter.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the summary there as well.")
@@ -63,6 +78,8 @@ def demo(
     """Watch the whole system do its job: serving under load, a FinetuneJob harvested beside it.
 
     Example: windrow demo --seconds 60 --json out.json
+
+    Example: windrow demo --compare --rounds 6 --out out/compared (again, to go on where it ended)
     """
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
     from windrow.local import compare as comparison
@@ -78,7 +95,7 @@ def demo(
             remedy="Leave out --engine, or --compare.",
         )
     settings = whole.DemoSettings(
-        out=_new_folder(out),
+        out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),
         seconds=seconds,
         rate=rate,
         seed=seed,
@@ -89,6 +106,8 @@ def demo(
         rows=rows,
         objective_ms=objective,
         steps=steps,
+        factor=factor,
+        busy=compare,
         sglang=sglang,
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
@@ -96,7 +115,10 @@ def demo(
             f"{json_file.parent} is no directory", field="--json", remedy="Create it first."
         )
     if compare:
-        summary = comparison.run(settings, console)
+        names = tuple(name.strip() for name in arms.split(",") if name.strip())
+        how = comparison.CompareSettings(rounds=rounds, window_s=segment, arms=names)
+        how.check()
+        summary = comparison.run(settings, how, console)
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))
@@ -126,8 +148,11 @@ def _summary_table(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _new_folder(out: Path | None) -> Path:
+def _new_folder(out: Path | None, goes_on: str = "") -> Path:
+    """Return an empty folder, or one that holds the file by which a broken-off run goes on."""
     folder = out or Path("out") / time.strftime("demo-%Y%m%d-%H%M%S")
+    if goes_on and (folder / goes_on).exists():
+        return folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(
             f"{folder} is not an empty folder", field="--out", remedy="Name one that is new."

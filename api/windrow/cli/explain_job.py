@@ -1,15 +1,12 @@
-"""`windrow explain JOB`: why a job is where it is, as a story."""
+"""Explain why a job is where it is, as a story."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from windrow.cli.output import Json, Kubeconfig, Namespace, client, print_json, print_line
 from windrow.conditions import LIFECYCLE
 
 if TYPE_CHECKING:
@@ -146,29 +143,3 @@ def text_of(told: Explanation) -> str:
     lines.append("story")
     lines += [f"  {line}" for line in told.story] or ["  nothing has happened yet"]
     return "\n".join(lines)
-
-
-def explain(
-    name: Annotated[str, typer.Argument(help="Name of the FinetuneJob.")],
-    namespace: Namespace = "default",
-    as_json: Json = False,
-    kubeconfig: Kubeconfig = None,
-) -> None:
-    """Say why a job is where it is, what to do about it, and what has happened to it.
-
-    Example: windrow explain support-tone
-    """
-    talk = client(kubeconfig)
-    job = talk.get(name, namespace=namespace)
-    slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
-    told = explain_job(
-        job,
-        talk.conditions(name, namespace=namespace),
-        talk.events(name, namespace=namespace),
-        slots.get(job.slot),
-        datetime.now(UTC),
-    )
-    print_json(told) if as_json else print_line(text_of(told))
-
-
-__all__ = ["Explanation", "explain", "explain_job", "text_of"]

@@ -100,11 +100,15 @@ def _finetune(
     begun = time.monotonic()
     names = [job.name for job in jobs]
     with (
+        _passed_on() as asked,  # before there is anybody to pass it on to
         local.started(jobs, *arguments) as process,
-        _passing_on(process),
+        asked.to(process),
         _shown(names, as_json) as show,
     ):
         told = local.listen(process, len(jobs), _while_read(show))
+    code = process.returncode
+    if asked.came and code == -signal.SIGTERM:  # it was still importing what it needs
+        told, code = [each if each.ended else local.unbegun(each) for each in told], local.STOPPED
     log = jobs[0].folder / local.WORKER_LOG
     seconds = time.monotonic() - begun
     results = [_result(*each, seconds, log) for each in zip(jobs, told, strict=True)]
@@ -114,7 +118,7 @@ def _finetune(
         for result, heard in zip(results, told, strict=True):
             _say(result, heard, alone=len(results) == 1)
     codes = {local.SUCCEEDED: 0, local.USER_ERROR: 2, local.STOPPED: 130}
-    return codes.get(process.returncode, 1)
+    return codes.get(code, 1)
 
 
 def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
@@ -128,18 +132,35 @@ def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
     print_line(out)
 
 
-@contextmanager
-def _passing_on(process: Any) -> Iterator[None]:  # noqa: ANN401
-    """Let Ctrl-C ask the worker to stop; it writes a checkpoint first.
+class _Asked:
+    """Signals that ask to stop, for the worker: it writes a checkpoint first."""
 
-    So do the signals of containers, of Slurm and `timeout`, and of a terminal that closes.
-    """
-    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {
-        end: signal.signal(end, lambda *_: process.send_signal(signal.SIGTERM)) for end in ends
-    }
-    try:
+    def __init__(self) -> None:
+        self.came = False
+        self._process: Any = None
+
+    def hear(self, *_: object) -> None:
+        self.came = True
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
+    @contextmanager
+    def to(self, process: Any) -> Iterator[None]:  # noqa: ANN401
+        """Pass them on to a process, also one that has come before it was there."""
+        self._process = process
+        if self.came:
+            process.send_signal(signal.SIGTERM)
         yield
+
+
+@contextmanager
+def _passed_on() -> Iterator[_Asked]:
+    """Hear Ctrl-C, the signal of containers, Slurm and `timeout`, and that of a closed terminal."""
+    asked = _Asked()
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {end: signal.signal(end, asked.hear) for end in ends}
+    try:
+        yield asked
     finally:
         for end, handler in before.items():
             signal.signal(end, handler)
@@ -247,6 +268,8 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
     from windrow.local.curves import read_metrics
     from windrow.local.finetune import without_cluster
 
+    said = "warned: "
+    warned = [event.removeprefix(said) for event in told.events if event.startswith(said)]
     state = {"SUCCEEDED": "Succeeded", "STOPPED": "Stopped"}.get(told.ended, "Failed")
     result: dict[str, Any] = {
         "name": job.name,
@@ -264,7 +287,7 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
         "held_out_rows": told.held_out_rows,
         "skipped_rows": told.skipped_rows,
         "cut_rows": told.cut_rows,
-        "notes": [*without_cluster(job.spec), *told.notes],
+        "notes": [*without_cluster(job.spec), *told.notes, *warned],
         "memory_bytes": told.memory_bytes,
         "seconds": round(seconds, 1),
         "checkpoint": told.checkpoint,

@@ -1,4 +1,4 @@
-"""`windrow submit | get | logs | adapter`: finetune jobs from the command line."""
+"""Finetune jobs from the command line: `windrow submit`, `get`, `describe`, `delete`, ..."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windrow.cli.output import Json, Kubeconfig, Namespace, client, print_json, print_line, table
+from windrow.cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    Namespace,
+    client,
+    plain,
+    print_json,
+    print_line,
+    table,
+)
 from windrow.errors import UserError
+from windrow.views import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from windrow.views import JobView
 
 HEAD = ("NAME", "STATE", "STEP", "LOSS", "TOKENS/S", "ETA", "SLOT", "MODEL")
 Name = Annotated[str, typer.Argument(help="Name of the FinetuneJob.")]
@@ -44,12 +53,13 @@ def submit(
     within: Annotated[float, typer.Option(help="Seconds to wait at most; 0: no limit.")] = 0.0,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Create a FinetuneJob. The spec is checked before anything is sent.
 
     Example: windrow submit examples/finetunejob.yaml --wait
     """
-    talk = client(kubeconfig)
+    talk = client(kubeconfig, context)
     job = talk.submit(manifest, namespace=namespace)
     if not wait:
         print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} created")
@@ -82,15 +92,25 @@ def _say_change() -> Callable[[JobView], None]:
 
 def get(
     name: Annotated[str | None, typer.Argument(help="A job; without: all of them.")] = None,
-    namespace: Namespace = "default",
+    namespace: Namespace = "",
+    everywhere: Annotated[
+        bool, typer.Option("--all-namespaces", "-A", help="Of every namespace.")
+    ] = False,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Show jobs and how far they are.
 
     Example: windrow get support-tone --json
     """
-    talk = client(kubeconfig)
+    if everywhere and (name is not None or namespace):
+        raise UserError(
+            "every namespace and one of them cannot both be meant",
+            field="--all-namespaces",
+            remedy="Leave out -A, or the job's name and --namespace.",
+        )
+    talk = client(kubeconfig, context)
     if name is not None:
         job = talk.get(name, namespace=namespace)
         if as_json:
@@ -100,13 +120,97 @@ def get(
         if job.message:
             print_line(job.message)
         return
-    jobs = talk.jobs(namespace=namespace)
-    print_json(jobs) if as_json else print_line(table(HEAD, [row_of(job) for job in jobs]))
+    jobs = talk.jobs(namespace=None if everywhere else namespace or talk.namespace)
+    if as_json:
+        print_json(jobs)
+    elif everywhere:
+        rows = [(job.namespace, *row_of(job)) for job in jobs]
+        print_line(table(("NAMESPACE", *HEAD), rows))
+    else:
+        print_line(table(HEAD, [row_of(job) for job in jobs]))
+
+
+def suspend(
+    name: Name,
+    namespace: Namespace = "",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
+) -> None:
+    """Have a job write a checkpoint and give its slot back.
+
+    Example: windrow suspend support-tone
+    """
+    job = client(kubeconfig, context).suspend(name, namespace=namespace)
+    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} is to be suspended")
+
+
+def resume(
+    name: Name,
+    namespace: Namespace = "",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
+) -> None:
+    """Let a suspended job go on from its checkpoint.
+
+    Example: windrow resume support-tone
+    """
+    job = client(kubeconfig, context).resume(name, namespace=namespace)
+    print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} is to go on")
+
+
+def delete(
+    name: Name,
+    namespace: Namespace = "",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
+) -> None:
+    """Delete a job; a worker that runs it is stopped first. A finished adapter stays.
+
+    Example: windrow delete support-tone
+    """
+    talk = client(kubeconfig, context)
+    talk.delete(name, namespace=namespace)
+    where = f"{namespace or talk.namespace}/{name}"
+    print_json({"deleted": where}) if as_json else print_line(f"{where} is to be deleted")
+
+
+def describe(
+    name: Name,
+    namespace: Namespace = "",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
+) -> None:
+    """Show a job with its conditions and what has happened to it.
+
+    Example: windrow describe support-tone
+    """
+    talk = client(kubeconfig, context)
+    body = talk.manifest(name, namespace=namespace)
+    events = talk.events(name, namespace=namespace)
+    if as_json:
+        print_json({"job": body, "events": plain(events)})
+        return
+    job = JobView.of(body)
+    print_line(table(HEAD, [row_of(job)]))
+    conditions = (body.get("status") or {}).get("conditions") or []
+    columns = ("type", "status", "reason", "lastTransitionTime", "message")
+    rows = [[str(condition.get(column, "")) for column in columns] for condition in conditions]
+    print_line("")
+    print_line(table(("CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE"), rows))
+    print_line("")
+    said = [
+        (event.at, "!" if event.warning else "", event.reason, event.message) for event in events
+    ]
+    print_line(table(("EVENT AT", "", "REASON", "MESSAGE"), said))
 
 
 def logs(
     name: Name,
-    namespace: Namespace = "default",
+    namespace: Namespace = "",
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Until the job has ended.")
     ] = False,
@@ -115,12 +219,13 @@ def logs(
     ] = False,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Show what has happened to a job, or what its worker has written.
 
     Example: windrow logs support-tone --worker --follow
     """
-    talk = client(kubeconfig)
+    talk = client(kubeconfig, context)
     if worker:
         lines = talk.worker_logs(name, namespace=namespace, follow=follow)
         if as_json:
@@ -140,15 +245,16 @@ def logs(
 def adapter(
     name: Name,
     out: Annotated[Path | None, typer.Option("--out", help="Copy the adapter there.")] = None,
-    namespace: Namespace = "default",
+    namespace: Namespace = "",
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Say where a finished job's adapter is, or copy it.
 
     Example: windrow adapter support-tone --out ./support-tone
     """
-    path = client(kubeconfig).adapter(name, namespace=namespace)
+    path = client(kubeconfig, context).adapter(name, namespace=namespace)
     if out is not None:
         if not Path(path).is_dir():
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import sys
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from windrow.client import WindrowClient
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Namespace = Annotated[str, typer.Option("--namespace", "-n", help="Namespace of the job.")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", "-n", help="Namespace of the job. Default: the context's.")
+]
+Context = Annotated[str, typer.Option("--context", help="Of the kubeconfig. Default: its current.")]
 Kubeconfig = Annotated[
     Path | None,
     typer.Option(
@@ -26,15 +30,15 @@ Kubeconfig = Annotated[
 ]
 
 
-def client(kubeconfig: Path | None) -> WindrowClient:
+def client(kubeconfig: Path | None, context: str = "") -> WindrowClient:
     """Return a client of the cluster that is meant."""
     # Importing the Kubernetes client takes most of a second: `--help` shall not wait for it.
     from windrow.client import WindrowClient
     from windrow.local.cluster import running_kubeconfig
 
-    if kubeconfig is None and not os.environ.get("KUBECONFIG"):
+    if kubeconfig is None and not context and not os.environ.get("KUBECONFIG"):
         kubeconfig = running_kubeconfig()
-    return WindrowClient(kubeconfig)
+    return WindrowClient(kubeconfig, context=context)
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON is any
@@ -52,12 +56,19 @@ def print_json(value: object) -> None:
 
 
 def print_line(text: str) -> None:
-    """Write a line to standard output, at once; where nobody reads it any more, it is dropped."""
+    """Write a line to standard output, at once; where nobody reads it any more, it is dropped.
+
+    What a disk does not take is told on standard error, once.
+    """
+    if sys.stdout is None:  # the command was started without one
+        return
     try:
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
         drop_output()
+        if error.errno != errno.EPIPE and sys.stderr is not None:
+            sys.stderr.write(f"windrow: standard output cannot be written: {error.strerror}\n")
 
 
 def drop_output() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HEAD = (
     "SLOT", "OBJECTIVE", "TPOT-P50", "TPOT-P99", "OVER", "BATCH", "CONTEXT", "DECODE", "FINETUNE",
-    "KV", "LENT", "FREE", "JOB",
+    "KV", "LENT", "FREE", "HARVESTABLE", "JOB",
 )  # fmt: skip
 _TICKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 24  # looks that the small line shows
@@ -64,7 +64,7 @@ def _doing(slot: SlotView) -> str:
 
 def row_of(slot: SlotView) -> tuple[str, ...]:
     """Return a slot as a row under HEAD."""
-    figures = ("-",) * 7
+    figures = ("-",) * 8
     if slot.reported:
         figures = (
             str(slot.batch),
@@ -74,6 +74,7 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
             str(slot.chunks.kv),
             str(slot.chunks.lent),
             str(slot.chunks.free + slot.chunks.reserved),
+            f"{slot.predicted_tokens_per_second:,.0f} tok/s",
         )
     return (
         slot.name,
@@ -127,7 +128,7 @@ def screen(
     rate = sum(job.tokens_per_second for job in jobs if not job.finished)
     head = Text.assemble(
         ("windrow top  ", "bold"),
-        f"{len(slots)} slots, {harvesting} harvesting, ",
+        f"{len(slots)} {'slot' if len(slots) == 1 else 'slots'}, {harvesting} harvesting, ",
         (f"{rate:,.0f} tokens/s", "bold green"),
     )
     keys = Text(f"sorted by {sort}   s: another order   q: quit", style="bright_black")

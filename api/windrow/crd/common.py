@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
 
 from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
 
@@ -42,6 +43,13 @@ HARVEST_POLICY: Final = Kind("HarvestPolicy", "harvestpolicies", "harvestpolicy"
 HARVEST_SLOT: Final = Kind("HarvestSlot", "harvestslots", "harvestslot", "hs")
 LATENCY_PROFILE: Final = Kind("LatencyProfile", "latencyprofiles", "latencyprofile", "lp")
 KINDS: Final = (FINETUNE_JOB, HARVEST_POLICY, HARVEST_SLOT, LATENCY_PROFILE)
+
+
+# Each condition is applied and kept by itself, whoever else writes others.
+CONDITIONS_BY_TYPE: Final[JsonDict] = {
+    "x-kubernetes-list-type": "map",
+    "x-kubernetes-list-map-keys": ["type"],
+}
 
 
 class Condition(Record):
@@ -157,6 +165,11 @@ class LabelSelector(Record):
     match_expressions: list[SelectorRequirement] = Field(
         default_factory=list, max_length=64, description="Expressions that must all hold."
     )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it says nothing."""
+        return not self.match_labels and not self.match_expressions
 
     def matches(self, labels: dict[str, str]) -> bool:
         """Return whether an object with these labels is meant."""

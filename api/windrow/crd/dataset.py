@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from windrow.crd.texts import Name, Source, Text
+from windrow.crd.texts import Name, Source, Text, takes_credentials
 from windrow.crd.values import Record, cel, invalid
 
 
 class SecretRef(Record):
-    """A Secret of the job's namespace."""
+    """A Secret of the job's namespace, which the label `windrow.dev/credentials: "true"` opens."""
 
-    name: Name = Field(description="Name of the Secret.")
+    name: Name = Field(
+        description="Name of the Secret. Of its keys, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+        "AWS_SESSION_TOKEN, AWS_REGION and AWS_ENDPOINT_URL count for s3://, HF_TOKEN for the Hub."
+    )
 
 
 class DatasetSpec(Record):
@@ -23,9 +26,9 @@ class DatasetSpec(Record):
         json_schema_extra={
             "x-kubernetes-validations": [
                 cel(
-                    "!has(self.secretRef)",
-                    "secretRef is not supported yet: give the sidecar the credentials (AWS_*, "
-                    "HF_TOKEN) in its environment",
+                    "!has(self.secretRef) || self.source.matches('^(s3|hf)://') || "
+                    "self.source.matches('^[a-zA-Z0-9_.-]+/[a-zA-Z0-9_.-]+$')",
+                    "secretRef has a use for s3:// and the Hub only",
                 )
             ]
         }
@@ -61,17 +64,15 @@ class DatasetSpec(Record):
     )
     secret_ref: SecretRef | None = Field(
         default=None,
-        description="Credentials for the source, in the job's namespace. v1alpha1 does not hand "
-        "them to workers.",
+        description="Credentials for the source: s3://, or the Hub. Default: what the sidecar's "
+        "own environment gives.",
     )
 
-    @field_validator("secret_ref")
-    @classmethod
-    def _not_yet(cls, secret: SecretRef | None) -> SecretRef | None:
-        if secret is not None:
+    @model_validator(mode="after")
+    def _secret_has_a_use(self) -> Self:
+        if self.secret_ref is not None and not takes_credentials(self.source):
             raise invalid(
-                f"Secret {secret.name!r} cannot be handed to workers yet",
-                "Leave it out and give the sidecar the credentials (AWS_*, HF_TOKEN) in its "
-                "environment.",
+                f"secretRef has no use: {self.source!r} takes no credentials",
+                "Leave it out, or read from s3:// or the Hub.",
             )
-        return secret
+        return self

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from windrow.crd.adapter import AdapterSpec
-from windrow.crd.common import Condition
-from windrow.crd.dataset import DatasetSpec
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
+from windrow.crd.dataset import DatasetSpec, SecretRef
 from windrow.crd.texts import Name, Place, Text
 from windrow.crd.training import CheckpointSpec, TrainingSpec
-from windrow.crd.values import Record, Timestamp, cel, invalid
+from windrow.crd.values import NAME_MAX, Record, Timestamp, cel, invalid
+from windrow.outputs import is_bucket
 
 
 class ModelSpec(Record):
@@ -61,17 +62,51 @@ class OutputSpec(Record):
                     r"!self.destination.matches('^(file:)?[./]*$')",
                     "destination must name a directory below a volume, without ..",
                 ),
+                cel(
+                    r"!self.destination.startsWith('s3://') || "
+                    r"self.destination.matches('^s3://[^/?#]+/+[^/?#]')",
+                    "destination must name a folder of a bucket: s3://bucket/folder",
+                ),
+                cel(
+                    "!has(self.secretRef) || self.destination.startsWith('s3://')",
+                    "secretRef has a use for s3:// only",
+                ),
             ]
         }
     )
 
     destination: Place = Field(
-        description="Directory that gets the adapter. Checkpoints stand below it while the job "
-        "runs. No two jobs may write to one."
+        description="Directory that gets the adapter, on a volume of the policy or as "
+        "s3://bucket/folder. Checkpoints stand below it while the job runs. No two jobs may write "
+        "to one."
+    )
+    secret_ref: SecretRef | None = Field(
+        default=None,
+        description="Credentials for an s3:// destination. Default: what the sidecar's own "
+        "environment gives.",
     )
     deploy: DeploySpec = Field(
         default_factory=DeploySpec, description="Loading of the adapter into serving pods."
     )
+
+    @model_validator(mode="after")
+    def _secret_has_a_use(self) -> Self:
+        if self.secret_ref is not None and not is_bucket(self.destination):
+            raise invalid(
+                f"secretRef has no use: {self.destination!r} is a path",
+                "Leave it out, or write to s3://bucket/folder.",
+            )
+        return self
+
+
+# One name, or a namespace and a name.
+_PART = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+PolicyKey = Annotated[
+    str, StringConstraints(pattern=rf"^({_PART}/)?{_PART}$", max_length=2 * NAME_MAX + 1)
+]
+MANAGED_BY_US: Final = "windrow.dev/operator"
+_TAIL = r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?"
+ManagedBy = Annotated[str, StringConstraints(pattern=rf"^{_PART}/{_TAIL}$", max_length=63)]
 
 
 class FinetuneJobSpec(Record):
@@ -88,6 +123,20 @@ class FinetuneJobSpec(Record):
         default=None,
         description="PriorityClass whose value orders the jobs that wait. A job of a class that "
         "does not exist is not placed.",
+    )
+    policies: list[PolicyKey] = Field(
+        default_factory=list,
+        max_length=16,
+        description="HarvestPolicies under which the job may be placed, as name (of the job's "
+        "namespace) or namespace/name. Empty: every one that admits it.",
+    )
+    managed_by: ManagedBy | None = Field(
+        default=None,
+        description="Controller that looks after the job. Where it is another than "
+        "windrow.dev/operator, the operator leaves the job alone. Cannot change.",
+        json_schema_extra={
+            "x-kubernetes-validations": [cel("self == oldSelf", "managedBy cannot change")]
+        },
     )
     suspend: bool = Field(
         default=False,
@@ -136,6 +185,10 @@ class ProgressStatus(Record):
     skipped_rows: int = Field(
         default=0, description="Rows of the dataset that are wrong and were left out."
     )
+    cut_rows: int = Field(
+        default=0,
+        description="Rows longer than training.maxSequenceLength, which have lost their end.",
+    )
     eta_seconds: float | None = Field(default=None, description="Seconds to the end, estimated.")
 
 
@@ -159,6 +212,13 @@ class EvaluationStatus(Record):
     tuned_loss: float = Field(description="Of the base model with the adapter.")
 
 
+class EvictionCount(Record):
+    """How often a job lost its slot for one reason."""
+
+    reason: str = Field(description="Of the condition Evicted.")
+    count: int = Field(ge=1, description="How often.")
+
+
 class FinetuneJobStatus(Record):
     """What the operator says about a job."""
 
@@ -167,7 +227,9 @@ class FinetuneJobStatus(Record):
     )
     state: str | None = Field(default=None, description="The conditions in one word, for people.")
     conditions: list[Condition] | None = Field(
-        default=None, description="The lifecycle; docs/conditions.md lists types and reasons."
+        default=None,
+        description="The lifecycle; docs/conditions.md lists types and reasons.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     epoch: int | None = Field(
         default=None,
@@ -190,6 +252,22 @@ class FinetuneJobStatus(Record):
         default=None, description="Losses on the held-out rows."
     )
     attempts: int | None = Field(default=None, description="Failures of workers so far.")
+    evictions: list[EvictionCount] | None = Field(
+        default=None,
+        description="How often a placement ended before the job did, by reason.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["reason"],
+        },
+    )
+    losses: int | None = Field(
+        default=None,
+        description="Placements in a row that were lost with their sidecar or worker and without a "
+        "new checkpoint.",
+    )
+    rejections: int | None = Field(
+        default=None, description="Placements in a row that the sidecar did not take."
+    )
     retry_at: Timestamp | None = Field(
         default=None, description="No placement before this time (back-off after a failure)."
     )

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
-from windrow.crd.common import Condition, LabelSelector
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition, LabelSelector
 from windrow.crd.values import (
     NAME_MAX,
     Duration,
@@ -193,13 +193,21 @@ class AccessSpec(Record):
 
     namespace_selector: LabelSelector = Field(
         default_factory=LabelSelector,
-        description="Namespaces whose jobs may be placed here. Empty: every namespace.",
+        description="Namespaces whose jobs may be placed here, by their labels. Empty: that of the "
+        "policy. All of them: an expression `kubernetes.io/metadata.name` `Exists`.",
     )
     gpu_seconds_per_day: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
         description="Device seconds that all jobs together may take in a day (UTC).",
+    )
+    gpu_seconds_per_day_and_namespace: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="Device seconds that the jobs of each namespace may take in a day (UTC). Jobs "
+        "that share a device share its seconds.",
     )
     adapters: bool = Field(
         default=False,
@@ -394,9 +402,9 @@ class HarvestPolicySpec(Record):
         default="harvest",
         description="observe: everything but the work, to see what harvesting would give.",
     )
-    policy: Literal["windrow", "harli", "static"] = Field(
-        default="windrow", description="Who decides what the worker may do beside decode."
-    )
+    policy: Literal[
+        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"
+    ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(
@@ -410,11 +418,26 @@ class HarvestPolicySpec(Record):
         return not hours or any(HarvestHours(text).contains(moment) for text in hours)
 
 
+class NamespaceUsage(Record):
+    """What the jobs of a namespace took today."""
+
+    namespace: str = Field(description="Of the jobs.")
+    gpu_seconds: float = Field(description="Device seconds.")
+
+
 class UsageStatus(Record):
     """What was taken today."""
 
     day: str = Field(description="The day, UTC.")
     gpu_seconds: float = Field(description="Device seconds that jobs held slots for.")
+    namespaces: list[NamespaceUsage] = Field(
+        default_factory=list,
+        description="Of these, those of each namespace's jobs.",
+        json_schema_extra={
+            "x-kubernetes-list-type": "map",
+            "x-kubernetes-list-map-keys": ["namespace"],
+        },
+    )
 
 
 class HarvestPolicyStatus(Record):
@@ -424,7 +447,9 @@ class HarvestPolicyStatus(Record):
         default=None, description="Generation of the spec that this status is about."
     )
     conditions: list[Condition] | None = Field(
-        default=None, description="Accepted, and whether any pod is selected."
+        default=None,
+        description="Accepted, and whether any pod is selected.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     pods: int | None = Field(default=None, description="Decode pods that are selected.")
     slots: int | None = Field(default=None, description="Slots of these pods that are attached.")

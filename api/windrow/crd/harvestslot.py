@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from windrow.crd.common import Condition
+from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
 from windrow.crd.values import Record, Timestamp
 
 
@@ -63,7 +63,9 @@ class HarvestSlotStatus(Record):
     """What the sidecar reports, and who has the slot. Figures are absent while it is silent."""
 
     conditions: list[Condition] | None = Field(
-        default=None, description="Whether the sidecar is attached and the slot can take jobs."
+        default=None,
+        description="Whether the sidecar is attached and the slot can take jobs.",
+        json_schema_extra=CONDITIONS_BY_TYPE,
     )
     policy: str | None = Field(default=None, description="HarvestPolicy that selects the pod.")
     mode: str | None = Field(default=None, description="Its mode as of now (hours and limits).")
@@ -93,7 +95,7 @@ class HarvestSlotStatus(Record):
     finetune_units: int | None = Field(default=None, description="Compute units of the worker.")
     chunks: ChunksStatus | None = Field(default=None, description="Who has the memory.")
     predicted_tokens_per_second: float | None = Field(
-        default=None, description="What a worker would get here now."
+        default=None, description="What a worker would get here now, also in mode observe."
     )
     compute_utilization: float | None = Field(
         default=None, description="0 to 1, decode and worker together."

@@ -41,7 +41,10 @@ class CoRunModel(Record):
 
     b1: float = Field(description="Weight of decode's share of the compute units.")
     k1: float = Field(description="Weight of the worker's share.")
-    samples: int = Field(default=0, ge=0, description="Steps that it was fitted on.")
+    samples: int = Field(default=0, ge=0, description="Points that it was fitted on.")
+    median_abs_error_percent: float = Field(
+        default=0, description="Median absolute error of the fit on its own points."
+    )
 
 
 class ProfileSample(Record):
@@ -74,6 +77,12 @@ class LatencyProfileSpec(Record):
     )
     co_run: CoRunModel | None = Field(
         default=None, description="The slow-down beside a worker; absent: not measured yet."
+    )
+    noise_percent: float = Field(
+        default=0,
+        ge=0,
+        description="How far steps of one point scatter around their median (half of the "
+        "interquartile range). Above 15 the profile is not used again.",
     )
     samples: list[ProfileSample] = Field(
         default_factory=list, description="What was measured, for those who want to fit again."

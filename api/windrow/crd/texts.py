@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 from urllib.parse import unquote, urlsplit
 
 from pydantic import AfterValidator, Field
 
 from windrow.crd.values import NAME_MAX, TEXT_MAX, invalid
-from windrow.outputs import path_of
+from windrow.outputs import BUCKET_SCHEMES, is_bucket, path_of
 
-# Where adapters are written to: a path in the decode pod, as mounted there.
-WRITABLE_SCHEMES = ("", "file")
+# Where adapters are written to: a path in the decode pod, as mounted there, or object storage.
+WRITABLE_SCHEMES = ("", "file", *BUCKET_SCHEMES)
 # Where rows are read from besides: fsspec has a file system for each.
-READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "http", "https", "s3")
+READABLE_SCHEMES = (*WRITABLE_SCHEMES, "hf", "http", "https")
+# owner/name, of a dataset on the Hub, or a path.
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def _not_blank(text: str) -> str:
@@ -36,10 +39,14 @@ def _reachable(text: str, schemes: tuple[str, ...], verb: str, remedy: str) -> s
 
 def _place(text: str) -> str:
     remedy = (
-        "Write a path on a volume that the decode pods mount (HarvestPolicy spec.sidecar.volumes)."
+        "Write a path on a volume that the decode pods mount (HarvestPolicy spec.sidecar.volumes), "
+        "or s3://bucket/folder."
     )
     parts = urlsplit(_reachable(text, WRITABLE_SCHEMES, "write {} yet", remedy))
-    if parts.scheme and parts.netloc not in ("", "localhost"):
+    if is_bucket(text):
+        if not parts.netloc or not parts.path.strip("/") or parts.query or parts.fragment:
+            raise invalid(f"{text!r} names no folder of a bucket", remedy)
+    elif parts.scheme and parts.netloc not in ("", "localhost"):
         raise invalid(f"{text!r} is on another machine, {parts.netloc}", remedy)
     if ".." in (unquote(parts.path) if parts.scheme else text).split("/"):
         raise invalid(f"{text!r} climbs by ..", "Write the path that is meant.")
@@ -54,6 +61,11 @@ def _source(text: str) -> str:
         "the name of a dataset on the Hub."
     )
     return _reachable(text, READABLE_SCHEMES, "read {}", remedy)
+
+
+def takes_credentials(source: str) -> bool:
+    """Return whether a source is one for which a Secret can hold credentials."""
+    return urlsplit(source).scheme in ("s3", "hf") or bool(HUB_NAME.fullmatch(source))
 
 
 Text = Annotated[str, AfterValidator(_not_blank), Field(min_length=1, max_length=TEXT_MAX)]

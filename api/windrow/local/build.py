@@ -1,4 +1,4 @@
-"""Builds the executables of a control plane or of a node once, into the cache."""
+"""Builds the executables of a control plane, a node or an object store once, into the cache."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from windrow.local.tools_cache import (
     CONTROL_PLANE,
     KUBERNETES_VERSION,
     NODE,
+    OBJECT_STORE,
     cache_directory,
     cache_root,
     is_whole,
@@ -58,7 +59,7 @@ class Module:
 
 
 def modules(kit: str = CONTROL_PLANE) -> tuple[Module, ...]:
-    """Return the modules to build for a control plane or a node."""
+    """Return the modules to build for a kit."""
     major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".")
     # Both packages, since Helm and others read the second one's answer.
     stamps = [
@@ -79,6 +80,8 @@ def modules(kit: str = CONTROL_PLANE) -> tuple[Module, ...]:
 
     if kit == CONTROL_PLANE:
         return Module("etcd", (".",)), kubernetes("kube-apiserver", "kube-controller-manager")
+    if kit == OBJECT_STORE:
+        return (Module("versitygw", ("github.com/versity/versitygw/cmd/versitygw",)),)
     assert kit == NODE, kit
     containerd = tuple(
         f"github.com/containerd/containerd/v2/cmd/{program}"

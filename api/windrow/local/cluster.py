@@ -199,7 +199,9 @@ class LocalCluster:
         return [
             *("-m", "windrow_operator", f"--kubeconfig={self.kubeconfig}"),
             *(f"--attach-host={LOOPBACK}", f"--advertise-address={LOOPBACK}"),
-            *(*ports, f"--state-file={state}", *self._settings.operator_arguments),
+            # Under a name that stays, a restart leads again at once.
+            *("--identity=local", *ports, f"--state-file={state}"),
+            *self._settings.operator_arguments,
         ]
 
     def _node_arguments(self, directory: Path) -> list[str]:
@@ -223,7 +225,7 @@ class LocalCluster:
         except (FileNotFoundError, ValueError):
             return False
         # The file may be that of an earlier life of the operator.
-        return bool(found.get("ready")) and found.get("pid") == self.operator.child.pid
+        return bool(found.get("leads")) and found.get("pid") == self.operator.child.pid
 
     def _node_is_ready(self) -> bool:
         assert self._control_plane is not None

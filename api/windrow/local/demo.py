@@ -20,13 +20,14 @@ from rich.console import Console
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
-from windrow.local import assets, manifests, measure, serving
+from windrow.local import assets, generator, manifests, measure, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow.local.environment import environment
 from windrow.local.load import schedule, share_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.objective import (
+    FACTOR,
     Objective,
     at_pace,
     bearable_rate,
@@ -63,6 +64,10 @@ class DemoSettings:
         pods: None: as many as the machine's cores make devices.
         objective_ms: None: by the rule of `windrow.local.objective`.
         steps: of the job; None: as many as keep it busy through the load.
+        like: of which trace requests are generated, where no file is given.
+        busy: of a trace, not its begin but a stretch that has its mean rate.
+        factor: the objective by rule, in solo steps.
+        arena_bytes: of each decode pod; 0: the engine's default.
         sglang: the environment whose SGLang decodes; None: the built-in engine.
     """
 
@@ -77,6 +82,10 @@ class DemoSettings:
     rows: Path | None = None
     objective_ms: float | None = None
     steps: int | None = None
+    like: generator.Like = "conv"
+    busy: bool = False
+    factor: float = FACTOR
+    arena_bytes: int = 0
     sglang: Path | None = None
 
 
@@ -117,14 +126,20 @@ class DemoStage:
         """What the load client is told."""
         asked = self.settings
         cpus = bystanders(self.devices)
-        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus)
+        return measure.LoadPlan(asked.seconds, self.rate, asked.seed, asked.trace, cpus, asked.busy)
 
     def schedule_of_a_device(self, rate: float) -> list[TraceRequest]:
         """Return the requests that the first pod gets at a rate."""
         n = len(self.devices)
         asked = self.settings
         requests = schedule(
-            seconds=asked.seconds, rate=rate, seed=asked.seed, endpoints=n, trace=asked.trace
+            seconds=asked.seconds,
+            rate=rate,
+            seed=asked.seed,
+            endpoints=n,
+            trace=asked.trace,
+            busy=asked.busy,
+            like=asked.like,
         )
         return share_of(requests, 0, n)
 
@@ -220,7 +235,9 @@ def log_tail(on: DemoStage, name: str) -> str:
 def serve(on: DemoStage) -> serving.Pods:
     """Create the decode pods under a policy, and return once they serve and have a profile."""
     settings = on.settings
-    pods = serving.plan_pods(on.devices, on.model, sglang=settings.sglang)
+    pods = serving.plan_pods(
+        on.devices, on.model, arena_bytes=settings.arena_bytes, sglang=settings.sglang
+    )
     serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
     serving.create(on.client, pods)
@@ -259,12 +276,16 @@ def settle_objective(on: DemoStage, pods: serving.Pods) -> Objective:
     Settles the load's rate as well, where none was asked for.
     """
     settings = on.settings
-    model = solo_model(serving.await_profile(on.client, pods, PODS_WITHIN))
+    profile = serving.await_profile(on.client, pods, PODS_WITHIN)
+    # What the simulator needs to play the run again.
+    path = settings.out / "profile.json"
+    path.write_text(profile.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+    model = solo_model(profile)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, model)
     on.say(f"warm-up: load for {WARM_UP_S:g} s, decode alone")
     pace = pace_of(warm_up(on, pods), model)
     on.rate = settings.rate or bearable_rate(on.schedule_of_a_device, at_pace(model, pace))
-    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace)
+    objective = objective_for(on.schedule_of_a_device(on.rate), model, pace, settings.factor)
     if settings.objective_ms is not None:
         objective = replace(objective, milliseconds=settings.objective_ms)
     on.watcher.objective(objective.milliseconds)

@@ -20,7 +20,7 @@ from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
-from windrow.outputs import check_alone, path_of
+from windrow.outputs import check_alone
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -88,7 +88,7 @@ def read_local_job(manifest: Path) -> LocalJob:
     except UserError as error:
         where = f"{manifest}: {error.field}"
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
-    destination = check_alone(Path(path_of(spec.output.destination)))
+    destination = check_alone(spec.output.destination)
     uid, name = str(body["metadata"].get("uid", manifest.stem)), body["metadata"]["name"]
     return LocalJob(manifest, name, destination / ".windrow" / uid, destination, spec)
 
@@ -201,6 +201,12 @@ def listen(
         else _end_of(process)
     )
     return [each if each.ended else replace(each, died=why) for each in told]
+
+
+def unbegun(told: RunSummary) -> RunSummary:
+    """Return it as of a job that was asked to stop before its worker could say a word."""
+    stopped = "stopped: asked to stop; it had not begun"
+    return replace(told, events=(*told.events, stopped), ended="STOPPED", died="")
 
 
 def _lines(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -25,7 +26,7 @@ import aiohttp
 
 from windrow.errors import UserError
 from windrow.local import generator
-from windrow.local.trace import TraceRequest, paced, read_trace
+from windrow.local.trace import TraceRequest, busy_stretch, paced, read_trace
 
 # Requests a second that one small device (two cores, the tiny model) is loaded with at rate 1.0.
 # The trace's own 5.53 a second came to a large cluster; lengths and burstiness stay the trace's.
@@ -33,6 +34,7 @@ DEVICE_PER_SECOND = 3.0
 # SGLang's address of a prefill instance that does not exist: its fake transfer backend.
 FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 MOST_IN_FLIGHT = 512
+SEARCHED_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,19 @@ class LoadAnswer:
 
 
 def schedule(
-    *, seconds: float, rate: float, seed: int, endpoints: int, trace: Path | None
+    *,
+    seconds: float,
+    rate: float,
+    seed: int,
+    endpoints: int,
+    trace: Path | None,
+    busy: bool = False,
+    like: generator.Like = "conv",
 ) -> list[TraceRequest]:
     """Return the requests of a run, for all endpoints together.
+
+    Generated `like` a trace, or from a file of one. `busy`: not from the begin, but what
+    `busy_stretch` finds in `SEARCHED_S`.
 
     Raises UserError for a rate or length that is not above zero, and as `read_trace` does.
     """
@@ -59,9 +71,14 @@ def schedule(
         if not value > 0 or value == float("inf"):
             raise UserError(f"{value:g} is not above zero", field=name, remedy="Try 1.0 and 60.")
     per_second = rate * DEVICE_PER_SECOND * endpoints
+    long_s = max(SEARCHED_S, seconds) if busy else seconds
     if trace is None:
-        return generator.generate(per_second=per_second, seconds=seconds, seed=seed)
-    return paced(read_trace(trace), per_second=per_second, seconds=seconds)
+        requests = generator.generate(per_second=per_second, seconds=long_s, seed=seed, like=like)
+    else:
+        requests = paced(read_trace(trace), per_second=per_second, seconds=long_s)
+    if not busy:
+        return requests
+    return busy_stretch(requests, per_second=per_second, seconds=seconds)
 
 
 def share_of(requests: Sequence[TraceRequest], endpoint: int, endpoints: int) -> list[TraceRequest]:
@@ -97,9 +114,12 @@ class Client:
         self._began = 0.0
         self.answers: list[LoadAnswer] = []
 
-    async def play(self, requests: Sequence[TraceRequest]) -> None:
-        """Send every request at its time; return when the last answer is in."""
-        self._began = time.monotonic()
+    async def play(self, requests: Sequence[TraceRequest], begin_s: float = 0.0) -> None:
+        """Send every request at its time, from `begin_s` of the clock on; 0: from now on.
+
+        Returns when the last answer is in.
+        """
+        self._began = begin_s or time.monotonic()
         in_flight: set[asyncio.Task[None]] = set()
         for i, request in enumerate(requests):
             # Built before it is due: encoding a long prompt must not make it late.
@@ -161,9 +181,18 @@ class Client:
 
 
 async def run(
-    endpoints: Sequence[str], requests: Sequence[TraceRequest], seed: int
+    endpoints: Sequence[str],
+    requests: Sequence[TraceRequest],
+    seed: int,
+    *,
+    begin_s: float = 0.0,
+    cut_s: float | None = None,
 ) -> list[LoadAnswer]:
-    """Play a schedule and return the answers, in order of their ends."""
+    """Play a schedule and return the answers, in order of their ends.
+
+    `cut_s` after its begin what is not answered yet is hung up on, so that the engine is idle again
+    at once; None: the last answer is waited for.
+    """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(
@@ -172,7 +201,10 @@ async def run(
         headers={"Content-Type": "application/json"},
     ) as session:
         client = Client(session, endpoints, seed)
-        await client.play(requests)
+        until_s = None if cut_s is None else (begin_s or time.monotonic()) + cut_s
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):  # the loop's clock is the monotonic one
+                await client.play(requests, begin_s)
         return client.answers
 
 
@@ -188,6 +220,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.0, help="1.0: one small device's load")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--trace", type=Path, help="a trace to play instead of the generator")
+    parser.add_argument(
+        "--like", choices=list(generator.NAMES), default="conv", help="the generator's model"
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="of the trace, the first stretch with its mean rate"
+    )
+    parser.add_argument(
+        "--begin-at", type=int, default=0, metavar="NS", help="of CLOCK_MONOTONIC; default: now"
+    )
+    parser.add_argument("--cut", type=float, help="hang up so many seconds after the begin")
     parser.add_argument("--json", type=Path, help="write every answer there")
     return parser.parse_args(arguments)
 
@@ -202,11 +244,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=options.seed,
             endpoints=len(options.endpoint),
             trace=options.trace,
+            busy=options.busy,
+            like=options.like,
         )
     except UserError as e:
         sys.stderr.write(f"{e}\n")
         return 2
-    answers = asyncio.run(run(options.endpoint, requests, options.seed))
+    answers = asyncio.run(
+        run(
+            options.endpoint,
+            requests,
+            options.seed,
+            begin_s=options.begin_at / 1e9,
+            cut_s=options.cut,
+        )
+    )
     failed = [a.error for a in answers if a.error]
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(a) for a in answers]) + "\n")

@@ -36,6 +36,7 @@ class DecodePod:
     Attributes:
         inject: False keeps the webhook away: a plain decode server, for comparisons.
         environment: for the decode container.
+        arena_bytes: memory for KV and for what is lent; 0: the engine's default.
         sglang: the environment whose SGLang decodes; None: the built-in engine does.
     """
 
@@ -45,6 +46,7 @@ class DecodePod:
     model: Path
     inject: bool = True
     environment: tuple[tuple[str, str], ...] = ()
+    arena_bytes: int = 0
     sglang: Path | None = None
 
 
@@ -85,6 +87,7 @@ def decode_pod(decode: DecodePod) -> Json:
                         "--host=127.0.0.1",
                         f"--port={decode.port}",
                         f"--stream-interval={STREAM_INTERVAL}",
+                        *([f"--arena-bytes={decode.arena_bytes}"] if decode.arena_bytes else []),
                         *([] if decode.sglang is None else sglang.ON_CORES),
                     ],
                     "env": [{"name": n, "value": v} for n, v in variables],
@@ -100,7 +103,13 @@ def decode_pod(decode: DecodePod) -> Json:
     }
 
 
-def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "harvest") -> Json:
+def harvest_policy(
+    name: str,
+    objective_ms: float,
+    policy: str,
+    mode: str = "harvest",
+    max_sm_percent: int = 100,
+) -> Json:
     """Return a policy over the demo's decode pods."""
     tpot = format_duration(timedelta(milliseconds=objective_ms))
     return {
@@ -112,6 +121,7 @@ def harvest_policy(name: str, objective_ms: float, policy: str, mode: str = "har
             "objective": {"tpot": tpot, "percentile": 99, "scope": "perStep"},
             "mode": mode,
             "policy": policy,
+            "limits": {"maxSmPercent": max_sm_percent},
         },
     }
 

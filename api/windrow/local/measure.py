@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from typing import Any
 import yaml
 
 from windrow.eventlog import EventLog
+from windrow.local import generator
 from windrow.local.devices import Device
 from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.serving import NotReady
@@ -22,6 +25,7 @@ from windrow.local.summary import DEDICATED, Events, Throughput, load_marks, thr
 
 DEDICATED_S = 12.0  # of training; at least ten are promised
 _WORKER_START_S = 60.0
+_LOOP = "windrow_sidecar.finetune.standalone.baseline"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class LoadPlan:
     seed: int
     trace: Path | None
     cpus: Sequence[int]  # of the client
+    busy: bool = False  # of the trace, a stretch that has its mean rate
+    like: generator.Like = "conv"  # without a trace
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,35 @@ class Load:
     out: Path
 
     @classmethod
-    def start(cls, keeper: Keeper, plan: LoadPlan, endpoints: Sequence[str], out: Path) -> Load:
-        """Start the client; its answers go to `load.json`, its words to `load.log`."""
+    def start(
+        cls,
+        keeper: Keeper,
+        plan: LoadPlan,
+        endpoints: Sequence[str],
+        out: Path,
+        *,
+        begin_ns: int = 0,
+        cut: bool = False,
+    ) -> Load:
+        """Start the client; its answers go to `load.json`, its words to `load.log`.
+
+        `begin_ns`: when the first request is due (0: as soon as it runs); `cut`: it hangs up at
+        the end instead of waiting for the last answers.
+        """
         argv = [sys.executable, "-m", "windrow.local.load", f"--seconds={plan.seconds:g}"]
         argv += [f"--rate={plan.rate:g}", f"--seed={plan.seed}", f"--json={out / 'load.json'}"]
         argv += [f"--endpoint={endpoint}" for endpoint in endpoints]
         if plan.trace is not None:
             argv.append(f"--trace={plan.trace}")
-        began_ns = time.monotonic_ns()
+        if plan.trace is None:
+            argv.append(f"--like={plan.like}")
+        if plan.busy:
+            argv.append("--busy")
+        if begin_ns:
+            argv.append(f"--begin-at={begin_ns}")
+        if cut:
+            argv.append(f"--cut={plan.seconds:g}")
+        began_ns = begin_ns or time.monotonic_ns()
         command = ProcessCommand(argv, log=out / "load.log", cpus=plan.cpus)
         return cls(plan, keeper.start(command), began_ns, out)
 
@@ -126,25 +153,120 @@ def measure_dedicated(
     return measured
 
 
-def start_baseline(
-    keeper: Keeper, job: dict[str, Any], device: Device, out: Path, seconds: float, *, tuned: bool
-) -> Child:
-    """Start a plain PEFT loop beside decode, on all of its cores.
+class Trainer:
+    """A trainer in a process of its own, which runs only while it is told to.
 
-    `tuned`: OpenMP's threads sleep where they would spin, and the loop is nice 19.
+    It is loaded once and then stopped between its turns (SIGSTOP), so that no turn pays for its
+    start and none is disturbed by another one's.
+
+    Args:
+        keeper: starts it.
+        command: of it; it writes its events below `folder`.
+        folder: its own.
     """
-    argv = _trainer(
-        "windrow_sidecar.finetune.standalone.baseline", [], job, seconds, out / "baseline"
-    )
+
+    def __init__(self, keeper: Keeper, command: ProcessCommand, folder: Path) -> None:
+        self._folder = folder
+        self._log = str(command.log)
+        self._child = keeper.start(command)
+
+    def go(self) -> None:
+        """Let it run."""
+        self._child.signal(signal.SIGCONT)
+
+    def halt(self) -> None:
+        """Stop it where it is."""
+        self._child.signal(signal.SIGSTOP)
+
+    def finish_step(self, within: timedelta) -> None:
+        """Let it run until it has finished one optimizer step more, and stop it.
+
+        Raises NotReady when it ends, or takes longer.
+        """
+        before = self._steps()
+        self.go()
+        deadline = time.monotonic() + within.total_seconds()
+        while self._steps() == before:
+            if self._child.poll() is not None or time.monotonic() > deadline:
+                raise NotReady(f"no step of a trainer within {within}", logs=[self._log])
+            time.sleep(0.1)
+        self.halt()
+
+    def own_bytes(self) -> int:
+        """Return the most memory that it has held, without that of its libraries.
+
+        Its copy of the weights, activations, gradients and optimizer: what a device would have to
+        hold beside decode. Of a plain loop, which notes what it holds before it loads the model.
+        """
+        marks = [mark for _, mark in Events.read(self._folder).marks]
+        before = next(int(m.detail) for m in marks if m.what == "resident-before-model")
+        return status_bytes(self._child.pid, "VmHWM") - before
+
+    def end(self) -> None:
+        """End it; what it was doing is lost."""
+        self._child.signal(signal.SIGKILL)
+        self._child.exited.result(timeout=30)
+
+    def _steps(self) -> int:
+        logs = self._folder.glob("*.events.jsonl")
+        return sum(log.read_bytes().count(b'"phase": "opt"') for log in logs)
+
+
+def status_bytes(pid: int, field: str) -> int:
+    """Return a size from a process's status, as `VmHWM` or `RssAnon`."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    found = re.search(rf"^{field}:\s*(\d+) kB$", text, re.MULTILINE)
+    if found is None:
+        raise NotReady(f"process {pid} has no {field}: it has ended")
+    return int(found[1]) * 1024
+
+
+FOREVER_S = 1e6
+
+
+def own_worker(keeper: Keeper, job: dict[str, Any], device: Device, folder: Path) -> Trainer:
+    """Start our worker alone on the whole device."""
+    argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, FOREVER_S, folder)
+    # The same wait policy as beside decode: what differs shall be the device's sharing alone.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    log = folder / "trainer.log"
+    return Trainer(keeper, ProcessCommand(argv, log, environment, cpus=device.cores), folder)
+
+
+@dataclass(frozen=True, slots=True)
+class LoopForm:
+    """How a plain PEFT loop runs.
+
+    Attributes:
+        passive: OpenMP's threads sleep where they would spin.
+        nice: of the process.
+        idle_class: it runs as SCHED_IDLE.
+        units: cores that it computes on; None: all of the device.
+        checkpointing: it keeps only what stands between layers.
+    """
+
+    passive: bool = True
+    nice: int = 0
+    idle_class: bool = False
+    units: int | None = None
+    checkpointing: bool = False
+
+
+def plain_loop(
+    keeper: Keeper, job: dict[str, Any], device: Device, folder: Path, form: LoopForm
+) -> Trainer:
+    """Start a plain PEFT loop on the device's cores."""
+    flags = ["--idle-class"] if form.idle_class else []
+    flags += ["--gradient-checkpointing"] if form.checkpointing else []
+    flags += [f"--units={form.units}"] if form.units else []
+    argv = _trainer(_LOOP, flags, job, FOREVER_S, folder)
     environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
-    if tuned:
+    if form.passive:
         environment["OMP_WAIT_POLICY"] = "passive"
-    nice = 19 if tuned else 0
-    return keeper.start(
-        ProcessCommand(
-            argv, log=out / "baseline.log", env=environment, nice=nice, cpus=device.cores
-        )
+    command = ProcessCommand(
+        argv, folder / "trainer.log", environment, nice=form.nice, cpus=device.cores
     )
+    return Trainer(keeper, command, folder)
 
 
 def _trainer(

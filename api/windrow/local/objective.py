@@ -158,9 +158,9 @@ def bearable_rate(
 
 
 def objective_for(
-    requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0
+    requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0, factor: float = FACTOR
 ) -> Objective:
-    """Return twice the median solo step at the p90 batch of one device's schedule.
+    """Return `factor` times the median solo step at the p90 batch of one device's schedule.
 
     Rounded up to a tenth of a millisecond. `pace`: see `pace_of`. Raises UserError for an empty
     schedule.
@@ -168,4 +168,4 @@ def objective_for(
     live = at_pace(model, pace)
     shape = play(requests, live)
     solo_ms = live.predict_us(shape.p90_batch, shape.p90_context_tokens) / 1000
-    return Objective(math.ceil(FACTOR * solo_ms * 10 - 1e-9) / 10, solo_ms, shape, pace)
+    return Objective(math.ceil(factor * solo_ms * 10 - 1e-9) / 10, solo_ms, shape, pace)

@@ -24,16 +24,18 @@ MOST_POINTS = 4000
 # Longer than any step: decode had no request.
 IDLE_S = 0.25
 _COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b")
-_KV, _LENT, _OBJECTIVE, _HARVEST = "#17becf", "#ff9f1c", "#d62728", "#2ca02c"
+_KV, _LENT, OBJECTIVE_COLOUR, _HARVEST = "#17becf", "#ff9f1c", "#d62728", "#2ca02c"
 
+PAGE_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
+  color: #222 }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse } td, th { padding: .15rem 1.2rem .15rem 0; text-align: left }
+th { font-weight: 600; color: #555 } td { font-variant-numeric: tabular-nums }
+"""
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Windrow: a run</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; color: #222 }}
-h1 {{ font-size: 1.4rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
-table {{ border-collapse: collapse }} td, th {{ padding: .15rem 1.2rem .15rem 0; text-align: left }}
-th {{ font-weight: 600; color: #555 }} td {{ font-variant-numeric: tabular-nums }}
-</style></head><body>
+<style>{style}</style></head><body>
 <h1>Windrow: a run of {seconds:.0f} s</h1>
 <table>{rows}</table>
 <h2>Over time</h2>
@@ -56,6 +58,7 @@ def write_report(folder: Path, summary: dict[str, Any], rows: Sequence[tuple[str
     window = window_of(Events.of((s, e) for s, e in read_events(folder) if s == "run").marks)
     plots = figure(Events.read(folder / PODS), window, summary)
     page = _PAGE.format(
+        style=PAGE_STYLE,
         seconds=(window.end_ns - window.begin_ns) / 1e9,
         rows="".join(
             f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>"
@@ -86,7 +89,7 @@ def figure(events: Events, window: SummaryWindow, summary: dict[str, Any]) -> go
         _add_tpot(plots, source, steps, window, _COLOURS[i % len(_COLOURS)])
         _add_memory(plots, 3 + i, steps, window, legend=i == 0)
     plots.add_hline(
-        y=window.objective_ms, line={"color": _OBJECTIVE, "dash": "dash"}, row=1, col=1,
+        y=window.objective_ms, line={"color": OBJECTIVE_COLOUR, "dash": "dash"}, row=1, col=1,
         annotation_text=f"objective {window.objective_ms:g} ms",
     )  # fmt: skip
     _add_throughput(plots, events.tasklets, window)

@@ -8,11 +8,16 @@ import windrow
 from windrow.errors import UserError
 
 # The wheel carries these folders of the checkout below `windrow/data` (CMakeLists.txt).
-_IN_CHECKOUT = {"crds": "crds", "controlplane": "tools/controlplane", "node": "tools/node"}
+_IN_CHECKOUT = {
+    "crds": "crds",
+    "controlplane": "tools/controlplane",
+    "node": "tools/node",
+    "objectstore": "tools/objectstore",  # for tests: not in a wheel
+}
 
 
 def resource_directory(name: str) -> Path:
-    """Return the folder `crds`, `controlplane` or `node`; raises UserError for a broken wheel."""
+    """Return the folder of that name (see `_IN_CHECKOUT`); raises UserError for a broken wheel."""
     package = Path(windrow.__file__).parent
     candidates = (package.parents[1] / _IN_CHECKOUT[name], package / "data" / name)
     for candidate in candidates:

@@ -61,6 +61,7 @@ def plan_pods(
     name: str = "decode",
     inject: bool = True,
     environment: Sequence[tuple[str, str]] = (),
+    arena_bytes: int = 0,
     sglang: Path | None = None,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports.
@@ -71,7 +72,16 @@ def plan_pods(
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
     return Pods(
         tuple(
-            DecodePod(f"{name}-{i}", port, device, model, inject, tuple(environment), sglang)
+            DecodePod(
+                f"{name}-{i}",
+                port,
+                device,
+                model,
+                inject,
+                tuple(environment),
+                arena_bytes,
+                sglang,
+            )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
     )

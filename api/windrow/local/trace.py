@@ -7,10 +7,13 @@ Response tokens,...`) are read; which one a file is, its header says.
 from __future__ import annotations
 
 import csv
+import gzip
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import IO
 
 from windrow.errors import UserError
 
@@ -34,9 +37,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
     file that cannot be read, a header of neither format, or a line that is not as its header says.
     """
     try:
-        with path.open(encoding="utf-8", newline="") as lines:
+        with _open(path) as lines:
             requests = list(_rows(path, csv.DictReader(lines)))
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, EOFError, UnicodeDecodeError) as e:
         raise UserError(
             f"cannot be read: {e}", field=str(path), remedy="Give --trace a readable CSV file."
         ) from e
@@ -47,6 +50,12 @@ def read_trace(path: Path) -> list[TraceRequest]:
     requests.sort(key=lambda r: r.at_s)
     first = requests[0].at_s
     return [TraceRequest(r.at_s - first, r.prompt_tokens, r.output_tokens) for r in requests]
+
+
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
 
 
 def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
@@ -105,3 +114,19 @@ def paced(requests: list[TraceRequest], *, per_second: float, seconds: float) ->
                 return played
             played.append(TraceRequest(at_s, r.prompt_tokens, r.output_tokens))
         offset_s += span_s * stretch
+
+
+def busy_stretch(
+    requests: Sequence[TraceRequest], *, per_second: float, seconds: float
+) -> list[TraceRequest]:
+    """Return the first stretch of `seconds` that holds as many requests as the mean rate makes.
+
+    Of stretches one after the other; where none does, the fullest. Seconds out of an hour say
+    little of requests that come in bursts, and nothing where none comes.
+    """
+    stretches: defaultdict[int, list[TraceRequest]] = defaultdict(list)
+    for r in requests:
+        n = int(r.at_s // seconds)
+        stretches[n].append(TraceRequest(r.at_s - n * seconds, r.prompt_tokens, r.output_tokens))
+    enough = [of for _, of in sorted(stretches.items()) if len(of) >= per_second * seconds]
+    return enough[0] if enough else max(stretches.values(), key=len, default=[])

@@ -17,7 +17,7 @@ class EngineReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason")
+    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason", "device_uuid")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,7 @@ class EngineHello(_message.Message):
     WEIGHTS_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     SHARING_FIELD_NUMBER: _ClassVar[int]
     SHARING_REASON_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     slot: int
     pid: int
@@ -56,7 +57,8 @@ class EngineHello(_message.Message):
     weights_manifest: str
     sharing: str
     sharing_reason: str
-    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ...) -> None: ...
+    device_uuid: str
+    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin")
@@ -193,7 +195,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., pid: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes")
+    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes", "sharing", "sharing_reason", "cut_rows")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +210,9 @@ class WorkerProgress(_message.Message):
     MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALLOCATOR_HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
     ALLOCATOR_REQUESTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARING_FIELD_NUMBER: _ClassVar[int]
+    SHARING_REASON_FIELD_NUMBER: _ClassVar[int]
+    CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -222,7 +227,10 @@ class WorkerProgress(_message.Message):
     memory_bytes: int
     allocator_held_bytes: int
     allocator_requested_bytes: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ...) -> None: ...
+    sharing: str
+    sharing_reason: str
+    cut_rows: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss")
@@ -243,13 +251,31 @@ class WorkerEvent(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ...) -> None: ...
 
 class WorkerCommand(_message.Message):
-    __slots__ = ("action", "reason", "job_uid", "epoch")
+    __slots__ = ("action", "reason", "job_uid", "epoch", "dataset_secret", "output_secret")
+    class DatasetSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class OutputSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     JOB_UID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
     action: str
     reason: str
     job_uid: str
     epoch: int
-    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    dataset_secret: _containers.ScalarMap[str, str]
+    output_secret: _containers.ScalarMap[str, str]
+    def __init__(self, action: _Optional[str] = ..., reason: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ...) -> None: ...

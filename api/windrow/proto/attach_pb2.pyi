@@ -32,7 +32,7 @@ class OperatorMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ...) -> None: ...
 
 class SidecarHello(_message.Message):
-    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running")
+    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDROW_VERSION_FIELD_NUMBER: _ClassVar[int]
     POD_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,8 @@ class SidecarHello(_message.Message):
     NODE_NAME_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     windrow_version: str
     pod_namespace: str
@@ -49,7 +51,9 @@ class SidecarHello(_message.Message):
     node_name: str
     slots: _containers.RepeatedCompositeFieldContainer[SlotFacts]
     running: _containers.RepeatedCompositeFieldContainer[RunningJob]
-    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ...) -> None: ...
+    leader_term: int
+    heartbeat_seconds: float
+    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
     __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees")
@@ -92,14 +96,16 @@ class SlotFacts(_message.Message):
     def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OperatorHello(_message.Message):
-    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds")
+    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     operator_version: str
     heartbeat_seconds: float
-    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    leader_term: int
+    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ...) -> None: ...
 
 class PolicyConfig(_message.Message):
     __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation")
@@ -124,7 +130,21 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path")
+    class DatasetSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class OutputSecretEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     SLOT_FIELD_NUMBER: _ClassVar[int]
     JOB_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     JOB_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +152,10 @@ class Assign(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SPEC_JSON_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     slot: int
     job_namespace: str
     job_name: str
@@ -139,7 +163,11 @@ class Assign(_message.Message):
     epoch: int
     spec_json: str
     outputs: Outputs
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ...) -> None: ...
+    leader_term: int
+    dataset_secret: _containers.ScalarMap[str, str]
+    output_secret: _containers.ScalarMap[str, str]
+    checkpoint_path: str
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ...) -> None: ...
 
 class Outputs(_message.Message):
     __slots__ = ("trees",)
@@ -148,7 +176,7 @@ class Outputs(_message.Message):
     def __init__(self, trees: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobCommand(_message.Message):
-    __slots__ = ("job_uid", "epoch", "action", "reason")
+    __slots__ = ("job_uid", "epoch", "action", "reason", "leader_term")
     class Action(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ACTION_UNSPECIFIED: _ClassVar[JobCommand.Action]
@@ -167,11 +195,13 @@ class JobCommand(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     job_uid: str
     epoch: int
     action: JobCommand.Action
     reason: str
-    def __init__(self, job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., action: _Optional[_Union[JobCommand.Action, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+    leader_term: int
+    def __init__(self, job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., action: _Optional[_Union[JobCommand.Action, str]] = ..., reason: _Optional[str] = ..., leader_term: _Optional[int] = ...) -> None: ...
 
 class RunningJob(_message.Message):
     __slots__ = ("slot", "job_uid", "epoch", "progress")
@@ -186,7 +216,7 @@ class RunningJob(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows")
+    __slots__ = ("step", "total_steps", "loss", "tokens_per_second", "tokens", "eta_seconds", "checkpoint_step", "checkpoint_path", "skipped_rows", "cut_rows")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -196,6 +226,7 @@ class Progress(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
     SKIPPED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -205,7 +236,8 @@ class Progress(_message.Message):
     checkpoint_step: int
     checkpoint_path: str
     skipped_rows: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ...) -> None: ...
+    cut_rows: int
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., tokens: _Optional[int] = ..., eta_seconds: _Optional[float] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., skipped_rows: _Optional[int] = ..., cut_rows: _Optional[int] = ...) -> None: ...
 
 class SlotHeartbeat(_message.Message):
     __slots__ = ("slot", "engine_state", "steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "chunks_kv", "chunks_lent", "chunks_reserved", "chunks_free", "predicted_tokens_per_second", "compute_utilization", "compute_utilization_decode", "memory_utilization", "breaker", "job", "chunks_draining", "jobs")

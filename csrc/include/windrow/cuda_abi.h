@@ -27,6 +27,7 @@ inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;
 inline constexpr Result kOutOfMemory = 2;
 inline constexpr Result kNotInitialized = 3;
+inline constexpr Result kDeinitialized = 4;  // the process ends, and libcuda has ended before
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidImage = 200;
@@ -63,6 +64,10 @@ inline constexpr unsigned kEventBlockingSync = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kGreenDefaultStream = 1;
 inline constexpr int kResourceSm = 1;  // CU_DEV_RESOURCE_TYPE_SM
+
+struct Uuid {  // CUuuid
+  unsigned char bytes[16];
+};
 
 struct Location {
   int type;
@@ -110,6 +115,7 @@ static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, sm) == 9
   X(cuDeviceGet, Device*, int)                                                                \
   X(cuDeviceGetName, char*, int, Device)                                                      \
   X(cuDeviceTotalMem, std::size_t*, Device)                                                   \
+  X(cuDeviceGetUuid, Uuid*, Device)                                                           \
   X(cuDeviceGetAttribute, int*, DeviceAttribute, Device)                                      \
   X(cuDevicePrimaryCtxRetain, Context*, Device)                                               \
   X(cuDevicePrimaryCtxRelease, Device)                                                        \

@@ -18,6 +18,9 @@ enum class Access { kReadOnly, kReadWrite };
 // What a device has to share.
 struct DeviceFacts {
   std::string name;
+  // Of the GPU, or of the MIG slice that the process has of it: 32 hexadecimal digits; empty on the
+  // host.
+  std::string uuid;
   std::vector<int> compute_units;     // cores on the host, SMs on a GPU; ids, ascending
   std::int64_t unit_granularity = 1;  // a partition takes a multiple of this many
   std::int64_t memory_bytes = 0;      // in all, whoever uses it

@@ -42,6 +42,12 @@ class DriverUnavailable : public Error {
   using Error::Error;
 };
 
+// The device's library has ended, as this process is about to: what was on the device is gone.
+class DeviceGone : public Error {
+ public:
+  using Error::Error;
+};
+
 // An allocation does not fit into the chunks that decode has lent. The message names the budget.
 class BudgetError : public Error {
  public:

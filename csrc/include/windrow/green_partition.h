@@ -22,7 +22,8 @@ namespace windrow {
 // process ends. Thread: any.
 class GreenShares {
  public:
-  // Throws DriverUnavailable where the driver lacks green contexts or the GPU is one group.
+  // Throws DriverUnavailable where the driver lacks green contexts or their streams take no events
+  // of torch's, or the GPU is one group.
   explicit GreenShares(std::shared_ptr<const CudaContext> context);
   GreenShares(const GreenShares&) = delete;
   GreenShares& operator=(const GreenShares&) = delete;
@@ -39,6 +40,8 @@ class GreenShares {
   class Share;
   [[nodiscard]] const Share& share(Partition::Side side, int groups);
   void split();
+  // Throws DriverUnavailable where torch's events would not work on these streams.
+  void require_events();
   [[nodiscard]] std::vector<cuda::DeviceResource> resources(Partition::Side side, int groups) const;
 
   std::shared_ptr<const CudaContext> context_;

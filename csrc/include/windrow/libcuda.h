@@ -29,10 +29,12 @@ class Libcuda {
   // cuCtxRecordEvent; nullptr where the driver lacks it.
   [[nodiscard]] auto record_context() const { return context_.cuCtxRecordEvent; }
 
-  // Throws Error "what: CUDA_ERROR_NAME (description)" unless the result is success.
+  // Throws Error "what: CUDA_ERROR_NAME (description)" unless the result is success; DeviceGone
+  // where the process ends and libcuda has ended before.
   void check(cuda::Result result, const std::string& what) const;
   [[nodiscard]] std::string describe(cuda::Result result) const;
-  // For destructors, which must not throw: a line on stderr.
+  // For destructors, which must not throw: a line on stderr, but for a libcuda that has ended: what
+  // it held is gone with it.
   void check_quietly(cuda::Result result, const char* what) const noexcept;
 
  private:

@@ -30,7 +30,7 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(lent_chunks)               \
   X(objective_us)              \
   X(slack_us)                  \
-  X(steps_over_objective)      \
+  X(waited_us)                 \
   X(heartbeat_ns)
 
 // `estimates_us` stands between these two lists: it has one word for each level.
@@ -63,7 +63,7 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(budget_us)                  \
   X(window_tokens)              \
   X(micro_batch)                \
-  X(fuse_tokens)                \
+  X(gap_until_ns)               \
   X(pause_epoch)                \
   X(hold_admission_until_ns)    \
   X(predicted_us)               \

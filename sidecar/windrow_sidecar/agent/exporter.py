@@ -227,6 +227,7 @@ def _jobs(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
     yield _gauge(m.JOB_ETA, each(lambda r: r.meter.eta_s))
     yield _gauge(m.JOB_MEMORY, each(lambda r: r.meter.latest.memory_bytes))
     yield _gauge(m.JOB_SKIPPED_ROWS, each(lambda r: r.meter.latest.skipped_rows))
+    yield _gauge(m.JOB_CUT_ROWS, each(lambda r: r.meter.latest.cut_rows))
     # Of the process, so each of its jobs tells the same.
     workers = {key: r.meter.latest for key, r in reversed(runs)}
     yield _gauge(

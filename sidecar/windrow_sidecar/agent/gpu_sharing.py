@@ -95,6 +95,19 @@ class GpuSharing:
         if self._daemon is not None and self._daemon.alive():
             await self._stop_unless_used(self._daemon)
 
+    async def end_client(self, pid: int) -> None:
+        """End the GPU work of a worker that is about to be killed; nothing where it is no client.
+
+        What a client of MPS leaves running when it is killed may take decode's context along.
+        """
+        if self._daemon is None:
+            return
+        try:
+            if await asyncio.to_thread(self._daemon.terminate_client, pid):
+                _log.info("the GPU work of worker %d was ended before it is killed", pid)
+        except Transient as error:
+            _log.warning("the GPU work of worker %d is not ended first: %s", pid, error)
+
     def engine_shares(self, mode: str, reason: str) -> None:
         """Follow an engine that shares in time: shares that only workers have are worth nothing.
 

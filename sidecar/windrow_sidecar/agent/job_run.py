@@ -92,6 +92,14 @@ class JobRun:
         """The worker has called; hand it what was asked meanwhile."""
         self._channel, self._called = channel, True
         self._hung_up.clear()
+        if self.assign.dataset_secret or self.assign.output_secret:
+            channel.send(
+                agent_pb2.WorkerCommand(
+                    action="CREDENTIALS",
+                    dataset_secret=self.assign.dataset_secret,
+                    output_secret=self.assign.output_secret,
+                )
+            )
         for command in self._waiting:
             channel.send(command)
         self._waiting.clear()

@@ -1,6 +1,8 @@
 """Keep the agent's stream to the operator: dial, authenticate, report, take assignments.
 
 The operator may be away for as long as it likes: what runs goes on, and events wait in the outbox.
+Of several replicas the one that leads is found by asking any: the others name it. Its term grows
+with each leader, and no word of an earlier one is obeyed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import grpc.aio
 
 from windrow.errors import Transient
 from windrow.proto import attach_pb2, attach_pb2_grpc
-from windrow.rundir import PROTOCOL_VERSION
+from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
@@ -24,6 +26,8 @@ from windrow_sidecar.agent.slot import AgentSlot
 _log = logging.getLogger(__name__)
 
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
+# A replica that names the leader has been asked by thousands in the same moment.
+_REDIRECT_SPREAD_S = 0.2
 _HELLO_WITHIN_S = 10.0
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A peer that vanished without a word is noticed within this and the timeout.
@@ -46,6 +50,38 @@ class StreamCall(Protocol):
         """Send one; never two at once."""
 
 
+class _Addresses:
+    """Whom to dial next: the leader that was named, else the addresses that are set, in turn."""
+
+    def __init__(self, configured: str) -> None:
+        self._configured = [part.strip() for part in configured.split(",") if part.strip()]
+        self._turn = 0
+        self._leader = ""
+
+    def next(self) -> str:
+        """Return host:port; a leader that was named is dialled once."""
+        if self._leader:
+            leader, self._leader = self._leader, ""
+            return leader
+        address = self._configured[self._turn % len(self._configured)]
+        self._turn += 1
+        return address
+
+    def name_leader(self, address: str) -> None:
+        """Dial this one next."""
+        self._leader = address
+
+    def stay(self) -> None:
+        """The one that was dialled last is right: when its stream ends, it is dialled again."""
+        self._turn = max(0, self._turn - 1)
+
+    def server_name(self, address: str) -> str:
+        """Return the name in the certificate, where it is not the address; empty: it is."""
+        if address in self._configured:
+            return ""
+        return self._configured[0].rpartition(":")[0]
+
+
 class OperatorLink:
     """The agent's stream to the operator; dials again when it ends."""
 
@@ -61,6 +97,8 @@ class OperatorLink:
         self._facts_changed = asyncio.Event()
         self._profiles: asyncio.Queue[AgentSlot] = asyncio.Queue()
         self._sent = 0  # number of the last event that the present stream carries
+        self._addresses = _Addresses(settings.operator_address)
+        self._term = 0  # the highest of a leader that was heard
         self.attached = False
 
     def facts_changed(self) -> None:
@@ -84,29 +122,38 @@ class OperatorLink:
     async def run(self) -> None:
         """Keep attached until cancelled."""
         backoff_s = _FIRST_BACKOFF_S
+        redirected = False
         while True:
+            address = self._addresses.next()
+            leader = ""
             try:
-                await self._attach()
+                await self._attach(address)
             except (grpc.RpcError, Transient, OSError) as error:
-                _log.warning("no operator at %s: %s", self._settings.operator_address, _why(error))
+                _log.warning("no operator at %s: %s", address, _why(error))
+                leader = _leader_named_by(error)
+            if self.attached:
+                self._addresses.stay()
             longer_s = min(2 * backoff_s, _LONGEST_BACKOFF_S)
             backoff_s = _FIRST_BACKOFF_S if self.attached else longer_s
             self.attached = False
+            # Asked once: two replicas that name each other must not keep a sidecar busy.
+            if redirected := bool(leader) and not redirected and leader != address:
+                self._addresses.name_leader(leader)
+                await asyncio.sleep(random.uniform(0, _REDIRECT_SPREAD_S))
+                continue
             # Spread: a restarted operator must not meet five thousand sidecars in one moment.
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
-    async def _attach(self) -> None:
+    async def _attach(self, address: str) -> None:
         """One stream, from dialling to its end. The token is read anew: it is rotated hourly."""
         settings = self._settings
         assert settings.token_file is not None
         token = settings.token_file.read_text(encoding="utf-8").strip()
         options = list(_CHANNEL_OPTIONS)
-        if settings.operator_server_name:
-            options.append(("grpc.ssl_target_name_override", settings.operator_server_name))
+        if name := settings.operator_server_name or self._addresses.server_name(address):
+            options.append(("grpc.ssl_target_name_override", name))
         credentials = grpc.ssl_channel_credentials(settings.operator_ca_pem())
-        async with grpc.aio.secure_channel(
-            settings.operator_address, credentials, options=options
-        ) as channel:
+        async with grpc.aio.secure_channel(address, credentials, options=options) as channel:
             stub = attach_pb2_grpc.AttachStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Attach(metadata=(("authorization", f"Bearer {token}"),))
             try:
@@ -116,8 +163,10 @@ class OperatorLink:
 
     async def _talk(self, call: StreamCall) -> None:
         self._facts_changed.clear()
-        await call.write(self._hello())
-        heartbeat_s = await self._operator_hello(call)
+        # A replica that is stopped takes the connection and says nothing.
+        async with asyncio.timeout(_HELLO_WITHIN_S):
+            await call.write(self._hello())
+            heartbeat_s = await self._operator_hello(call)
         self.attached = True
         self._sent = 0
         for slot in self._slots():
@@ -138,21 +187,35 @@ class OperatorLink:
             raise group.exceptions[0] from None
 
     async def _operator_hello(self, call: StreamCall) -> float:
-        async with asyncio.timeout(_HELLO_WITHIN_S):
-            first = await call.read()
+        first = await call.read()
         if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
             raise Transient("it did not say hello")
         if first.hello.protocol_version != PROTOCOL_VERSION:
             raise Transient(
                 f"it speaks protocol {first.hello.protocol_version}, this agent {PROTOCOL_VERSION}"
             )
-        _log.info("attached to operator %s", first.hello.operator_version)
+        term = first.hello.leader_term
+        # An operator from before leaders had terms says none, also one that was rolled back to.
+        if 0 < term < self._term:
+            raise Transient(f"it led before another one did: term {term}, not {self._term}")
+        self._term = term
+        _log.info("attached to operator %s, term %d", first.hello.operator_version, term)
         return first.hello.heartbeat_seconds or 1.0
 
     async def _listen(self, call: StreamCall) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
+            if self._is_former(message):
+                raise Transient("it gave an order of a former leader")
             await self._obey(message)
         raise Transient("it ended the stream")
+
+    def _is_former(self, message: attach_pb2.OperatorMessage) -> bool:
+        match message.WhichOneof("message"):
+            case "assign":
+                return int(message.assign.leader_term) < self._term
+            case "command":
+                return int(message.command.leader_term) < self._term
+        return False
 
     async def _beat(self, out: _Writer, interval_s: float) -> None:
         while True:
@@ -197,6 +260,7 @@ class OperatorLink:
                 node_name=settings.node_name,
                 slots=[facts for slot in slots if (facts := slot.facts()) is not None],
                 running=[run for slot in slots for run in slot.jobs.unsettled()],
+                leader_term=self._term,
             )
         )
 
@@ -209,7 +273,18 @@ class _Writer:
 
     async def write(self, message: attach_pb2.SidecarMessage) -> None:
         async with self._lock:
-            await self._call.write(message)
+            try:
+                await self._call.write(message)
+            except asyncio.InvalidStateError as error:  # gRPC's word for a call that has ended
+                raise Transient("it ended the stream") from error
+
+
+def _leader_named_by(error: BaseException) -> str:
+    """Return host:port of the leader where a replica refused with it; else nothing."""
+    if not isinstance(error, grpc.aio.AioRpcError):
+        return ""
+    named = (value for key, value in error.trailing_metadata() or () if key == LEADER_METADATA)
+    return str(next(named, ""))
 
 
 def _why(error: BaseException) -> str:

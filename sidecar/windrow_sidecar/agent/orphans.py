@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -31,12 +32,21 @@ def forget_worker(root: Path, slot: int) -> None:
     (root / f"worker-{slot}.pid").unlink(missing_ok=True)
 
 
-async def end_orphans(root: Path, *, grace_s: float) -> None:
-    """Wait until every worker of an earlier agent is gone; kill what is left after the grace."""
+async def _nothing(_pid: int) -> None:
+    """It has no GPU work."""
+
+
+async def end_orphans(
+    root: Path, *, grace_s: float, end_gpu_work: Callable[[int], Awaitable[None]] = _nothing
+) -> None:
+    """Wait until every worker of an earlier agent is gone; kill what is left after the grace.
+
+    `end_gpu_work`: of a process, before it is killed.
+    """
     for file in _notes(root):
         pid, _, began = file.read_text(encoding="ascii").strip().partition(" ")
         if pid.isdigit():
-            await _end(int(pid), began, grace_s)
+            await _end(int(pid), began, grace_s, end_gpu_work)
         file.unlink(missing_ok=True)
 
 
@@ -44,7 +54,9 @@ def _notes(root: Path) -> list[Path]:
     return sorted(root.glob(_PATTERN))
 
 
-async def _end(pid: int, began: str, grace_s: float) -> None:
+async def _end(
+    pid: int, began: str, grace_s: float, end_gpu_work: Callable[[int], Awaitable[None]]
+) -> None:
     if _began(pid) != began:
         return
     _log.warning("worker %d of an earlier agent still lives: waiting for its end", pid)
@@ -53,6 +65,7 @@ async def _end(pid: int, began: str, grace_s: float) -> None:
     deadline = asyncio.get_running_loop().time() + grace_s
     while _began(pid) == began:
         if asyncio.get_running_loop().time() > deadline:
+            await end_gpu_work(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         await asyncio.sleep(_LOOK_EVERY_S)

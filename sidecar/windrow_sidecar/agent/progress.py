@@ -63,6 +63,7 @@ class ProgressMeter:
             checkpoint_step=latest.checkpoint_step,
             checkpoint_path=latest.checkpoint_path,
             skipped_rows=latest.skipped_rows,
+            cut_rows=latest.cut_rows,
         )
 
     def _rate(self, of: Callable[[agent_pb2.WorkerProgress], int]) -> float:

@@ -20,7 +20,7 @@ from windrow_sidecar.agent.slot import AgentSlot
 _log = logging.getLogger(__name__)
 M = TypeVar("M")
 # A worker that hears nothing for `agentlink.SILENT_AFTER_S` stops.
-ALIVE_EVERY_S = 5
+ALIVE_EVERY_S = 2
 R = TypeVar("R", agent_pb2.EngineReport, agent_pb2.WorkerReport)
 
 

@@ -42,7 +42,11 @@ class Sidecar:
         """Serve until asked to stop."""
         settings = self._settings
         settings.run_dir.root.mkdir(parents=True, exist_ok=True)
-        await end_orphans(settings.run_dir.root, grace_s=settings.grace_s)
+        await end_orphans(
+            settings.run_dir.root,
+            grace_s=settings.grace_s,
+            end_gpu_work=self._sharing.end_client,
+        )
         await self._sharing.start()  # before the engine uses the GPU
         service = AgentService(
             self._slot_at, self._find_run, self._link.profile_taken, settings.worker_silence_s
@@ -88,6 +92,7 @@ class Sidecar:
                 on_facts=self._link.facts_changed,
                 sharing=lambda: self._sharing.sharing,
                 engine_shares=self._sharing.engine_shares,
+                end_gpu_work=self._sharing.end_client,
             )
             slot.set_policy(self._policy)
         return slot

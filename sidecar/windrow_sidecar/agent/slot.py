@@ -14,7 +14,7 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.utilization import Utilization, make_meter
-from windrow_sidecar.agent.worker_process import Standby
+from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
 from windrow_sidecar.compute.sharing import Sharing
 
 _log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class AgentSlot:
         on_facts: Callable[[], None],
         sharing: Callable[[], Sharing | None] = lambda: None,
         engine_shares: Callable[[str, str], None] = lambda _mode, _reason: None,
+        end_gpu_work: EndGpuWork | None = None,
     ) -> None:
         self.index = index
         self._settings, self._on_facts = settings, on_facts
@@ -45,6 +46,7 @@ class AgentSlot:
         self.profile: agent_pb2.EngineProfile | None = None
         self.utilization = Utilization()
         self._meter = make_meter("host", 1)
+        self._told_sharing: Sharing | None = None
         self._channel: EngineChannel | None = None
         self.policy = agent_pb2.EnginePolicy()
         self._arena: _core.Inspection | None = None
@@ -58,6 +60,7 @@ class AgentSlot:
             refuses_all=self._refuses_all,
             max_jobs=self.max_jobs,
             worker_changed=self._worker_changed,
+            end_gpu_work=end_gpu_work,
         )
         self._preparing: asyncio.Task[None] | None = None
 
@@ -75,7 +78,7 @@ class AgentSlot:
             await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine was restarted")
         if self.hello != hello:
             self.hello = hello
-            self._meter = make_meter(hello.driver, hello.compute_units)
+            self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
             self._engine_shares(hello.sharing, hello.sharing_reason)
             self._on_facts()
         channel.send(agent_pb2.EngineCommand(policy=self.policy))
@@ -86,6 +89,13 @@ class AgentSlot:
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Once a second."""
         self.stats = stats
+        if (sharing := self._shared()) != self._told_sharing:
+            self._told_sharing = sharing
+            if sharing is not None:
+                _log.warning(
+                    "slot %d: shared in %s mode: %s", self.index, sharing.mode, sharing.reason
+                )
+            self._on_facts()
         self._prepare()
 
     def engine_hung_up(self, channel: EngineChannel) -> None:
@@ -171,12 +181,24 @@ class AgentSlot:
 
     # Reports
 
+    def _shared(self) -> Sharing | None:
+        """How the slot's GPU is shared now, by the word of its worker too; None: it has none."""
+        if self.hello is None or self.hello.driver == "host":
+            return None
+        sharing = self._sharing()
+        if sharing is None or sharing.mode == "temporal":
+            return sharing
+        told = next((run.meter.latest for run in self.jobs.going), None)
+        if told is None or told.sharing != "temporal":
+            return sharing
+        return Sharing("temporal", f"the worker shares it so: {told.sharing_reason}")
+
     def facts(self) -> attach_pb2.SlotFacts | None:
         """For the hello to the operator; None until an engine has called."""
         h = self.hello
         if h is None:
             return None
-        sharing = None if h.driver == "host" else self._sharing()
+        self._told_sharing = sharing = self._shared()
         return attach_pb2.SlotFacts(
             index=self.index,
             engine=h.engine,
@@ -203,7 +225,9 @@ class AgentSlot:
         free, kv, lent, reserved, draining = self.chunks()
         total = max(1, free + kv + lent + reserved + draining)
         if self.hello:
-            self.utilization = self._meter.sample(self.hello.pid, self.jobs.worker_pid)
+            # As this process sees it: the engine's own number is of its PID namespace.
+            engine = self._arena.owner_pid if self._arena else self.hello.pid
+            self.utilization = self._meter.sample(engine, self.jobs.worker_pid)
         s, used, jobs = self.stats, self.utilization, self.jobs.running()
         return attach_pb2.SlotHeartbeat(
             slot=self.index,

@@ -11,7 +11,7 @@ from windrow.proto import attach_pb2
 from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_process import Standby
+from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 
 Refusal = tuple[Reason, str]
@@ -28,6 +28,7 @@ class SlotJobs:
         refuses_all: says why the slot takes no job at all now.
         max_jobs: how many may run at a time.
         worker_changed: called when a worker has been started or reaped.
+        end_gpu_work: of a worker's process, before it is killed.
 
     Attributes:
         runs: those that go on, and the last that have ended, oldest first.
@@ -46,10 +47,12 @@ class SlotJobs:
         refuses_all: Callable[[], Refusal | None],
         max_jobs: Callable[[], int],
         worker_changed: Callable[[], None],
+        end_gpu_work: EndGpuWork | None = None,
     ) -> None:
         self._settings, self._index, self._outbox = settings, index, outbox
         self._standby, self._refuses_all = standby, refuses_all
         self._max_jobs, self._worker_changed = max_jobs, worker_changed
+        self._end_gpu_work = end_gpu_work
         self.runs: list[JobRun] = []
         self.worker_starts = 0
         self.harvested_tokens: Counter[str] = Counter()
@@ -111,7 +114,10 @@ class SlotJobs:
         self._forget_ended()
         if self._supervisor is None:
             self._supervisor = WorkerSupervisor(
-                self._settings, self._index, on_exit=self._worker_exited
+                self._settings,
+                self._index,
+                on_exit=self._worker_exited,
+                end_gpu_work=self._end_gpu_work,
             )
             run = self._make_run(assign, self._supervisor)
             await self._supervisor.start(run, self._standby)

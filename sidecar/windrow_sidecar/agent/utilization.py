@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,18 +31,21 @@ class Meter(Protocol):
         ...
 
 
-def make_meter(driver: str, units: int) -> Meter:
-    """For the driver that the engine runs on; of a GPU without NVML nothing is known."""
-    if driver != "cuda":
+def make_meter(driver: str, units: int, uuid: str = "") -> Meter:
+    """For the driver that the engine runs on; of a GPU without NVML nothing is known.
+
+    `uuid`: of that GPU, as the engine's driver tells it; "": it does not.
+    """
+    if driver == "host":
         return CpuMeter(units)
     import pynvml
 
     try:
-        return GpuMeter()
+        return GpuMeter(gpu_name(driver, uuid))
     except pynvml.NVMLError as error:
         _log.warning(
             "the GPU's utilisation is not known: %s (a container needs the driver capability "
-            "`utility` for NVML)",
+            "`utility` for NVML, and the GPU that decode uses)",
             error,
         )
         return Unmetered()
@@ -97,30 +101,120 @@ def cpu_seconds(pid: int) -> float | None:
 
 
 class GpuMeter:
-    """NVML: utilisation of the SMs by process, of the whole device where processes are hidden."""
+    """NVML: utilisation of one GPU's SMs, the worker's apart from all else there.
 
-    def __init__(self, index: int = 0) -> None:
+    Whatever else runs on the GPU counts as decode: an engine is several processes, and under MPS
+    work may be the daemon's server's. Where the driver names processes by numbers of another PID
+    namespace, all of the GPU's use does.
+
+    Args:
+        name: of the GPU (see `gpu_name`).
+
+    Raises:
+        pynvml.NVMLError: there is no NVML, or no such GPU.
+    """
+
+    def __init__(self, name: str | int) -> None:
         import pynvml
 
         self._nvml: Any = pynvml
         pynvml.nvmlInit()
-        self._device = pynvml.nvmlDeviceGetHandleByIndex(index)
+        self._device = self._find(name)
         self._since_us = 0
+        self._said: set[str] = set()
 
     def sample(self, engine_pid: int, worker_pid: int) -> Utilization:
         """Since the last call."""
+        del engine_pid
         try:
             rows = self._nvml.nvmlDeviceGetProcessUtilization(self._device, self._since_us)
-        except self._nvml.NVMLError:
-            # No sample in the interval, or a driver that hides processes from containers.
+        except self._nvml.NVMLError_NotFound:
+            return Utilization()  # no process has run since
+        except self._nvml.NVMLError as error:
+            self._say(f"what each process uses is not known ({error}): all of it counts as decode")
             return Utilization(decode=self._total())
         self._since_us = max((row.timeStamp for row in rows), default=self._since_us)
-        by_pid = {row.pid: row.smUtil / 100 for row in rows}
-        return Utilization(by_pid.get(engine_pid, 0.0), by_pid.get(worker_pid, 0.0))
+        newest = {row.pid: row.smUtil / 100 for row in sorted(rows, key=lambda row: row.timeStamp)}
+        ours = {pid for pid in newest if _is_of_group(pid, worker_pid)}
+        if worker_pid and not ours and not any(map(_is_visible, newest)):
+            self._say(
+                "NVML names processes of another PID namespace: all of the use counts as decode "
+                "(hostPID, or one namespace for the pod, would tell the worker apart)"
+            )
+        finetune = sum(newest[pid] for pid in ours)
+        decode = sum(used for pid, used in newest.items() if pid not in ours)
+        return Utilization(min(1.0, decode), min(1.0, finetune))
+
+    def _find(self, name: str | int) -> Any:  # noqa: ANN401 - a handle of pynvml's
+        if isinstance(name, int):
+            return self._nvml.nvmlDeviceGetHandleByIndex(name)
+        if name.startswith(("GPU-", "MIG-")):
+            return self._of_uuid(name)
+        # From the driver, which does not say whether it is of a GPU or of a slice.
+        try:
+            return self._of_uuid(f"GPU-{_dashed(name)}")
+        except self._nvml.NVMLError_NotFound:
+            return self._of_uuid(f"MIG-{_dashed(name)}")
+
+    def _of_uuid(self, uuid: str) -> Any:  # noqa: ANN401 - a handle of pynvml's
+        """Like CUDA, take the beginning of one that is no other's."""
+        try:
+            return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except self._nvml.NVMLError as error:
+            for index in range(self._nvml.nvmlDeviceGetCount()):
+                device = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                if self._nvml.nvmlDeviceGetUUID(device).startswith(uuid):
+                    return device
+            raise self._nvml.NVMLError_NotFound from error
 
     def _total(self) -> float:
         """Of the whole device; 0 where it has no such counter (a MIG slice)."""
         try:
             return float(self._nvml.nvmlDeviceGetUtilizationRates(self._device).gpu) / 100
-        except self._nvml.NVMLError:
+        except self._nvml.NVMLError as error:
+            self._say(f"how much of it is used is not known ({error})")
             return 0.0
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            _log.warning("the GPU's utilisation: %s", what)
+
+
+def gpu_name(driver: str, uuid: str, environ: Mapping[str, str] = os.environ) -> str | int:
+    """Return how NVML finds the GPU of a driver: a UUID, or a number where nothing names it.
+
+    Args:
+        driver: "cuda", "cuda:N".
+        uuid: that the engine's driver has told, 32 hexadecimal digits; "" where it has not.
+        environ: of a process that sees the same GPUs.
+    """
+    if uuid:
+        return uuid
+    ordinal = int(driver.partition(":")[2] or 0)
+    visible = [one.strip() for one in environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if ordinal < len(visible) and visible[ordinal]:
+        chosen = visible[ordinal]
+        return int(chosen) if chosen.isdigit() else chosen
+    # What the container was given: NVML sees no more, in an order of its own.
+    given = environ.get("NVIDIA_VISIBLE_DEVICES", "").strip()
+    if given.startswith(("GPU-", "MIG-")) and "," not in given:
+        return given
+    return ordinal
+
+
+def _dashed(uuid: str) -> str:
+    ends = (8, 12, 16, 20, 32)
+    return "-".join(uuid[begin:end] for begin, end in zip((0, *ends), ends, strict=False))
+
+
+def _is_of_group(pid: int, leader: int) -> bool:
+    """Whether a process is the worker, which leads a group, or one that it has started."""
+    try:
+        return bool(leader) and os.getpgid(pid) == leader
+    except ProcessLookupError:
+        return False
+
+
+def _is_visible(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.worker_log import WorkerLogFollower
 
 _log = logging.getLogger(__name__)
+
+# Ends the GPU work of a process that is about to be killed.
+EndGpuWork = Callable[[int], Awaitable[None]]
 
 _LOG_TAIL_BYTES = 2000
 _REST_S = 60.0
@@ -55,6 +59,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
         "uid": assign.job_uid,
         "epoch": assign.epoch,
         "spec": json.loads(assign.spec_json),
+        "checkpoint": assign.checkpoint_path,
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
     }
     (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")

@@ -15,7 +15,12 @@ from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.orphans import forget_worker, note_worker
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_process import Standby, WorkerProcess, write_job
+from windrow_sidecar.agent.worker_process import (
+    EndGpuWork,
+    Standby,
+    WorkerProcess,
+    write_job,
+)
 from windrow_sidecar.turn import forget_turn, read_turn
 
 _log = logging.getLogger(__name__)
@@ -28,12 +33,20 @@ class WorkerSupervisor:
         settings: of the agent.
         slot: its index.
         on_exit: called once the process has been reaped, with how its last run ended.
+        end_gpu_work: of the process, before it is killed.
     """
 
     def __init__(
-        self, settings: AgentSettings, slot: int, *, on_exit: Callable[[str], None]
+        self,
+        settings: AgentSettings,
+        slot: int,
+        *,
+        on_exit: Callable[[str], None],
+        end_gpu_work: EndGpuWork | None = None,
     ) -> None:
         self._settings, self._slot, self._on_exit = settings, slot, on_exit
+        self._end_gpu_work = end_gpu_work
+        self._killing: asyncio.Task[None] | None = None
         self._turn_note = settings.run_dir.turn_note(slot)
         self.runs: list[JobRun] = []
         self._process: WorkerProcess | None = None
@@ -126,8 +139,20 @@ class WorkerSupervisor:
         return next((run for run in self.runs if turn and run.is_of(*turn)), None)
 
     def _kill(self) -> None:
-        if self._process:
+        if self._process and self._end_gpu_work is None:
             self._process.kill()
+        elif self._process and self._end_gpu_work and self._killing is None:
+            self._killing = asyncio.create_task(
+                self._kill_on_gpu(self._process, self._end_gpu_work)
+            )
+
+    @staticmethod
+    async def _kill_on_gpu(process: WorkerProcess, end_gpu_work: EndGpuWork) -> None:
+        """Kill it with nothing left running on the GPU (see `compute.mps`)."""
+        try:
+            await end_gpu_work(process.pid)
+        finally:
+            process.kill()
 
     async def _kill_after_grace(self) -> None:
         await asyncio.sleep(self._settings.grace_s)

@@ -1,6 +1,7 @@
 """A GPU as a compute device: the one module that calls `torch.cuda`.
 
-Nothing here waits for the whole device; a mark is an event behind what its thread has queued.
+Nothing here waits for the whole device but `wait_idle`; a mark is an event behind what its thread
+has queued.
 """
 
 from __future__ import annotations
@@ -78,6 +79,10 @@ class CudaDevice:
         if self._lent is not None:  # torch's own figures raise then
             return memory_stats(self.torch.index)["allocated_bytes.all.peak"]
         return int(torch.cuda.max_memory_allocated(self.torch))
+
+    def wait_idle(self) -> None:
+        """Wait for every stream."""
+        torch.cuda.synchronize(self.torch)
 
     def release_caches(self) -> None:
         """CuBLAS keeps a workspace for each stream, tens of MiB, in memory of torch's."""

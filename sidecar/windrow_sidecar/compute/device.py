@@ -49,6 +49,12 @@ class ComputeDevice(Protocol):
     def peak_bytes(self) -> int:
         """Most memory that this process has held there so far. Any thread."""
 
+    def wait_idle(self) -> None:
+        """Until nothing of this process runs there, on any stream. For its end; any thread.
+
+        What a client of MPS leaves running at its end may take the other clients along.
+        """
+
     def release_caches(self) -> None:
         """Give up memory that libraries keep for the next time."""
 

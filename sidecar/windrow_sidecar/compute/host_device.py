@@ -64,6 +64,9 @@ class HostDevice:
         # Kibibytes on Linux.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def wait_idle(self) -> None:
+        """What was called is done."""
+
     def release_caches(self) -> None:
         """Freed memory that the C library keeps for its next allocations."""
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

@@ -4,8 +4,8 @@ It is started in the foreground, as a child of the agent, so that its end is see
 its client it outlives an agent that ends, and the next one takes it over. Its pipe folder is its
 address: only processes that are given `environment` are its clients, whatever other daemons the
 machine has (container runtimes mount `/tmp/nvidia-mps`).
-A fatal fault of one client reaches all of them, so a worker that must end is ended by
-`terminate_client` before its process is killed.
+A fatal fault of one client reaches all of them, and what a client leaves running when it is killed
+is not defined: one that must end is ended by `terminate_client` before its process is killed.
 """
 
 from __future__ import annotations
@@ -113,7 +113,12 @@ class MpsDaemon:
         """End the GPU work of one client without harm to the others; False: it is none.
 
         The process itself goes on and finds its context gone; kill it afterwards.
+
+        Raises:
+            Transient: the daemon is gone or does not answer.
         """
+        if not (self._folder / "pipe").is_dir():
+            return False
         for server, clients in self.clients().items():
             if pid in clients:
                 self._ask(f"terminate_client {server} {pid}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from windrow.errors import Transient
 from windrow_sidecar.compute.partition import Side, UnknownLevel
 
 
@@ -24,7 +23,6 @@ class WholeDevice:
         units: cores or SMs of the device.
         unit: what they are called, in the plural.
         set_threads: takes the number of units at each move.
-        why_whole: why the device has no parts for this process, where it has some for others.
     """
 
     def __init__(
@@ -34,11 +32,10 @@ class WholeDevice:
         unit: str = "units",
         *,
         set_threads: Callable[[int], None] = _nothing,
-        why_whole: str = "",
     ) -> None:
         self.side: Side = side
         self.total_units = units
-        self._unit, self._set_threads, self._why_whole = unit, set_threads, why_whole
+        self._unit, self._set_threads = unit, set_threads
 
     @classmethod
     def cores(cls, side: Side, *, set_threads: Callable[[int], None]) -> WholeDevice:
@@ -54,14 +51,7 @@ class WholeDevice:
 
         Raises:
             UnknownLevel: a part of the device is asked for, which nobody would be held to.
-            Transient: so it is, and `why_whole` says why this process alone has no parts.
         """
-        if level != self.total_units and self._why_whole:
-            raise Transient(
-                f"decode grants {level} of {self.total_units} {self._unit}, but this process can "
-                f"share the device in time only: {self._why_whole}. Restart the decode engine, so "
-                "that both share it in one way"
-            )
         if level != self.total_units:
             raise UnknownLevel(self.side, level, self.levels(), self._unit)
         self._set_threads(level)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from windrow.errors import UserError
+from windrow_sidecar.engines.weight_files import (
+    SERVED_FIELD,
+    read_header,
+    weight_files,
+)
 
 # Of each tensor its beginning, middle and end are hashed, so many bytes of each: whichever tensors
 # a finetuned copy has changed, it is told from its base without reading gigabytes. The 291 tensors
@@ -26,18 +29,20 @@ def model_fingerprint(model_dir: Path) -> str:
 
     The same directory gives the same answer in every process. One that holds a config.json alone
     stands for a shape: its weights are made up by whoever serves it (`--random-weights`), and who
-    shares them has them from there. Raises UserError where there is no config.json, or a file that
-    is not in safetensors form.
+    shares them has them from there. Files beside the model's own count for nothing.
+
+    Raises:
+        UserError: there is no config.json, or a file is missing, cut short, or no safetensors file.
     """
     digest = hashlib.sha256(read_config_bytes(model_dir))
-    for path in sorted(model_dir.glob("*.safetensors")):
-        table, data_start = _tensor_table(path)
-        digest.update(json.dumps(table, sort_keys=True).encode())
+    for path in weight_files(model_dir, field=SERVED_FIELD):
+        header = read_header(path, field=SERVED_FIELD)
+        digest.update(json.dumps(header.tensors, sort_keys=True).encode())
         # Without a buffer, which would read ahead of every sample.
         with path.open("rb", buffering=0) as weights:
-            for begin, end in sorted(tensor["data_offsets"] for tensor in table.values()):
+            for begin, end in sorted(at["data_offsets"] for at in header.tensors.values()):
                 for start, n_bytes in _samples(begin, end):
-                    digest.update(os.pread(weights.fileno(), n_bytes, data_start + start))
+                    digest.update(os.pread(weights.fileno(), n_bytes, header.begin + start))
     return digest.hexdigest()
 
 
@@ -58,40 +63,21 @@ def read_config_bytes(model_dir: Path) -> bytes:
     except OSError as error:
         raise UserError(
             f"{str(model_dir)!r} holds no readable config.json ({error.strerror})",
-            field="--model-path",
+            field=SERVED_FIELD,
             remedy="Name the directory of a transformers checkpoint.",
             reason="ModelNotFound",
         ) from error
 
 
-def weight_files(model_dir: Path) -> list[Path]:
-    """Return the checkpoint's safetensors files, sorted. Raises UserError where there are none."""
-    files = sorted(model_dir.glob("*.safetensors"))
+def served_files(model_dir: Path) -> list[Path]:
+    """Return the safetensors files that are served. Raises UserError where there are none."""
+    files = weight_files(model_dir, field=SERVED_FIELD)
     if not files:
         raise UserError(
             f"{str(model_dir)!r} holds no *.safetensors file",
-            field="--model-path",
+            field=SERVED_FIELD,
             remedy="Save the model with save_pretrained(..., safe_serialization=True), or let the "
             "engine make up weights of that shape with --random-weights SEED.",
             reason="ModelNotFound",
         )
     return files
-
-
-def _tensor_table(path: Path) -> tuple[dict[str, Any], int]:
-    """Return a safetensors file's header and the offset at which its data begin."""
-    with path.open("rb") as weights:
-        prefix = weights.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
-        header = weights.read(length) if 0 < length <= path.stat().st_size else b""
-    try:
-        table = json.loads(header)
-    except ValueError as error:
-        raise UserError(
-            f"{path.name} is not a safetensors file, or is cut short",
-            field="--model-path",
-            remedy="Copy the checkpoint again.",
-            reason="ModelUnreadable",
-        ) from error
-    table.pop("__metadata__", None)
-    return table, 8 + length

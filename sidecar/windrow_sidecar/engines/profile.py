@@ -1,18 +1,22 @@
-"""Plan and fit the latency profile of decode alone.
+"""Plan, fit and check a latency profile: decode alone and beside a load.
 
 Knows no engine: an engine measures the points and hands the samples in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
+from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunSample, fit_co_run
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, spread_shares
 from windrow_sidecar.qos.solo import SoloSample, fit_solo
-from windrow_sidecar.qos.view import LEVELS_MAX
 
 _QUICK_BATCHES = (1, 4, 8, 16, 32)
 _FULL_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -35,12 +39,34 @@ class Effort:
     # Past it a point gets a third of the steps, and no second round is begun or finished: a late
     # profile is worse than a rough one.
     soft_limit_s: float
+    # Past it what is left of the first round is left out, once each share has a few points.
+    hard_limit_s: float = math.inf
+    co_run_limit_s: float = 0.0  # for steps beside a load; 0: none are measured
 
 
+# `full` ends within a minute: all points have 40 s, steps beside a load 15.
 EFFORTS = {
-    "quick": Effort(2, 8, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0),
-    "full": Effort(3, 24, _FULL_BATCHES, _FULL_CONTEXTS, soft_limit_s=120.0),
+    "quick": Effort(2, 8, _QUICK_BATCHES, _QUICK_CONTEXTS, soft_limit_s=6.0, hard_limit_s=20.0),
+    "full": Effort(
+        3,
+        24,
+        _FULL_BATCHES,
+        _FULL_CONTEXTS,
+        soft_limit_s=30.0,
+        hard_limit_s=40.0,
+        co_run_limit_s=15.0,
+    ),
 }
+_CO_RUN_BATCHES, _CO_RUN_CONTEXTS = (4, 16, 32), (512, 2048)
+_TURNS = 3
+# With fewer points of a share its three coefficients could not be told apart.
+LEAST_POINTS = 6
+# A profile whose steps scatter by more than this around their median tells little about a device.
+# A quiet host shows 1 to 5%, one with as many busy processes as cores 30% and more.
+NOISE_LIMIT_PERCENT = 15.0
+# How far the steps that check a stored profile may be from it, beyond its own noise: as much as
+# the margin that a predictor starts with.
+CHECK_LIMIT_PERCENT = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +76,22 @@ class Point:
     units: int
     batch: int
     context: int
+
+
+@dataclass(frozen=True, slots=True)
+class CoRunPoint:
+    """One thing to measure beside a load on `finetune_units`."""
+
+    alone: Point
+    finetune_units: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Samples of decode alone, and how far steps of one point scatter."""
+
+    samples: list[SoloSample]
+    noise_percent: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +112,23 @@ class Subject:
         return f"{self.device}/{engine}/{self.model_fingerprint[:16]}/tp{self.tensor_parallel}"
 
 
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where `windrow profile` leaves profiles for the engines of this user."""
+    root = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
+    return Path(root) / "windrow" / "profiles"
+
+
+def file_name(key: str) -> str:
+    """Name of the profile of a key."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
 def host_splits(units: int) -> Partitioning:
     """Splits of a CPU set: each number of cores for the worker, at most as many as the page holds.
 
     On large sets they are spread evenly, from decode alone to one core for decode.
     """
-    n = min(units, LEVELS_MAX)
-    shares = sorted({round(i * (units - 1) / (n - 1)) for i in range(n)}) if n > 1 else [0]
+    shares = spread_shares(units)
     return Partitioning(units, tuple(PartitionLevel(share, units - share) for share in shares))
 
 
@@ -94,22 +146,90 @@ def plan(
 
     Without several contexts per batch the coefficients of batch and context cannot be told apart.
     """
+    # A GPU's decode has the same units in every split: measured once. Shares come in turn, and
+    # every third batch first, so that what no time is left for is spread over all of them.
+    shares = list(dict.fromkeys(split.decode_units for split in levels.splits))
     return [
         Point(units, batch, context)
-        # A GPU's decode has the same units in every split: measured once.
-        for units in dict.fromkeys(split.decode_units for split in levels.splits)
+        for first in range(_TURNS)
         for context in effort.contexts
-        for batch in effort.batches
+        for batch in effort.batches[first::_TURNS]
+        for units in shares
         if batch <= max_batch
         and batch * context <= max_tokens
         and context + effort.steps + WARM_UP_STEPS <= max_context
     ]
 
 
+def plan_co_run(
+    levels: Partitioning, effort: Effort, *, max_batch: int, max_tokens: int, max_context: int
+) -> list[CoRunPoint]:
+    """Return what to measure beside a load: every split, of few batches and contexts.
+
+    One model serves all batches and contexts (Harli, Eq. 3), so few points are enough. Splits come
+    in turn, so that what no time is left for is not all of one split.
+    """
+    if not effort.co_run_limit_s:
+        return []
+    return [
+        CoRunPoint(Point(split.decode_units, batch, context), split.finetune_units)
+        for context in _CO_RUN_CONTEXTS
+        for batch in _CO_RUN_BATCHES
+        for split in levels.splits[1:]
+        if batch <= max_batch
+        and batch * context <= max_tokens
+        and context + effort.steps + WARM_UP_STEPS <= max_context
+    ]
+
+
+def check_subject(profile: Mapping[str, Any], subject: Subject) -> None:
+    """Refuse a profile that belongs to something else.
+
+    Raises:
+        UserError: it is of another device, driver, engine, version, model or parallelism, by name.
+    """
+    for what, field, ours in (
+        ("device", "device", subject.device),
+        ("driver", "driver", subject.driver),
+        ("engine", "engine", subject.engine),
+        ("engine version", "engineVersion", subject.engine_version),
+        ("model", "modelFingerprint", subject.model_fingerprint),
+        ("tensor parallelism", "tensorParallel", subject.tensor_parallel),
+    ):
+        theirs = profile.get(field, 1 if field == "tensorParallel" else "")
+        if theirs != ours:
+            raise UserError(
+                f"the latency profile is of another {what}: {theirs!r}, here it is {ours!r}",
+                field=f"profile.{field}",
+                remedy="Take a profile here: windrow profile.",
+                reason="ProfileOfAnother",
+            )
+
+
 def document(
-    subject: Subject, samples: Sequence[SoloSample], *, taken_at: datetime
+    subject: Subject,
+    samples: Sequence[SoloSample],
+    *,
+    taken_at: datetime,
+    co_run: Sequence[CoRunSample] = (),
+    noise_percent: float = 0.0,
+    units: int = 0,
 ) -> dict[str, Any]:
-    """Fit each level; returns a LatencyProfileSpec as a mapping. Raises UserError for no sample."""
+    """Fit each level; returns a LatencyProfileSpec as a mapping. Raises UserError for no sample.
+
+    `units`: of the device, where `co_run` is given.
+    """
+    fits = fit_solo(samples)
+    beside: dict[str, Any] = {}
+    if co_run:
+        solo = {level: fit.model for level, fit in fits.items()}
+        factors, error = fit_co_run(co_run, solo, units)
+        beside["coRun"] = {
+            "b1": factors.b1,
+            "k1": factors.k1,
+            "samples": len(co_run),
+            "medianAbsErrorPercent": error,
+        }
     return {
         "key": subject.key,
         "device": subject.device,
@@ -126,11 +246,22 @@ def document(
                 "k0NsPerToken": fit.model.k0_us * 1000,
                 "medianAbsErrorPercent": fit.median_abs_error_percent,
             }
-            for units, fit in fit_solo(samples).items()
+            for units, fit in fits.items()
         ],
-        "samples": list(_rows(samples)),
+        **beside,
+        "noisePercent": noise_percent,
+        "samples": [*_rows(samples), *_rows_beside(co_run)],
         "takenAt": taken_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }
+
+
+def _rows_beside(samples: Iterable[CoRunSample]) -> Iterable[dict[str, Any]]:
+    for sample in samples:
+        (row,) = _rows([sample.step])
+        yield row | {
+            "finetuneUnits": sample.finetune_units,
+            "finetuneTokensPerSecond": sample.tokens_per_second,
+        }
 
 
 def _rows(samples: Iterable[SoloSample]) -> Iterable[dict[str, Any]]:

@@ -2,15 +2,63 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from windrow_sidecar.qos.guard import Guard
 from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
-from windrow_sidecar.qos.policies.base import alone
-from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.policies.base import IN_TURNS, alone, effective_units, is_for_one_step
+from windrow_sidecar.qos.predictor import BEYOND_MARGIN, Predictor
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
+
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What policies have to know of the engine.
+
+    Attributes:
+        layers: of its model.
+        gaps: it heeds `Grant.gap_until_ns`.
+        chunk_bytes: of its arena; 0: unknown.
+    """
+
+    layers: int = 1
+    gaps: bool = False
+    chunk_bytes: int = 0
+
+
+class Decided(NamedTuple):
+    """A decision as it was taken, and what it rested on."""
+
+    at_ns: int
+    view: View
+    offer: Offer
+    grant: Grant
+    margin: float
+    alone_us: float  # predicted, of the step without a worker
+    why_paused: str
+    extrapolated: bool  # batch or context lie outside of what was profiled
+
+
+class _During(NamedTuple):
+    """What a step runs under, to judge it by afterwards."""
+
+    split: int = 0  # that the worker had throughout; 0: none, or not throughout
+    batch: int = 0
+    context_tokens: int = 0
+    harvested: bool = False
+    slack_us: int = 0
+    settled: bool = True
+    in_part: bool = False  # the worker ran for a part of the step
+    predicted_us: int = 0
+    phase: int = 0  # of the worker's tasklet
+
+
+# Ten minutes: no step takes as long.
+IMPOSSIBLE_US = 6e8
 # A worker that would always have work: what `observe` and the estimate of headroom ask about.
 EAGER = Offer(job_epoch=1)
 
@@ -22,7 +70,9 @@ class Controller:
 
     Attributes:
         why_paused: in a few words, while the worker is paused; "" while it may run.
-        would_units: what the policy would have given the worker in mode `observe`.
+        refusal: why no harvesting is possible under these terms; "" where it is.
+        would_units: what the policy gives the worker, on average over the step; in mode `observe`,
+            what it would.
     """
 
     def __init__(
@@ -32,17 +82,23 @@ class Controller:
         guard: Guard | None = None,
         *,
         pause_epoch: int = 0,
+        handover: Handover | None = None,
+        engine: EngineTraits | None = None,
     ) -> None:
         self._levels, self._predictor = levels, predictor
+        self._engine = engine or EngineTraits()
         self.guard = guard or Guard()
-        self._handover = Handover(levels.units, pause_epoch)
+        self._handover = handover or Handover(levels.units, pause_epoch)
         self._terms: HarvestTerms | None = None
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0
         self._current, self._switched_ns = 0, 0
-        self._during: tuple[int, int, int, bool, int] = (0, 0, 0, False, 0)
+        self._during = _During()
         self.why_paused = "no policy"
-        self.would_units = 0
+        # Of the last decision.
+        self._margin, self._alone_us, self._extrapolated = 0.0, 0.0, False
+        self.refusal = ""
+        self.would_units = 0.0
 
     @property
     def terms(self) -> HarvestTerms | None:
@@ -57,6 +113,7 @@ class Controller:
     def set_predictor(self, predictor: Predictor) -> None:
         """Predict with this one from the next decision on."""
         self._predictor = predictor
+        self.refusal = _below_decode(self._terms, predictor)
 
     @property
     def in_flight_bound_us(self) -> int:
@@ -64,9 +121,15 @@ class Controller:
         return self._terms.objective_us // 4 if self._terms else 0
 
     def set_terms(self, terms: HarvestTerms | None) -> None:
-        """Take new terms from the next decision on."""
+        """Take new terms from the next decision on.
+
+        The guard's record is of one objective and one algorithm: others begin with a clean one.
+        """
+        if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
+            self.guard = type(self.guard)(self.guard.settings)
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
+        self.refusal = _below_decode(terms, self._predictor)
         if terms:
             self._allowed = self._levels.allowed(terms.max_compute_percent)
             self._idle_units = self._levels.idle_share(terms.max_compute_percent)
@@ -82,59 +145,105 @@ class Controller:
         wish = self._wish(view, offer, now_ns, present)
         handover = self._handover
         handover.grant(wish.action, wish.finetune_units, wish.decode_units, offer, present)
-        split = 0 if wish.action == Action.PAUSE or view.batch == 0 else self._current
-        self._during = (
-            split if handover.decode_units == wish.decode_units else -1,
+        settled = handover.decode_units == wish.decode_units
+        runs = wish.action != Action.PAUSE and view.batch > 0 and settled
+        in_part = runs and is_for_one_step(wish)
+        self._during = _During(
+            self._current if runs and not in_part else 0,
             view.batch,
             view.context_tokens,
             wish.finetune_units > 0 or handover.decode_units < self._levels.units,
             view.slack_us,
+            settled,
+            in_part,
+            wish.predicted_us,
+            offer.phase,
         )
-        return wish._replace(
-            decode_units=handover.decode_units, pause_epoch=handover.pause_epoch, chunks=chunks
+        # By position: `_replace` takes three times as long, in cold caches more.
+        return Grant(
+            wish.action,
+            wish.finetune_units,
+            handover.decode_units,
+            wish.n_tasklets,
+            wish.budget_us,
+            wish.window_tokens,
+            wish.micro_batch,
+            wish.gap_until_ns,
+            handover.pause_epoch,
+            wish.hold_admission_until_ns,
+            wish.predicted_us,
+            chunks,
+            wish.in_flight_bound_us,
         )
 
     @property
     def is_settled(self) -> bool:
         """Whether the last decision is in force as it was wished: no units are changing hands."""
-        return self._during[0] >= 0
+        return self._during.settled
 
-    def observe(self, now_ns: int, latency_us: int) -> float | None:
+    def observe(self, now_ns: int, latency_us: float) -> float | None:
         """Judge the step that was decided last, and learn from it. Belongs after the step.
 
         Returns how far the step was from its prediction, relative to that; None: it ran without a
         worker, or between two partitions.
         """
-        split, batch, context_tokens, harvested, slack_us = self._during
-        terms = self._terms
-        if terms is None or batch == 0:
+        during, terms = self._during, self._terms
+        if terms is None or during.batch == 0:
+            return None
+        if not 0 < latency_us < IMPOSSIBLE_US:
+            self.guard.distrust(now_ns)
             return None
         # Judged by request, a long step is no breach while every request has slack left.
-        judged = not terms.per_request or slack_us <= 0
+        judged = not terms.per_request or during.slack_us <= 0
         self.guard.observe(
             now_ns,
             latency_us=latency_us,
             objective_us=terms.objective_us if judged else 0,
-            harvested=harvested,
+            harvested=during.harvested,
         )
-        # A step between two partitions (-1) is of neither, and says nothing about them.
-        if split <= 0 or self._predictor is None:
+        if self._predictor is None:
             return None
-        return self._predictor.observe(
-            split,
-            batch=batch,
-            context_tokens=context_tokens,
-            latency_us=latency_us,
-            objective_us=terms.objective_us,
+        if during.split > 0:
+            return self._predictor.observe(
+                during.split,
+                batch=during.batch,
+                context_tokens=during.context_tokens,
+                latency_us=latency_us,
+                objective_us=terms.objective_us,
+                phase=during.phase,
+            )
+        if not during.in_part or during.predicted_us <= 0:
+            return None
+        expected = during.predicted_us
+        residual, near = (latency_us - expected) / expected, min(1.0, expected / terms.objective_us)
+        self._predictor.follow(residual, near * near)
+        return residual
+
+    def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
+        """Return the last decision with what it rested on."""
+        return Decided(
+            now_ns,
+            view,
+            offer,
+            grant,
+            self._margin,
+            self._alone_us,
+            self.why_paused,
+            self._extrapolated,
         )
 
-    def headroom_units(self, view: View) -> int:
-        """What a worker that always has work would get at this moment; callable from any thread."""
+    def headroom_units(self, view: View) -> float:
+        """What a worker that always has work would get at this moment; callable from any thread.
+
+        Of turns and parts of steps, as much as the worker has on average.
+        """
         terms, policy, predictor = self._terms, self._policy, self._predictor
-        if terms is None or policy is None or predictor is None or self.guard.reason:
-            return 0
+        if terms is None or policy is None or predictor is None:
+            return 0.0
+        if self.guard.reason or self.refusal:
+            return 0.0
         ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
-        return policy.decide(view, EAGER, ctx).finetune_units
+        return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
     def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Grant:
         """What policy and guard want, whatever the worker is doing right now."""
@@ -149,57 +258,110 @@ class Controller:
             self.why_paused = "no worker"
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
-        ctx = self._context(terms, predictor, margin, view, now_ns - self._switched_ns)
+        self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
+        if self._extrapolated:
+            margin += BEYOND_MARGIN
+        since_ns = now_ns - self._switched_ns
+        ctx = self._context(terms, predictor, margin, view, since_ns, offer.phase)
+        self._margin, self._alone_us = margin, ctx.solo_us[0]
+        doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
+        if doubt or self.refusal:
+            self._switch_to(0, now_ns)
+            self.would_units = 0.0
+            self.why_paused = doubt or "objective"
+            return Grant(Action.PAUSE, 0, self._levels.units)
         wish = policy.decide(view, EAGER if observing else offer, ctx)
         if wish.action != Action.PAUSE:
-            wish = self._guarded(wish, view, ctx, now_ns)
+            wish = self._guarded(wish, terms, view, ctx, now_ns)
         else:
+            latest_ns = (view.start_ns or now_ns) + terms.deferral_us * 1000
+            hold_ns = min(wish.hold_admission_until_ns, latest_ns)
+            wish = wish._replace(gap_until_ns=0, hold_admission_until_ns=hold_ns)
             self.why_paused = "starving" if offer.starving and not observing else "objective"
         if wish.action == Action.PAUSE:
             self._switch_to(0, now_ns)
+        elif wish.gap_until_ns:
+            self._switch_to(IN_TURNS, now_ns)
         elif view.batch == 0:
             # From the whole device any split is a step down, which needs no rest.
             self._switch_to(self._allowed - 1, now_ns)
         else:
-            self._switch_to(self._levels.index_of(wish.finetune_units), now_ns)
-        self.would_units = wish.finetune_units
+            index = self._levels.index_of(wish.finetune_units, wish.decode_units)
+            self._switch_to(index, now_ns)
+        self.would_units = effective_units(wish, view, EAGER if observing else offer, ctx)
         if observing:
             self.why_paused = "observe"
             return alone(ctx)
         return wish
 
-    def _guarded(self, wish: Grant, view: View, ctx: Context, now_ns: int) -> Grant:
+    def _guarded(
+        self, wish: Grant, terms: HarvestTerms, view: View, ctx: Context, now_ns: int
+    ) -> Grant:
         """The wish, unless the guard forbids it or it passes a hard limit."""
         if not self.guard.may_run(now_ns):
             self.why_paused = "breaker" if self.guard.reason else "guard"
             return alone(ctx)
         most = self._levels.splits[self._allowed - 1].finetune_units
-        if view.batch == 0:
+        if view.batch == 0 or wish.gap_until_ns:
             most = max(most, self._idle_units)
-        if not 0 < wish.finetune_units <= most or wish.action != Action.GO:
+        # What decode alone takes of the objective is never given away, nor a longer wait.
+        gap_us = max(0.0, terms.objective_us * (2 if terms.per_request else 1) - ctx.solo_us[0])
+        begun_ns = view.start_ns or now_ns
+        latest_gap_ns = begun_ns + int(gap_us * 1000)
+        latest_hold_ns = begun_ns + terms.deferral_us * 1000
+        kept = self.guard.allows(wish, most, latest_gap_ns, latest_hold_ns)
+        if not kept or wish.action != Action.GO:
             self.why_paused = "limits"
             return alone(ctx)
         self.why_paused = ""
         return wish
 
     def _context(
-        self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, since_ns: int
+        self,
+        terms: HarvestTerms,
+        predictor: Predictor,
+        margin: float,
+        view: View,
+        since_ns: int,
+        phase: int = 0,
     ) -> Context:
+        predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens, phase)
         return Context(
             self._levels,
             self._allowed,
             self._idle_units,
-            predictor.predict_us(view.batch, view.context_tokens),
+            predicted_us,
             margin,
             self._current,
             since_ns,
             terms.per_request,
             terms.objective_us // 4,
+            solo_us,
+            self._engine.layers,
+            self._engine.gaps,
+            terms.deferral_us,
+            self._engine.chunk_bytes,
         )
 
     def _switch_to(self, index: int, now_ns: int) -> None:
         if index != self._current:
             self._current, self._switched_ns = index, now_ns
+
+
+def _judged_by(terms: HarvestTerms) -> tuple[str, int, bool]:
+    return terms.policy, terms.objective_us, terms.per_request
+
+
+def _below_decode(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
+    if terms is None or predictor is None:
+        return ""
+    least_us = predictor.least_step_us
+    if least_us <= terms.objective_us:
+        return ""
+    return (
+        f"the objective of {terms.objective_us / 1000:g} ms is below the {least_us / 1000:.1f} ms "
+        "that decode alone takes for one request: raise spec.objective.tpot"
+    )
 
 
 def _why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:

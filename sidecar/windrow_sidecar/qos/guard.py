@@ -2,12 +2,19 @@
 
 Two consecutive steps over the objective while the worker ran pause it for 50 ms and widen the
 margin. A breaker gives up for a while when steps beside the worker break the objective much more
-often than steps of decode alone, and lets a trial through afterwards. Time is an argument.
+often than steps of decode alone. The way back: after 10 s (twice as long each time, 160 s at most)
+it lets the worker run again on trial, judged by a fresh window; a clean window of 1,600 steps puts
+the 10 s back. What cannot be (a stale view, a clock that stands, a latency of NaN) pauses too.
+Time is an argument.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from windrow_sidecar.qos.view import Grant, View
 
 SECOND_NS = 1_000_000_000
 
@@ -27,6 +34,12 @@ class GuardSettings:
     min_steps: int = 200
     first_break_ns: int = 10 * SECOND_NS
     longest_break_ns: int = 160 * SECOND_NS
+    # A view describes the step that starts now; a second is longer than any step of an objective.
+    stale_ns: int = SECOND_NS
+    # Two decisions may fall into one tick of a coarse clock, and three do not.
+    standing_clock: int = 3
+    # Ten minutes; no decode step takes as long.
+    longest_step_us: float = 6e8
 
 
 class _Rate:
@@ -60,8 +73,14 @@ class Guard:
         self._open_until_ns = 0
         self._break_ns = self._settings.first_break_ns
         self._allowed_share = 0.01
+        self._last_now_ns, self._standing = 0, 0
         self.reason = ""  # why harvesting has given up; empty while it has not
         self.trips = 0
+
+    @property
+    def settings(self) -> GuardSettings:
+        """As it was made."""
+        return self._settings
 
     def set_percentile(self, percentile: float) -> None:
         """Of the objective: 99 allows one step in a hundred to be over it."""
@@ -74,6 +93,43 @@ class Guard:
         age = (now_ns - self._extra_at_ns) / self._settings.widen_half_life_ns
         return self._extra * 2.0**-age if age < 10 else 0.0
 
+    def doubt(self, view: View, predicted_us: Sequence[float], now_ns: int) -> str:
+        """Why nothing can be decided on these figures, in a few words; "" where it can."""
+        settings = self._settings
+        self._standing = 0 if now_ns > self._last_now_ns else self._standing + 1
+        backwards = now_ns < self._last_now_ns
+        self._last_now_ns = now_ns
+        if backwards or self._standing >= settings.standing_clock:
+            return "the clock stands still"
+        if view.start_ns and not -settings.stale_ns < now_ns - view.start_ns < settings.stale_ns:
+            return "the view is stale"
+        if not (
+            view.batch >= 0
+            and view.context_tokens >= 0
+            and 0 < view.objective_us < settings.longest_step_us
+            and math.isfinite(view.slack_us)
+        ):
+            return "the view holds impossible figures"
+        for step_us in predicted_us:
+            if not 0 < step_us < settings.longest_step_us:
+                return "the prediction is impossible"
+        return ""
+
+    def allows(self, wish: Grant, most_units: int, most_gap_ns: int, most_hold_ns: int) -> bool:
+        """Whether a wish keeps the hard limits: units, and times from now until which decode waits.
+
+        `most_gap_ns`, `most_hold_ns`: the latest moments of CLOCK_MONOTONIC.
+        """
+        return (
+            0 < wish.finetune_units <= most_units
+            and wish.gap_until_ns <= most_gap_ns
+            and wish.hold_admission_until_ns <= most_hold_ns
+        )
+
+    def distrust(self, now_ns: int) -> None:
+        """Take note of a step whose latency cannot be: the worker pauses, nothing is learned."""
+        self._paused_until_ns = now_ns + self._settings.pause_ns
+
     def may_run(self, now_ns: int) -> bool:
         """Whether the worker may run at this moment, whatever a policy says."""
         if now_ns < self._paused_until_ns:
@@ -84,7 +140,9 @@ class Guard:
             self._beside.clear()
         return not self.reason
 
-    def observe(self, now_ns: int, *, latency_us: int, objective_us: int, harvested: bool) -> None:
+    def observe(
+        self, now_ns: int, *, latency_us: float, objective_us: int, harvested: bool
+    ) -> None:
         """Take note of a finished step; `harvested`: the worker was granted units during it."""
         over = latency_us > objective_us > 0
         (self._beside if harvested else self._alone).add(over)

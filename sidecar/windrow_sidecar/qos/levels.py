@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.view import LEVELS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,8 @@ class Partitioning:
 
     Attributes:
         units: cores or SMs of the device.
-        splits: by growing `finetune_units`; the first is decode alone on all units.
+        splits: by growing `finetune_units`, then by growing `decode_units`; the first is decode
+            alone on all units.
     """
 
     units: int
@@ -39,8 +43,9 @@ class Partitioning:
                 field="levels.splits",
                 remedy="Start with Split(0, units).",
             )
-        shares = [s.finetune_units for s in self.splits]
-        if shares != sorted(set(shares)) or shares[-1] > self.units:
+        pairs = [(s.finetune_units, s.decode_units) for s in self.splits]
+        shares = [share for share, _ in pairs]
+        if pairs[1:] != sorted(set(pairs[1:])) or 0 in shares[1:] or shares[-1] > self.units:
             raise UserError(
                 f"the worker's units {shares} do not grow up to at most {self.units}",
                 field="levels.splits",
@@ -53,12 +58,24 @@ class Partitioning:
                 remedy="Give decode between 1 and all units in each split.",
             )
 
-    def index_of(self, finetune_units: int) -> int:
-        """The split that gives the worker exactly so many units; 0 (alone) where none does."""
+    def index_of(self, finetune_units: int, decode_units: int = 0) -> int:
+        """The split of exactly so many units; 0 (alone) where there is none.
+
+        `decode_units` tells splits apart that give the worker as much; 0: the first of them.
+        """
         for index, split in enumerate(self.splits):
-            if split.finetune_units == finetune_units:
+            if split.finetune_units == finetune_units and decode_units in (0, split.decode_units):
                 return index
         return 0
+
+    def offered_index(self, finetune_units: int) -> int:
+        """Place of the worker's estimate for so many units among `Offer.estimates_us`.
+
+        The worker shows its shares by growing units, and the whole device last.
+        """
+        shares = [*dict.fromkeys(s.finetune_units for s in self.splits[1:]), self.units]
+        index = bisect_left(shares, finetune_units)
+        return min(index, len(shares) - 1, LEVELS_MAX - 1)
 
     def allowed(self, max_compute_percent: int) -> int:
         """How many of the splits, from the first on, a limit in percent of the units lets pass."""
@@ -74,6 +91,46 @@ class Partitioning:
         bound = self.units * max_compute_percent // 100
         smallest = self.splits[1].finetune_units if len(self.splits) > 1 else self.units
         return bound if bound >= smallest else 0
+
+
+def spread_shares(units: int) -> tuple[int, ...]:
+    """Shares of a CPU set for the worker: each number of cores, at most as many as the page holds.
+
+    On large sets they are spread evenly, from none to all cores but one.
+    """
+    n = min(units, LEVELS_MAX)
+    if n == 1:
+        return (0,)
+    return tuple(sorted({round(i * (units - 1) / (n - 1)) for i in range(n)}))
+
+
+def offered_levels(levels: Sequence[int]) -> tuple[int, ...]:
+    """For which of a worker's levels an offer holds an estimate: the whole device is the last."""
+    if len(levels) <= LEVELS_MAX:
+        return tuple(levels)
+    return (*spread_shares(levels[-1])[1:], levels[-1])
+
+
+def pair_levels(units: int, parts: int = 10) -> Partitioning:
+    """Harli's pairs: i of `parts` for decode, j for the worker, i + j <= parts; 45 of ten.
+
+    Units that are no multiple of `parts` are rounded down.
+
+    Raises:
+        UserError: there are fewer units than parts.
+    """
+    if units < parts:
+        raise UserError(
+            f"{units} units cannot be cut into {parts} parts",
+            field="levels.splits",
+            remedy=f"Use {units} parts at most.",
+        )
+    pairs = [
+        PartitionLevel(units * worker // parts, units * decode // parts)
+        for worker in range(1, parts)
+        for decode in range(1, parts - worker + 1)
+    ]
+    return Partitioning(units, (PartitionLevel(0, units), *pairs))
 
 
 def host_levels(units: int) -> Partitioning:

@@ -1,20 +1,26 @@
 """Predict the next decode step on each level: Harli's two stages, refined online.
 
-Stage 1 (`solo.py`) is fitted from a profile. Stage 2 multiplies it by what the worker costs:
-t1 = (b1 * s_inf + k1 * s_ft) * t0(s_inf), with shares of the units s_inf and s_ft and one (b1, k1)
-for all batches and phases (Harli, Eq. 3). Recursive least squares follows (b1, k1) online.
+Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
+costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
+In front of both stands what steps of the same kind took (`records.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from windrow.errors import UserError
+from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning
-from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel
+from windrow_sidecar.qos.records import RecordCache
+from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel, profiled_range, solo_models
 
+# Beyond the profile the margin is wider by this: what a line that fits within 8% may be off by when
+# it is followed to twice as far, with both coefficients wrong in the same direction.
+BEYOND_MARGIN = 0.08
+# Steps beyond the profile after which it reaches as far as they do.
+_SEEN_OFTEN = 64
 FORGETTING = 0.99
 START_MARGIN = 0.08
 MARGIN_QUANTILE = 0.95
@@ -30,31 +36,11 @@ _MAX_INNOVATION = 0.5
 _LEAST_INFORMATION = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class CoRunFactors:
-    """Stage 2. The prior: complementary halves cost 5%, overlapping ones what they take."""
-
-    b1: float = 1.05
-    k1: float = 1.05
-
-    def factor(self, s_inf: float, s_ft: float) -> float:
-        """By how much the worker stretches a step; never below 1."""
-        return max(1.0, self.b1 * s_inf + self.k1 * s_ft)
-
-
-def co_run_model(profile: Mapping[str, Any]) -> CoRunFactors:
-    """Stage 2 of a latency profile; the prior where none was measured."""
-    co_run = profile.get("coRun")
-    if not co_run or not co_run.get("samples"):
-        return CoRunFactors()
-    return CoRunFactors(float(co_run["b1"]), float(co_run["k1"]))
-
-
 class Predictor:
     """Latency of the next step for every split of a device.
 
-    `predict_us` is three multiplications a split (coefficients of both stages are folded whenever
-    stage 2 moves); `observe` belongs after the step. One thread.
+    `predict` is three multiplications a split; `observe` belongs after the step. One thread.
+    `profiled`: the largest batch and context tokens that were measured; None: no end.
     """
 
     def __init__(
@@ -62,6 +48,8 @@ class Predictor:
         levels: Partitioning,
         solo: Mapping[int, SoloStepModel],
         co_run: CoRunFactors | None = None,
+        *,
+        profiled: tuple[int, int] | None = None,
     ) -> None:
         missing = [s.decode_units for s in levels.splits if s.decode_units not in solo]
         if missing:
@@ -71,6 +59,10 @@ class Predictor:
                 remedy="Take the profile again on this device.",
             )
         self._solo = [solo[s.decode_units] for s in levels.splits]
+        self._alone = [(m.c0_us, m.b0_us, m.k0_us) for m in self._solo]
+        self._most_batch, self._most_context = profiled or (1 << 62, 1 << 62)
+        self._records = RecordCache(len(levels.splits))
+        self._beyond = 0  # steps that lay outside of that
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
         ]
@@ -88,8 +80,38 @@ class Predictor:
 
     def predict_us(self, batch: int, context_tokens: int) -> list[float]:
         """Predicted latency under each split, without a margin. The first is decode alone."""
+        return self.predict(batch, context_tokens)[0]
+
+    def predict(
+        self, batch: int, context_tokens: int, phase: int = 0
+    ) -> tuple[list[float], list[float]]:
+        """Predicted latency under each split with a worker beside it, and without one.
+
+        Without: on decode's units under that split. Neither has a margin. `phase`: of the worker's
+        next tasklet.
+        """
         b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
-        return [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._folded]
+        alone = [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._alone]
+        beside = [us * stretch for us, stretch in zip(alone, self._stretch, strict=True)]
+        if known := self._records.corrections(batch, context_tokens, phase):
+            # Whatever was measured, a worker never makes decode faster.
+            beside = [
+                max(us * ratio, solo) for us, ratio, solo in zip(beside, known, alone, strict=True)
+            ]
+        return beside, alone
+
+    def extrapolates(self, batch: int, context_tokens: int) -> bool:
+        """Whether batch or context lie beyond what was profiled, or seen often enough since."""
+        return batch > self._most_batch or context_tokens > self._most_context
+
+    @property
+    def least_step_us(self) -> float:
+        """What the smallest batch takes on all units, alone and with hardly any context."""
+        return self._solo[0].predict_us(1, 0)
+
+    def follow(self, residual: float, weight: float = 1.0) -> None:
+        """Let the margin follow a step beside which a worker ran for a part of it."""
+        self._move_margin(residual, weight)
 
     def observe(
         self,
@@ -99,6 +121,7 @@ class Predictor:
         context_tokens: int,
         latency_us: float,
         objective_us: float = 0.0,
+        phase: int = 0,
     ) -> float:
         """Learn from a step that ran beside a worker under `split`; returns the relative residual.
 
@@ -108,14 +131,17 @@ class Predictor:
         half of a 2 ms step and a tenth of a 10 ms one. On two cores a margin over all steps alike
         grew to 15 to 26%, where steps of half the objective and more needed 7 to 10%.
         """
-        b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
-        c0, b0, k0 = self._folded[split]
-        expected = c0 + b0 * b + k0 * context_tokens
+        self._widen_range(batch, context_tokens)
+        alone_us = self._solo[split].predict_us(batch, context_tokens)
+        linear_us = expected = alone_us * self._stretch[split]
+        if split and (known := self._records.corrections(batch, context_tokens, phase)):
+            expected = max(alone_us, expected * known[split])
         residual = (latency_us - expected) / expected
         if split:
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
-            ratio = latency_us / self._solo[split].predict_us(batch, context_tokens)
-            self._learn(split, ratio, weight)
+            ratio = latency_us / linear_us
+            self._records.add(split, batch, context_tokens, phase, ratio=ratio)
+            self._learn(split, latency_us / alone_us, weight)
             self._move_margin(residual, weight)
         return residual
 
@@ -145,9 +171,27 @@ class Predictor:
 
     def _fold(self) -> None:
         co_run = self.co_run
-        factors = [co_run.factor(*shares) for shares in self._shares]
-        factors[0] = 1.0  # decode alone, whatever stage 2 says of s_ft = 0
-        self._folded: Sequence[tuple[float, float, float]] = [
-            (m.c0_us * f, m.b0_us * f, m.k0_us * f)
-            for m, f in zip(self._solo, factors, strict=True)
-        ]
+        self._stretch = [co_run.factor(*shares) for shares in self._shares]
+        self._stretch[0] = 1.0  # decode alone, whatever stage 2 says of s_ft = 0
+
+    def _widen_range(self, batch: int, context_tokens: int) -> None:
+        """A batch or context that has been seen often is no extrapolation any more."""
+        if not self.extrapolates(batch, context_tokens):
+            return
+        self._beyond += 1
+        if self._beyond >= _SEEN_OFTEN:
+            self._beyond = 0
+            self._most_batch = max(self._most_batch, batch)
+            self._most_context = max(self._most_context, context_tokens)
+
+
+def predictor_of(
+    levels: Partitioning, profile: Mapping[str, Any], kind: type[Predictor] = Predictor
+) -> Predictor:
+    """The predictor, of that class, that a latency profile makes.
+
+    Raises:
+        UserError: it lacks a share that decode would have beside a worker.
+    """
+    solo, range_ = solo_models(profile), profiled_range(profile)
+    return kind(levels, solo, co_run_model(profile), profiled=range_)

@@ -88,6 +88,14 @@ def solo_models(profile: Mapping[str, Any]) -> dict[int, SoloStepModel]:
     }
 
 
+def profiled_range(profile: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The largest batch and the most context tokens that were measured; None: it does not say."""
+    rows = profile.get("samples") or []
+    if not rows:
+        return None
+    return max(int(r["batch"]) for r in rows), max(int(r["contextTokens"]) for r in rows)
+
+
 def _fit_level(level: Sequence[SoloSample]) -> SoloFit:
     rows = [(1.0, float(max(s.batch, BATCH_FLOOR)), float(s.context_tokens)) for s in level]
     target = [s.step_us for s in level]

@@ -9,6 +9,8 @@ from windrow_sidecar.qos.policies import Policy, make_policy
 
 MODES = ("harvest", "observe", "off")
 SCOPES = ("perStep", "perRequest")
+# FineInfer's experiments bound the wait to 0.3 to 0.5 s.
+DEFAULT_DEFERRAL_US = 400_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class HarvestTerms:
     per_request: bool = False
     max_compute_percent: int = 100
     max_memory_percent: int = 100
+    deferral_us: int = DEFAULT_DEFERRAL_US  # how long a policy may hold a request back
 
     def make_policy(self) -> Policy:
         """A fresh policy of that name; raises UserError for an unknown one."""

@@ -20,7 +20,6 @@ class Action(IntEnum):
 
     PAUSE = 0
     GO = 1
-    FUSE = 2  # tokens join decode's own pass; engines that can, say so
 
 
 class Phase(IntEnum):
@@ -50,7 +49,7 @@ class View(NamedTuple):
     lent_chunks: int = 0
     objective_us: int = 0  # 0: no policy
     slack_us: int = 0  # perRequest: the least slack of a running request; below 0: in debt
-    steps_over_objective: int = 0
+    waited_us: int = 0  # how long requests have been waiting without a break; 0: none is
     heartbeat_ns: int = 0
 
 
@@ -87,7 +86,7 @@ class Grant(NamedTuple):
     budget_us: int = 0  # at most so long until the next grant; 0: no such bound
     window_tokens: int = 0  # 0: no windows
     micro_batch: int = 0  # 0: the worker's choice
-    fuse_tokens: int = 0
+    gap_until_ns: int = 0  # decode computes from then on, the worker until then; 0: no turns
     pause_epoch: int = 0  # grows whenever a grant is revoked; set by the hook
     hold_admission_until_ns: int = 0  # for the engine
     predicted_us: int = 0  # step latency under this decision

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from windrow.proto import attach_pb2, attach_pb2_grpc
+from windrow.rundir import LEADER_METADATA
 
 T = TypeVar("T")
 
@@ -61,10 +62,14 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         cert: PEM of its self-signed certificate, for 127.0.0.1.
         heard: messages of all streams, oldest first.
         tokens: the `authorization` of each stream.
+        term: of its leadership, as it tells it.
+        leader: host:port of another replica that leads; this one then takes no stream.
     """
 
-    def __init__(self) -> None:
-        self.key, self.cert = certificate()
+    def __init__(self, pair: tuple[bytes, bytes] | None = None) -> None:
+        self.key, self.cert = pair or certificate()
+        self.term = 0
+        self.leader = ""
         self.heard: list[attach_pb2.SidecarMessage] = []
         self.tokens: list[str] = []
         self.port = 0
@@ -92,7 +97,13 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
     ) -> None:
         """One sidecar's stream."""
         self.tokens.append(dict(context.invocation_metadata())["authorization"])
-        hello = attach_pb2.OperatorHello(protocol_version=1, heartbeat_seconds=0.1)
+        if self.leader:
+            named = ((LEADER_METADATA, self.leader),)
+            code = grpc.StatusCode.UNAVAILABLE
+            await context.abort(code, "this replica does not lead", trailing_metadata=named)
+        hello = attach_pb2.OperatorHello(
+            protocol_version=1, heartbeat_seconds=0.1, leader_term=self.term
+        )
         await context.write(attach_pb2.OperatorMessage(hello=hello))
         talker = asyncio.create_task(self._talk(context))
         try:
@@ -130,6 +141,7 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
             job_uid=uid,
             epoch=epoch,
             spec_json=json.dumps(spec),
+            leader_term=self.term,
         )
         self.say(attach_pb2.OperatorMessage(assign=assign))
 
@@ -137,7 +149,9 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         self, action: attach_pb2.JobCommand.Action, uid: str = "uid-1", epoch: int = 1
     ) -> None:
         """Send a command to a placement."""
-        command = attach_pb2.JobCommand(job_uid=uid, epoch=epoch, action=action, reason="test")
+        command = attach_pb2.JobCommand(
+            job_uid=uid, epoch=epoch, action=action, reason="test", leader_term=self.term
+        )
         self.say(attach_pb2.OperatorMessage(command=command))
 
     @property

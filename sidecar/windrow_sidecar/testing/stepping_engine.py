@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,10 @@ class SteppingEngine:
         )
         self._steps = 0
 
-    def step(self, batch: int = 4, latency_us: int = 5000, waiting: int = 0) -> Grant:
-        """One step of that batch, 500 context tokens each."""
+    def step(
+        self, batch: int = 4, latency_us: int | Callable[[Grant], int] = 5000, waiting: int = 0
+    ) -> Grant:
+        """One step of that batch, 500 context tokens each; it may depend on what is granted."""
         self._steps += 1
         now_ns = time.monotonic_ns()
         decision = self.hook.before_step(
@@ -54,7 +57,8 @@ class SteppingEngine:
                 slack_us=0,
             )
         )
-        self.hook.after_step(now_ns + latency_us * 1000, latency_us)
+        took_us = latency_us(decision) if callable(latency_us) else latency_us
+        self.hook.after_step(now_ns + took_us * 1000, took_us)
         return decision
 
     def close(self) -> None:

@@ -101,7 +101,7 @@ def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> 
 def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> EngineDevice:
     background: Callable[[], AbstractContextManager[None]] = nullcontext
     partition: Partition
-    if settings.run_dir is None:
+    if settings.run_dir is None and settings.profile_only is None:
         partition = WholeDevice.cores("decode", set_threads=threads)
     else:
         partition = host = HostPartition.from_affinity("decode", set_threads=threads)

@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow.proto import agent_pb2
 from windrow.rundir import PROTOCOL_VERSION, RunDir
-from windrow_sidecar._core import Arena
+from windrow_sidecar._core import Arena, driver
 from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
@@ -52,9 +51,15 @@ def start(
     log: EventLog | None,
 ) -> Harvesting:
     """Build hook and link, and open the arena to the worker. Whatever it raises: serve alone."""
-    inner = HarvestHook(
-        arena, device.splits, profile, HarvestSettings(max_batch=settings.max_running), log=log
+    harvest = HarvestSettings(
+        max_batch=settings.max_running,
+        run_dir=run_dir,
+        gaps=True,
+        without=settings.harvest_without,
     )
+    if harvest.without:
+        _mark(log, "unprotected", ", ".join(sorted(harvest.without)))
+    inner = HarvestHook(arena, device.splits, profile, harvest, log=log)
     hook = FailClosed(inner, on_failure=lambda reason: _mark(log, "harvest-off", reason))
     arena.serve(str(run_dir.arena_socket()))
     link = EngineAgentLink(
@@ -70,15 +75,10 @@ def start(
 
 def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:
     """Leave the profile in the run directory, for people and for the next start."""
-    path = profile_path(run_dir)
+    path = run_dir.profile()
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(profile))
     os.replace(draft, path)
-
-
-def profile_path(run_dir: RunDir) -> Path:
-    """Where the latency profile of slot 0 lies."""
-    return run_dir.root / "profile-0.json"
 
 
 def _hello(
@@ -108,6 +108,7 @@ def _hello(
         weights_manifest=str(run_dir.weights_manifest()),
         sharing=device.sharing.mode if device.sharing else "",
         sharing_reason=device.sharing.reason if device.sharing else "",
+        device_uuid=driver(device.driver).facts["uuid"],
     )
 
 

@@ -35,6 +35,7 @@ from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention, TorchPagedAttention
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
 from windrow_sidecar.engines.hook import FailClosed, NullHook
+from windrow_sidecar.engines.weight_files import SERVED_FIELD, unread_note
 from windrow_sidecar.memory.geometry import KvShape, geometry_for
 
 _log = logging.getLogger(__name__)
@@ -190,6 +191,8 @@ def _fill(folder: Path, seed: int | None, layout: Layout, storage: torch.Tensor)
     began_s = time.monotonic()
     if seed is None:
         load_weights(folder, layout, storage)
+        if note := unread_note(folder, field=SERVED_FIELD):
+            _log.warning("%s", note)
     else:
         fill_random(layout, storage, seed)
     _log.info("%.2f GB of weights in %.1f s", layout.n_bytes / 1e9, time.monotonic() - began_s)

@@ -6,10 +6,11 @@ import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from statistics import median
+from statistics import median, quantiles
+from typing import Protocol
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import StepEvent
@@ -19,13 +20,24 @@ from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
-from windrow_sidecar.engines.profile import WARM_UP_STEPS, Effort, Point
+from windrow_sidecar.engines.profile import (
+    LEAST_POINTS,
+    WARM_UP_STEPS,
+    CoRunPoint,
+    Effort,
+    Measured,
+    Point,
+)
+from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
+Keep = Callable[[Point, SoloSample], None]
+
 _STEPS_PER_CANDIDATE = 16
+_STEPS_FOR_QUARTILES = 4
 
 
 class _OnUnits(NullHook):
@@ -38,8 +50,30 @@ class _OnUnits(NullHook):
         return Grant(decode_units=self.units)
 
 
-def measure(parts: LoopParts, points: Iterable[Point], effort: Effort) -> list[SoloSample]:
+class LoadBeside(Protocol):
+    """What computes on the worker's units while decode is measured beside it."""
+
+    def run_on(self, units: int) -> None:
+        """Begin, on so many units."""
+        ...
+
+    def pause(self) -> float:
+        """End; returns the tokens a second that it computed."""
+        ...
+
+
+def measure(
+    parts: LoopParts,
+    points: Iterable[Point],
+    effort: Effort,
+    *,
+    known: Mapping[Point, SoloSample] | None = None,
+    keep: Keep = lambda point, sample: None,
+) -> Measured:
     """Run the points one after the other, while no request is there; returns median latencies.
+
+    `known`: of an interrupted profile, not measured again. `keep` hears of each point when its
+    first round is done.
 
     Prompts are as long as the point says and arrive with their KV. Leaves the cache empty and
     decode on all units.
@@ -51,23 +85,79 @@ def measure(parts: LoopParts, points: Iterable[Point], effort: Effort) -> list[S
     guarded = FailClosed(hook)
     began_s = time.monotonic()
     seen: dict[Point, list[StepEvent]] = defaultdict(list)
+    known = known or {}
     try:
         with muted(replace(parts, hook=guarded, log=None)) as loop:
-            for point in [*points] * effort.rounds:
-                late = time.monotonic() - began_s > effort.soft_limit_s
+            for point in [p for p in points if p not in known] * effort.rounds:
+                spent_s = time.monotonic() - began_s
+                late = spent_s > effort.soft_limit_s
                 if late and point in seen:
                     break
+                of_share = sum(1 for other in (*known, *seen) if other.units == point.units)
+                if spent_s > effort.hard_limit_s and of_share >= LEAST_POINTS:
+                    continue
                 steps = max(1, effort.steps // 3) if late else effort.steps
                 hook.units = point.units
                 # Rounds apart in time are pooled: a machine has slow seconds and fast ones, and
                 # serving will see both.
+                first = point not in seen
                 seen[point] += _steps_at(loop, parts, point, steps)
+                if first:
+                    keep(point, _sample(point, seen[point]))
                 if guarded.failed:  # the loop has gone on, with all units
                     raise InvariantBroken(f"decode does not run on {point.units} units: no profile")
     finally:
         parts.scheduler.clear()
         parts.partition.activate(parts.units)
-    return [_sample(point, steps) for point, steps in seen.items()]
+    samples = [*known.values(), *(_sample(point, steps) for point, steps in seen.items())]
+    return Measured(samples, _noise_percent(seen.values()))
+
+
+def _noise_percent(points: Iterable[list[StepEvent]]) -> float:
+    """Half of the interquartile range of a point's steps over their median; the median point's."""
+    spreads = []
+    for steps in points:
+        if len(steps) >= _STEPS_FOR_QUARTILES:
+            first, middle, third = quantiles(_latencies_us(steps), n=4)
+            spreads.append(50 * (third - first) / middle)
+    return median(spreads) if spreads else 0.0
+
+
+def _latencies_us(steps: Iterable[StepEvent]) -> list[float]:
+    return [(event.end_ns - event.start_ns) / 1000 for event in steps]
+
+
+def measure_beside(
+    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: LoadBeside
+) -> list[CoRunSample]:
+    """Run the points with a load on the worker's units; returns median latencies.
+
+    Points that find no time any more are left out.
+
+    Raises:
+        InvariantBroken: decode could not be put on the units of a point.
+    """
+    hook = _OnUnits()
+    guarded = FailClosed(hook)
+    began_s = time.monotonic()
+    samples: list[CoRunSample] = []
+    try:
+        with muted(replace(parts, hook=guarded, log=None)) as loop:
+            for point in points:
+                if samples and time.monotonic() - began_s > effort.co_run_limit_s:
+                    break
+                hook.units = point.alone.units
+                load.run_on(point.finetune_units)
+                steps = _steps_at(loop, parts, point.alone, effort.steps)
+                rate = load.pause()
+                if guarded.failed:
+                    units = point.alone.units
+                    raise InvariantBroken(f"decode does not run on {units} units: no profile")
+                samples.append(CoRunSample(_sample(point.alone, steps), point.finetune_units, rate))
+    finally:
+        parts.scheduler.clear()
+        parts.partition.activate(parts.units)
+    return samples
 
 
 def settle_threads(parts: LoopParts, threads: Threads, *, batch: int, context: int) -> None:
@@ -111,7 +201,7 @@ def _sample(point: Point, steps: list[StepEvent]) -> SoloSample:
         units=point.units,
         batch=point.batch,
         context_tokens=round(median(event.context_tokens for event in steps)),
-        step_us=median((event.end_ns - event.start_ns) / 1000 for event in steps),
+        step_us=median(_latencies_us(steps)),
     )
 
 

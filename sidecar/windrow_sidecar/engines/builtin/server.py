@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loading import load, make_arena
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.builtin.loop import DecodeLoop, LoopParts
+from windrow_sidecar.engines.builtin.profiler import Bounds, Profiler, ProfileStore
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.threads import Threads
 from windrow_sidecar.engines.builtin.web.channel import PeerGone
@@ -35,7 +35,7 @@ from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.web.messages import EngineReady
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.engines.profile import EFFORTS, Subject, document, plan
+from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.levels import Partitioning
 
@@ -142,9 +142,14 @@ def _run(
     )
     harvesting = None
     if settings.run_dir is not None:
-        harvesting = _start_harvesting(settings, parts, arena, device, subject, max_context, log)
+        harvesting = _start_harvesting(
+            settings, parts, arena, device, subject, max_context, config, log
+        )
     else:
-        _take_profile(settings, parts, arena, device.splits, subject, max_context)
+        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context, config)
+        if settings.profile_only is not None and profile is not None:
+            settings.profile_only.write_text(json.dumps(profile, indent=1))
+            return 0
     if harvesting is not None:
         parts = replace(parts, hook=harvesting.hook, on_completed=harvesting.link.request_completed)
     outbox = TokenBatcher(front.channel, interval=settings.stream_interval)
@@ -172,6 +177,7 @@ def _start_harvesting(
     device: EngineDevice,
     subject: Subject,
     max_context: int,
+    config: LlamaConfig,
     log: EventLog | None,
 ) -> Harvesting | None:
     """Return the harvesting side; None, with the reason in the log, where it does not start."""
@@ -179,7 +185,7 @@ def _start_harvesting(
     try:
         from windrow_sidecar.engines.builtin import harvesting
 
-        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context)
+        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context, config)
         if profile is not None:
             harvesting.write_profile(settings.run_dir, profile)
         return harvesting.start(
@@ -225,24 +231,22 @@ def _take_profile(
     splits: Partitioning,
     subject: Subject,
     max_context: int,
+    config: LlamaConfig,
 ) -> Mapping[str, Any] | None:
-    """Measure and fit; None where it was not asked for."""
+    """Read back what an engine of this kind has left, or measure; None where none is asked for."""
     if settings.profile == "none":
         return None
-    effort = EFFORTS[settings.profile]
-    began_s = time.monotonic()
-    points = plan(
-        splits,
-        effort,
-        max_batch=settings.max_running,
+    store = ProfileStore.of(settings.run_dir)
+    bounds = Bounds(
+        settings.max_running,
         # Half of the arena: growth and the reserve take their part.
         max_tokens=arena.geometry.chunks * arena.geometry.slots_per_chunk // 2,
         max_context=max_context,
     )
-    samples = profiling.measure(parts, points, effort)
-    profile = document(subject, samples, taken_at=datetime.now(UTC))
-    _log.info("profile: %d points in %.1f s", len(samples), time.monotonic() - began_s)
-    return profile
+    profiler = Profiler(parts, splits, subject, bounds, store)
+    if not settings.profile_only and (stored := profiler.read_back()) is not None:
+        return stored
+    return profiler.take(settings.profile, config)
 
 
 def _open_log(settings: EngineSettings) -> EventLog | None:

@@ -7,9 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
+
+if TYPE_CHECKING:
+    from windrow_sidecar.engines.harvest.ablation import Protection
 
 _EXAMPLE = """\
 example:
@@ -54,6 +58,8 @@ class EngineSettings:
     # Of the static step: "torch", "triton"; "auto" on a GPU: triton where it can launch a kernel.
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
+    profile_only: Path | None = None  # write the profile there and end
+    harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
 
     @classmethod
     def from_command_line(
@@ -83,7 +89,7 @@ class EngineSettings:
             threads=given.cpu_threads,
             profile=given.profile or ("quick" if run_dir else "none"),
             disaggregated=given.disaggregation_mode == "decode",
-            run_dir=RunDir(Path(run_dir)) if run_dir else None,
+            run_dir=RunDir(Path(run_dir)) if run_dir and not given.profile_only else None,
             log_dir=Path(log_dir) if log_dir else None,
             source=environment.get(ENV_POD_NAME) or f"engine-{given.port}",
             device="cuda:0" if given.device == "cuda" else given.device,
@@ -91,6 +97,8 @@ class EngineSettings:
             decode_step=_chosen(given.decode_step, "static" if on_gpu else "gathered"),
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
+            profile_only=given.profile_only,
+            harvest_without=frozenset(given.harvest_without),
         )
 
 
@@ -159,6 +167,14 @@ def _parser() -> argparse.ArgumentParser:
         "--profile",
         choices=["none", "quick", "full"],
         help="measure decode's latency before serving; default: quick in a decode pod, else none",
+    )
+    add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
+    add(
+        "--harvest-without",
+        action="append",
+        choices=["guard", "predictor", "handover", "reserve"],
+        default=[],
+        help="harvest with a protection off: for tests and benchmarks that show what it is for",
     )
     return parser
 

@@ -8,14 +8,17 @@ from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, NoPredictor
+from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.qos.control import Controller
+from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
-from windrow_sidecar.qos.predictor import Predictor, co_run_model
+from windrow_sidecar.qos.policies.base import is_for_one_step
+from windrow_sidecar.qos.predictor import Predictor, predictor_of
 from windrow_sidecar.qos.solo import SoloStepModel, solo_models
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -52,8 +55,18 @@ class HarvestHook:
         self._levels = levels
         self._settings = settings or HarvestSettings()
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
-        predictor = Predictor(levels, solo, co_run_model(profile)) if profile else None
-        self.controller = Controller(levels, predictor, pause_epoch=arena.page.pause_epoch)
+        without = self._settings.without
+        self._predictor_type = NoPredictor if "predictor" in without else Predictor
+        predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
+        geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
+        self.controller = Controller(
+            levels,
+            predictor,
+            NoGuard() if "guard" in without else None,
+            pause_epoch=pause_epoch,
+            handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
+            engine=EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes),
+        )
         self._lending = LendingManager(arena, self._settings, log)
         self._stats = StepStats()
         self._rate = HarvestRate(profile, solo, levels.units)
@@ -63,12 +76,14 @@ class HarvestHook:
         self._last_step = (0, 0)  # end_ns, latency_us
         self._granted = Grant(decode_units=levels.units, pause_epoch=arena.page.pause_epoch)
         self._published_ns, self._decided_ns, self._paused_ns = 0, clock(), 0
-        self._unit_ns = 0
+        self._unit_ns, self._units = 0.0, 0.0  # that the worker has
         self._tokens_done = 0
         self._present = False
         self._prefilled = False
+        self._waiting_since_ns = 0  # 0: no request waits
         self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
         self._breaker, self._trips = "", 0
+        self._decisions = Decisions(self._settings.run_dir) if self._settings.run_dir else None
         self._objective_us = 0
         self._counts = (0, 0, 0, 0)  # kv, free, reserved, lent, as the view has them
         self._steady_until_ns = 0  # until then the last decision stands, if facts stay the same
@@ -102,7 +117,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(Predictor(self._levels, solo, co_run_model(profile)))
+        self.controller.set_predictor(predictor_of(self._levels, profile, self._predictor_type))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
@@ -128,7 +143,7 @@ class HarvestHook:
             and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
             and not self._new_terms
         ):
-            self._page.publish_view(self._view_of(facts))
+            self._page.publish_view(self._view_of(facts, begin_ns))
             decision = self._granted
         else:
             decision = self._decide_anew(facts, begin_ns)
@@ -141,7 +156,8 @@ class HarvestHook:
         if facts.admitted_tokens:
             self._lending.admit(now_ns, facts.admitted_tokens)
         decision = self._decide(now_ns, facts)
-        if not self._prefilled and self.controller.is_settled:
+        keep = self.controller.is_settled and not is_for_one_step(decision)
+        if keep and not self._prefilled:
             self._steady_until_ns = now_ns + self._settings.steady_ns
         return decision
 
@@ -156,6 +172,8 @@ class HarvestHook:
         """Count and learn from the steps under the last decision. In one go: cold code is dear."""
         unjudged, self._unjudged = self._unjudged, []
         stats, controller = self._stats, self.controller
+        if self._decisions and unjudged:
+            self._decisions.ended([took_us for took_us, _ in unjudged], self._objective_us)
         for latency_us, cost_ns in unjudged:
             stats.add(latency_us, cost_ns, self._objective_us)
             if not self._prefilled:
@@ -165,6 +183,8 @@ class HarvestHook:
         guard = controller.guard
         if guard.trips != self._trips or guard.reason != self._breaker:
             self._steady_until_ns = 0
+            if self._decisions:
+                self._decisions.breached(guard.reason or "two steps over the objective")
             self._trips = guard.trips
             self._mark_breaker(now_ns, guard.reason)
         self._lending.size_reserve(now_ns, controller.terms, controller.in_flight_bound_us)
@@ -172,6 +192,7 @@ class HarvestHook:
     def idle(self, now_ns: int) -> Grant:
         """Decode runs dry: the worker may have the device."""
         self._judge(now_ns)
+        self._waiting_since_ns = 0
         return self._decide(now_ns, None)
 
     def close(self) -> None:
@@ -179,9 +200,13 @@ class HarvestHook:
         self._arena.revoke(self._arena.geometry.chunks)
         self._granted = Grant(pause_epoch=self._granted.pause_epoch + 1)
         self._publish(self._granted, self._clock())
+        if self._decisions:
+            self._decisions.drain()
 
     def snapshot(self) -> StepStatistics:
         """For the report of the agent's link; called by its thread, once a second."""
+        if self._decisions:
+            self._decisions.drain()
         latencies_us, costs_ns = self._stats.take()
         granted = self._granted
         return StepStatistics(
@@ -213,18 +238,22 @@ class HarvestHook:
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
 
-    def _view_of(self, facts: StepInput | None) -> View:
+    def _view_of(self, facts: StepInput | None, now_ns: int) -> View:
         """Return what the page shows of a step; None: the engine runs nothing."""
         last_end_ns, last_step_us = self._last_step
         kv, free, reserved, lent = self._counts
         if facts is None:
-            step, start_ns, batch = self._view.step, 0, 0
-            context_tokens = waiting = admitted_tokens = slack_us = 0
+            step, start_ns, batch = self._view.step, now_ns, 0
+            context_tokens = waiting = admitted_tokens = slack_us = waited_us = 0
         else:
-            # A step that computes a prompt is work even when nobody gets a token: not idle.
-            step, start_ns, batch = facts.step, facts.start_ns, facts.batch or 1
+            # A step that computes a prompt is work even when nobody gets a token: not idle. Nor is
+            # one for which no request finds room; where requests are held back, nothing runs.
+            held = facts.start_ns < self._granted.hold_admission_until_ns
+            least = 0 if held and not facts.prefill_tokens else 1
+            step, start_ns, batch = facts.step, facts.start_ns, facts.batch or least
             context_tokens, waiting = facts.context_tokens, facts.waiting
-            admitted_tokens, slack_us = facts.admitted_tokens, facts.slack_us
+            admitted_tokens = facts.admitted_tokens + facts.prefill_tokens
+            slack_us, waited_us = facts.slack_us, self._waited_us(facts)
         # In the order of `View`: with keywords it takes three times as long, before every step.
         return View(
             step,
@@ -241,8 +270,16 @@ class HarvestHook:
             lent,
             self._objective_us,
             slack_us,
-            self._stats.over,
+            waited_us,
         )
+
+    def _waited_us(self, facts: StepInput) -> int:
+        """How long the queue has not been empty: at least as long as its oldest request waits."""
+        if not facts.waiting:
+            self._waiting_since_ns = 0
+            return 0
+        self._waiting_since_ns = self._waiting_since_ns or facts.start_ns
+        return (facts.start_ns - self._waiting_since_ns) // 1000
 
     def _decide(self, now_ns: int, facts: StepInput | None) -> Grant:
         while self._new_terms:
@@ -252,19 +289,23 @@ class HarvestHook:
         self._objective_us = terms.objective_us if terms else 0
         free, kv, lent, reserved, draining = self._arena.counts()
         self._counts = (kv, free, reserved, lent)
-        self._view = view = self._view_of(facts)
+        self._view = view = self._view_of(facts, now_ns)
         self._page.publish_view(view)
         offer = self._read_offer(now_ns)
         chunks = ChunkCounts(free, kv, lent, reserved, draining)
         # Whoever waits although the batch has room waits for KV.
-        kv_short = view.waiting > 0 and view.batch < self._settings.max_batch
+        held = now_ns < self._granted.hold_admission_until_ns
+        kv_short = view.waiting > 0 and view.batch < self._settings.max_batch and not held
         may_hold = self._lending.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
         decision = self.controller.decide(
             view, offer, now_ns, present=self._present, chunks=may_hold
         )
-        self._unit_ns += self._granted.finetune_units * (now_ns - self._decided_ns)
+        self._unit_ns += self._units * (now_ns - self._decided_ns)
         self._decided_ns = now_ns
+        self._units = self.controller.would_units if decision.finetune_units else 0.0
         self._grant(decision, now_ns)
+        if self._decisions:
+            self._decisions.decided(self.controller.explain(now_ns, view, offer, decision))
         return decision
 
     def _read_offer(self, now_ns: int) -> Offer:
@@ -297,6 +338,8 @@ class HarvestHook:
             or new.pause_epoch != old.pause_epoch
             or new.chunks != old.chunks
             or new.decode_units != old.decode_units
+            or is_for_one_step(new)
+            or is_for_one_step(old)
         )
         if not changed and now_ns - self._published_ns < self._settings.regrant_ns:
             return

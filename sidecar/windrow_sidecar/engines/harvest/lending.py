@@ -31,6 +31,8 @@ class LendingManager:
         self._arena, self._settings, self._log = arena, settings, log
         self._admitted = AdmissionRate(settings.admission_window_ns)
         self._owner = 0  # epoch of the job whose worker holds chunks; 0: nobody
+        if "reserve" in settings.without:
+            arena.set_reserve(0)
         self._reserve = arena.counts()[3]
         self._release_us = float(settings.drain_us)
         self._revoked_ns, self._draining_since_ns = 0, 0
@@ -100,6 +102,8 @@ class LendingManager:
     ) -> None:
         """Fit the reserve to the traffic, once a second. Belongs after a step."""
         if terms is None or now_ns - self._sized_ns < _RESERVE_EVERY_NS:
+            return
+        if "reserve" in self._settings.without:
             return
         self._sized_ns = now_ns
         geometry = self._arena.geometry

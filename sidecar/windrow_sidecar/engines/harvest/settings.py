@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from windrow.rundir import RunDir
+from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.qos.reserve import ReserveFormula
 
 
@@ -22,6 +24,9 @@ class HarvestSettings:
         steady_ns: how long a decision stands while batch, admissions, policy and guard say nothing
             new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
+        run_dir: where the decisions are kept for `windrow explain`; None: nowhere.
+        without: protections that are off, for tests and benchmarks that show what each is for.
+        gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
     """
 
     max_batch: int = 64
@@ -32,3 +37,6 @@ class HarvestSettings:
     regrant_ns: int = 50_000_000
     steady_ns: int = 80_000_000
     lending_every_ns: int = 20_000_000
+    run_dir: RunDir | None = None
+    gaps: bool = False
+    without: frozenset[Protection] = frozenset()

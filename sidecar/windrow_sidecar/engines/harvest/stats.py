@@ -117,7 +117,7 @@ class HarvestRate:
         self._seen: tuple[float, int] | None = None
         self._smoothed_units = 0.0
 
-    def update(self, unit_seconds: float, tokens_done: int, would_units: int) -> float:
+    def update(self, unit_seconds: float, tokens_done: int, would_units: float) -> float:
         """Take one second's counters; returns what a worker would get here, tokens a second."""
         if self._seen is not None:
             spent, made = unit_seconds - self._seen[0], tokens_done - self._seen[1]

@@ -21,9 +21,11 @@ from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, PROTOCOL_VERSION, RunDir
+from windrow_sidecar import _core
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import Partition
+from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
@@ -59,6 +61,7 @@ class _Ground:
     label: str
     driver: str
     background_threads: Callable[[], AbstractContextManager[None]]
+    sharing: Sharing | None = None  # of a GPU
 
 
 def open_harvest(
@@ -163,6 +166,9 @@ def _hello(opened: Opened, run_dir: RunDir, subject: Subject, ground: _Ground) -
         endpoint=f"http://{args.host}:{args.port}",
         arena_socket=str(run_dir.arena_socket()),
         weights_manifest=str(run_dir.weights_manifest()),
+        sharing=ground.sharing.mode if ground.sharing else "",
+        sharing_reason=ground.sharing.reason if ground.sharing else "",
+        device_uuid=_core.driver(ground.driver).facts["uuid"],
     )
 
 
@@ -185,4 +191,12 @@ def _ground(driver: str) -> _Ground:
     from windrow_sidecar.engines.builtin.device import open_gpu
 
     gpu = open_gpu(driver, torch.bfloat16)
-    return _Ground(gpu.partition, gpu.splits, gpu.finetune_levels, gpu.label, driver, nullcontext)
+    return _Ground(
+        gpu.partition,
+        gpu.splits,
+        gpu.finetune_levels,
+        gpu.label,
+        driver,
+        nullcontext,
+        gpu.sharing,
+    )

@@ -21,7 +21,7 @@ from torch.utils.dlpack import from_dlpack
 
 from windrow.errors import UserError
 from windrow_sidecar._core import SharedWeights
-from windrow_sidecar.engines.fingerprint import weight_files
+from windrow_sidecar.engines.fingerprint import served_files
 
 _ALIGN_BYTES = 64
 # Parts of a fused parameter, in the order of their rows.
@@ -150,7 +150,7 @@ def _prove(folder: Path, parameters: Mapping[str, Any], places: Mapping[str, Fus
 
 
 def _checkpoint(folder: Path) -> Iterator[tuple[Any, str]]:
-    for path in weight_files(folder):
+    for path in served_files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it has no __iter__
                 yield file, name

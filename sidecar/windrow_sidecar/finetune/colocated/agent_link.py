@@ -12,13 +12,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
 import grpc
 
 from windrow.conditions import Reason
+from windrow.errors import Transient
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION
@@ -30,10 +31,12 @@ log = logging.getLogger(__name__)
 PROGRESS_EVERY_S = 1.0
 # The agent is our parent: it was there a moment ago, so a lost stream is tried again soon.
 RECONNECT_S = 0.5
-# The operator places a job anew when its sidecar has been lost for a minute; by then the worker is
-# to have written its checkpoint. The agent says every five seconds that it is there.
-SILENT_AFTER_S = 30.0
-LOOK_EVERY_S = 5.0
+# The operator places a job anew when it has heard nothing of its sidecar for 20 s; by then the
+# worker is to have written its checkpoint. The agent says every two seconds that it is there, and
+# silence is counted from the second look that misses it: the worker stops 14 s after its last word.
+SILENT_AFTER_S = 8.0
+LOOK_EVERY_S = 2.0
+CREDENTIALS_WITHIN_S = 30.0
 # While closing, to deliver last words over a stream that is lost.
 LAST_ATTEMPTS = 4
 
@@ -67,6 +70,8 @@ class JobAgentLink:
         self._log_file = log_file
         self._unsent: deque[agent_pb2.WorkerReport] = deque()
         self._commands: queue.SimpleQueue[Action] = queue.SimpleQueue()
+        self._credentials: tuple[Mapping[str, str], Mapping[str, str]] = ({}, {})
+        self._has_credentials = threading.Event()
         self.end_asked: Action | None = None  # STOP, FORGET or ABORT, also once it was picked up
         self._wake = threading.Event()
         self._closing = False
@@ -114,6 +119,16 @@ class JobAgentLink:
         except queue.Empty:
             return None
 
+    def credentials(self) -> tuple[Mapping[str, str], Mapping[str, str]]:
+        """Return what the job's Secrets hold, for its rows and for its destination.
+
+        Raises:
+            Transient: the agent, which sends them first of all, has not answered.
+        """
+        if not self._has_credentials.wait(CREDENTIALS_WITHIN_S):
+            raise Transient("the sidecar did not hand over the credentials of the job")
+        return self._credentials
+
     def _run(self) -> None:
         last_attempts = LAST_ATTEMPTS
         with grpc.insecure_channel(self._target) as channel:
@@ -145,6 +160,11 @@ class JobAgentLink:
     def _hear(self, command: agent_pb2.WorkerCommand) -> None:
         self._heard_s = self._clock() if command.action == "ALIVE" else self._heard_s
         if command.action == "ALIVE":
+            return
+        if command.action == "CREDENTIALS":
+            # Never into a log or a file: they live and end with this process.
+            self._credentials = (dict(command.dataset_secret), dict(command.output_secret))
+            self._has_credentials.set()
             return
         if command.action == "ADD_JOB":
             self._take(JobOrder(command.job_uid, command.epoch))
@@ -203,9 +223,12 @@ def _progress_message(now: JobProgress) -> agent_pb2.WorkerProgress:
         held_chunks=now.held_chunks,
         busy_seconds=now.busy_seconds,
         skipped_rows=now.skipped_rows,
+        cut_rows=now.cut_rows,
         memory_bytes=now.memory_bytes,
         allocator_held_bytes=now.allocator_held_bytes,
         allocator_requested_bytes=now.allocator_requested_bytes,
+        sharing=now.sharing,
+        sharing_reason=now.sharing_reason,
     )
 
 

@@ -18,7 +18,8 @@ from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.in_flight import InFlight, Ran
 from windrow_sidecar.finetune.tasklets import Tasklet
-from windrow_sidecar.qos.view import LEVELS_MAX, Action, Grant, Offer, Phase
+from windrow_sidecar.qos.levels import offered_levels
+from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 
 # Decode beats every step, and every 50 ms at most when it is idle.
 DECODE_STALE_NS = 1_000_000_000
@@ -69,18 +70,36 @@ class Used:
     us: float = 0.0
 
 
-def _units_of(grant: Grant) -> int:
-    """Return how many units the worker may run on under a grant; 0: it may not run."""
-    return grant.finetune_units if grant.action == Action.GO else 0
+def _units_of(grant: Grant, least_units: int) -> int:
+    """Return how many units the worker may run on under a grant; 0: it may not run.
+
+    `least_units`: of the smallest share that it can take. One that shares a GPU in time only takes
+    the whole of it, and a part that is granted beside a step is none for it.
+    """
+    may_run = grant.action == Action.GO and grant.finetune_units >= least_units
+    return grant.finetune_units if may_run else 0
 
 
-def may_launch(grant: Grant, used: Used, estimate_us: int, *, decode_silent_ns: int) -> bool:
-    """Decide whether a tasklet of that estimate may run under the grant."""
+def may_launch(
+    grant: Grant,
+    used: Used,
+    estimate_us: int,
+    *,
+    decode_silent_ns: int,
+    now_ns: int = 0,
+    least_units: int = 1,
+) -> bool:
+    """Decide whether a tasklet of that estimate, begun now, may run under the grant.
+
+    `least_units`: see `_units_of`.
+    """
     if decode_silent_ns > DECODE_STALE_NS:
         return False
-    if _units_of(grant) < 1:
+    if _units_of(grant, least_units) < 1:
         return False
     if grant.n_tasklets and used.tasklets >= grant.n_tasklets:
+        return False
+    if grant.gap_until_ns and now_ns + max(1, estimate_us) * 1000 > grant.gap_until_ns:
         return False
     return not (grant.budget_us and used.us + estimate_us > grant.budget_us)
 
@@ -110,7 +129,8 @@ class GrantGate:
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._page, self._partition, self._estimates = page, partition, estimates
-        self._levels = partition.levels()[:LEVELS_MAX]
+        self._levels = offered_levels(partition.levels())
+        self._least_units = partition.levels()[0]
         self._facts, self._decode_lives, self._clock = facts, decode_lives, clock
         self._seq = -1
         self._grant = Grant()
@@ -121,7 +141,8 @@ class GrantGate:
         self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
         self._unheeded = False
-        self._glanced, self._glanced_units = 0, 0  # a grant seen in the middle of a tasklet
+        # Of a grant that was seen in the middle of a tasklet.
+        self._glanced, self._glanced_units, self._glanced_gap_ns = 0, 0, 0
 
     def latest(self) -> Grant:
         """Read the page; return the newest grant."""
@@ -173,11 +194,18 @@ class GrantGate:
         if self._running is None:
             return False
         if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
-            return self._glanced_units < self._active
+            return self._glanced_units < self._active or self._gap_is_over()
         self._glanced = self._page.grant_seq
-        self._glanced_units = _units_of(Grant._make(self._page.read_grant()))
+        glanced = Grant._make(self._page.read_grant())
+        self._glanced_units = _units_of(glanced, self._least_units)
+        self._glanced_gap_ns = glanced.gap_until_ns
+        if self._gap_is_over():
+            return True
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
+
+    def _gap_is_over(self) -> bool:
+        return bool(self._glanced_gap_ns) and self._clock() > self._glanced_gap_ns
 
     def hold(self, give_up: Callable[[], bool]) -> bool:
         """In the middle of a tasklet, say that nothing runs and wait until it may go on.
@@ -201,8 +229,7 @@ class GrantGate:
 
     def _may_go_on(self, grant: Grant) -> bool:
         """Whether what runs may run on, whatever it has used."""
-        silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
+        return self._allows(grant, Used(), 0)
 
     def _rejoin(self, tasklet: Tasklet) -> bool:
         """Take the units that are granted now, no more than before, and say that it runs again."""
@@ -221,7 +248,7 @@ class GrantGate:
         """Move to as many of the granted units as are of use, and say what is about to run."""
         units = self._estimates.useful_units(tasklet, self.units)
         estimate = self._estimates.estimate_us(tasklet, units)
-        if not self._allowed(estimate):
+        if not self._allows(self._grant, self._used, estimate):
             return False
         self._in_flight.wait_until_fits(
             estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
@@ -284,9 +311,18 @@ class GrantGate:
         self._used = Used()
         return True
 
-    def _allowed(self, estimate_us: int) -> bool:
+    def _allows(self, grant: Grant, used: Used, estimate_us: int) -> bool:
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return may_launch(self._grant, self._used, estimate_us, decode_silent_ns=silent_ns)
+        # What is queued already comes before it.
+        ahead_us = self._in_flight.estimate_us if grant.gap_until_ns and estimate_us else 0
+        return may_launch(
+            grant,
+            used,
+            ahead_us + estimate_us,
+            decode_silent_ns=silent_ns,
+            now_ns=self._clock(),
+            least_units=self._least_units,
+        )
 
     def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:
         now = self._facts()
@@ -332,7 +368,8 @@ class GrantPace:
         self._seq = self._page.grant_seq
         grant = Grant._make(self._page.read_grant())
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns)
+        now_ns = time.monotonic_ns()
+        return may_launch(grant, Used(), 0, decode_silent_ns=silent_ns, now_ns=now_ns)
 
     def wait(self, timeout_s: float) -> None:
         """Sleep until there is another grant."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory, Loaded
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
 from windrow_sidecar.finetune.colocated.memory import LentBoundaries, LentMemory, TenantBoundaries
 from windrow_sidecar.finetune.colocated.resident_layers import Residents
-from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
+from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, in_time_only
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import (
     Estimates,
@@ -96,6 +96,11 @@ class JobContext:
                 alive=job_state.stall.renew,
             )
         self.memory = self._memory()
+        if ground.memory is not None:
+            job_state.sharing = (ground.sharing.mode, ground.sharing.reason)
+        if ground.sharing.mode == "temporal":
+            notes = (*self.session.notes, in_time_only(ground.sharing))
+            self.session = replace(self.session, notes=notes)
 
     @property
     def has_turn(self) -> bool:

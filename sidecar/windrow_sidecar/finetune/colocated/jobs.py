@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
@@ -27,7 +27,9 @@ from windrow_sidecar.finetune.colocated.loading import NOT_BEGUN, Loading, Verdi
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers
-from windrow_sidecar.finetune.job.assembly import read_job
+from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import Arrival, JobHandle, JobMultiplexer, worst
@@ -38,6 +40,12 @@ from windrow_sidecar.finetune.training.health import TAKING_FOLDER
 from windrow_sidecar.turn import TurnNote
 
 log = logging.getLogger(__name__)
+
+# Of a job that hangs: a tasklet that is queued on a GPU takes milliseconds.
+LEAVES_DEVICE_WITHIN_S = 2.0
+# A client of MPS that exits with work under way may take decode's context along; the agent ends
+# that work before it kills, after its grace (25 s).
+KILLED_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +148,7 @@ class WorkerJobs:
     def _begin_loading(self, order: JobOrder, slot: WorkerSlot) -> None:
         pending = self._meet(order)
         self._loading[pending] = Loading(
-            self._file_of(order),
+            lambda: self._read(pending),
             order,
             pending.job_state,
             self._readers,
@@ -151,7 +159,9 @@ class WorkerJobs:
     def _one_loaded(self) -> PendingJob | None:
         """Return a job that is ready, or cannot be; tell the ends of those that were given up."""
         for pending, loading in tuple(self._loading.items()):
-            if pending.agent.end_asked is not None:
+            if pending.agent.end_asked == "FORGET":
+                loading.forget()
+            elif pending.agent.end_asked is not None:
                 loading.give_up(ended_unloaded(pending.agent.end_asked))
             if loading.verdict is not None:
                 del self._loading[pending]
@@ -177,8 +187,8 @@ class WorkerJobs:
         pending = self._meet(order)
 
         def load() -> JobHandle:
-            job = replace(read_job(self._file_of(order)), epoch=order.epoch)
-            folder = JobFolder(job.destination, job.uid, job.epoch)
+            job = self._read(pending)
+            folder = open_folder(job)
             with pending.job_state.stall.during(TAKING_FOLDER):
                 folder.claim()
             if self._slot is None:
@@ -227,8 +237,26 @@ class WorkerJobs:
         self._open.append(pending)
         return pending
 
-    def _file_of(self, order: JobOrder) -> Path:
-        return self._run_dir.job_dir(order.job_uid) / "job.json"
+    def _read(self, pending: PendingJob) -> JobSpec:
+        """Read a job, with the credentials that its stream brings where it names a Secret.
+
+        Raises:
+            UserError: the spec cannot be honoured.
+            Transient: the agent does not answer.
+        """
+        order = pending.order
+        job = read_job(self._run_dir.job_dir(order.job_uid) / "job.json")
+        secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref)
+        if not any(secrets):
+            return replace(job, epoch=order.epoch)
+        rows, adapter = pending.agent.credentials()
+        named = [secret.name if secret else "" for secret in secrets]
+        return replace(
+            job,
+            epoch=order.epoch,
+            dataset_credentials=Credentials(named[0], rows),
+            output_credentials=Credentials(named[1], adapter),
+        )
 
     def _job_handle(
         self,
@@ -299,6 +327,9 @@ class WorkerJobs:
             other.agent.finish()
         for other in tuple(self._open):
             other.agent.__exit__()
+        if self._slot is not None and not self._slot.idle_within(LEAVES_DEVICE_WITHIN_S):
+            log.error("work on the device does not end: the sidecar ends it, then this process")
+            time.sleep(KILLED_WITHIN_S)
         os._exit(ending)
 
 

@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers, ReadingPause, RowsBeingRead, RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
-from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.job.report import Action, WorkerEvent
 from windrow_sidecar.finetune.job.runner import Ending
-from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
+from windrow_sidecar.finetune.training.checkpoint import Checkpoint, Fenced, JobFolder
 from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER, VERIFYING
 
 log = logging.getLogger(__name__)
 
 Verdict = tuple[WorkerEvent, Ending]
 NOT_BEGUN = "it had not begun"
+# The agent kills a worker whose job does not end within 25 s, and the other jobs with it: a folder
+# that does not answer is left as it is before that.
+FORGET_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +52,7 @@ class Loading:
     """Load one job; folders or rows that do not answer hold up no other job.
 
     Args:
-        file: the job's `job.json`.
+        job: reads it; called on the thread.
         order: names it.
         standing: of the job; its stall watch is renewed as rows come.
         readers: have the rows read.
@@ -58,18 +62,20 @@ class Loading:
 
     def __init__(
         self,
-        file: Path,
+        job: Callable[[], JobSpec],
         order: JobOrder,
         job_state: JobState,
         readers: Readers,
         rows_for: Callable[[JobSpec], RowsWanted],
         pace: ReadingPause,
     ) -> None:
-        self._file, self._order, self._job_state = file, order, job_state
+        self._job, self._order, self._job_state = job, order, job_state
         self._readers, self._rows_for, self._pace = readers, rows_for, pace
         self._lock = threading.Lock()
         self._rows: RowsBeingRead | None = None
         self._found: LoadedJob | Exception | None = None
+        self._claimed: JobFolder | None = None
+        self._forgotten_s: float | None = None  # when its job was deleted
         self.verdict: Verdict | None = None  # that it was given up with
         # A daemon: a disk that never answers must not keep the worker from ending.
         threading.Thread(target=self._run, name=f"load-{order.job_uid}", daemon=True).start()
@@ -90,6 +96,23 @@ class Loading:
             raise self._found
         return self._found
 
+    def forget(self) -> None:
+        """End it for a job that was deleted: a verdict comes once its checkpoints are removed.
+
+        To be called until there is one; a folder that does not answer is not waited for.
+        """
+        now_s = time.monotonic()
+        with self._lock:
+            if self.is_over:
+                return
+            first, self._forgotten_s = self._forgotten_s is None, self._forgotten_s or now_s
+            rows, waited_s = self._rows, now_s - self._forgotten_s
+        if first and rows is not None:
+            rows.end()
+        if waited_s > FORGET_WITHIN_S:
+            why = f"its folder does not answer, its checkpoints stay; {NOT_BEGUN}"
+            self.give_up(_stopped(f"the job was deleted; {why}"))
+
     def give_up(self, verdict: Verdict) -> bool:
         """End it at once, whatever it waits for; False: it was over before."""
         with self._lock:
@@ -105,22 +128,39 @@ class Loading:
         found: LoadedJob | Exception
         try:
             found = self._make_ready()
-        except GivenUp:
-            return
+        except GivenUp as error:
+            found = error
         except Exception as error:
             # The edge of a thread: whoever waits for the job hears of it.
             log.info("job %s is not ready", self._order.job_uid, exc_info=True)
             found = error
         with self._lock:
-            self._found = found
+            forgotten = self._forgotten_s is not None
+            if not forgotten:
+                self._found = found
+        if forgotten:
+            removed = _stopped(self._remove_checkpoints())
+            with self._lock:
+                self.verdict = self.verdict or removed
+
+    def _remove_checkpoints(self) -> str:
+        """Remove those of a job that was deleted; returns what to say of it."""
+        if self._claimed is None:
+            return f"the job was deleted; {NOT_BEGUN}"
+        try:
+            self._claimed.forget_checkpoints()
+        except (Fenced, OSError) as error:
+            return f"the job was deleted, its checkpoints stay: {error}; {NOT_BEGUN}"
+        return f"the job was deleted, its checkpoints are removed; {NOT_BEGUN}"
 
     def _make_ready(self) -> LoadedJob:
         during = self._job_state.stall.during
-        job = replace(read_job(self._file), epoch=self._order.epoch)
+        job = self._job()
         wanted = self._rows_for(job)
-        folder = JobFolder(job.destination, job.uid, job.epoch)
+        folder = open_folder(job)
         with during(TAKING_FOLDER):
             folder.claim()
+        self._claimed = folder
         with during(READING):
             rows = self._begin_rows(wanted).wait(self._job_state.stall.renew, self._pace)
         with during(VERIFYING):
@@ -129,7 +169,7 @@ class Loading:
 
     def _begin_rows(self, wanted: RowsWanted) -> RowsBeingRead:
         with self._lock:
-            if self.verdict is not None:
+            if self.verdict is not None or self._forgotten_s is not None:
                 raise GivenUp
             self._rows = self._readers.begin(wanted)
             return self._rows
@@ -139,5 +179,8 @@ def ended_unloaded(asked: Action) -> Verdict:
     """Return the ending of a job that was asked to end before it was loaded."""
     if asked == "ABORT":
         return WorkerEvent("STOPPED", Reason.STALE_EPOCH, "aborted"), Ending.FENCED
-    event = WorkerEvent("STOPPED", Reason.STOPPED, f"asked to stop; {NOT_BEGUN}")
-    return event, Ending.STOPPED
+    return _stopped(f"asked to stop; {NOT_BEGUN}")
+
+
+def _stopped(detail: str) -> Verdict:
+    return WorkerEvent("STOPPED", Reason.STOPPED, detail), Ending.STOPPED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,6 +151,16 @@ class WorkerSlot:
         elif self._lent is not None:
             self._lent.give_all_back()
         self.gate.quiet(None)
+        self._ground.device.wait_idle()
+
+    def idle_within(self, seconds: float) -> bool:
+        """Whether nothing runs on the device after so long at most; any thread may ask."""
+        asking = threading.Thread(
+            target=self._ground.device.wait_idle, name="wait-idle", daemon=True
+        )
+        asking.start()
+        asking.join(seconds)
+        return not asking.is_alive()
 
     def _step_aside(self) -> None:
         """Hold nothing and offer nothing, on the one core that decode needs least.

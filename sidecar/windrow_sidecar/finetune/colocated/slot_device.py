@@ -74,7 +74,10 @@ def slot_device(
     budget = LentBudget(arena, epoch, DeviceAllocator.over(arena))
     device = CudaDevice(ordinal, field="driver of decode's arena", lent=budget)
     sharing = choose_sharing(probe(arena.driver, environ))
-    log.info("the GPU is shared in %s", f"{sharing.mode} mode: {sharing.reason}")
+    if sharing.mode == "temporal":
+        log.warning("%s", in_time_only(sharing))
+    else:
+        log.info("the GPU is shared in spatial mode: %s", sharing.reason)
     host.release()  # its cores only launch; the share that counts is that of the GPU
     return SlotDevice(
         device,
@@ -89,8 +92,20 @@ def slot_device(
     )
 
 
+def in_time_only(sharing: Sharing) -> str:
+    """Say what sharing in time means for a job, and why it is so."""
+    return (
+        "this worker shares the GPU in time only and computes while decode has no request: "
+        f"{sharing.reason}"
+    )
+
+
 def gpu_partition(sharing: Sharing, driver: str, device: ComputeDevice) -> Partition:
-    """Return a partition by SMs where the GPU is shared in space, else the whole GPU."""
+    """Return a partition by SMs where the GPU is shared in space, else the whole GPU.
+
+    A decode that shares in space grants parts all the same, where only this process is no client of
+    MPS: the worker takes none of them, and waits for the whole (see `grants.GrantGate`).
+    """
     if sharing.mode == "spatial":
         return CudaPartition("finetune", driver)
-    return WholeDevice("finetune", device.total_units(), "SMs", why_whole=sharing.reason)
+    return WholeDevice("finetune", device.total_units(), "SMs")

@@ -11,8 +11,16 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from windrow.conditions import Reason
+from windrow.crd.texts import HUB_NAME
 from windrow.errors import Transient, UserError
-from windrow_sidecar.finetune.data.remote import answers_later, is_of_client, lacks_credentials
+from windrow_sidecar.finetune.data.remote import (
+    NO_CREDENTIALS,
+    Credentials,
+    answers_later,
+    is_of_client,
+    lacks_credentials,
+    storage_options,
+)
 
 FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -25,7 +33,6 @@ _NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
 _SPLIT_LIKE = ("training", "testing", "evaluation")
 # Files that one message names.
 _NAMED = 5
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class DatasetSilent(Transient):
@@ -65,7 +72,10 @@ def local_path(place: str, *, field: str) -> Path:
 
 
 def find_files(
-    source: str, split: str = "train", tell: Callable[[str], None] = lambda note: None
+    source: str,
+    split: str = "train",
+    tell: Callable[[str], None] = lambda note: None,
+    credentials: Credentials | None = None,
 ) -> list[DataFile]:
     """Return the files of a source, sorted by path.
 
@@ -76,6 +86,7 @@ def find_files(
         source: a path, a URL, or the name of a dataset on the Hub.
         split: that is wanted.
         tell: is told of files that look like rows and are not read.
+        credentials: for the place (default: what the process's environment gives).
 
     Raises:
         UserError: it is not there, may not be read, holds no file of a known kind or of the split,
@@ -84,7 +95,7 @@ def find_files(
     """
     url = _url(source)
     with reaching(source):
-        system, path = _open_system(url)
+        system, path = _open_system(url, credentials or NO_CREDENTIALS)
         # `isdir` and `exists` take a place that does not answer for one that is not there.
         about = system.info(path)
         if about["type"] != "directory" and not system.isdir(path):
@@ -149,8 +160,8 @@ def unreadable(source: str, error: Exception) -> UserError:
     """Return the error for a source that is not there or may not be read."""
     said = getattr(error, "strerror", None) or " ".join(str(error).split())
     remedy = (
-        "Give the sidecar AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or a role) in its "
-        "environment."
+        "Name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+        "spec.dataset.secretRef, or give the sidecar a role."
         if lacks_credentials(error)
         else "Name a file or directory on a volume that the decode pods mount, s3://bucket/key, or "
         "a dataset of the Hub (owner/name)."
@@ -168,16 +179,19 @@ def _url(source: str) -> str:
     scheme = urlsplit(source).scheme
     if scheme in ("", "file"):
         path = local_path(source, field=FIELD)
-        hub = scheme == "" and _HUB_NAME.fullmatch(source) and not _suffix(source)
+        hub = scheme == "" and HUB_NAME.fullmatch(source) and not _suffix(source)
         return f"hf://datasets/{source}" if hub and not path.exists() else str(path.absolute())
     return source
 
 
-def _open_system(url: str) -> tuple[Any, str]:
+def _open_system(url: str, credentials: Credentials) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
+    options = storage_options(url, credentials)
+    if options:
+        options["skip_instance_cache"] = True
     try:
-        system, path = url_to_fs(url)
+        system, path = url_to_fs(url, **options)
     except ImportError as error:
         scheme = urlsplit(url).scheme
         raise UserError(

@@ -27,6 +27,7 @@ from typing import IO, Any, Protocol
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
@@ -63,6 +64,7 @@ class RowsWanted:
         max_length: rows are cut to so many tokens.
         learn_all: prompts count as well.
         seed: draws the rows that are held out.
+        credentials: for the place where the rows are.
     """
 
     dataset: DatasetSpec
@@ -71,6 +73,7 @@ class RowsWanted:
     max_length: int
     learn_all: bool
     seed: int
+    credentials: Credentials = NO_CREDENTIALS
 
 
 class Readers:
@@ -265,7 +268,13 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
             learn_all=wanted.learn_all,
         )
         split = read_dataset(
-            wanted.dataset, tokenizer, wanted.limits, seed=wanted.seed, alive=alive, into=stored
+            wanted.dataset,
+            tokenizer,
+            wanted.limits,
+            seed=wanted.seed,
+            alive=alive,
+            into=stored,
+            credentials=wanted.credentials,
         )
     except (WindrowError, MemoryError) as error:
         return error.with_traceback(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +12,9 @@ from windrow.conditions import Reason
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.places import find_files
-from windrow_sidecar.finetune.data.records import DatasetRecord, read_records
-from windrow_sidecar.finetune.data.rows import row_of
+from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.data.remote import Credentials
+from windrow_sidecar.finetune.data.rows import READ, row_of
 from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
@@ -88,10 +90,12 @@ def read_dataset(
     seed: int,
     alive: Callable[[], None] = lambda: None,
     into: TokenFile | None = None,
+    credentials: Credentials | None = None,
 ) -> DataSplit:
     """Read, check and tokenize all rows; hold out some by the seed.
 
     `alive` is called at each row, since a large set may take hours. `into`: where they are put.
+    `credentials`: for the place where they are.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
@@ -100,22 +104,25 @@ def read_dataset(
     """
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
     notes: list[str] = []
-    for file in find_files(spec.source, spec.split, notes.append):
+    unread: Counter[str] = Counter()
+    for file in find_files(spec.source, spec.split, notes.append, credentials):
         holds_any = False
         for record in read_records(file):
             alive()
             holds_any = True
             try:
-                example = _example(record, spec.format, tokenizer)
+                row = row_of(record, spec.format)
+                example = tokenizer.example(row)
             except UserError as error:
                 wrong.add(error)
                 continue
             _check_fits(example, limits)
             stored.add(example)
+            unread.update(row.unread)
         if not holds_any:
             notes.append(f"{file.name} holds no row")
     wrong.settle()
-    notes += [*wrong.notes(), *tokenizer.notes()]
+    notes += [*wrong.notes(), *tokenizer.notes(), *_of_unread(unread, spec.format)]
     for note in notes:
         log.warning("%s", note)
     if not len(stored):
@@ -132,8 +139,16 @@ def read_dataset(
     )
 
 
-def _example(record: DatasetRecord, form: str, tokenizer: RowTokenizer) -> Example:
-    return tokenizer.example(row_of(record, form))
+def _of_unread(rows: Counter[str], form: str) -> Iterator[str]:
+    """Yield which fields of rows do not count, in a sentence."""
+    if rows:
+        named = ", ".join(f"{name} ({n})" for name, n in rows.most_common(NAMED))
+        more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+        counts = ", ".join(sorted(READ[form]))
+        yield (
+            f"fields of rows that are not read: {named}{more}; of a row of the format {form} these "
+            f"are: {counts}"
+        )
 
 
 def _check_fits(example: Example, limits: ModelLimits) -> None:

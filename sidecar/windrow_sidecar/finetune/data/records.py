@@ -108,14 +108,19 @@ def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
 
 def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
     try:
-        found = json.load(source)
+        found = json.load(source, object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise _bad_file(name, "is not UTF-8") from error
     except json.JSONDecodeError as error:
         raise _bad_file(name, f"is not JSON ({error.msg}, line {error.lineno})") from error
+    except _WrittenTwice as error:
+        raise _bad_file(name, f"writes {error} twice in one object") from error
     except (ValueError, RecursionError) as error:
         raise _bad_file(name, f"is beyond what is read of JSON ({error})") from error
     if isinstance(found, dict) and isinstance(found.get("data"), list):
+        lists = [key for key, value in found.items() if isinstance(value, list)]
+        if lists != ["data"]:
+            raise _bad_file(name, f"holds several lists: {', '.join(lists)}")
         found = found["data"]
     if not isinstance(found, list):
         raise _bad_file(name, "is not a list of rows")
@@ -129,7 +134,11 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
 
     number = 0
     try:
-        for batch in parquet.ParquetFile(source).iter_batches(_BATCH_ROWS):
+        table = parquet.ParquetFile(source)
+        columns = table.schema_arrow.names
+        if twice := [column for column in columns if columns.count(column) > 1]:
+            raise _bad_file(name, f"has two columns {twice[0]!r}")
+        for batch in table.iter_batches(_BATCH_ROWS):
             for element in _python_of(batch):
                 yield DatasetRecord(f"{name}[{number}]", element)
                 number += 1
@@ -153,9 +162,11 @@ def _is_line(content: Any) -> bool:  # noqa: ANN401
 
 def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
     try:
-        return json.loads(line)
+        return json.loads(line, object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise bad_row(where, "is not UTF-8", "Save the file as UTF-8.") from error
+    except _WrittenTwice as error:
+        raise bad_row(where, f"writes {error} twice", "Keep one of the two.") from error
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg}, column {error.colno})"
         raise bad_row(where, problem, "Mend the line.") from error
@@ -163,6 +174,18 @@ def _decoded(line: bytes, where: str) -> Any:  # noqa: ANN401 - any JSON
         raise bad_row(
             where, f"is beyond what is read of JSON ({error})", "Mend the line."
         ) from error
+
+
+class _WrittenTwice(ValueError):
+    """A key stands twice in an object, of which Python would take the last."""
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> Fields:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _WrittenTwice(repr(next(n for n in names if names.count(n) > 1)))
+    return found
 
 
 def _bad_file(name: str, problem: str) -> UserError:

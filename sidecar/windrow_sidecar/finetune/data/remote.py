@@ -1,17 +1,84 @@
-"""Whether a place that could not be reached may answer later, or the job names it wrongly.
+"""Reach places on other machines: with which credentials, and what it means that one cannot be.
 
-As the clients of the field have it (urllib3's and the Hub's own lists of what is tried again): no
-connection, 408, 425, 429 and 5xx pass; any other answer, 401, 403 and 404 first of all, stays.
+A place that could not be reached may answer later, or the job names it wrongly. As the clients of
+the field have it (urllib3's and the Hub's own lists of what is tried again): no connection, 408,
+425, 429 and 5xx pass; any other answer, 401, 403 and 404 first of all, stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
+
+from windrow.conditions import Reason
+from windrow.errors import UserError
 
 # Of http(s)://, of the Hub, of s3://.
 CLIENTS = ("aiohttp", "httpx", "httpx2", "httpcore", "httpcore2", "botocore")
 _PASSES = (408, 425, 429)
+
+
+# What a Secret may hold for each scheme, by the names that the field's own clients read from an
+# environment.
+_NEEDED = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "hf": ("HF_TOKEN",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a Secret of the job's namespace holds; empty: the worker's own environment counts.
+
+    Attributes:
+        secret: its name.
+        values: by key; never shown.
+    """
+
+    secret: str = ""
+    values: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
+    """Return what fsspec's file system of a URL is opened with.
+
+    Args:
+        url: a name without a scheme is one of the Hub.
+        credentials: for it.
+
+    Raises:
+        UserError: the Secret lacks a key.
+    """
+    if not credentials.secret:
+        return {}
+    scheme, values = urlsplit(url).scheme or "hf", credentials.values
+    missing = [key for key in _NEEDED.get(scheme, ()) if not values.get(key)]
+    if missing:
+        raise UserError(
+            f"Secret {credentials.secret!r} has no {' and no '.join(missing)}",
+            field="secretRef",
+            remedy=f"Add {', '.join(missing)} to the Secret, as {scheme}:// needs them.",
+            reason=Reason.CREDENTIALS_MISSING,
+        )
+    if scheme == "hf":
+        return {"token": values["HF_TOKEN"]}
+    if scheme != "s3":
+        return {}
+    region = values.get("AWS_REGION") or values.get("AWS_DEFAULT_REGION")
+    endpoint = values.get("AWS_ENDPOINT_URL_S3") or values.get("AWS_ENDPOINT_URL")
+    options: dict[str, Any] = {
+        "key": values["AWS_ACCESS_KEY_ID"],
+        "secret": values["AWS_SECRET_ACCESS_KEY"],
+        "token": values.get("AWS_SESSION_TOKEN"),
+        "endpoint_url": endpoint,
+        "client_kwargs": {"region_name": region} if region else {},
+    }
+    return {name: value for name, value in options.items() if value}
 
 
 def is_of_client(error: BaseException) -> bool:

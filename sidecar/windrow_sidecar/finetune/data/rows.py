@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from windrow_sidecar.finetune.data.records import DatasetRecord, Fields, bad_row
 
 ROLES = ("system", "user", "assistant", "tool")
+# The fields of a row that count, by its format.
+READ = {
+    "chat": {"messages", "tools", "chat_template_kwargs"},
+    "instruction": {"instruction", "input", "output"},
+    "completion": {"prompt", "completion"},
+    "text": {"text"},
+}
 # By which field a row of each format is told.
 MARKS = {"chat": "messages", "instruction": "instruction", "completion": "prompt", "text": "text"}
 
@@ -28,6 +35,7 @@ class DatasetRow:
     template_settings: Fields = field(default_factory=dict)
     prompt: str = ""
     answer: str = ""
+    unread: tuple[str, ...] = ()  # fields that do not count
 
 
 def row_of(record: DatasetRecord, form: str) -> DatasetRow:
@@ -39,7 +47,9 @@ def row_of(record: DatasetRecord, form: str) -> DatasetRow:
     fields = record.fields()
     if MARKS[form] not in fields:
         _refuse_other_format(fields, record.where, form)
-    return _PARSERS[form](fields, record.where)
+    row = _PARSERS[form](fields, record.where)
+    unread = tuple(k for k in fields.keys() - READ[form] if fields[k] is not None)
+    return replace(row, unread=unread) if unread else row
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:

@@ -26,6 +26,7 @@ from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.adapter.reach import check_reach
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
+from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
@@ -57,6 +58,9 @@ class JobSpec:
     Attributes:
         outputs: what may be written; None: the worker is alone on a machine, under its user's
             rights.
+        dataset_credentials: for its rows.
+        output_credentials: for its destination.
+        checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
     """
 
     namespace: str
@@ -65,6 +69,9 @@ class JobSpec:
     epoch: int
     spec: FinetuneJobSpec
     outputs: tuple[Path, ...] | None = None
+    dataset_credentials: Credentials = NO_CREDENTIALS
+    output_credentials: Credentials = NO_CREDENTIALS
+    checkpoint: str = ""
 
     @property
     def destination(self) -> Path:
@@ -73,8 +80,10 @@ class JobSpec:
         Raises:
             UserError: the job may not write there.
         """
-        place = Path(path_of(self.spec.output.destination))
-        return check_alone(place) if self.outputs is None else check_within(place, self.outputs)
+        place = self.spec.output.destination
+        if self.outputs is None:
+            return check_alone(place)
+        return check_within(Path(path_of(place)), self.outputs)
 
 
 def read_job(path: Path) -> JobSpec:
@@ -95,6 +104,7 @@ def read_job(path: Path) -> JobSpec:
         epoch=int(document.get("epoch", 1)),
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
+        checkpoint=str(document.get("checkpoint") or ""),
     )
 
 
@@ -129,6 +139,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         max_length=training.max_sequence_length,
         learn_all=training.loss == "all",
         seed=training.seed,
+        credentials=job.dataset_credentials,
     )
 
 
@@ -147,7 +158,14 @@ def read_examples(
         learn_all=training.loss == "all",
     )
     limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
-    return read_dataset(job.spec.dataset, tokenizer, limits, seed=training.seed, alive=alive)
+    return read_dataset(
+        job.spec.dataset,
+        tokenizer,
+        limits,
+        seed=training.seed,
+        alive=alive,
+        credentials=job.dataset_credentials,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +247,7 @@ def open_session(
         between_modules(stack.layers, runtime.between)
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     positions = ModelLimits.of(base.config).positions
-    notes = (*rows.notes, *without_effect(spec, len(rows.train), total, positions))
+    notes = (*base.notes, *rows.notes, *without_effect(spec, len(rows.train), total, positions))
     return TrainingSession(
         job, tuned, stream, max(lengths), base.shared, origin, budget, runtime.device, rows, notes
     )

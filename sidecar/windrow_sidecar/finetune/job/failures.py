@@ -6,6 +6,8 @@ from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.data.places import DatasetSilent
+from windrow_sidecar.finetune.job.bucket import BucketSilent
+from windrow_sidecar.finetune.job.ledger import CheckpointUnreachable
 from windrow_sidecar.finetune.job.report import WorkerEvent
 from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model.loading import ModelSilent
@@ -32,6 +34,11 @@ def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Endi
         return WorkerEvent("FAILED", Reason.FENCED, str(error)), Ending.FENCED
     if isinstance(error, Unhealthy):
         return WorkerEvent("FAILED", error.reason, f"{error}{kept}"), Ending.FAILED
+    if isinstance(error, CheckpointUnreachable):
+        return WorkerEvent("FAILED", Reason.CHECKPOINT_UNREACHABLE, str(error)), Ending.FAILED
+    if isinstance(error, BucketSilent):
+        detail = f"{error}; nobody knows of a checkpoint before it does"
+        return WorkerEvent("FAILED", Reason.OUTPUT_UNREACHABLE, detail), Ending.FAILED
     if isinstance(error, DatasetSilent):
         return WorkerEvent("FAILED", Reason.DATA_STARVED, f"{error}{kept}"), Ending.FAILED
     if isinstance(error, ModelSilent):

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from windrow.conditions import Reason
+from windrow.errors import Transient
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
-from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, WEIGHTS_FILE, save_adapter
+from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
 from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.report import JobProgress, JobReporter, WorkerEvent
 from windrow_sidecar.finetune.job.scalars import Scalars
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.finetune.training.checkpoint import (
-    ADAPTER_DRAFT,
     Checkpoint,
     JobFolder,
     is_disk_full,
     no_room,
-    sync_file,
-    sync_folder,
 )
 from windrow_sidecar.finetune.training.checkpoint_writer import CheckpointWriter, Saved
 from windrow_sidecar.finetune.training.health import GradientWatch, StallWatch
 from windrow_sidecar.memory.allocator import memory_stats
+
+
+class CheckpointUnreachable(Transient):
+    """A job's checkpoint is on storage that this pod does not have; another slot's may."""
 
 
 @dataclass(slots=True)
@@ -39,6 +39,7 @@ class JobState:
     busy_ns: int = 0
     held_chunks: int = 0
     tokens_restored: int = 0  # real tokens of steps that were done before this process
+    sharing: tuple[str, str] = ("", "")  # of a GPU with decode: the mode, and why it is so
     stall: StallWatch = field(default_factory=StallWatch)
 
     @property
@@ -53,6 +54,8 @@ class JobState:
             self.progress,
             busy_seconds=self.busy_ns / 1e9,
             held_chunks=self.held_chunks,
+            sharing=self.sharing[0],
+            sharing_reason=self.sharing[1],
             allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
             allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
         )
@@ -109,6 +112,7 @@ class Ledger:
 
         Raises:
             UserError: it is of another base, adapter or order of rows.
+            CheckpointUnreachable: the operator knows of one, and nothing of it is here.
             OSError: the disk has no room for a checkpoint.
         """
         found = self._newest()
@@ -117,6 +121,12 @@ class Ledger:
             goes_on = found.path if found else "the beginning"
             detail = f"passed over {'; '.join(passed_over)}; the job goes on from {goes_on}"
             self._reporter.event(WorkerEvent("WARNED", Reason.CHECKPOINT_UNREADABLE, detail))
+        if found is None and not passed_over and self._session.job.checkpoint:
+            raise CheckpointUnreachable(
+                f"{self._session.job.checkpoint} is not there: this slot's pod does not see what "
+                "the job has done so far. Mount the same storage in every pod that it may run on, "
+                "or write to s3://"
+            )
         if found is not None:  # before the disk is: its remedy may be to delete the checkpoint
             found.check(self._session.origin)
         self._folder.check_room(sum(tensor.nbytes for tensor in self._stream.tensors().values()))
@@ -127,7 +137,7 @@ class Ledger:
         self._stream.restore(found.position, found.tensors)
         self._job_state.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
-        self._progress(checkpoint_step=found.position.step, checkpoint_path=str(found.path))
+        self._progress(checkpoint_step=found.position.step, checkpoint_path=found.path)
         moved = found.origin.moved(self._session.origin)
         self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
 
@@ -232,34 +242,15 @@ class Ledger:
                 "SUCCEEDED",
                 Reason.COMPLETED,
                 self._stream.told,
-                adapter_path=str(self._folder.destination),
+                adapter_path=self._folder.place,
                 base_eval_loss=self._stream.position.base_eval_loss,
                 tuned_eval_loss=self._tuned_loss,
             )
         )
 
     def _write_adapter(self) -> None:
-        """Write the adapter whole: what is in its place stays until all of it is on the disk."""
-        folder = self._folder
-        draft = folder.root / ADAPTER_DRAFT
-        with folder.writing():
-            shutil.rmtree(draft, ignore_errors=True)
-            try:
-                draft.mkdir()
-                save_adapter(self._session.model, draft)
-                for name in (WEIGHTS_FILE, CONFIG_FILE):
-                    sync_file(draft / name)
-            except OSError:
-                # A full disk: the half that was written would keep it full.
-                shutil.rmtree(draft, ignore_errors=True)
-                raise
-            # With its configuration the folder is an adapter for everyone who looks: an earlier
-            # one goes first, the new one comes last.
-            (folder.destination / CONFIG_FILE).unlink(missing_ok=True)
-            for name in (WEIGHTS_FILE, CONFIG_FILE):
-                os.replace(draft / name, folder.destination / name)
-            sync_folder(folder.destination)
-            draft.rmdir()
+        model = self._session.model
+        self._folder.put_adapter(lambda folder: save_adapter(model, folder), last=CONFIG_FILE)
 
     def _not_saved(self, step: int, error: OSError) -> None:
         """Tell of the first checkpoint that could not be written since one that was."""
@@ -276,7 +267,7 @@ class Ledger:
 
     def _saved(self, checkpoint: Saved) -> None:
         self._told_not_saved = False
-        at, path = checkpoint.position, str(checkpoint.path)
+        at, path = checkpoint.position, checkpoint.path
         self._progress(checkpoint_step=at.step, checkpoint_path=path)
         self._reporter.event(WorkerEvent("CHECKPOINTED", "", path))
         self._events.flush()

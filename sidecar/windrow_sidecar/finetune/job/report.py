@@ -41,6 +41,8 @@ class JobProgress:
     memory_bytes: int = 0
     allocator_held_bytes: int = 0
     allocator_requested_bytes: int = 0
+    sharing: str = ""  # of a GPU with decode: "spatial", "temporal"
+    sharing_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

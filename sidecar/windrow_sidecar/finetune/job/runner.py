@@ -178,6 +178,9 @@ class Runner:
     def _stop(self, why: str) -> Ending:
         self._gate.quiet(None)
         detail = f"{why}; {self._last_checkpoint()}"
+        while (command := self._reporter.take_command()) is not None:
+            if command == "FORGET":  # deleted while it stopped
+                return self._forget()
         self._reporter.event(WorkerEvent("STOPPED", Reason.STOPPED, detail))
         return Ending.STOPPED
 

@@ -22,24 +22,27 @@ from windrow.errors import Transient, UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
-from windrow_sidecar.finetune.model.overlay import build_over
-from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
-from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
-from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
-from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.weight_files import (
+from windrow_sidecar.engines.weight_files import (
     MODEL_FIELD,
     check_files,
-    check_tensors,
+    unread_note,
     unusable,
     weight_files,
 )
+from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.model.overlay import build_over
+from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
+from windrow_sidecar.finetune.model.whole import PLAIN_REMEDY, check_tensors, check_types
+from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
+from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 
 log = logging.getLogger(__name__)
 
 # Of the memory that is free: what the frozen weights may take, the rest is for activations.
 WEIGHTS_SHARE = 0.8
+# Of a model on the Hub: its weights, and what its tokenizer may be made of.
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 ADAPTER_CONFIG = "adapter_config.json"
 DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
 MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
@@ -47,7 +50,9 @@ CONFIG_REMEDY = (
     "Use the model's own config.json; its type has to be one that transformers has, without code "
     "of the model's own."
 )
-QUANTISED_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
+PICKLED_REMEDY = (
+    "Write them as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+)
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
 
 
@@ -65,6 +70,7 @@ class BaseModel:
     shared: bool  # the weights are decode's
     frozen: FrozenLayers | None = None  # where memory does not hold all layers
     fingerprint: str = ""  # of the checkpoint's files
+    notes: tuple[str, ...] = ()  # what a user has to know of them
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,11 +148,7 @@ def _from_hub(name: str, revision: str) -> Path:
     )
 
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=["*.json", "*.safetensors", "*.model"]
-            )
-        )
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         problem = (
             f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"
@@ -210,8 +212,21 @@ def load_base(
     if frozen is None:
         model.to(device.torch)
     model.requires_grad_(requires_grad=False)
-    found = model_fingerprint(directory) if any(directory.glob("*.safetensors")) else ""
-    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found)
+    found = model_fingerprint(directory) if weight_files(directory) else ""
+    notes = tuple(note for note in (unread_note(directory), _untied_note(model)) if note)
+    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, notes)
+
+
+def _untied_note(model: Any) -> str:  # noqa: ANN401 - of transformers
+    """Say where a model has a head of its own though its config.json ties it; else ""."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if not tied or any(end is None for end in ends) or ends[0].weight is ends[1].weight:
+        return ""
+    return (
+        "config.json ties the model's head to its embeddings (tie_word_embeddings), and its files "
+        "hold a head of its own: it is trained over that, where a server may take the embeddings"
+    )
 
 
 def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
@@ -255,14 +270,15 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     options: dict[str, Any] = {"dtype": form.dtype, "trust_remote_code": False}
     if (quantised := form.config()) is not None:
         options["quantization_config"] = quantised
-    of_shards = sorted(directory.glob("*.safetensors"))
-    if of_shards and not weight_files(directory) and not any(directory.glob("*.bin*")):
+    if not weight_files(directory):
+        pickled = sorted(file.name for file in directory.glob("*.bin"))
+        beside = f", only {pickled[0]}" if pickled else ""
         raise unusable(
-            f"{directory} holds {of_shards[0].name}, but neither model.safetensors nor an index of "
-            "shards, model.safetensors.index.json"
+            f"{directory} holds no weights as safetensors{beside}",
+            PICKLED_REMEDY if pickled else "Use a model that is kept as safetensors.",
         )
     stored_quantised = getattr(config, "quantization_config", None) is not None
-    remedy = QUANTISED_REMEDY if stored_quantised else MODEL_REMEDY
+    remedy = PLAIN_REMEDY if stored_quantised else MODEL_REMEDY
     model: nn.Module
     with _told_as_unusable(str(directory), remedy):
         model, said = AutoModelForCausalLM.from_pretrained(
@@ -280,6 +296,8 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
         unexpected=said["unexpected_keys"],
         misshaped=said["mismatched_keys"],
     )
+    if not getattr(model, "is_quantized", False):  # by what transformers made of config.json
+        check_types(directory, model)
     keep_differentiable(model)
     return model
 

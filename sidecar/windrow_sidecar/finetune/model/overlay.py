@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.finetune.model.whole import check_tensors
 from windrow_sidecar.finetune.offload.tensor_files import absent
-from windrow_sidecar.finetune.offload.weight_files import check_tensors
 
 
 def build_over(

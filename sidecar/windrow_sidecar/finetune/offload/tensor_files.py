@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from windrow_sidecar.finetune.offload.weight_files import read_header, weight_files
+from windrow_sidecar.engines.weight_files import read_header, weight_files
 
 _DTYPES = {
     "F64": torch.float64,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from windrow.errors import UserError
-from windrow.eventlog import EventLog, TaskletEvent
+from windrow.eventlog import EventLog, MarkEvent, TaskletEvent
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
@@ -43,6 +43,10 @@ class PlainLoop:
         random_weights: int | None = None,
     ) -> None:
         training, self._device = job.spec.training, device
+        # What comes from here on is the loop's own: a device would have to hold it.
+        events.append(
+            MarkEvent(time.monotonic_ns(), "resident-before-model", str(resident_bytes()))
+        )
         base, spec = base_of(job, device, random_weights=random_weights), job.spec
         self._rows = read_examples(job, base).train
         self._model = add_adapter(base.model, spec).train()
@@ -90,8 +94,15 @@ class PlainLoop:
                 self._units,
             )
         )
+        self._events.flush()  # it may be stopped or killed at any moment
         self._steps += 1
         return done
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds now, its libraries included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def collate(rows: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,12 +128,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gradient-checkpointing", action="store_true", help="keep only what stands between layers"
     )
+    parser.add_argument(
+        "--idle-class", action="store_true", help="run as SCHED_IDLE, behind whatever else wants to"
+    )
     parser.add_argument("--random-weights", type=int, metavar="SEED", help="make weights up")
     parser.add_argument("--json", type=Path, help="write what was measured there")
     parser.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
     if options.seconds is None and options.steps is None:
         parser.error("wanted: --seconds or --steps")
+    if options.idle_class:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     try:
         device = find_device(options.device)
         units = take_units(device, options.units)

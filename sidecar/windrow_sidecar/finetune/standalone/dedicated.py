@@ -166,6 +166,7 @@ def _step(session: TrainingSession, gate: OpenGate, memory: OwnMemory, events: E
             gate.quiet(None)
             for ran in gate.take_ran():
                 events.append(_event(session, ran))
+            events.flush()  # it may be stopped or killed at any moment
             at = outcome.position
             return Step(at.tokens_done - before, at.loss or 0.0)
 

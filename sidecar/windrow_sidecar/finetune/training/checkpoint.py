@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import posixpath
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ log = logging.getLogger(__name__)
 FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 ADAPTER_DRAFT = "adapter"  # in the job's folder
+# What reading a damaged checkpoint raises.
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # Of a disk, a quota, or the largest file that is allowed.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -88,9 +91,9 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A good checkpoint, read and verified."""
+    """A good checkpoint, read and verified; `path`: its directory, or its URL."""
 
-    path: Path
+    path: str
     position: Position
     tensors: dict[str, Tensor]
     origin: Origin = field(default_factory=Origin)
@@ -101,7 +104,7 @@ class Checkpoint:
             raise UserError(
                 f"cannot resume from {self.path}: {differs.problem}",
                 field=differs.field,
-                remedy=f"{differs.remedy}, or delete {self.path.parents[1]} and start anew.",
+                remedy=f"{differs.remedy}, or delete {_job_of(self.path)} and start anew.",
                 reason=Reason.CHECKPOINT_MISMATCH,
             )
 
@@ -116,6 +119,7 @@ class JobFolder:
         parent: the process with whose end the worker ends; 0: there is none.
 
     Attributes:
+        place: the destination, as people name it.
         passed_over: checkpoints that `newest` could not use, newest first, each with the reason.
     """
 
@@ -123,6 +127,7 @@ class JobFolder:
         self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
         self.root = destination / ".windrow" / job_uid
         self.checkpoints = self.root / "checkpoints"
+        self.place = str(destination)
         self.passed_over: tuple[str, ...] = ()
         self._parent = parent
 
@@ -192,7 +197,7 @@ class JobFolder:
         *,
         keep: int,
         origin: Origin | None = None,
-    ) -> Path:
+    ) -> str:
         """Write a checkpoint and forget all but the newest `keep`. Returns its path.
 
         Those of later positions go as well: the job has gone on from before them, since they could
@@ -224,7 +229,38 @@ class JobFolder:
         later = [folder for folder in self._folders() if folder > target]
         for old in (*later, *self._folders()[len(later) + keep :]):
             shutil.rmtree(old)
-        return target
+        return str(target)
+
+    def put_adapter(self, fill: Callable[[Path], None], last: str) -> None:
+        """Let `fill` write the adapter's files into a folder, then put them at the destination.
+
+        What is there stays until all of them are on the disk. The file named `last` makes a folder
+        an adapter for everyone who looks: an earlier one goes first, the new one comes last.
+
+        Raises:
+            Fenced: see `writing`.
+            OSError: they were not written.
+        """
+        draft = self.root / ADAPTER_DRAFT
+        with self.writing():
+            shutil.rmtree(draft, ignore_errors=True)
+            try:
+                draft.mkdir()
+                fill(draft)
+                for file in draft.iterdir():
+                    sync_file(file)
+            except OSError:
+                # A full disk: the half that was written would keep it full.
+                shutil.rmtree(draft, ignore_errors=True)
+                raise
+            self._publish(draft, last)
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _publish(self, draft: Path, last: str) -> None:
+        (self.destination / last).unlink(missing_ok=True)
+        for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
+            file.replace(self.destination / file.name)
+        sync_folder(self.destination)
 
     def replace(self, target: Path, fill: Callable[[Path], None]) -> None:
         """Let `fill` write a folder, then put it in the place of `target` as a whole.
@@ -273,12 +309,16 @@ class JobFolder:
         self.passed_over = ()
         for folder in self._folders():
             try:
-                return _read(folder, self.job_uid)
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-                log.warning("checkpoint %s is passed over: %s", folder, why)
-                self.passed_over += (f"{folder}: {why}",)
+                return read_checkpoint(folder, self.job_uid)
+            except UNREADABLE as error:
+                self.pass_over(str(folder), error)
         return None
+
+    def pass_over(self, folder: str, error: Exception) -> None:
+        """Note that a checkpoint cannot be used."""
+        why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        log.warning("checkpoint %s is passed over: %s", folder, why)
+        self.passed_over += (f"{folder}: {why}",)
 
     def _folders(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*"), reverse=True)
@@ -298,7 +338,12 @@ class JobFolder:
             raise Fenced(f"epoch {highest} of the job has started; this worker has {self.epoch}")
 
 
-def _read(folder: Path, job_uid: str) -> Checkpoint:
+def read_checkpoint(folder: Path, job_uid: str) -> Checkpoint:
+    """Read and verify one.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: it is not whole, or not the job's.
+    """
     from safetensors.torch import load
 
     manifest = json.loads((folder / MANIFEST).read_text())
@@ -315,7 +360,12 @@ def _read(folder: Path, job_uid: str) -> Checkpoint:
     state["judged"] = Judged(**state["judged"])
     with told_by_system(folder / TENSORS):
         tensors = load(contents[TENSORS])
-    return Checkpoint(folder, Position(**state), tensors, Origin(**manifest["origin"]))
+    return Checkpoint(str(folder), Position(**state), tensors, Origin(**manifest["origin"]))
+
+
+def _job_of(checkpoint: str) -> str:
+    """Return the job's folder that a checkpoint lies in."""
+    return posixpath.dirname(posixpath.dirname(checkpoint))
 
 
 def _write_file(path: Path, content: bytes) -> None:

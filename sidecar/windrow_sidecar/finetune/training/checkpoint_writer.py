@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 from windrow_sidecar.finetune.training.checkpoint import JobFolder, Position
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
@@ -20,7 +19,7 @@ class Saved:
     """A checkpoint that has been written."""
 
     position: Position
-    path: Path
+    path: str
 
 
 class CheckpointWriter:

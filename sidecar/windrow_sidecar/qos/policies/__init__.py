@@ -6,11 +6,17 @@ from collections.abc import Callable
 
 from windrow.errors import UserError
 from windrow_sidecar.qos.policies.base import Context, Policy
+from windrow_sidecar.qos.policies.fineinfer import FineInfer
+from windrow_sidecar.qos.policies.flexllm import FlexLlm
 from windrow_sidecar.qos.policies.harli import Harli
+from windrow_sidecar.qos.policies.llmstation import LlmStation
 from windrow_sidecar.qos.policies.static import Static
+from windrow_sidecar.qos.policies.temporal import Temporal
 from windrow_sidecar.qos.policies.windrow import Windrow
 
-POLICIES: dict[str, Callable[[], Policy]] = {p.name: p for p in (Windrow, Harli, Static)}
+POLICIES: dict[str, Callable[[], Policy]] = {
+    p.name: p for p in (Windrow, Harli, LlmStation, FlexLlm, FineInfer, Temporal, Static)
+}
 
 __all__ = ["POLICIES", "Context", "Policy", "make_policy"]
 

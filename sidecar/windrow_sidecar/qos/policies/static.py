@@ -1,4 +1,7 @@
-"""A fixed split, the baseline that needs no prediction: the guard alone protects decode."""
+"""A fixed split, the baseline that needs no prediction: the guard alone protects decode.
+
+Source: the StaticMode that Harli is compared with (60% of SMs and memory), and MPS percentages.
+"""
 
 from __future__ import annotations
 

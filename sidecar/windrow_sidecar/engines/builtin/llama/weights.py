@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
-from windrow_sidecar.engines.fingerprint import weight_files
+from windrow_sidecar.engines.fingerprint import served_files
 
 # On the host a cache line and the widest vector register; a GPU's copies and GEMMs want 16 bytes.
 _ALIGN_BYTES = 64
@@ -76,7 +76,7 @@ def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None
     Raises UserError for a parameter that is missing or has another shape.
     """
     missing = set(layout.parameters)
-    for path in weight_files(model_dir):
+    for path in served_files(model_dir):
         with safe_open(path, framework="pt") as checkpoint:
             for name in missing & set(checkpoint.keys()):
                 _copy(checkpoint.get_tensor(name), name, layout, storage)
@@ -112,6 +112,13 @@ def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor
             f"{name} has shape {tuple(tensor.shape)} where config.json says {wanted}",
             field="--model-path",
             remedy="Use the config.json that belongs to these weights.",
+            reason="ModelUnreadable",
+        )
+    if tensor.dtype.itemsize < 2 or not tensor.is_floating_point():
+        raise UserError(
+            f"{name} is stored as {tensor.dtype}, which no weight is",
+            field="--model-path",
+            remedy="Use the model's plain weights.",
             reason="ModelUnreadable",
         )
     view(layout, storage, name).copy_(tensor)

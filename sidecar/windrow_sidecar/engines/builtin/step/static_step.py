@@ -17,7 +17,7 @@ from windrow_sidecar.engines.builtin.scheduler import EngineRequest
 from windrow_sidecar.engines.builtin.step.buckets import batch_buckets, bucket_of
 from windrow_sidecar.engines.builtin.step.graphs import Captures, GraphRunner
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention
-from windrow_sidecar.engines.builtin.step.sampling import redraw
+from windrow_sidecar.engines.builtin.step.sampling import draws_of, redraw
 from windrow_sidecar.engines.builtin.step.static_inputs import StaticInputs
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,9 @@ class StaticDecode:
     def step(self, batch: Sequence[EngineRequest]) -> list[int]:
         """See `Decoder`. Waits for the device once, for the tokens."""
         n = len(batch)
+        draws = draws_of(batch, self._model.device)
         self._run(batch)
-        chosen = redraw(self._ids[:n], self._logits[:n], batch)
+        chosen = redraw(self._ids[:n], self._logits[:n], draws)
         if self._runner is not None:
             read_back = self._read_back[:n]
             read_back.copy_(chosen, non_blocking=True)

@@ -1,0 +1,162 @@
+"""`windrow explain`: why a job is where it is, or why a slot decided as it did."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from windrow.cli.explain_job import explain_job, text_of
+from windrow.cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    Namespace,
+    client,
+    print_json,
+    print_line,
+)
+from windrow.decisions import Decision, around, read_decisions
+from windrow.errors import UserError
+from windrow.rundir import ENV_RUN_DIR, RunDir
+
+_AGO = re.compile(r"-(\d+(?:\.\d+)?)(s|m|h)")
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def explain(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name of a FinetuneJob; or a slot: the run directory of its decode pod "
+            "(/run/windrow inside it), or decode's process.",
+        ),
+    ],
+    at: Annotated[
+        str,
+        typer.Option("--around", help="Of a slot: now, -30s, -5m, 18:02:11, or an ISO time."),
+    ] = "now",
+    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after.")] = 2.0,
+    namespace: Namespace = "",
+    as_json: Json = False,
+    kubeconfig: Kubeconfig = None,
+    context: Context = "",
+) -> None:
+    """Say why a job is where it is, or what decode decided around a moment.
+
+    Of a job: what can be done about its state, and what has happened to it. Of a slot: what decode
+    saw, what it granted, how steps went.
+
+    Example: windrow explain support-tone
+
+    Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
+    """
+    if _is_slot(name):
+        _explain_decisions(name, at, within, as_json=as_json)
+        return
+    talk = client(kubeconfig, context)
+    job = talk.get(name, namespace=namespace)
+    slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
+    told = explain_job(
+        job,
+        talk.conditions(name, namespace=namespace),
+        talk.events(name, namespace=namespace),
+        slots.get(job.slot),
+        datetime.now(UTC),
+    )
+    print_json(told) if as_json else print_line(text_of(told))
+
+
+def _is_slot(name: str) -> bool:
+    """Whether a name is a process or a path: no job has such a name, but for a number."""
+    return name.isdigit() or "/" in name
+
+
+def _explain_decisions(slot: str, at: str, within: float, *, as_json: bool) -> None:
+    ring = ring_of(slot)
+    found = around(read_decisions(ring), moment(at, datetime.now().astimezone()), within)
+    if as_json:
+        print_json([asdict(decision) | {"at": decision.at.isoformat()} for decision in found])
+        return
+    for decision in found:
+        print_line(line_of(decision))
+    if not found:
+        print_line(f"no decision within {within:g} s of then; the ring holds the last 8,192")
+
+
+def line_of(decision: Decision) -> str:
+    """Return a decision as a line for people, in local time."""
+    return f"{decision.at.astimezone():%H:%M:%S.%f}"[:-3] + f"  {decision.sentence()}"
+
+
+def ring_of(slot: str) -> Path:
+    """Return the ring that is meant.
+
+    Raises:
+        UserError: there is no such process or directory.
+    """
+    if slot.isdigit():
+        return _ring_of_process(Path("/proc", slot))
+    path = Path(slot)
+    if path.is_dir():
+        return RunDir(path).decision_log()
+    if path.exists():
+        return path
+    raise UserError(
+        f"{slot!r} is no run directory and no process",
+        field="SLOT",
+        remedy="Run it inside the pod: kubectl exec POD -c windrow -- windrow explain /run/windrow",
+    )
+
+
+def _ring_of_process(process: Path) -> Path:
+    try:
+        environment = (process / "environ").read_bytes().split(b"\0")
+    except OSError as error:
+        raise UserError(
+            f"process {process.name} cannot be looked at ({error.strerror})",
+            field="SLOT",
+            remedy="Give the decode process, as the user that it runs as.",
+        ) from error
+    found = dict(item.partition(b"=")[::2] for item in environment)
+    run_dir = found.get(ENV_RUN_DIR.encode())
+    if run_dir is None:
+        raise UserError(
+            f"process {process.name} has no {ENV_RUN_DIR}",
+            field="SLOT",
+            remedy="Give a decode process of a pod that is harvested.",
+        )
+    # It may have another root: that of its container.
+    return RunDir(process / "root" / run_dir.decode().lstrip("/")).decision_log()
+
+
+def moment(text: str, now: datetime) -> datetime:
+    """Parse a moment; `now` is aware.
+
+    Raises:
+        UserError: it is none.
+    """
+    if text == "now":
+        return now
+    if ago := _AGO.fullmatch(text):
+        return now - timedelta(seconds=float(ago[1]) * _SECONDS[ago[2]])
+    try:
+        if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?", text):
+            clock = datetime.strptime(  # noqa: DTZ007 - the date and zone of `now` are put in
+                text.split(".")[0], "%H:%M:%S" if text.count(":") == 2 else "%H:%M"
+            )
+            return now.replace(
+                hour=clock.hour, minute=clock.minute, second=clock.second, microsecond=0
+            )
+        read = datetime.fromisoformat(text)
+    except ValueError:
+        raise UserError(
+            f"{text!r} is no moment",
+            field="--around",
+            remedy="Write now, -30s, -5m, 18:02:11, or 2025-06-01T18:02:11Z.",
+        ) from None
+    return read if read.tzinfo else read.replace(tzinfo=now.tzinfo or UTC)

@@ -1,0 +1,222 @@
+"""`windrow simulate`: what harvesting would give on a cluster, before there is one."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from windrow.cli.output import Json, print_json, print_line, table
+from windrow.errors import UserError, WindrowError
+
+_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
+
+
+def simulate(
+    gpus: Annotated[int, typer.Option(help="Decode GPUs of the cluster.")] = 16,
+    gpu: Annotated[
+        str,
+        typer.Option(help="A100-80G, H100, H200 (default), L40S, RTX-6000-Ada or RTX-3090."),
+    ] = "",
+    model: Annotated[str, typer.Option(help="Model that decode serves.")] = "llama-3-8b",
+    train: Annotated[
+        str, typer.Option(help="Another model to finetune. Default: the served one, shared.")
+    ] = "",
+    profile: Annotated[
+        Path | None, typer.Option(help="A measured LatencyProfile instead of a named GPU.")
+    ] = None,
+    trace: Annotated[
+        str, typer.Option(help="conv, code, burstgpt, or a CSV file of one of these formats.")
+    ] = "conv",
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the published trace files. Without it conv is generated.",
+            envvar="WINDROW_TRACES",
+        ),
+    ] = None,
+    rate: Annotated[float, typer.Option(help="Requests a second for each decode GPU.")] = 4.0,
+    day: Annotated[
+        bool, typer.Option("--day", help="The rate follows the hours of a day, over the run.")
+    ] = False,
+    batch: Annotated[
+        int, typer.Option(help="Instead of a trace: so many requests at all times.")
+    ] = 0,
+    context: Annotated[int, typer.Option(help="Their tokens, with --batch.")] = 1024,
+    policy: Annotated[str, typer.Option(help="One, several with commas, or all.")] = "windrow",
+    objective: Annotated[
+        str, typer.Option(help="TPOT objective; several with commas: 8ms,12ms,40ms.")
+    ] = "12ms",
+    percentile: Annotated[float, typer.Option(help="Of the objective.")] = 99.0,
+    scope: Annotated[str, typer.Option(help="perStep or perRequest.")] = "perStep",
+    partition: Annotated[
+        str, typer.Option(help="green: each side on its own SMs; none: decode on every SM.")
+    ] = "green",
+    max_sm_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 100,
+    max_memory_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 50,
+    memory_gb: Annotated[float, typer.Option(help="Of the card. 0: as published.")] = 0.0,
+    max_batch: Annotated[int, typer.Option(help="Requests that decode runs at once.")] = 64,
+    prefill: Annotated[int, typer.Option(help="Prefill GPUs. 0: as many as stay below 60%.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 600.0,
+    warm_up: Annotated[float, typer.Option(help="Before it, not counted.")] = 30.0,
+    sample: Annotated[int, typer.Option(help="GPUs that are simulated step by step, at most.")] = 8,
+    price: Annotated[
+        float, typer.Option(help="Dollars for an hour of a GPU. 0: a round figure of the GPU.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7,
+    processes: Annotated[int, typer.Option(help="Cores to use.")] = 2,
+    jobs: Annotated[
+        int, typer.Option(help="FinetuneJobs that come. 0: one without an end on each GPU.")
+    ] = 0,
+    job_tokens: Annotated[int, typer.Option(help="Tokens of each job.")] = 20_000_000,
+    urgent: Annotated[float, typer.Option(help="Share of jobs with a high priority.")] = 0.1,
+    jobs_per_slot: Annotated[int, typer.Option(help="Jobs that take turns on a GPU.")] = 1,
+    levels: Annotated[
+        str, typer.Option(help="Shares of the worker in percent: 10,20,30. Default: spread.")
+    ] = "",
+    deferral: Annotated[
+        str, typer.Option(help="How long a policy may hold a request back: 400ms.")
+    ] = "",
+    contention: Annotated[
+        float, typer.Option(help="Assumed slow-down of decode by the worker's memory traffic.")
+    ] = 0.35,
+    papers: Annotated[
+        bool, typer.Option("--papers", help="Instead: the papers' comparisons, on their devices.")
+    ] = False,
+    bounds: Annotated[
+        bool, typer.Option("--bounds", help="Instead: every policy against the GPU's roofline.")
+    ] = False,
+    run: Annotated[
+        Path | None, typer.Option(help="Instead: compare with a run of `windrow demo --out`.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the page with its plots there.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate decode GPUs under a trace, with the policies, guard and reserve that production has.
+
+    Example: windrow simulate --gpus 1000 --trace conv --rate 20 --policy all --objective 12ms
+    """
+    settings = {
+        "gpus": gpus,
+        "gpu": gpu,
+        "model": model,
+        "train": train,
+        "profile": str(profile) if profile else "",
+        "trace": trace,
+        "traces": str(traces) if traces else "",
+        "rate": rate,
+        "day": day,
+        "batch": batch,
+        "context": context,
+        "policy": policy,
+        "objectives_ms": [milliseconds(text) for text in objective.split(",")],
+        "percentile": percentile,
+        "scope": scope,
+        "partition": partition,
+        "max_sm_percent": max_sm_percent,
+        "max_memory_percent": max_memory_percent,
+        "memory_gb": memory_gb,
+        "max_batch": max_batch,
+        "prefill": prefill,
+        "seconds": seconds,
+        "warm_up": warm_up,
+        "sample": sample,
+        "price": price,
+        "seed": seed,
+        "processes": processes,
+        "jobs": jobs,
+        "job_tokens": job_tokens,
+        "urgent": urgent,
+        "jobs_per_slot": jobs_per_slot,
+        "levels": _percents(levels),
+        "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
+        "contention": contention,
+    }
+    instead = ["--papers"] * papers + ["--bounds"] * bounds + [f"--run={run}"] * (run is not None)
+    if len(instead) > 1 or (instead and out):
+        raise UserError(
+            f"{' and '.join(instead)} cannot be had at once" if instead[1:] else "has no page",
+            field=instead[0],
+            remedy="Ask for one of them, without --out.",
+        )
+    result = start(settings, [*instead, *([f"--page={out}"] if out else [])])
+    if as_json:
+        print_json(result)
+        return
+    _print(result)
+    if out is not None:
+        Console().print(f"page {out}", highlight=False, soft_wrap=True)
+
+
+def _percents(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise UserError(
+            f"{text!r} are no percents", field="--levels", remedy="Write 10,20,30."
+        ) from error
+
+
+def milliseconds(text: str, field: str = "--objective") -> float:
+    """Read a duration as policies write it: `12ms`, `0.04s`, `900us`; a bare number is ms.
+
+    Raises:
+        UserError: it is none, or not above zero.
+    """
+    found = re.fullmatch(r"\s*([0-9.eE+-]+)\s*(us|ms|s|)\s*", text)
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 3.6e6:
+        raise UserError(
+            f"{text!r} is no duration above zero", field=field, remedy="Write for example 12ms."
+        )
+    return value
+
+
+def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
+    """Run the simulator as a process and return what it found, with its progress on the screen.
+
+    Raises:
+        UserError, WindrowError: it refused or failed; with what it said.
+    """
+    argv = [sys.executable, "-m", "windrow_simulator", f"--settings={json.dumps(settings)}"]
+    argv += options
+    child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stderr is not None
+    said: list[str] = []
+    console = Console(stderr=True)
+    try:
+        with console.status("simulating", spinner="dots") as status:
+            for line in child.stderr:
+                said.append(line)
+                status.update(line.strip())
+        answer = child.stdout.read()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+        code = child.wait()
+    try:
+        result: dict[str, Any] = json.loads(answer)
+    except ValueError:
+        raise WindrowError("".join(said[-20:]).strip() or "it ended without a word") from None
+    if "error" in result:
+        raise (UserError if code == 2 else WindrowError)(result["error"])
+    return result
+
+
+def _print(result: dict[str, Any]) -> None:
+    for shown in result["tables"]:
+        print_line(f"{shown['title']}\n\n{table(shown['head'], shown['rows'])}\n")
+        if shown["said"]:
+            print_line(shown["said"])
+    for note in result.get("ground", {}).get("notes", ()):
+        print_line(note)

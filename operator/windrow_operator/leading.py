@@ -1,0 +1,132 @@
+"""What a replica does while it leads: one term, from the objects as they are to the last task.
+
+Everything here is made anew for each term, so that nothing of an earlier one is acted on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from datetime import datetime
+
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.attach import AttachServer
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.deploy import Deployments
+from windrow_operator.driver import Driver
+from windrow_operator.events import Recorder
+from windrow_operator.injection import SidecarTemplate
+from windrow_operator.kube import ApiError, Kube
+from windrow_operator.lease import NotLeading
+from windrow_operator.metrics import Metrics
+from windrow_operator.model import Pod
+from windrow_operator.reconcile import Timeouts
+from windrow_operator.slots import LOOK_SECONDS, SlotWriter
+from windrow_operator.webhook import WebhookRegistration
+
+log = logging.getLogger(__name__)
+
+_STORE_AGAIN_S = 2.0
+# Somebody else may change the registration at any time; pods come without a sidecar meanwhile.
+_REGISTRATION_CHECKED_S = 5.0
+
+
+class Leading:
+    """The parts that act, for one term.
+
+    Args:
+        cluster: what is known; taken up anew before this is made.
+        kube: a client that refuses to write when the term is over.
+        metrics: of the process.
+        attach: where sidecars come.
+        registration: of the webhook.
+        template: of a sidecar.
+        timeouts: for decisions.
+        clock: the time, aware.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        kube: Kube,
+        metrics: Metrics,
+        attach: AttachServer,
+        registration: WebhookRegistration,
+        template: SidecarTemplate,
+        *,
+        timeouts: Timeouts,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._cluster, self._attach, self._clock = cluster, attach, clock
+        self._registration = registration
+        recorder = Recorder(kube, clock)
+        self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
+        self._driver.connect(attach)
+        self._driver.prepare_pods(registration, template)
+        self._slots = SlotWriter(cluster, kube)
+        self._deployments = Deployments(cluster, kube, recorder, clock)
+        self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
+
+    async def begin(self) -> None:
+        """Be ready to act: know the slots there are, be asked about pods, take sidecars.
+
+        Raises:
+            ApiError: the API server does not answer; to be called again.
+        """
+        await self._slots.load()
+        await self._registration.keep({p.namespace for p in self._cluster.policies.values()})
+        # Sidecars can come back from now on, so their grace begins here.
+        self._cluster.started_at = self._clock()
+        self._attach.open(self)
+
+    async def run(self) -> None:
+        """Act until cancelled; raise what a part raises."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._driver.run(), name="driver")
+                tasks.create_task(self._write_slots(), name="slots")
+                tasks.create_task(self._store_profiles(), name="profiles")
+                tasks.create_task(self._keep_registered(), name="registration")
+                tasks.create_task(self._deployments.run(), name="deployments")
+        finally:
+            self._attach.close()
+
+    def on_news(self) -> None:
+        """Look at everything soon."""
+        self._driver.wake()
+
+    def on_heartbeat(self) -> None:
+        """Look at everything within the time that progress may wait."""
+        self._driver.wake_for_progress()
+
+    def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
+        """Store a latency profile."""
+        self._profiles.put_nowait((pod, report))
+
+    async def _write_slots(self) -> None:
+        while True:
+            try:
+                await self._slots.write(self._clock())
+            except (ApiError, NotLeading) as error:
+                log.warning("slots could not be written: %s", error)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _store_profiles(self) -> None:
+        while True:
+            pod, report = await self._profiles.get()
+            try:
+                await self._slots.store_profile(pod, report)
+            except (ApiError, NotLeading) as error:
+                # It took its pod a minute to measure: not lost over an API server that restarts.
+                log.warning("the profile of %s could not be stored yet: %s", pod, error)
+                await asyncio.sleep(_STORE_AGAIN_S)
+                self._profiles.put_nowait((pod, report))
+
+    async def _keep_registered(self) -> None:
+        while True:
+            try:
+                await self._registration.compare()
+            except (ApiError, NotLeading) as error:
+                log.warning("the webhook's registration could not be compared: %s", error)
+            await asyncio.sleep(_REGISTRATION_CHECKED_S)

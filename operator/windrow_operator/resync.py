@@ -1,0 +1,189 @@
+"""What the cluster holds, listed: once before a replica acts, and compared now and then.
+
+A watch that begins anew after its version has expired tells of no object that was deleted
+meanwhile, and one that is stuck tells of nothing. So now and then everything is listed; what the
+watch ought to have told and did not is taken up, and said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, Kind
+from windrow_operator import handlers
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.kube import Kube, kind_path
+from windrow_operator.model import key_of
+
+Body = Mapping[str, Any]
+
+# A watch that works has told of a change by then.
+_TOLD_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """One kind: where it is listed, and how it is kept.
+
+    Attributes:
+        path: of its collection, by namespace; None: of all.
+        key: under which an object is kept.
+        known: the versions of what is kept, by key.
+        put: takes an object up.
+        drop: forgets one, by key.
+        labels: that the objects carry.
+        namespaced: whether its objects are in namespaces.
+    """
+
+    name: str
+    path: Callable[[str | None], str]
+    key: Callable[[Body], str]
+    known: Callable[[], dict[str, int]]
+    put: Callable[[Body], object]
+    drop: Callable[[str], None]
+    labels: str = ""
+    namespaced: bool = True
+
+
+class Resync:
+    """Lists what is watched into the store.
+
+    Args:
+        kube: the API server.
+        cluster: the store.
+        namespaces: that are served; none: all.
+    """
+
+    def __init__(self, kube: Kube, cluster: ClusterState, namespaces: tuple[str, ...]) -> None:
+        self._kube, self._namespaces = kube, namespaces
+        self._kinds = _watched(cluster)
+
+    async def run(self) -> None:
+        """Take up everything as it is now.
+
+        Raises:
+            ApiError: it could not be listed; what was known stays.
+        """
+        for kind in self._kinds:
+            before = kind.known()
+            listed = await self._listed(kind)
+            _take(kind, listed, gone=before.keys() - listed.keys())
+
+    async def compare(self) -> dict[str, int]:
+        """Take up what the watches have missed; return how many objects of which kind.
+
+        Raises:
+            ApiError: it could not be listed.
+        """
+        missed: dict[str, int] = {}
+        for kind in self._kinds:
+            before = kind.known()
+            listed = await self._listed(kind)
+            gone = before.keys() - listed.keys()
+            await asyncio.sleep(_TOLD_WITHIN_S)
+            now = kind.known()
+            gone &= now.keys()
+            newer = {
+                key: body
+                for key, body in listed.items()
+                if now.get(key, -1) < _version(body) and (key in now or key not in before)
+            }
+            _take(kind, newer, gone=gone)
+            if gone or newer:
+                missed[kind.name] = len(gone) + len(newer)
+        return missed
+
+    async def _listed(self, kind: _Watched) -> dict[str, Body]:
+        where = self._namespaces if kind.namespaced and self._namespaces else (None,)
+        listed: dict[str, Body] = {}
+        for namespace in where:
+            found = await self._kube.list(kind.path(namespace), labels=kind.labels)
+            listed |= {kind.key(body): body for body in found}
+        return listed
+
+
+def _take(kind: _Watched, listed: Mapping[str, Body], gone: set[str]) -> None:
+    for body in listed.values():
+        kind.put(body)
+    for key in gone:
+        kind.drop(key)
+
+
+def _version(body: Body) -> int:
+    return int(body["metadata"].get("resourceVersion") or 0)
+
+
+def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
+    """Return the kinds, those first that others are judged by."""
+    return (
+        _Watched(
+            "namespaces",
+            lambda _: "/api/v1/namespaces",
+            _name,
+            lambda: dict.fromkeys(cluster.namespaces, _ANY),
+            cluster.put_namespace,
+            lambda name: _pop(cluster.namespaces, name),
+            namespaced=False,
+        ),
+        _Watched(
+            "priorityclasses",
+            lambda _: "/apis/scheduling.k8s.io/v1/priorityclasses",
+            _name,
+            lambda: dict.fromkeys(cluster.priorities, _ANY),
+            cluster.put_priority_class,
+            lambda name: _pop(cluster.priorities, name),
+            namespaced=False,
+        ),
+        _Watched(
+            "pods",
+            lambda namespace: f"/api/v1{_in(namespace)}/pods",
+            _uid,
+            lambda: {uid: pod.version for uid, pod in cluster.pods.items()},
+            cluster.put_pod,
+            cluster.drop_pod,
+            labels=handlers.DECODE_SELECTOR,
+        ),
+        _Watched(
+            HARVEST_POLICY.plural,
+            _path_of(HARVEST_POLICY),
+            lambda body: key_of(body["metadata"]["namespace"], body["metadata"]["name"]),
+            lambda: {key: _version(body) for key, body in cluster.policy_bodies.items()},
+            cluster.put_policy,
+            cluster.drop_policy,
+        ),
+        _Watched(
+            FINETUNE_JOB.plural,
+            _path_of(FINETUNE_JOB),
+            _uid,
+            lambda: {uid: _version(body) for uid, body in cluster.jobs.items()},
+            cluster.put_job,
+            cluster.drop_job,
+        ),
+    )
+
+
+# Of kinds whose versions are not kept: they are few, and each listing is taken as it is.
+_ANY = 2**63
+
+
+def _path_of(kind: Kind) -> Callable[[str | None], str]:
+    return lambda namespace: kind_path(kind, namespace)
+
+
+def _in(namespace: str | None) -> str:
+    return f"/namespaces/{namespace}" if namespace else ""
+
+
+def _name(body: Body) -> str:
+    return str(body["metadata"]["name"])
+
+
+def _uid(body: Body) -> str:
+    return str(body["metadata"]["uid"])
+
+
+def _pop(known: dict[str, Any], key: str) -> None:
+    known.pop(key, None)

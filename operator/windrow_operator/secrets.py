@@ -1,0 +1,88 @@
+"""Read the Secrets that a job names, to hand what they hold to that job's worker alone.
+
+A Secret is used only if its owner has labelled it for that: whoever may create jobs in a namespace
+may not read its Secrets for that reason. They are read anew for each placement and kept nowhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from windrow.conditions import Reason
+from windrow.crd import FinetuneJobSpec
+from windrow.errors import UserError
+from windrow_operator.kube import ApiError, Kube, ObjectNotFound
+
+LABEL = "windrow.dev/credentials"
+# What workers understand; nothing else of a Secret leaves the API server's answer.
+KEYS = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_ENDPOINT_URL",
+    "AWS_ENDPOINT_URL_S3",
+    "HF_TOKEN",
+)
+_FORBIDDEN = 403
+
+
+@dataclass(frozen=True, slots=True)
+class JobSecrets:
+    """What the Secrets of a job hold, by key; never shown."""
+
+    dataset: Mapping[str, str] = field(default_factory=dict, repr=False)
+    output: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> JobSecrets:
+    """Return what the Secrets that `spec` names hold.
+
+    Raises:
+        UserError: one is not there, is not labelled, or may not be read; who must do what.
+        ApiError: the API server does not answer.
+    """
+    rows, adapter = spec.dataset.secret_ref, spec.output.secret_ref
+    return JobSecrets(
+        await _read(kube, namespace, rows.name, "spec.dataset.secretRef") if rows else {},
+        await _read(kube, namespace, adapter.name, "spec.output.secretRef") if adapter else {},
+    )
+
+
+async def _read(kube: Kube, namespace: str, name: str, where: str) -> dict[str, str]:
+    def refused(problem: str, remedy: str) -> UserError:
+        return UserError(problem, field=where, remedy=remedy, reason=Reason.SECRET_UNREADABLE)
+
+    try:
+        body = await kube.get(f"/api/v1/namespaces/{namespace}/secrets/{name}")
+    except ObjectNotFound:
+        raise refused(
+            f"there is no Secret {name!r} in namespace {namespace}", "Create it there."
+        ) from None
+    except ApiError as error:
+        if error.status != _FORBIDDEN:
+            raise
+        raise refused(
+            f"the operator may not read Secrets of namespace {namespace}",
+            "Whoever installs Windrow adds it to secrets.namespaces of the chart.",
+        ) from error
+    if (body["metadata"].get("labels") or {}).get(LABEL) != "true":
+        raise refused(
+            f"Secret {name!r} is not meant for jobs",
+            f"Its owner labels it: kubectl label secret -n {namespace} {name} {LABEL}=true",
+        )
+    values = {key: _decoded(text) for key, text in (body.get("data") or {}).items() if key in KEYS}
+    if not values:
+        raise refused(f"Secret {name!r} holds no credentials", f"Its keys are {', '.join(KEYS)}.")
+    return values
+
+
+def _decoded(text: str) -> str:
+    try:
+        return base64.b64decode(text).decode().strip()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""

@@ -1,0 +1,268 @@
+"""Get a latency profile: what an engine of this kind has left, checked, or a new one.
+
+A profile lies in the run directory (a restarted engine finds its own) or in the user's cache, where
+`windrow profile` leaves it. What an interrupted profile has measured is kept beside it and is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from windrow.errors import UserError
+from windrow.rundir import RunDir
+from windrow_sidecar.engines.builtin import profiling
+from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
+from windrow_sidecar.engines.builtin.loop import LoopParts
+from windrow_sidecar.engines.profile import (
+    CHECK_LIMIT_PERCENT,
+    EFFORTS,
+    NOISE_LIMIT_PERCENT,
+    WARM_UP_STEPS,
+    Effort,
+    Point,
+    Subject,
+    cache_folder,
+    check_subject,
+    document,
+    file_name,
+    plan,
+    plan_co_run,
+)
+from windrow_sidecar.qos.co_run import CoRunSample
+from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.solo import SoloSample, solo_models
+
+_log = logging.getLogger(__name__)
+
+_CHECK_STEPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What an engine can run."""
+
+    max_batch: int
+    max_tokens: int  # context tokens of a batch
+    max_context: int  # of one request
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileStore:
+    """Where profiles lie on this machine."""
+
+    run_dir: RunDir | None
+    cache: Path
+
+    @classmethod
+    def of(cls, run_dir: RunDir | None) -> ProfileStore:
+        """That of this user."""
+        return cls(run_dir, cache_folder(os.environ))
+
+    def candidates(self, key: str) -> Iterator[Path]:
+        """Files in which a profile of that key may lie."""
+        if self.run_dir is not None:
+            yield self.run_dir.profile()
+        yield self.cache / file_name(key)
+
+    @property
+    def partial(self) -> Path | None:
+        """Where an unfinished profile is kept."""
+        return self.run_dir.profile().with_suffix(".part.jsonl") if self.run_dir else None
+
+
+@dataclass(frozen=True, slots=True)
+class Profiler:
+    """Profiles one engine, before it serves."""
+
+    parts: LoopParts
+    splits: Partitioning
+    subject: Subject
+    bounds: Bounds
+    store: ProfileStore
+
+    def read_back(self) -> Mapping[str, Any] | None:
+        """A stored profile of this very kind that a few steps bear out; None: there is none."""
+        for path in self.store.candidates(self.subject.key):
+            try:
+                profile: Mapping[str, Any] = json.loads(path.read_text())
+                check_subject(profile, self.subject)
+                self._check(profile)
+            except (OSError, ValueError) as error:
+                if not isinstance(error, FileNotFoundError):
+                    _log.warning("the profile in %s cannot be read: %s", path, str(error))
+            except UserError as error:
+                _log.warning("the profile in %s is not used: %s", path, str(error))
+            else:
+                _log.info("profile: read back from %s, and a few steps bear it out", path)
+                return profile
+        return None
+
+    def take(self, effort_name: str, config: LlamaConfig) -> Mapping[str, Any]:
+        """Measure and fit."""
+        effort = EFFORTS[effort_name]
+        began_s = time.monotonic()
+        points = plan(self.splits, effort, **asdict(self.bounds))
+        known = self._known(effort_name, points)
+        measured = profiling.measure(
+            self.parts, points, effort, known=known, keep=self._keeper(effort_name)
+        )
+        beside = self._beside(effort, config)
+        profile = document(
+            self.subject,
+            measured.samples,
+            taken_at=datetime.now(UTC),
+            co_run=beside,
+            noise_percent=measured.noise_percent,
+            units=self.splits.units,
+        )
+        if self.store.partial is not None:
+            self.store.partial.unlink(missing_ok=True)
+        _log.info(
+            "profile: %d points alone, %d beside a load, in %.1f s; steps scatter by %.1f%%",
+            len(measured.samples),
+            len(beside),
+            time.monotonic() - began_s,
+            measured.noise_percent,
+        )
+        return profile
+
+    def _beside(self, effort: Effort, config: LlamaConfig) -> list[CoRunSample]:
+        points = plan_co_run(self.splits, effort, **asdict(self.bounds))
+        if not points or self.subject.driver != "host":
+            return []
+        with load_process(config) as load:
+            return profiling.measure_beside(self.parts, points, effort, load)
+
+    def _check(self, profile: Mapping[str, Any]) -> None:
+        """Compare a few steps on the whole device with what the profile says of them."""
+        noise = float(profile.get("noisePercent", 0.0))
+        if noise > NOISE_LIMIT_PERCENT:
+            raise UserError(f"it is of a noisy machine: steps scatter by {noise:.0f}%")
+        models = solo_models(profile)
+        missing = {s.decode_units for s in self.splits.splits} - set(models)
+        if missing:
+            raise UserError(f"it lacks decode on {sorted(missing)} units")
+        points = self._points_of(profile)
+        if not points:
+            raise UserError("none of its points fits into this engine")
+        few = Effort(1, _CHECK_STEPS - WARM_UP_STEPS, (), (), soft_limit_s=5.0)
+        model = models[self.splits.units]
+        off = [
+            abs(s.step_us / model.predict_us(s.batch, s.context_tokens) - 1)
+            for s in profiling.measure(self.parts, points, few).samples
+        ]
+        limit = CHECK_LIMIT_PERCENT + noise
+        if 100 * median(off) > limit:
+            raise UserError(
+                f"steps take {100 * median(off):.0f}% other than it says; {limit:.0f}% would do"
+            )
+
+    def _points_of(self, profile: Mapping[str, Any]) -> list[Point]:
+        """A point of few requests and one of many, on the whole device, from what was measured."""
+        bounds, whole = self.bounds, self.splits.units
+        fitting = [
+            Point(whole, row["batch"], row["contextTokens"] // row["batch"] - _CHECK_STEPS)
+            for row in profile["samples"]
+            if (row["units"], row["finetuneUnits"]) == (whole, 0)
+            and 0 < row["batch"] <= bounds.max_batch
+            and row["contextTokens"] <= bounds.max_tokens
+        ]
+        fitting = sorted((p for p in fitting if p.context > 0), key=lambda p: p.batch)
+        return list(dict.fromkeys((fitting[0], fitting[-1]))) if fitting else []
+
+    def _known(self, effort: str, points: list[Point]) -> dict[Point, SoloSample]:
+        """What an interrupted profile of the same kind and effort has measured."""
+        path = self.store.partial
+        if path is None or not path.exists():
+            return {}
+        rows = []
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+                if (row.pop("key"), row.pop("effort")) == (self.subject.key, effort):
+                    rows.append((Point(**row.pop("point")), SoloSample(**row)))
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written
+        known = {point: sample for point, sample in rows if point in set(points)}
+        if known:
+            _log.info("profile: %d points are known from an interrupted one", len(known))
+        return known
+
+    def _keeper(self, effort: str) -> profiling.Keep:
+        path = self.store.partial
+
+        def keep(point: Point, sample: SoloSample) -> None:
+            if path is not None:
+                row = {"key": self.subject.key, "effort": effort, "point": asdict(point)}
+                with path.open("a") as file:
+                    file.write(json.dumps(row | asdict(sample)) + "\n")
+
+        return keep
+
+
+class LoadProcess:
+    """`tasklet_load` in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run_on(self, units: int) -> None:
+        """Begin, on so many cores."""
+        self._tell(units)
+
+    def pause(self) -> float:
+        """End; returns the tokens a second that it computed."""
+        self._tell(0)
+        tokens, seconds = map(float, self._answer().split())
+        return tokens / seconds if seconds else 0.0
+
+    def await_ready(self) -> None:
+        """Until it has computed its first tasklet."""
+        self._answer()
+
+    def _tell(self, units: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{units}\n")
+        self._process.stdin.flush()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise UserError(f"the load of the profile has ended with {self._process.wait()}")
+        return line
+
+
+@contextmanager
+def load_process(config: LlamaConfig) -> Iterator[LoadProcess]:
+    """A load of that model's shape; it ends with the block, and with this process."""
+    command = [sys.executable, "-m", "windrow_sidecar.engines.builtin.tasklet_load"]
+    for name, value in (
+        ("--hidden", config.hidden),
+        ("--intermediate", config.intermediate),
+        ("--kv", config.kv_width),
+        ("--layers", config.layers),
+    ):
+        command += [name, str(value)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            load = LoadProcess(process)
+            load.await_ready()
+            yield load
+        finally:
+            process.kill()

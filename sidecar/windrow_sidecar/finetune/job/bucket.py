@@ -1,0 +1,292 @@
+"""Keep a job's checkpoints and adapter in a bucket of object storage.
+
+Objects are written whole, but there is no rename and no lock. So a checkpoint is made on the
+worker's own disk, its files are uploaded, and its manifest comes last: a checkpoint without one is
+not there. Of the adapter, its configuration comes last. Below `<destination>/.windrow/<job uid>/`
+each worker puts `epochs/NNNNNNNN` when it claims the job, and looks for a higher one before each
+manifest and adapter. A worker that was passed by between looking and writing leaves one more
+checkpoint of the same job, which is as good as any.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from windrow.conditions import Reason
+from windrow.errors import Transient, UserError
+from windrow.outputs import is_bucket, path_of
+from windrow_sidecar.finetune.data.remote import (
+    Credentials,
+    answers_later,
+    is_of_client,
+    lacks_credentials,
+    storage_options,
+)
+from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.training.checkpoint import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    UNREADABLE,
+    Checkpoint,
+    Fenced,
+    JobFolder,
+    Position,
+    read_checkpoint,
+)
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
+
+_FIELD = "spec.output.destination"
+
+
+class BucketSilent(Transient):
+    """The object storage of the destination does not answer."""
+
+
+class NotUploaded(OSError):
+    """Something could not be put into the bucket; what was there stands."""
+
+
+def open_folder(job: JobSpec) -> JobFolder:
+    """Return the folder of a job that a worker beside decode runs.
+
+    Raises:
+        UserError: the job may not write there, or this worker has no client for it.
+    """
+    destination = job.spec.output.destination
+    if is_bucket(destination):
+        url = path_of(destination)
+        return BucketFolder(url, job.uid, job.epoch, _file_system(url, job.output_credentials))
+    return JobFolder(job.destination, job.uid, job.epoch)
+
+
+class BucketFolder(JobFolder):
+    """The folder of one job in a bucket, as the worker of one epoch sees it.
+
+    Args:
+        url: of the destination, `s3://bucket/folder`.
+        job_uid: of the job.
+        epoch: of the worker.
+        system: fsspec's, which must not cache listings.
+        scratch: a directory on this machine (default: below that for temporary files).
+    """
+
+    def __init__(
+        self,
+        url: str,
+        job_uid: str,
+        epoch: int,
+        system: Any,  # noqa: ANN401 - fsspec's
+        scratch: Path | None = None,
+    ) -> None:
+        self._jobs = (scratch or Path(tempfile.gettempdir())) / "windrow-jobs" / job_uid
+        super().__init__(self._jobs / str(epoch), job_uid, epoch)
+        self.place, self._system = url, system
+        self._url = f"{url}/.windrow/{job_uid}"
+
+    def claim(
+        self,
+        waits_for: Callable[[str], None] = lambda who: None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raise the fence in the bucket to this epoch.
+
+        Raises:
+            UserError: the bucket is not there, or may not be written.
+            BucketSilent: it does not answer.
+            Fenced: a higher epoch was here already.
+        """
+        self._remove_older()
+        super().claim(waits_for, alive)
+        with self._asking():
+            self._check_epochs()
+            self._system.pipe_file(f"{self._url}/epochs/{self.epoch:08d}", b"")
+
+    def save(
+        self,
+        position: Position,
+        tensors: Mapping[str, Tensor],
+        *,
+        keep: int,
+        origin: Origin | None = None,
+    ) -> str:
+        """Write a checkpoint and upload it; forget all but the newest `keep`. Returns its URL.
+
+        Raises:
+            Fenced: a higher epoch has claimed the job.
+            OSError: it could not be written or uploaded; what was there stands.
+        """
+        local = Path(super().save(position, tensors, keep=1, origin=origin))
+        target = f"{self._url}/checkpoints/{local.name}"
+        try:
+            with self._uploading():
+                for name in (STATE, TENSORS):
+                    self._system.put_file(str(local / name), f"{target}/{name}")
+                self._check_epochs()
+                self._system.put_file(str(local / MANIFEST), f"{target}/{MANIFEST}")
+                self._prune(local.name, keep)
+        finally:
+            shutil.rmtree(local, ignore_errors=True)
+        return target
+
+    def newest(self) -> Checkpoint | None:
+        """Download the newest good checkpoint; for broken and foreign ones see `passed_over`.
+
+        Raises:
+            UserError, BucketSilent: see `claim`; nobody knows then whether there is one.
+        """
+        self.passed_over = ()
+        with self._asking():
+            for name in self._names():
+                local, url = self.checkpoints / f".{name}", f"{self._url}/checkpoints/{name}"
+                try:
+                    self._download(url, local)
+                    found = _read(local, self.job_uid)
+                except (FileNotFoundError, ValueError) as error:
+                    self.pass_over(url, error)
+                    continue
+                finally:
+                    shutil.rmtree(local, ignore_errors=True)
+                return replace(found, path=url)
+        return None
+
+    def forget_checkpoints(self) -> None:
+        """Remove all of them: nobody goes on from them any more.
+
+        Raises:
+            Fenced: a higher epoch has claimed the job.
+            OSError: the bucket refuses, or does not answer.
+        """
+        super().forget_checkpoints()
+        with self._uploading():
+            self._check_epochs()
+            for name in self._names():
+                self._remove(name)
+
+    def _publish(self, draft: Path, last: str) -> None:
+        with self._uploading():
+            self._check_epochs()
+            if self._system.exists(f"{self.place}/{last}"):
+                self._system.rm_file(f"{self.place}/{last}")
+            for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
+                self._system.put_file(str(file), f"{self.place}/{file.name}")
+
+    def _remove_older(self) -> None:
+        """Of workers that were killed here: an epoch ends all that came before it."""
+        for other in self._jobs.glob("*"):
+            if other.name.isdigit() and int(other.name) < self.epoch:
+                shutil.rmtree(other, ignore_errors=True)
+
+    def _check_epochs(self) -> None:
+        highest = max((int(name) for name in self._list("epochs")), default=0)
+        if highest > self.epoch:
+            raise Fenced(f"epoch {highest} of the job has started; this worker has {self.epoch}")
+
+    def _names(self) -> list[str]:
+        """Return the checkpoints that have a folder, the newest one first."""
+        return sorted(self._list("checkpoints"), reverse=True)
+
+    def _list(self, folder: str) -> list[str]:
+        try:
+            entries = self._system.ls(f"{self._url}/{folder}", detail=False)
+        except FileNotFoundError:
+            return []
+        return [entry.rstrip("/").rpartition("/")[2] for entry in entries]
+
+    def _download(self, url: str, local: Path) -> None:
+        if not self._system.exists(f"{url}/{MANIFEST}"):
+            raise ValueError("its upload was not finished")
+        local.mkdir()
+        for name in (MANIFEST, STATE, TENSORS):
+            self._system.get_file(f"{url}/{name}", str(local / name))
+
+    def _prune(self, newest: str, keep: int) -> None:
+        """Remove checkpoints of later positions, and all but the newest `keep` (see `save`)."""
+        names = self._names()
+        later = [name for name in names if name > newest]
+        for name in (*later, *names[len(later) + keep :]):
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first: without one it is not there."""
+        url = f"{self._url}/checkpoints/{name}"
+        if self._system.exists(f"{url}/{MANIFEST}"):
+            self._system.rm_file(f"{url}/{MANIFEST}")
+        for file in self._list(f"checkpoints/{name}"):
+            self._system.rm_file(f"{url}/{file}")
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Hold while a job begins: whoever wrote it mends what stays wrong."""
+        try:
+            yield
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_of_client(error)):
+                raise
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> UserError | BucketSilent:
+        said = " ".join(str(error).split())
+        if answers_later(error):
+            return BucketSilent(f"{self.place} does not answer: {said}")
+        remedy = (
+            "Name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
+            "spec.output.secretRef."
+            if lacks_credentials(error)
+            else "Name a bucket that there is, with credentials that may list, read, write and "
+            "delete below the folder (spec.output.secretRef)."
+        )
+        return UserError(
+            f"{self.place} cannot be written: {said}",
+            field=_FIELD,
+            remedy=remedy,
+            reason=Reason.OUTPUT_NOT_WRITABLE,
+        )
+
+    @contextmanager
+    def _uploading(self) -> Iterator[None]:
+        """Hold while a job runs: what is not uploaded is an error of the system."""
+        try:
+            yield
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_of_client(error)):
+                raise
+            raise NotUploaded(f"{self.place} cannot be written: {error}") from error
+
+
+def _read(folder: Path, job_uid: str) -> Checkpoint:
+    """Read a checkpoint that was downloaded; a ValueError says what is wrong with it."""
+    try:
+        return read_checkpoint(folder, job_uid)
+    except UNREADABLE as error:
+        raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else error) from error
+
+
+def _file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - fsspec's
+    import fsspec
+
+    scheme = urlsplit(url).scheme
+    try:
+        return fsspec.filesystem(
+            scheme,
+            # Fences and checkpoints of other workers must be seen at once; secrets are not kept.
+            use_listings_cache=False,
+            skip_instance_cache=True,
+            **storage_options(url, credentials),
+        )
+    except ImportError as error:
+        raise UserError(
+            f"{url}: this worker has no client for {scheme}:// ({error})",
+            field=_FIELD,
+            remedy=f"Install windrow[{scheme}] in the sidecar's image, or name a path on a volume.",
+            reason=Reason.OUTPUT_NOT_WRITABLE,
+        ) from error

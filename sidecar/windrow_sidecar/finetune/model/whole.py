@@ -1,0 +1,89 @@
+"""Refuse weights that are not exactly those of a model: it would train over random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from windrow_sidecar.engines.weight_files import (
+    COPY_AGAIN,
+    FLOATING_POINT,
+    read_header,
+    unusable,
+    weight_files,
+)
+
+PLAIN_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
+
+
+def check_tensors(
+    model: nn.Module,
+    where: str,
+    *,
+    missing: Collection[str] = (),
+    unexpected: Collection[str] = (),
+    misshaped: Collection[tuple[str, Any, Any]] = (),
+) -> None:
+    """Refuse weights that are not exactly those of the model.
+
+    Args:
+        model: what was built.
+        where: the weights are from.
+        missing: parameters without a tensor; none that is tied to another one.
+        unexpected: tensors without a parameter; buffers that the model makes itself may be there.
+        misshaped: names, with the shape that was found and the one that the model has.
+
+    Raises:
+        UserError: names the tensors.
+    """
+    kind, buffers = type(model).__name__, {name for name, _ in model.named_buffers()}
+    says = (getattr(model.config, "architectures", None) or [kind])[0]
+    of_another = f" (config.json says {says})" if says != kind else ""
+    if misshaped:
+        (name, found, wanted), *more = sorted(misshaped)
+        raise unusable(
+            f"{where}: {_some([name], len(more))} has shape {tuple(found)}, {kind} by its "
+            f"config.json has {tuple(wanted)}",
+            "Use the config.json that belongs to these weights.",
+        )
+    problems = []
+    if missing:
+        problems.append(f"it lacks {_some(sorted(missing))}")
+    if extra := sorted(set(unexpected) - buffers):
+        problems.append(f"it holds {_some(extra)}, which is no tensor of this model")
+    if problems:
+        raise unusable(
+            f"{where} is not a whole {kind}{of_another}: {'; '.join(problems)}",
+            "Use a checkpoint of a causal language model." if of_another else COPY_AGAIN,
+        )
+
+
+def check_types(directory: Path, model: nn.Module) -> None:
+    """Refuse weights that are stored as other numbers than floating-point ones of 16 bits or more.
+
+    They are the codes of some quantisation, of which config.json says nothing.
+
+    Raises:
+        UserError: names the tensors.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    found = {
+        name: at["dtype"]
+        for path in weight_files(directory)
+        for name, at in read_header(path).tensors.items()
+        if at["dtype"] not in FLOATING_POINT and name not in buffers
+    }
+    if found:
+        raise unusable(
+            f"{directory} holds {_some(sorted(found))} as {found[min(found)]}, and its config.json "
+            "names no quantisation",
+            PLAIN_REMEDY,
+        )
+
+
+def _some(names: list[str], more: int = 0) -> str:
+    more += len(names) - 1
+    return f"{names[0]} and {more} more" if more else names[0]

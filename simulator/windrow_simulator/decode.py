@@ -1,0 +1,309 @@
+"""One GPU that decodes: continuous batching, KV in chunks, and the step hook of production.
+
+Each step asks `HarvestHook` as an engine does; nothing of what it decides is decided here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import Any, cast
+
+from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.hook import HarvestHook
+from windrow_sidecar.engines.harvest.settings import HarvestSettings
+from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_simulator.arena import ArenaGeometry, SimulatedArena, SimulatedPage
+from windrow_simulator.figures import SlotFigures
+from windrow_simulator.truth import Noise, Truth
+from windrow_simulator.worker import SimulatedWorker
+
+IDLE_TICK_NS = 50_000_000  # how often an idle engine asks its hook
+SECOND_NS = 1_000_000_000
+
+
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A request on its decode GPU. Times in nanoseconds."""
+
+    arrived_ns: int  # at the cluster
+    ready_ns: int  # with its KV, at decode
+    prompt_tokens: int
+    output_tokens: int
+    number: int = 0
+    joined_ns: int = 0
+    first_ns: int = 0
+    done: int = 0  # tokens that it has
+    end_step: int = 0
+    held_tokens: int = 0  # of KV when it joined
+    joined_step: int = 0
+    waited_for_kv: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSettings:
+    """How an engine admits.
+
+    Attributes:
+        max_batch: requests at once.
+        reserve_tokens: room that each request is given to grow into when one is admitted.
+        harvest: as the engine gives them to the hook.
+    """
+
+    max_batch: int = 64
+    reserve_tokens: int = 512
+
+    @property
+    def harvest(self) -> HarvestSettings:
+        """SimulationSettings of the step hook."""
+        return HarvestSettings(max_batch=self.max_batch, gaps=True)
+
+
+class DecodeGpu:
+    """Serves what arrives and lends the rest. Times: nanoseconds since the simulation began."""
+
+    def __init__(
+        self,
+        levels: Partitioning,
+        profile: Mapping[str, Any],
+        truth: Truth,
+        noise: Noise,
+        worker: SimulatedWorker,
+        geometry: ArenaGeometry,
+        figures: SlotFigures,
+        settings: DecodeSettings | None = None,
+    ) -> None:
+        self.settings = settings or DecodeSettings()
+        self._truth, self._noise, self.worker, self.figures = truth, noise, worker, figures
+        self._units = levels.units
+        self.now_ns = SECOND_NS  # the hook takes 0 for "never"
+        worker.clock = self._clock
+        page = SimulatedPage(worker.offer, self._granted)
+        self.arena = SimulatedArena(geometry, page, reserved=1)
+        self._slots = geometry.slots_per_chunk
+        self.hook = HarvestHook(
+            cast(Arena, self.arena),  # the same calls, see there
+            levels,
+            profile,
+            self.settings.harvest,
+            clock=self._clock,
+        )
+        self._coming: list[tuple[int, int, DecodeRequest]] = []
+        self._waiting: deque[DecodeRequest] = deque()
+        self._ends: dict[int, list[DecodeRequest]] = {}
+        self._running: list[DecodeRequest] = []
+        self._context = 0  # tokens of KV of what runs
+        self._step = 0
+        self._drained_at_ns = 0
+        self._hold_until_ns = 0  # no request is admitted before
+        self.on_finished: Callable[[DecodeRequest], None] = lambda request: None
+
+    def _clock(self) -> int:
+        return self.now_ns
+
+    def set_terms(self, terms: HarvestTerms | None) -> None:
+        """A policy has come."""
+        self.hook.set_terms(terms)
+
+    def submit(self, request: DecodeRequest) -> None:
+        """A request whose KV will be there at its `ready_ns`."""
+        heappush(self._coming, (request.ready_ns, request.number, request))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._coming) + len(self._waiting) + len(self._running)
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of KV that are held."""
+        return self._context
+
+    def run_until(self, end_ns: int) -> None:
+        """Simulate until the first step boundary at or after that moment."""
+        while self.now_ns < end_ns:
+            self._receive()
+            if self._running or self._waiting:
+                self._take_step()
+            else:
+                self._idle(end_ns)
+
+    def _receive(self) -> None:
+        coming = self._coming
+        while coming and coming[0][0] <= self.now_ns:
+            self._waiting.append(heappop(coming)[2])
+
+    def _idle(self, end_ns: int) -> None:
+        """Run dry: ask the hook, then wait for a request, 50 ms at most."""
+        begin_ns = self.now_ns
+        self._hold_until_ns = self.hook.idle(begin_ns).hold_admission_until_ns
+        end_ns = min(end_ns, begin_ns + IDLE_TICK_NS)
+        if self._coming:
+            end_ns = min(end_ns, max(begin_ns + 1, self._coming[0][0]))
+        self.figures.idle(end_ns - begin_ns)
+        self._work(begin_ns, end_ns, beside_decode=False)
+        self.now_ns = end_ns
+
+    def _take_step(self) -> None:
+        begin_ns = self.now_ns
+        held = begin_ns < self._hold_until_ns
+        admitted, admitted_tokens = ([], 0) if held else self._admit()
+        self._make_room()
+        batch, context = len(self._running), self._context
+        grant = self.hook.before_step(
+            StepInput(
+                self._step,
+                begin_ns,
+                batch,
+                context,
+                len(self._waiting),
+                admitted_tokens,
+                self._slack_us(begin_ns) if self.hook.request_objective_us else 0,
+            )
+        )
+        self._hold_until_ns = grant.hold_admission_until_ns
+        if not batch:  # nothing is admitted, or nothing fits until memory has been given back
+            self._wait(held)
+            return
+        units = grant.decode_units or self._units
+        if grant.gap_until_ns > begin_ns:
+            self._work(begin_ns, grant.gap_until_ns, beside_decode=False)
+            self.now_ns = grant.gap_until_ns
+        computed_us = self._latency_us(batch, context, units, admitting=admitted_tokens > 0)
+        end_ns = self.now_ns + int(computed_us * 1e3)
+        self._work(self.now_ns, end_ns, beside_decode=True)
+        latency_us = (end_ns - begin_ns) / 1e3
+        self.now_ns = end_ns
+        self.hook.after_step(end_ns, int(latency_us))
+        self.figures.step(latency_us, batch, grant.finetune_units > 0)
+        self._context += batch
+        if admitted:
+            for request in admitted:
+                request.first_ns = request.first_ns or end_ns
+        ended = self._ends.pop(self._step, None)
+        if ended:
+            self._finish(ended, end_ns)
+        self._step += 1
+
+    def _latency_us(self, batch: int, context: int, units: int, *, admitting: bool) -> float:
+        """What the step takes, as much of it beside the worker as that works meanwhile."""
+        truth, worker = self._truth, self.worker
+        beside = worker.interference_units(self.now_ns)
+        alone_us = truth.step_us(batch, context, units, 0)
+        if beside:
+            both_us = truth.step_us(batch, context, units, beside)
+            share = worker.work_share(self.now_ns, both_us)
+            alone_us += share * (both_us - alone_us)
+        return alone_us * self._noise.factor(beside=beside > 0, admitting=admitting)
+
+    def _wait(self, held: bool) -> None:
+        """For memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""
+        end_ns = self.now_ns + 1_000_000
+        if held:
+            end_ns = max(end_ns, min(self._hold_until_ns, self.now_ns + 20_000_000))
+            if self._coming:
+                end_ns = max(self.now_ns + 1000, min(end_ns, self._coming[0][0]))
+        self._work(self.now_ns, end_ns, beside_decode=False)
+        if held:
+            self.figures.idle(end_ns - self.now_ns)
+        else:
+            self.figures.starved(end_ns - self.now_ns)
+        self.now_ns = end_ns
+
+    def _work(self, begin_ns: int, end_ns: int, *, beside_decode: bool) -> None:
+        made = self.worker.run(begin_ns, end_ns, beside_decode=beside_decode)
+        self.figures.finetuned(made)
+        if self._drained_at_ns and end_ns >= self._drained_at_ns:
+            self.arena.give_back_draining()
+            self._drained_at_ns = 0
+            self.worker.hold(self.arena.counts()[2])
+
+    def _granted(self, grant: Any) -> None:  # noqa: ANN401 - a Grant
+        self.worker.granted(grant)
+        _, _, lent, _, draining = self.arena.counts()
+        if draining and not self._drained_at_ns:
+            # It gives back at its next tasklet boundary.
+            self._drained_at_ns = self.now_ns + self.worker.boundary_ns()
+        self.worker.hold(lent + draining)
+
+    def _admit(self) -> tuple[list[DecodeRequest], int]:
+        admitted: list[DecodeRequest] = []
+        tokens = 0
+        waiting = self._waiting
+        while waiting and len(self._running) < self.settings.max_batch:
+            request = waiting[0]
+            if not self._has_room(request):
+                request.waited_for_kv = True
+                break
+            waiting.popleft()
+            request.held_tokens = request.prompt_tokens + request.done
+            if not self._take_chunks(request.held_tokens):
+                request.waited_for_kv = True
+                waiting.appendleft(request)
+                break
+            tokens += request.held_tokens
+            self._context += request.held_tokens
+            request.joined_ns = self.now_ns
+            request.joined_step = self._step
+            request.end_step = self._step + max(1, request.output_tokens - request.done) - 1
+            self._ends.setdefault(request.end_step, []).append(request)
+            self._running.append(request)
+            admitted.append(request)
+        return admitted, tokens
+
+    def _has_room(self, request: DecodeRequest) -> bool:
+        if not self._running:
+            return True
+        free, kv, _, reserved, _ = self.arena.counts()
+        room = (free + reserved + kv) * self._slots - self._context
+        step, ahead = self._step, self.settings.reserve_tokens
+        room -= request.prompt_tokens + request.done + min(ahead, request.output_tokens)
+        if ahead * len(self._running) <= room:
+            return True  # whatever each of them still grows by
+        return sum(min(ahead, r.end_step - step + 1) for r in self._running) <= room
+
+    def _take_chunks(self, tokens: int) -> bool:
+        arena = self.arena
+        needed = -(-(self._context + tokens) // self._slots)
+        while arena.counts()[1] < needed:
+            if arena.take_kv() < 0:
+                return False
+        return True
+
+    def _make_room(self) -> None:
+        """A slot for each running request's next token; the youngest goes back if there is none."""
+        while self._running and not self._take_chunks(len(self._running)):
+            youngest = max(self._running, key=lambda r: (r.joined_step, r.number))
+            self._running.remove(youngest)
+            self._ends[youngest.end_step].remove(youngest)
+            self._context -= youngest.held_tokens + self._step - youngest.joined_step
+            youngest.done += self._step - youngest.joined_step
+            self._waiting.appendleft(youngest)
+            self.figures.retracted()
+
+    def _finish(self, ended: list[DecodeRequest], end_ns: int) -> None:
+        for request in ended:
+            self._running.remove(request)
+            self._context -= request.held_tokens + self._step + 1 - request.joined_step
+            self.figures.finished(request, end_ns)
+            self.on_finished(request)
+        needed = -(-self._context // self._slots) + 1  # one empty chunk is kept for the next page
+        while self.arena.counts()[1] > needed:
+            self.arena.return_kv()
+
+    def _slack_us(self, now_ns: int) -> int:
+        objective_us = self.hook.request_objective_us
+        slacks = [
+            (r.done + self._step - r.joined_step - 1) * objective_us - (now_ns - r.first_ns) // 1000
+            for r in self._running
+            if r.first_ns
+        ]
+        return min(slacks, default=0)
+
+    def check(self) -> None:
+        """Verify that chunks and tokens add up. Raises InvariantBroken."""
+        self.arena.check(self._context)

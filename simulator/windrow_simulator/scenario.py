@@ -1,0 +1,460 @@
+"""What is simulated: device, levels, profile, memory and traffic, checked and put together."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from windrow.crd import parse_profile_spec
+from windrow.errors import UserError
+from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
+from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, overlapping_levels
+from windrow_sidecar.qos.policies import POLICIES
+from windrow_sidecar.qos.solo import SoloSample
+from windrow_sidecar.qos.terms import HarvestTerms, make_terms
+from windrow_simulator.arena import ArenaGeometry
+from windrow_simulator.decode import DecodeGpu, DecodeSettings
+from windrow_simulator.figures import SlotFigures
+from windrow_simulator.hardware import GpuFigures, ModelFigures, gpu_named, model_named
+from windrow_simulator.traffic import Traffic, load_trace
+from windrow_simulator.truth import (
+    Assumptions,
+    MeasuredTruth,
+    Noise,
+    Residuals,
+    RooflineTruth,
+    Truth,
+    Worker,
+    gpu_noise,
+)
+from windrow_simulator.worker import SimulatedWorker, WorkerMemory
+
+ALONE = "alone"  # nothing is harvested: what decode is by itself
+ALL = "all"
+DEFAULT_GPU = "H200"
+MOST_LEVELS = 8  # beside decode alone
+CELL_GPUS = 4  # decode GPUs that share a prefill pool
+MICRO_BATCH_TOKENS = 2048
+_MEMORY_FOR_WINDROW = 0.9  # of what the weights leave: workspaces and graphs have the rest
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """What was asked for; `checked` says what is wrong with it.
+
+    Attributes:
+        gpus: decode GPUs of the cluster.
+        sample: simulated step by step, at most; the others are like them.
+        rate: requests a second for each decode GPU.
+        batch: above 0: so many requests of `context` tokens at all times, instead of a trace.
+        partition: green: decode and worker on SMs of their own; none: decode on every SM.
+        deferral_ms: how long a policy may hold a request back; 0: as usual.
+        contention: see `truth.Assumptions`.
+        levels: shares of the worker in percent; (): as `gpu_levels` spreads them.
+        train: the finetuned model; "": the served one, whose weights are shared.
+        jobs: FinetuneJobs that come during the run; 0: one that does not end, on each GPU.
+        urgent: share of the jobs that have a high priority.
+        jobs_per_slot: that take turns on a GPU.
+        price: dollars for an hour of a GPU; 0: that of the device's figures.
+    """
+
+    gpus: int = 16
+    sample: int = 8
+    seconds: float = 600.0
+    warm_up: float = 30.0
+    gpu: str = ""  # H200 where no profile names a device
+    model: str = "llama-3-8b"
+    train: str = ""
+    profile: str = ""
+    trace: str = "conv"
+    traces: str = ""
+    rate: float = 4.0
+    day: bool = False
+    batch: int = 0
+    context: int = 1024
+    policy: str = "windrow"
+    objectives_ms: tuple[float, ...] = (12.0,)
+    percentile: float = 99.0
+    scope: str = "perStep"
+    deferral_ms: float = 0.0
+    partition: str = "green"
+    levels: tuple[int, ...] = ()
+    contention: float = 0.35
+    max_sm_percent: int = 100
+    max_memory_percent: int = 50
+    memory_gb: float = 0.0
+    max_batch: int = 64
+    prefill: int = 0
+    jobs: int = 0
+    job_tokens: int = 20_000_000
+    urgent: float = 0.1
+    jobs_per_slot: int = 1
+    price: float = 0.0
+    seed: int = 7
+    processes: int = 2
+
+    @property
+    def policies(self) -> list[str]:
+        """Which policies run, alone first."""
+        if self.policy == ALL:
+            return [ALONE, *sorted(POLICIES, key=lambda name: name != "windrow")]
+        return list(dict.fromkeys([ALONE, *self.policy.split(",")]))
+
+    @property
+    def simulated(self) -> int:
+        """Decode GPUs that are simulated: whole cells."""
+        return min(self.gpus, max(1, self.sample))
+
+
+def checked(settings: SimulationSettings) -> SimulationSettings:
+    """Return settings that can run.
+
+    Raises:
+        UserError: a number out of its range, an unknown policy, GPU or model.
+    """
+    for option, value, least, most in (
+        ("--gpus", settings.gpus, 1, 1_000_000),
+        ("--sample", settings.sample, 1, 1_000_000),
+        ("--seconds", settings.seconds, 1, 31 * 86400),
+        ("--warm-up", settings.warm_up, 0, 86400),
+        ("--context", settings.context, 1, 10_000_000),
+        ("--batch", settings.batch, 0, 4096),
+        ("--max-batch", settings.max_batch, 1, 4096),
+        ("--jobs", settings.jobs, 0, 1_000_000),
+        ("--job-tokens", settings.job_tokens, 1, 10**15),
+        ("--urgent", settings.urgent, 0, 1),
+        ("--jobs-per-slot", settings.jobs_per_slot, 1, 64),
+        ("--price", settings.price, 0, 1e6),
+        ("--processes", settings.processes, 1, 256),
+        ("--prefill", settings.prefill, 0, 10**6),
+        ("--deferral", settings.deferral_ms, 0, 60_000),
+        ("--contention", settings.contention, 0, 10),
+        ("--rate", settings.rate, 1e-6, 1e6),
+    ):
+        if not least <= value <= most or not math.isfinite(value):
+            raise UserError(
+                f"{value:g} is not from {least:g} to {most:g}",
+                field=option,
+                remedy="Give a number in that range.",
+            )
+    if settings.partition not in ("green", "none"):
+        raise UserError(
+            f"{settings.partition!r} is no partition",
+            field="--partition",
+            remedy="Write green (SMs of its own for each side) or none (decode on every SM).",
+        )
+    if not settings.objectives_ms:
+        raise UserError("none is given", field="--objective", remedy="Write for example 12ms.")
+    if any(not 0 < percent < 100 for percent in settings.levels):
+        raise UserError(
+            f"{settings.levels} are not all between 0 and 100",
+            field="--levels",
+            remedy="Write percents, for example 10,20,30,40.",
+        )
+    for name in settings.policies:
+        for objective_ms in settings.objectives_ms:
+            terms_for(settings, name, objective_ms)
+    if not settings.profile:
+        gpu_named(settings.gpu or DEFAULT_GPU)
+        model_named(settings.model)
+        if settings.train:
+            model_named(settings.train)
+    return settings
+
+
+def terms_for(
+    settings: SimulationSettings, policy: str, objective_ms: float
+) -> HarvestTerms | None:
+    """Return the terms that a HarvestPolicy with these settings makes; None: nothing is harvested.
+
+    Raises:
+        UserError: as for the terms that come over the wire.
+    """
+    if policy == ALONE:
+        return None
+    terms = make_terms(
+        name="simulated",
+        policy=policy,
+        mode="harvest",
+        objective_seconds=objective_ms / 1e3,
+        percentile=settings.percentile,
+        scope=settings.scope,
+        max_compute_percent=settings.max_sm_percent,
+        max_memory_percent=settings.max_memory_percent,
+    )
+    return terms and replace(terms, deferral_us=round(settings.deferral_ms * 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Everything that the GPUs of a simulation have in common."""
+
+    settings: SimulationSettings
+    levels: Partitioning
+    profile: Mapping[str, Any]
+    truth: Truth
+    geometry: ArenaGeometry
+    memory: WorkerMemory
+    traffic: Traffic
+    layers: int
+    price: float
+    device: str
+    source: str
+    prefill: RooflineTruth | None = None
+    residuals: Residuals | None = None  # None: those assumed of a GPU
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def dedicated_per_second(self) -> float:
+        """Tokens a second of the worker on a whole device."""
+        return self.truth.dedicated_rate * 1e6
+
+    def slot(self, seed: int, objective_ms: float) -> DecodeGpu:
+        """Return a fresh GPU whose steps are held against an objective."""
+        worker = SimulatedWorker(
+            self.truth,
+            (*dict.fromkeys(s.finetune_units for s in self.levels.splits[1:]), self.levels.units),
+            self.memory,
+            layer_tokens=MICRO_BATCH_TOKENS,
+            layers=self.layers,
+            draw=random.Random(seed + 1),
+        )
+        worker.assign(1)
+        noise = Noise(self.residuals, seed, run=32) if self.residuals else gpu_noise(seed)
+        figures = SlotFigures(objective_ms * 1e3)
+        return DecodeGpu(
+            self.levels,
+            self.profile,
+            self.truth,
+            noise,
+            worker,
+            self.geometry,
+            figures,
+            DecodeSettings(max_batch=self.settings.max_batch),
+        )
+
+
+def build(settings: SimulationSettings) -> Ground:
+    """Return the ground of a simulation.
+
+    Raises:
+        UserError: settings, profile or trace are not sound.
+    """
+    settings = checked(settings)
+    folder = Path(settings.traces) if settings.traces else None
+    requests = [] if settings.batch else load_trace(settings.trace, folder)
+    traffic = Traffic(requests, settings.rate, settings.day)
+    if settings.profile:
+        return _measured(settings, traffic)
+    return _published(settings, traffic)
+
+
+def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
+    gpu, served = gpu_named(settings.gpu or DEFAULT_GPU), model_named(settings.model)
+    trained = model_named(settings.train) if settings.train else served
+    disjoint = settings.partition == "green"
+    assumed = Assumptions(contention=settings.contention)
+    truth = RooflineTruth(gpu, served, trained, assumed, disjoint=disjoint)
+    levels = gpu_levels(gpu, disjoint=disjoint, percents=settings.levels)
+    geometry = _geometry(settings, gpu, served)
+    return Ground(
+        settings=settings,
+        levels=levels,
+        profile=taken_of(truth, levels, f"gpu:{gpu.name}", served.name, settings, geometry),
+        truth=truth,
+        geometry=geometry,
+        memory=_memory(settings, gpu, served, trained, geometry),
+        traffic=traffic,
+        layers=trained.layers,
+        price=settings.price or gpu.dollars_per_hour,
+        device=gpu.name,
+        source=gpu.source,
+        prefill=truth,
+        notes=("The GPU's figures are published ones and assumptions: none was measured.",),
+    )
+
+
+def gpu_levels(gpu: GpuFigures, *, disjoint: bool, percents: tuple[int, ...] = ()) -> Partitioning:
+    """Return decode alone, and shares in whole groups of SMs: `percents` of them, or up to eight.
+
+    Decode's shares begin with one group (of 8 at least): above half of the SMs it gains nothing.
+    """
+    group = max(8, gpu.sm_group)
+    most = gpu.sms // 2 // group
+    chosen = sorted({round(1 + i * (most - 1) / (MOST_LEVELS - 1)) for i in range(MOST_LEVELS)})
+    shares = sorted(gpu.sms - n * group for n in chosen)
+    if percents:
+        unit = gpu.sm_group
+        shares = sorted({max(unit, gpu.sms * p // 100 // unit * unit) for p in percents})
+    if not disjoint:
+        return overlapping_levels(gpu.sms, tuple(shares))
+    splits = tuple(PartitionLevel(share, gpu.sms - share) for share in shares)
+    return Partitioning(gpu.sms, (PartitionLevel(0, gpu.sms), *splits))
+
+
+def taken_of(
+    truth: Truth,
+    levels: Partitioning,
+    device: str,
+    model: str,
+    settings: SimulationSettings,
+    geometry: ArenaGeometry,
+) -> dict[str, Any]:
+    """Take a latency profile of a simulated device, as an engine takes one of a real device."""
+    effort = EFFORTS["full"]
+    points = plan(
+        levels,
+        effort,
+        max_batch=settings.max_batch,
+        max_tokens=geometry.chunks * geometry.slots_per_chunk,
+        max_context=8192,
+    )
+    noise = gpu_noise(settings.seed)
+    samples = []
+    for point in points:
+        context = point.batch * point.context
+        steps = sorted(
+            truth.step_us(point.batch, context, point.units, 0) * noise.factor()
+            for _ in range(effort.steps)
+        )
+        middle = steps[len(steps) // 2]
+        samples.append(SoloSample(point.units, point.batch, context, middle))
+    subject = Subject(device, "simulated", "simulator", "1", model)
+    return document(subject, samples, taken_at=datetime(2025, 1, 1, tzinfo=UTC))
+
+
+def _geometry(settings: SimulationSettings, gpu: GpuFigures, model: ModelFigures) -> ArenaGeometry:
+    card = settings.memory_gb or gpu.memory_gb
+    room = (card * 1e9 - model.weight_bytes) * _MEMORY_FOR_WINDROW
+    chunks = int(room / model.chunk_bytes)
+    if chunks < 8:
+        raise UserError(
+            f"{model.name} takes {model.weight_bytes / 1e9:.0f} of {card:.0f} GB and leaves no "
+            "room for KV",
+            field="--model",
+            remedy="Choose a smaller model or a GPU with more memory.",
+        )
+    return ArenaGeometry(chunks, model.chunk_bytes, model.chunk_tokens, model.layers)
+
+
+def _memory(
+    settings: SimulationSettings,
+    gpu: GpuFigures,
+    served: ModelFigures,
+    trained: ModelFigures,
+    geometry: ArenaGeometry,
+) -> WorkerMemory:
+    """Return what the worker wants: activations, and frozen layers where decode's are others."""
+    tokens = MICRO_BATCH_TOKENS
+    boundaries = trained.boundary_bytes_per_token * tokens
+    kept = trained.kept_bytes_per_token * tokens
+    shared = trained.name == served.name and not settings.train
+    frozen = 0 if shared else trained.layers * trained.layer_bytes
+
+    def chunks(n_bytes: float) -> int:
+        return math.ceil(n_bytes / geometry.chunk_bytes)
+
+    two_layers = 0 if shared else 2 * trained.layer_bytes
+    return WorkerMemory(
+        needed=chunks(boundaries + two_layers),
+        wanted=chunks(boundaries + kept + frozen),
+        frozen=chunks(frozen),
+        layers=trained.layers,
+        swapped_us=frozen / (gpu.host_gb_s * 1e3),
+        group_tokens=tokens * (1 if shared else 5),
+    )
+
+
+def _measured(settings: SimulationSettings, traffic: Traffic) -> Ground:
+    profile = read_profile(Path(settings.profile))
+    device = str(profile["device"])
+    names = (device.lower(), device.lower().partition(":")[2])
+    if settings.gpu and settings.gpu.lower() not in names:
+        raise UserError(
+            f"it is of {device}, not of {settings.gpu}",
+            field="--profile",
+            remedy="Leave --gpu out, or give a profile of that device.",
+        )
+    units = max(int(row["units"]) for row in profile["solo"])
+    levels = levels_of(profile, units)
+    worker = _worker_of(profile, units)
+    geometry = ArenaGeometry(384, 1 << 21, 512, 8)
+    return Ground(
+        settings=settings,
+        levels=levels,
+        profile=profile,
+        truth=MeasuredTruth(profile, units, worker),
+        geometry=geometry,
+        memory=WorkerMemory(),
+        traffic=traffic,
+        layers=8,
+        price=settings.price,
+        device=device,
+        source=f"LatencyProfile {profile['key']}",
+        residuals=Residuals((1.0,)),
+    )
+
+
+def levels_of(profile: Mapping[str, Any], units: int) -> Partitioning:
+    """Return the splits that a profile was taken for."""
+    shares = sorted({int(row["units"]) for row in profile["solo"]}, reverse=True)
+    if str(profile.get("driver")) == "host" or len(shares) > 1:
+        splits = tuple(PartitionLevel(units - n, n) for n in shares)
+        return Partitioning(units, splits)
+    return host_splits(units)
+
+
+def _worker_of(profile: Mapping[str, Any], units: int) -> Worker:
+    """Return the worker's rates from co-run samples.
+
+    Raises:
+        UserError: there are none.
+    """
+    beside: dict[int, list[float]] = {}
+    for row in profile.get("samples") or ():
+        if row.get("finetuneUnits") and row.get("finetuneTokensPerSecond"):
+            beside.setdefault(int(row["finetuneUnits"]), []).append(
+                float(row["finetuneTokensPerSecond"])
+            )
+    if not beside:
+        raise UserError(
+            "it has no co-run samples, so it does not say how fast a worker is",
+            field="--profile",
+            remedy="Take a profile with co-run samples, or replay a run: --run FOLDER.",
+        )
+    rates = {n: sum(values) / len(values) for n, values in beside.items()}
+    most = max(rates)
+    return Worker(rates[most] * units / most, rates)
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """Read a LatencyProfile: the object as the API server gives it, or its spec alone.
+
+    Raises:
+        UserError: no such file, or no profile.
+    """
+    try:
+        document_read = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise UserError(
+            f"cannot be read: {error}",
+            field=str(path),
+            remedy="Give --profile a LatencyProfile as YAML or JSON.",
+        ) from error
+    spec = document_read.get("spec", document_read) if isinstance(document_read, dict) else None
+    if not isinstance(spec, dict) or not spec.get("solo"):
+        raise UserError(
+            "is no LatencyProfile with a solo model",
+            field=str(path),
+            remedy="kubectl get lp NAME -o yaml gives one.",
+        )
+    parse_profile_spec(spec)
+    return json.loads(json.dumps(spec, default=str))  # type: ignore[no-any-return]

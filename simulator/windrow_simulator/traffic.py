@@ -1,0 +1,242 @@
+"""Which request reaches which decode GPU when: trace or generator, prefill pool, transfer of KV."""
+
+from __future__ import annotations
+
+import csv
+import heapq
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from windrow.errors import UserError
+from windrow.local import generator
+from windrow.local.trace import TraceRequest, read_trace
+from windrow_simulator.truth import RooflineTruth
+
+# Where `--trace conv` and so on look: published files, under the names that they are published by.
+PUBLISHED = {
+    "conv": "AzureLLMInferenceTrace_conv.csv",
+    "code": "AzureLLMInferenceTrace_code.csv",
+    "burstgpt": "BurstGPT_1.csv",
+}
+# A silence so much longer than the mean distance of two arrivals is a hole in the recording and no
+# traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
+HOLE_FACTOR = 1000.0
+LONGEST_S = 7 * 24 * 3600.0
+# Of mean traffic by the hour, from midnight on: low at night, high in the afternoon, mean 1.
+DAY = (
+    *(0.55, 0.45, 0.40, 0.36, 0.36, 0.42, 0.55, 0.75, 1.00, 1.20, 1.35, 1.42),
+    *(1.42, 1.45, 1.48, 1.48, 1.45, 1.38, 1.28, 1.20, 1.12, 1.02, 0.88, 0.70),
+)
+
+
+def load_trace(name: str, folder: Path | None) -> list[TraceRequest]:
+    """Return the requests of a trace, from 0 s on; empty: `conv` has to be generated.
+
+    Args:
+        name: conv, code or burstgpt, or a path.
+        folder: of the published files.
+
+    Raises:
+        UserError: no such file, or one that is not sound (see `check_trace`).
+    """
+    if name in PUBLISHED:
+        path = (folder or Path()) / PUBLISHED[name]
+        if folder is not None and name == "burstgpt" and not path.exists():
+            path = next(iter(sorted(folder.glob("BurstGPT_1*.csv"))), path)
+        if name == "conv" and (folder is None or not path.exists()):
+            return []
+        if folder is None or not path.exists():
+            raise UserError(
+                f"{PUBLISHED[name]} is not there",
+                field="--trace",
+                remedy="Name its folder with --traces (Azure/AzurePublicDataset, data/; "
+                "HPMLL/BurstGPT), or use --trace conv, which needs no file.",
+            )
+    else:
+        path = Path(name)
+        if not path.exists():
+            raise UserError(
+                f"there is no file {name}",
+                field="--trace",
+                remedy=f"Give a CSV file, or one of: {', '.join(PUBLISHED)}.",
+            )
+    _check_order(path)
+    requests = read_trace(path)
+    check_trace(requests, str(path))
+    return requests
+
+
+def _check_order(path: Path) -> None:
+    """Refuse a recording whose times run backwards: sorting would hide that it was pieced together.
+
+    Raises:
+        UserError: with the line.
+    """
+    with path.open(encoding="utf-8", newline="") as lines:
+        rows = csv.reader(lines)
+        header = next(rows, [])
+        column = next((i for i, name in enumerate(header) if name.lower() == "timestamp"), None)
+        if column is None:
+            return  # read_trace says what is missing
+        before: float | str = ""
+        for number, row in enumerate(rows, start=2):
+            if len(row) <= column:
+                continue
+            try:
+                at: float | str = float(row[column])
+            except ValueError:
+                at = row[column]
+            if isinstance(at, float) and at < 0:
+                raise UserError(
+                    f"its time is {at:g} s",
+                    field=f"{path}:{number}",
+                    remedy="Times are not negative.",
+                )
+            if type(at) is type(before) and at < before:  # type: ignore[operator]
+                raise UserError(
+                    f"its time {row[column]} is before that of the line above",
+                    field=f"{path}:{number}",
+                    remedy="Sort the file by its first column.",
+                )
+            before = at
+
+
+def check_trace(requests: Sequence[TraceRequest], where: str) -> None:
+    """Refuse a trace with a hole.
+
+    Raises:
+        UserError: with where the hole begins.
+    """
+    if len(requests) < 2:
+        raise UserError(
+            f"holds {len(requests)} request", field=where, remedy="Give at least two rows."
+        )
+    span_s = requests[-1].at_s - requests[0].at_s
+    if span_s <= 0:
+        raise UserError("all rows have one time", field=where, remedy="Give a recording over time.")
+    longest, at_s = max((b.at_s - a.at_s, a.at_s) for a, b in pairwise(requests))
+    mean_s = span_s / (len(requests) - 1)
+    if longest > HOLE_FACTOR * mean_s or (longest > 600 and longest > span_s / 4):
+        raise UserError(
+            f"has a hole of {longest:.0f} s at {at_s:.0f} s ({longest / mean_s:.0f} times the mean "
+            "distance of two requests)",
+            field=where,
+            remedy="Give a part without a hole; a quiet stretch would count as idle GPUs.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What comes to the cluster.
+
+    Attributes:
+        requests: of a trace; empty: generated like the Azure conversation trace.
+        per_second: mean rate of one decode GPU.
+        day: the mean follows the hours of a day, stretched over the run.
+    """
+
+    requests: Sequence[TraceRequest]
+    per_second: float
+    day: bool = False
+
+    def arrivals(self, gpus: int, seconds: float, seed: int) -> Iterator[TraceRequest]:
+        """Return what arrives at a cell of so many GPUs, in order.
+
+        Each cell plays the trace from a place of its own on, so that bursts of two cells do not
+        coincide; a trace that is over begins again.
+        """
+        rate = self.per_second * gpus
+        if self.requests:
+            even = self._played(rate, seed)
+        else:
+            made = generator.generate(per_second=rate, seconds=seconds * 1.02 + 1, seed=seed)
+            even = iter(made)
+        for request in even:
+            at_s = day_time(request.at_s, seconds) if self.day else request.at_s
+            if at_s >= seconds:
+                return
+            yield TraceRequest(at_s, request.prompt_tokens, request.output_tokens)
+
+    def _played(self, rate: float, seed: int) -> Iterator[TraceRequest]:
+        requests = self.requests
+        n = len(requests)
+        span_s = (requests[-1].at_s - requests[0].at_s) * n / (n - 1)
+        stretch = n / span_s / rate
+        first = random.Random(seed).randrange(n)
+        origin, turn = requests[first].at_s, 0
+        while True:
+            for i in range(first if turn == 0 else 0, n):
+                r = requests[i]
+                at_s = (r.at_s - origin + turn * span_s) * stretch
+                yield TraceRequest(at_s, r.prompt_tokens, r.output_tokens)
+            turn += 1
+
+
+def day_time(at_s: float, seconds: float) -> float:
+    """Return when what would come at `at_s` under an even rate comes in a day of `seconds`."""
+    mean = sum(DAY) / len(DAY)
+    hour_s = seconds / len(DAY)
+    wanted, passed = at_s / hour_s, 0.0
+    hour = 0
+    while True:
+        share = DAY[hour % len(DAY)] / mean
+        if passed + share > wanted:
+            return (hour + (wanted - passed) / share) * hour_s
+        passed += share
+        hour += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that is on its way to a decode GPU. Times in seconds."""
+
+    at_s: float
+    ready_s: float
+    prompt_tokens: int
+    output_tokens: int
+    gpu: int  # of the cell
+
+
+class PrefillPool:
+    """GPUs that compute prompts, first come, first served, and send their KV on.
+
+    Args:
+        truth: how long that takes; None: KV arrives at once.
+        gpus: of the pool.
+    """
+
+    def __init__(self, truth: RooflineTruth | None, gpus: int) -> None:
+        self._truth = truth
+        self._free_s = [0.0] * max(1, gpus)
+        self.busy_s = 0.0
+
+    def ready_s(self, at_s: float, prompt_tokens: int) -> float:
+        """Return when a prompt that comes at `at_s` has its KV at decode."""
+        if self._truth is None:
+            return at_s
+        took_s = self._truth.prefill_us(prompt_tokens) / 1e6
+        begin_s = max(at_s, heapq.heappop(self._free_s))
+        heapq.heappush(self._free_s, begin_s + took_s)
+        self.busy_s += took_s
+        return begin_s + took_s + self._truth.transfer_us(prompt_tokens) / 1e6
+
+
+def prefill_gpus(truth: RooflineTruth, sample: Iterable[TraceRequest], rate: float) -> int:
+    """Return how many prefill GPUs keep below 60% for a rate, at least one."""
+    took = [truth.prefill_us(r.prompt_tokens) / 1e6 for r in sample]
+    if not took:
+        return 1
+    return max(1, math.ceil(rate * sum(took) / len(took) / 0.6))
+
+
+def dealt(arrivals: Iterable[TraceRequest], pool: PrefillPool, gpus: int) -> Iterator[Arrival]:
+    """Return requests with the decode GPU that each goes to, as a round-robin router deals."""
+    for number, request in enumerate(arrivals):
+        ready_s = pool.ready_s(request.at_s, request.prompt_tokens)
+        yield Arrival(
+            request.at_s, ready_s, request.prompt_tokens, request.output_tokens, number % gpus
+        )

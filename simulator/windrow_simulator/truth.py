@@ -1,0 +1,259 @@
+"""How long a decode step really takes, and how fast the worker is: what no policy gets to see.
+
+The predictor is fitted on a profile that is taken of this, with its own form (two linear stages).
+Here steps follow a roofline with contention for memory, or what was measured, and noise.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from windrow.errors import UserError
+from windrow_simulator.hardware import GpuFigures, ModelFigures
+
+
+class Truth(Protocol):
+    """A device: times in microseconds, rates in tokens a microsecond."""
+
+    dedicated_rate: float  # of the worker on the whole device, nobody beside it
+
+    def step_us(self, batch: int, context_tokens: int, decode: int, finetune: int) -> float:
+        """A step without noise; `finetune`: units that the worker works on meanwhile."""
+        ...
+
+    def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
+        """Of the worker on so many units."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What the roofline needs and no datasheet says.
+
+    Copy and matrix product reach 4.3 TB/s and 790 TFLOP/s on an H200 (90 and 80% of what is
+    published), of which decode gets 80% and finetuning 60%. The others are assumed of all GPUs.
+
+    Attributes:
+        copy: share of the published bandwidth that a copy reaches.
+        gemm: share of the published arithmetic that a matrix product reaches.
+        decode: share of a copy's bandwidth that a decode step reaches.
+        finetune: share of a matrix product's rate that finetuning reaches.
+        overhead_us: of a step, whatever its size.
+        saturating_sms: share of the SMs from which on decode reaches its bandwidth.
+        contention: by how much a decode step's reads slow down per share of the bandwidth that the
+            worker takes, before the memory is full.
+        shared_sm: what decode gets of an SM that the worker is on, where it is not confined.
+        prefill: share of a matrix product's rate that prefill reaches.
+        link_gb_s: at which KV comes from prefill.
+    """
+
+    copy: float = 0.896
+    gemm: float = 0.8
+    decode: float = 0.8
+    finetune: float = 0.6
+    overhead_us: float = 600.0
+    saturating_sms: float = 0.5
+    contention: float = 0.35
+    shared_sm: float = 0.5
+    prefill: float = 0.6
+    link_gb_s: float = 25.0
+
+
+class RooflineTruth:
+    """A named GPU by its published figures, with decode confined to its share or on every SM."""
+
+    def __init__(
+        self,
+        gpu: GpuFigures,
+        served: ModelFigures,
+        trained: ModelFigures,
+        assumed: Assumptions | None = None,
+        *,
+        disjoint: bool = True,
+    ) -> None:
+        a = self._assumed = assumed or Assumptions()
+        self._gpu, self._served, self._disjoint = gpu, served, disjoint
+        self._limit = gpu.bandwidth_gb_s * 1e3 * a.copy  # bytes a microsecond
+        self._flops = gpu.tflops * 1e6 * a.gemm  # a microsecond
+        self.dedicated_rate = self._flops * a.finetune / trained.train_flops_per_token
+        self._traffic = trained.train_bytes_per_token * self.dedicated_rate / self._limit
+        self._weights, self._kv = 2 * served.step_parameters, served.kv_token_bytes
+        self._folded: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def step_us(self, batch: int, context_tokens: int, decode: int, finetune: int) -> float:
+        """Bytes or operations, whichever take longer, and an overhead."""
+        folded = self._folded.get((decode, finetune))
+        if folded is None:
+            folded = self._folded[decode, finetune] = self._fold(decode, finetune)
+        byte_us, request_us = folded
+        memory_us = (self._weights + self._kv * context_tokens) * byte_us
+        return self._assumed.overhead_us + max(memory_us, batch * request_us)
+
+    def _fold(self, decode: int, finetune: int) -> tuple[float, float]:
+        """Microseconds of a byte that is read, and of a request's arithmetic."""
+        a, gpu = self._assumed, self._gpu
+        sms = decode if self._disjoint else gpu.sms - (1 - a.shared_sm) * finetune
+        share = min(1.0, sms / (a.saturating_sms * gpu.sms))
+        byte_us = 1 / (self._limit * a.decode * share)
+        if finetune:
+            worker = self._traffic * finetune / gpu.sms
+            byte_us *= max(1 + a.contention * worker, share * a.decode + worker)
+        return byte_us, self._weights / (self._flops * sms / gpu.sms)
+
+    def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
+        """By the units; beside decode less by the time that its traffic then waits."""
+        rate = self.dedicated_rate * finetune / self._gpu.sms
+        if not beside_decode:
+            return rate
+        if not self._disjoint:
+            rate *= 0.5 + 0.5 * self._assumed.shared_sm
+        return rate / (1 + self._assumed.contention * self._traffic * self._assumed.decode)
+
+    def prefill_us(self, tokens: int) -> float:
+        """A prompt on a GPU of the same kind that does nothing else."""
+        model = self._served
+        attention = 2 * tokens * tokens * model.layers * model.heads * model.head_dim
+        operations = 2.0 * tokens * model.step_parameters + attention
+        return self._assumed.overhead_us + operations / (self._flops * self._assumed.prefill)
+
+    def transfer_us(self, tokens: int) -> float:
+        """KV of a prompt over the network."""
+        return 200.0 + tokens * self._served.kv_token_bytes / (self._assumed.link_gb_s * 1e3)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The rates of a worker that was measured, tokens a second.
+
+    Attributes:
+        dedicated: on all units, nobody beside it.
+        beside: by its units, while decode works.
+        idle: by its units, while decode does not.
+        stretch: by how much a decode step is longer beside it than alone, by its units.
+    """
+
+    dedicated: float
+    beside: Mapping[int, float]
+    idle: Mapping[int, float] = field(default_factory=dict)
+    stretch: Mapping[int, float] = field(default_factory=dict)
+
+
+class MeasuredTruth:
+    """A device that was profiled: the medians that were measured, interpolated, not their fit."""
+
+    def __init__(self, profile: Mapping[str, Any], units: int, worker: Worker) -> None:
+        self._units, self._worker = units, worker
+        self.dedicated_rate = worker.dedicated / 1e6
+        self._solo = {int(row["units"]): row for row in profile["solo"]}
+        # The fit is corrected by what the medians near a point say of it.
+        self._offs: dict[int, list[tuple[float, float, float]]] = {}
+        for row in profile.get("samples") or ():
+            if row.get("finetuneUnits"):
+                continue
+            fitted = self._fit_us(row["units"], row["batch"], row["contextTokens"])
+            at = (math.log(max(1, row["batch"])), math.log(max(1, row["contextTokens"])))
+            self._offs.setdefault(row["units"], []).append((*at, row["stepUs"] / fitted))
+
+    def step_us(self, batch: int, context_tokens: int, decode: int, finetune: int) -> float:
+        """The fit times its error nearby, times what the worker stretches."""
+        us = self._fit_us(decode, batch, context_tokens) * self._error(
+            decode, batch, context_tokens
+        )
+        return us * _at(self._worker.stretch, finetune, 1.0) if finetune else us
+
+    def finetune_rate(self, finetune: int, *, beside_decode: bool) -> float:
+        """As measured on so many units; by proportion where that was not."""
+        proportion = self._worker.dedicated * finetune / self._units
+        table = self._worker.beside if beside_decode else self._worker.idle
+        return _at(table, finetune, proportion) / 1e6
+
+    def _fit_us(self, units: int, batch: int, context_tokens: int) -> float:
+        row = self._solo.get(units)
+        if row is None:
+            raise UserError(
+                f"it has no solo model for {units} units",
+                field="--profile",
+                remedy=f"It knows {sorted(self._solo)}: take it again on this device.",
+            )
+        constant = row["c0Us"] + row["b0Us"] * max(batch, 4)
+        return float(constant + row["k0NsPerToken"] * context_tokens / 1e3)
+
+    def _error(self, units: int, batch: int, context_tokens: int) -> float:
+        points = self._offs.get(units)
+        if not points:
+            return 1.0
+        x, y = math.log(max(1, batch)), math.log(max(1, context_tokens))
+        weights = [1 / (0.05 + (x - px) ** 2 + (y - py) ** 2) ** 2 for px, py, _ in points]
+        return sum(w * p[2] for w, p in zip(weights, points, strict=True)) / sum(weights)
+
+
+def _at(table: Mapping[int, float], units: int, otherwise: float) -> float:
+    return table.get(units, otherwise)
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Measured over modelled latencies, in the order of the steps they are of.
+
+    Attributes:
+        alone: of steps without a worker beside them.
+        beside: of steps with one.
+        admitting: of steps alone that a request joined; its KV comes in during them.
+        admitting_beside: of such steps with a worker.
+    """
+
+    alone: tuple[float, ...]
+    beside: tuple[float, ...] = ()
+    admitting: tuple[float, ...] = ()
+    admitting_beside: tuple[float, ...] = ()
+
+    def of(self, beside: bool, admitting: bool) -> tuple[float, ...]:
+        """Those of one kind of steps; where there are none, the nearest kind's."""
+        if admitting:
+            found = self.admitting_beside if beside else self.admitting
+            if found:
+                return found
+        return (self.beside if beside else ()) or self.alone
+
+
+class Noise:
+    """What a step takes more or less than the model says: a factor, drawn as it was measured.
+
+    Args:
+        residuals: to draw from.
+        seed: the same seed draws the same factors.
+        run: steps of a kind come from the same stretch of the measurement for so many steps, since
+            disturbances last.
+    """
+
+    def __init__(self, residuals: Residuals, seed: int, *, run: int = 1) -> None:
+        if not residuals.alone:
+            raise UserError("no residual to draw from", field="noise", remedy="Give at least one.")
+        self._draw, self._run = random.Random(seed), run
+        kinds = [residuals.of(beside, new) for beside in (False, True) for new in (False, True)]
+        self._kinds = kinds
+        self._at, self._left = [0] * 4, [0] * 4
+
+    def factor(self, *, beside: bool = False, admitting: bool = False) -> float:
+        """Of the next step."""
+        kind = 2 * beside + admitting
+        ratios = self._kinds[kind]
+        if self._left[kind] <= 0:
+            self._at[kind] = int(self._draw.random() * len(ratios))
+            self._left[kind] = self._run
+        self._left[kind] -= 1
+        at = self._at[kind] = (self._at[kind] + 1) % len(ratios)
+        return ratios[at]
+
+
+def gpu_noise(seed: int) -> Noise:
+    """Noise that is assumed of a GPU: 1.5% around the median, 1 step in 250 up to half longer."""
+    draw = random.Random(20231116)
+    ratios = [math.exp(draw.gauss(0.0, 0.015)) for _ in range(4096)]
+    for i in range(0, len(ratios), 250):
+        ratios[i] *= 1 + 0.5 * draw.random()
+    return Noise(Residuals(tuple(ratios)), seed)

@@ -1,0 +1,243 @@
+"""The folder of a job, on a disk and in a bucket: one contract.
+
+The bucket is a real S3 server's. Checkpoints come back bit for bit or are passed over by name; a
+worker of an older epoch writes nothing any more; the adapter is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from windrow.errors import UserError
+from windrow_sidecar.finetune.data.remote import Credentials, storage_options
+from windrow_sidecar.finetune.job.bucket import BucketFolder, BucketSilent, _file_system
+from windrow_sidecar.finetune.training.checkpoint import Fenced, JobFolder, Position
+
+UID = "a-job"
+TENSORS = {"parameter/x": torch.arange(6.0).reshape(2, 3), "sum/y": torch.ones(4)}
+
+
+class OnDisk:
+    """A job's folders below one directory."""
+
+    def __init__(self, root) -> None:
+        self.root = root
+
+    def folder(self, epoch=1):
+        return JobFolder(self.root, UID, epoch)
+
+    def names(self):
+        return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
+
+    def read(self, name):
+        return (self.root / name).read_bytes()
+
+    def write(self, name, content):
+        (self.root / name).write_bytes(content)
+
+    def remove(self, name):
+        (self.root / name).unlink()
+
+
+class InBucket:
+    """The same below one folder of a bucket; each worker has a disk of its own."""
+
+    def __init__(self, url, secret, scratch) -> None:
+        self.url, self._secret, self._scratch = url, secret, scratch
+        self.system = self._open()
+
+    def _open(self):
+        return _file_system(self.url, Credentials("s3", self._secret))
+
+    def folder(self, epoch=1):
+        return BucketFolder(self.url, UID, epoch, self._open(), self._scratch / f"node-{epoch}")
+
+    def names(self):
+        root = self.url.removeprefix("s3://")
+        return sorted(path.removeprefix(f"{root}/") for path in self.system.find(self.url))
+
+    def read(self, name):
+        return self.system.cat_file(f"{self.url}/{name}")
+
+    def write(self, name, content):
+        self.system.pipe_file(f"{self.url}/{name}", content)
+
+    def remove(self, name):
+        self.system.rm_file(f"{self.url}/{name}")
+
+
+@pytest.fixture(params=["disk", "bucket"])
+def store(request, tmp_path):
+    if request.param == "disk":
+        return OnDisk(tmp_path)
+    return InBucket(*request.getfixturevalue("bucket"), tmp_path)
+
+
+@pytest.fixture
+def folder(store):
+    made = store.folder()
+    made.claim()
+    return made
+
+
+def checkpoints(store):
+    found = {n.split("/")[3] for n in store.names() if "/checkpoints/" in n}
+    return sorted(found)
+
+
+def test_a_checkpoint_comes_back_as_it_was_to_another_worker(store, folder):
+    assert folder.newest() is None
+    said = folder.save(Position(3, (1, 2), 0.5, tokens_done=70), TENSORS, keep=2)
+    later = store.folder(2)
+    later.claim()
+    found = later.newest()
+    assert (found.path, found.position) == (said, Position(3, (1, 2), 0.5, tokens_done=70))
+    assert all(torch.equal(found.tensors[name], TENSORS[name]) for name in TENSORS)
+    assert later.passed_over == ()
+
+
+def test_the_newest_are_kept_and_later_ones_go(store, folder):
+    for step in (1, 2, 3, 9):
+        folder.save(Position(step), TENSORS, keep=2)
+    assert checkpoints(store) == ["step-00000003-00000", "step-00000009-00000"]
+    folder.save(Position(4), TENSORS, keep=2)
+    assert checkpoints(store) == ["step-00000003-00000", "step-00000004-00000"]
+
+
+@pytest.mark.parametrize("harm", ["tensors torn", "manifest missing", "of another job"])
+def test_a_damaged_checkpoint_is_passed_over_by_name(store, folder, harm):
+    folder.save(Position(1), TENSORS, keep=3)
+    damaged = folder.save(Position(2), TENSORS, keep=3)
+    at = f".windrow/{UID}/checkpoints/step-00000002-00000"
+    if harm == "tensors torn":
+        store.write(f"{at}/tensors.safetensors", store.read(f"{at}/tensors.safetensors")[:-4])
+    elif harm == "manifest missing":
+        store.remove(f"{at}/manifest.json")
+    else:
+        manifest = json.loads(store.read(f"{at}/manifest.json")) | {"job_uid": "other"}
+        store.write(f"{at}/manifest.json", json.dumps(manifest).encode())
+    assert folder.newest().position == Position(1)
+    assert [text.partition(": ")[0] for text in folder.passed_over] == [damaged]
+
+
+def test_a_worker_of_an_older_epoch_writes_nothing_any_more(store, folder):
+    folder.save(Position(1), TENSORS, keep=2)
+    store.folder(2).claim()
+    before = store.names()
+    with pytest.raises(Fenced, match="epoch 2"):
+        folder.save(Position(2), TENSORS, keep=2)
+    with pytest.raises(Fenced):
+        folder.put_adapter(lambda draft: (draft / "adapter_config.json").write_text("{}"), last="")
+    with pytest.raises(Fenced):
+        folder.forget_checkpoints()
+    with pytest.raises(Fenced):
+        store.folder(1).claim()
+    later = store.folder(2)
+    assert [later.newest().position, checkpoints(store)[0]] == [Position(1), "step-00000001-00000"]
+    assert not [name for name in store.names() if name not in before and "manifest" in name]
+
+
+def adapter(weights: bytes):
+    def fill(folder):
+        (folder / "adapter_model.safetensors").write_bytes(weights)
+        (folder / "adapter_config.json").write_text(json.dumps({"r": 8}))
+
+    return fill
+
+
+def test_an_adapter_takes_the_place_of_an_earlier_one(store, folder):
+    for weights in (b"first", b"second"):
+        folder.put_adapter(adapter(weights), last="adapter_config.json")
+    assert store.read("adapter_model.safetensors") == b"second"
+    assert json.loads(store.read("adapter_config.json")) == {"r": 8}
+    assert not [name for name in store.names() if "/adapter/" in name]
+
+
+def test_checkpoints_that_are_forgotten_leave_the_adapter(store, folder):
+    folder.save(Position(1), TENSORS, keep=2)
+    folder.put_adapter(adapter(b"x"), last="adapter_config.json")
+    folder.forget_checkpoints()
+    assert checkpoints(store) == []
+    assert "adapter_model.safetensors" in store.names()
+
+
+class Failing:
+    """A bucket's file system that fails at one of its writes; `n`: which."""
+
+    def __init__(self, system, n: int) -> None:
+        self._system, self.left = system, n
+
+    def put_file(self, *args):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError("connection reset")
+        return self._system.put_file(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._system, name)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_an_upload_that_fails_at_any_file_leaves_the_checkpoint_before(bucket, tmp_path, n):
+    url, secret = bucket
+    credentials = Credentials("s3", secret)
+    folder = BucketFolder(url, UID, 1, _file_system(url, credentials), tmp_path)
+    folder.claim()
+    folder.save(Position(1), TENSORS, keep=1)
+    folder._system = Failing(folder._system, n)
+    with pytest.raises(OSError, match="connection reset"):
+        folder.save(Position(2), TENSORS, keep=1)
+    after = BucketFolder(url, UID, 2, _file_system(url, credentials), tmp_path)
+    after.claim()
+    assert after.newest().position == Position(1)
+    assert not list(tmp_path.rglob("*.safetensors")), "what was uploaded or not takes no disk"
+    after.save(Position(2), TENSORS, keep=1)
+    assert after.newest().position == Position(2)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_adapter_that_is_uploaded_by_half_is_none(bucket, tmp_path, n):
+    url, secret = bucket
+    system = _file_system(url, Credentials("s3", secret))
+    folder = BucketFolder(url, UID, 1, Failing(system, n), tmp_path)
+    folder.claim()
+    with pytest.raises(OSError, match="connection reset"):
+        folder.put_adapter(adapter(b"x"), last="adapter_config.json")
+    assert not system.exists(f"{url}/adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "credentials that may"),
+        ({"bucket": "s3://nobody/out"}, "Name a bucket that there is"),
+    ],
+)
+def test_a_bucket_that_cannot_be_written_is_the_users_to_mend(bucket, tmp_path, change, says):
+    url, secret = change.get("bucket", bucket[0]), bucket[1] | change
+    folder = BucketFolder(url, UID, 1, _file_system(url, Credentials("s3", secret)), tmp_path)
+    with pytest.raises(UserError, match=says) as found:
+        folder.claim()
+    assert found.value.reason == "OutputNotWritable"
+    assert "team-secret" not in str(found.value)
+
+
+def test_a_store_that_does_not_answer_is_no_reason_to_begin_anew(bucket, tmp_path):
+    url, secret = bucket[0], bucket[1] | {"AWS_ENDPOINT_URL": "http://127.0.0.1:1"}
+    folder = BucketFolder(url, UID, 1, _file_system(url, Credentials("s3", secret)), tmp_path)
+    with pytest.raises(BucketSilent):
+        folder.newest()
+
+
+def test_a_secret_that_lacks_a_key_is_named():
+    with pytest.raises(UserError, match="'s3' has no AWS_SECRET_ACCESS_KEY"):
+        storage_options("s3://b/k", Credentials("s3", {"AWS_ACCESS_KEY_ID": "x"}))
+    with pytest.raises(UserError, match="has no HF_TOKEN"):
+        storage_options("owner/rows", Credentials("hub", {}))
+
+
+def test_credentials_are_never_shown():
+    assert "hidden" not in repr(Credentials("s3", {"AWS_SECRET_ACCESS_KEY": "hidden"}))

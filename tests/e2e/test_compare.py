@@ -1,0 +1,104 @@
+"""A comparison from an empty machine to its page, a round of three arms; and it goes on again."""
+
+import contextlib
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from windrow.local import compare, footing
+from windrow.local.arms import (
+    AGAIN,
+    ALONE,
+    DEDICATED,
+    DEDICATED_PEFT,
+    TUNED,
+    ComparisonSession,
+    folder_of,
+)
+from windrow.local.compare import CompareSettings
+from windrow.local.demo import DemoSettings
+from windrow.local.load import schedule
+from windrow.local.verdict import Impossible
+
+pytestmark = pytest.mark.alone
+
+MIB = 1 << 20
+LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB
+RATE, LEAD_S, WINDOW_S = 0.5, 1.0, 3.0
+ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED, DEDICATED_PEFT}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One round at a rate that any machine serves; what it stands on is given, to save a minute."""
+    out = tmp_path_factory.mktemp("compare") / "run"
+    out.mkdir()
+    kept = out.parent / "footing.json"
+    kept.write_text(
+        json.dumps(
+            {
+                "peft_best_form": {},
+                "memory": footing.memory(LOOP_BYTES, WORKER_BYTES),
+            }
+        )
+    )
+    how = CompareSettings(rounds=1, lead_s=1.0, window_s=3.0, arms=(TUNED, "windrow"), footing=kept)
+    settings = DemoSettings(out=out, rate=RATE, factor=4.0, busy=True)
+    _play(settings, how)
+    before = (out / compare.RESULT).read_bytes()
+    _play(settings, how)
+    assert (out / compare.RESULT).read_bytes() == before, "nothing was missing, nothing was played"
+    return out
+
+
+def _play(settings: DemoSettings, how: CompareSettings) -> None:
+    # Said after all is written; three seconds on a loaded machine can look like it.
+    with contextlib.suppress(Impossible):
+        compare.run(settings, how, Console(file=StringIO()))
+
+
+def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
+    (session,) = ComparisonSession.all_of(out)
+    assert {at.arm for at in session.segments} == ARMS
+    result = json.loads((out / compare.RESULT).read_text())
+    found = {at["arm"]: at for at in result["segments"]}
+    assert set(found) == ARMS
+    served = ARMS - {DEDICATED, DEDICATED_PEFT}
+    assert all(found[arm]["steps"] > 0 for arm in served)
+    plan = json.loads((out / compare.PLAN).read_text())
+    sent = schedule(
+        seconds=LEAD_S + WINDOW_S + compare.TAIL_S,
+        rate=RATE,
+        seed=7,
+        endpoints=1,
+        trace=None,
+        busy=True,
+    )
+    assert plan["requests"] == len(sent)
+    due = {(request.at_s, request.prompt_tokens) for request in sent}
+    for arm in served:
+        assert found[arm]["requests"] > 0
+        answers = json.loads(
+            (session.folder / "loads" / f"0-{folder_of(arm)}" / "load.json").read_text()
+        )
+        assert {(answer["at_s"], answer["prompt_tokens"]) for answer in answers} <= due
+    for arm in ARMS - {ALONE, AGAIN}:
+        assert found[arm]["tokens_per_second"] >= 0
+    assert found[DEDICATED]["tokens_per_second"] > 0
+    assert result["winner"] is None, "one round names none"
+
+
+def test_what_a_trainer_holds_is_missing_from_decodes_arena(out):
+    result = json.loads((out / compare.RESULT).read_text())
+    tokens = {row["arm"]: row["kv_tokens"] for row in result["arms"]}
+    kv_bytes = 2 * 6 * 4 * 32 * 4  # K and V, layers, heads, head, float32: the demo's model
+    assert (tokens[ALONE] - tokens[TUNED]) * kv_bytes == LOOP_BYTES
+    assert (tokens[ALONE] - tokens["windrow"]) * kv_bytes == pytest.approx(
+        WORKER_BYTES,
+        abs=2 * MIB,  # whole MiB
+    )
+    page = (out / "report.html").read_text()
+    assert all(arm in page for arm in ARMS)

@@ -1,0 +1,155 @@
+"""Every panel of every dashboard shows something of a real run that a real Prometheus scraped."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from farm import OBJECTIVE_MS, Requests, until
+from kubernetes import config
+from kubernetes.client import CoreV1Api
+
+from windrow.local import manifests
+from windrow.local.monitoring import Prometheus
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None,
+        reason="no prometheus (Debian: apt-get install prometheus)",
+    ),
+]
+
+PODS = 1
+ROOT = Path(__file__).resolve().parents[2]
+BOARDS = sorted((ROOT / "deploy" / "helm" / "windrow" / "dashboards").glob("*.json"))
+
+spec = importlib.util.spec_from_file_location("query", ROOT / "tools" / "dashboards" / "query.py")
+query = importlib.util.module_from_spec(spec)
+sys.modules["query"] = query
+spec.loader.exec_module(query)
+
+
+def ask(prometheus, expr):
+    answer = httpx.get(f"{prometheus.url}/api/v1/query", params={"query": expr}).json()
+    return answer["data"]["result"]
+
+
+def skipped_pod():
+    """A decode pod of an engine that cannot be driven."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": "other",
+            "namespace": manifests.NAMESPACE,
+            "labels": {"windrow.dev/inject": "enabled"},
+        },
+        "spec": {
+            "containers": [
+                {"name": "vllm", "image": "vllm", "command": ["vllm", "serve", "/models/chat"]}
+            ]
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def scraped(farm, tmp_path_factory):
+    """A job from submission to end under requests, with a policy that tightens meanwhile."""
+    begin = time.time()
+    data = tmp_path_factory.mktemp("prometheus")
+    with Prometheus(farm.cluster.directory, data) as prometheus:
+        policy = manifests.harvest_policy("farm", OBJECTIVE_MS, "windrow")
+        policy["spec"]["access"] = {**policy["spec"].get("access", {}), "gpuSecondsPerDay": 3600}
+        farm.client.apply_policy(policy)
+        until("both are targets", lambda: len(prometheus.find_targets()) == 2)
+        farm.submit("seen", steps=16)
+        # A worker that loads its libraries has only the time that decode and this machine leave.
+        until("its first step", lambda: farm.job("seen").step >= 1, within_s=240)
+        with Requests(farm.endpoint("decode-0")) as requests:
+            with config.new_client_from_config(str(farm.cluster.kubeconfig)) as api:
+                CoreV1Api(api).create_namespaced_pod(
+                    manifests.NAMESPACE, skipped_pod(), dry_run="All"
+                )
+            # What is lent beyond the limit comes back.
+            until("chunks are lent", lambda: farm.lent_chunks("decode-0") > 1)
+            policy["spec"]["limits"] = {"maxMemoryPercent": 1}
+            farm.client.apply_policy(policy)
+            returned = "windrow_chunk_return_seconds_count > 0"
+            until("revoked chunks come back", lambda: ask(prometheus, returned))
+            del policy["spec"]["limits"]
+            farm.client.apply_policy(policy)
+        farm.succeeded("seen")
+        ended = 'windrow_worker_exits_total{outcome="succeeded"}'
+        until("the worker has ended", lambda: ask(prometheus, ended))
+        finished = 'windrow_placement_ends_total{reason="Finished"}'
+        until("the end of the placement is counted", lambda: ask(prometheus, finished))
+        assert requests.failures == []
+        yield prometheus, begin, time.time()
+
+
+def variables(board, prometheus):
+    """Return what a person would choose."""
+    if board.stem == "slot":
+        (slot,) = ask(prometheus, "windrow_slot_info")
+        return {"namespace": slot["metric"]["namespace"], "slot": slot["metric"]["slot"]}
+    everything = ("namespace", "policy", "model", "job_namespace", "job")
+    return {**dict.fromkeys(everything, ".*"), "price": "2", "dedicated": "3000"}
+
+
+# Shares of something: of a device, of all steps, of a job.
+AT_MOST_ONE = ("Compute in use", "Steps over the objective", "Progress")
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
+def test_no_panel_is_empty_and_its_figures_are_possible(scraped, board):
+    prometheus, begin, end = scraped
+    asking = query.Asking(prometheus.url, begin, end, variables(board, prometheus))
+    empty = []
+    for target in query.targets_of(board):
+        series = asking.series(target)
+        values = [value for one in series for _, value in one.points]
+        if not values:
+            empty.append(f"{target.title} ({target.legend}): {target.expr}")
+            continue
+        assert all(math.isfinite(value) for value in values), target.title
+        assert min(values) >= 0, target.title
+        if target.title in AT_MOST_ONE:
+            assert max(values) <= 1.05, target.title
+        if target.unit == "s" and "TPOT" in target.title:
+            # On a laptop a step takes milliseconds, whatever the objective of two seconds.
+            assert 1e-4 < max(values) <= OBJECTIVE_MS / 1e3 + 0.5
+    assert empty == []
+
+
+def test_counts_of_the_run_are_those_of_its_job(scraped, farm):
+    prometheus, *_ = scraped
+
+    def value(expr):
+        (found,) = ask(prometheus, expr)
+        return float(found["value"][1])
+
+    assert value("sum(windrow_harvested_tokens_total)") > 0
+    assert value("sum(windrow_placements_total)") == 1
+    assert value("sum(windrow_job_placement_seconds_count)") == 1
+    assert value('sum(windrow_jobs{state="Succeeded"})') == 1
+    assert value("windrow_operator_leader") == 1
+    assert value("windrow_attach_streams") == 1
+    assert 0 < value("sum(windrow_harvested_device_seconds_total)") < 300
+    assert value('windrow_pods_not_injected_total{reason="OtherEngine"}') == 1
+
+
+def test_a_skipped_pod_raises_its_alert_and_no_other_alert_fires(scraped):
+    prometheus, *_ = scraped
+    until(
+        "WindrowDecodePodsSkipped fires",
+        lambda: ask(prometheus, 'ALERTS{alertname="WindrowDecodePodsSkipped",alertstate="firing"}'),
+    )
+    firing = {one["metric"]["alertname"] for one in ask(prometheus, 'ALERTS{alertstate="firing"}')}
+    assert firing == {"WindrowDecodePodsSkipped"}

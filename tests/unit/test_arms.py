@@ -1,0 +1,151 @@
+"""What an arm got done in a segment, from events that are written down here by hand."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from windrow.eventlog import EventLog, MarkEvent, RequestEvent, StepEvent, TaskletEvent
+from windrow.local import arms
+from windrow.local.arms import (
+    Arm,
+    ComparisonSession,
+    Segment,
+    TrainerProgress,
+    figures_of,
+    waited_for_kv,
+)
+
+SECOND = 1_000_000_000
+
+
+def tasklet(step, phase, start_s, end_s, done):
+    return TaskletEvent(
+        "job", 1, step, phase, 0, 100, done, round(start_s * SECOND), round(end_s * SECOND), 1
+    )
+
+
+def step(start_ms, end_ms, waiting=0):
+    return StepEvent(0, start_ms * 10**6, end_ms * 10**6, 1, 10, 0, 0, waiting, 2, 0, 0, 1.0, 0, 0)
+
+
+def request(arrived_ms, first_ms, end_ms, error=""):
+    return RequestEvent("r", arrived_ms * 10**6, first_ms * 10**6, end_ms * 10**6, 5, 7, error)
+
+
+def ns(*seconds):
+    return tuple(round(s * SECOND) for s in seconds)
+
+
+def test_a_plain_loops_step_counts_evenly_over_the_time_in_which_it_might_run():
+    # Two steps of 100 tokens; it is stopped from 3 s to 13 s, within the second one.
+    loop = TrainerProgress(
+        [tasklet(0, "opt", 0, 2, 100), tasklet(1, "opt", 2, 14, 200)], [ns(0, 3), ns(13, 20)]
+    )
+    assert loop.at(2 * SECOND) == 100
+    assert loop.at(3 * SECOND) == pytest.approx(150)
+    assert loop.at(10 * SECOND) == pytest.approx(150), "stopped: nothing is done"
+    assert loop.at(14 * SECOND) == 200
+    assert loop.rate(ns(2, 3)) == pytest.approx(50)
+    assert loop.rate(ns(13, 14)) == pytest.approx(50)
+
+
+def test_our_workers_tasklets_say_how_far_a_step_was():
+    # Backward takes three times as long as forward: after it, 4 of 5 parts are done.
+    worker = TrainerProgress(
+        [
+            tasklet(0, "fwd", 0, 1, 0),
+            tasklet(0, "bwd", 1, 4, 0),
+            tasklet(0, "opt", 4, 5, 500),
+        ],
+        [ns(0, 10)],
+    )
+    assert worker.at(1 * SECOND) == pytest.approx(100)
+    assert worker.at(4 * SECOND) == pytest.approx(400)
+    assert worker.at(5 * SECOND) == 500
+
+
+def test_a_step_that_never_ended_counts_for_nothing():
+    begun = TrainerProgress([tasklet(0, "fwd", 0, 1, 0), tasklet(0, "bwd", 1, 2, 0)], [ns(0, 9)])
+    assert begun.at(9 * SECOND) == 0
+    assert TrainerProgress([], [ns(0, 9)]).rate(ns(1, 2)) == 0
+
+
+def test_a_trainer_that_got_nothing_in_the_rest_of_the_window_is_not_paid_for_its_first_second():
+    ran = TrainerProgress(
+        [tasklet(n, "opt", n / 2, (n + 1) / 2, 50 * (n + 1)) for n in range(2)], [ns(0, 9)]
+    )
+    assert ran.rate(ns(0, 8)) == pytest.approx(100 / 8)
+
+
+def test_steps_count_by_their_end_and_requests_by_their_arrival():
+    segment = Segment(0, "naive", "beside", "naive", ns(0, 10), ns(1, 2))
+    steps = [step(900, 999), step(999, 1004), step(1004, 1024), step(1990, 2001)]
+    requests = [
+        request(950, 1000, 1500),
+        request(1100, 1110, 1900),
+        request(1200, 0, 1800, "hung up"),
+    ]
+    found = figures_of(segment, steps, requests, [], objective_ms=10)
+    assert (found.steps, found.over) == (2, 0.5)
+    assert (found.tpot_p50_ms, found.tpot_p99_ms) == (5.0, 20.0)
+    assert (found.requests, found.completed) == (2, 2)
+    assert (found.ttft_p50_ms, found.ttft_p99_ms) == (10.0, 600.0)
+    assert found.tokens_per_second is None
+
+
+def test_a_request_waited_for_kv_where_a_step_left_it_out():
+    steps = [step(0, 10), step(10, 20, waiting=1), step(20, 30)]
+    came_before = request(5, 30, 40)  # there at 10, its first token at 30
+    got_in = request(1, 10, 40)
+    later = request(15, 30, 40)  # came while that step ran
+    assert waited_for_kv([came_before, got_in, later], steps) == 1
+
+
+@pytest.fixture
+def out(tmp_path):
+    """One whole round and one that was broken off, with a policy that came into force in time."""
+    folder = tmp_path / "session-1"
+    folder.mkdir()
+    played = [
+        Segment(0, "alone", "plain", "", ns(0, 10), ns(1, 9)),
+        Segment(0, "windrow", "harvested", "job", ns(10, 20), ns(12, 19)),
+        Segment(1, "alone", "plain", "", ns(20, 30), ns(21, 29)),
+    ]
+    (folder / arms.SEGMENTS).write_text("".join(json.dumps(asdict(s)) + "\n" for s in played))
+    log = EventLog(folder / "pods" / "harvested-0" / "engine.events.jsonl", source="harvested-0")
+    log.append(MarkEvent(round(10.5 * SECOND), "policy", "demo: windrow, harvest, 9000 us"))
+    log.append(step(13_000, 13_005))
+    log.append(tasklet(0, "opt", 11, 15, 400))
+    log.append(tasklet(1, "opt", 15, 19, 800))
+    log.flush()
+    log = EventLog(folder / "pods" / "plain-0" / "engine.events.jsonl", source="engine-30000")
+    log.append(step(2_000, 2_020))
+    log.flush()
+    return tmp_path
+
+
+ARMS = [Arm("alone", "alone", ""), Arm("windrow", "policy", "", "windrow")]
+
+
+def test_only_whole_rounds_count(out):
+    (session,) = ComparisonSession.all_of(out)
+    assert session.rounds_of(["alone", "windrow"]) == [0]
+    alone, windrow = session.figures(ARMS, objective_ms=10)
+    assert (alone.arm, alone.over, alone.tokens_per_second) == ("alone", 1.0, None)
+    assert (windrow.arm, windrow.over) == ("windrow", 0.0)
+    assert windrow.tokens_per_second == pytest.approx(100)
+
+
+def test_a_policy_that_was_not_in_force_in_its_window_is_found_out(out):
+    (session,) = ComparisonSession.all_of(out)
+    with pytest.raises(ValueError, match="policy harli was not in force"):
+        session.figures([ARMS[0], Arm("windrow", "policy", "", "harli")], objective_ms=10)
+
+
+def test_every_policy_that_a_harvest_policy_can_choose_is_an_arm():
+    from windrow.local.compare import CompareSettings, policies
+
+    names = [arm.name for arm in CompareSettings().chosen()]
+    assert set(policies()) <= set(names)
+    assert len(names) == len(set(names))

@@ -1,0 +1,118 @@
+"""Decisions that an engine keeps come back as they were, with how their steps went."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from typer.testing import CliRunner
+
+from windrow.cli import app
+from windrow.cli.explain import moment
+from windrow.decisions import CAPACITY, read_decisions
+from windrow.errors import UserError
+from windrow.rundir import RunDir
+from windrow_sidecar.engines.harvest.decision_log import Decisions
+from windrow_sidecar.qos.control import Decided
+from windrow_sidecar.qos.view import Action, Grant, Offer, View
+
+NOW = datetime(2025, 6, 1, 18, 2, 11, tzinfo=UTC)
+
+
+def decided(step: int, at_ns: int, **grant) -> Decided:
+    return Decided(
+        at_ns,
+        View(step=step, batch=6, context_tokens=7412, objective_us=20_000, slack_us=-5),
+        Offer(job_epoch=3, phase=3),
+        Grant(**grant),
+        0.08,
+        9_500.0,
+        "" if grant else "objective",
+        False,
+    )
+
+
+def test_a_decision_comes_back_with_its_outcome(tmp_path):
+    log = Decisions(RunDir(tmp_path))
+    log.decided(decided(1, 5_000_000_000))
+    log.ended([9000, 11_000], 20_000)
+    going = {"action": Action.GO, "finetune_units": 48, "decode_units": 132, "budget_us": 6000}
+    log.decided(decided(2, 5_100_000_000, **going, predicted_us=18_200))
+    log.drain()
+    log.ended([18_000, 21_000], 20_000)
+    log.drain()
+    paused, ran = read_decisions(RunDir(tmp_path).decision_log())
+    assert (paused.step, paused.batch, paused.slack_us, paused.phase) == (1, 6, -5, "backward")
+    assert (ran.steps, ran.steps_over, ran.mean_us, ran.longest_us) == (2, 1, 19_500, 21_000)
+    assert (ran.at - paused.at).total_seconds() == pytest.approx(0.1, abs=1e-5)
+    assert paused.sentence() == (
+        "batch 6, 7,412 context tokens; alone a step takes 9.5 ms, the objective is 20 ms with a "
+        "margin of 8%: the worker paused: objective; 2 steps took 10.0 ms on average, 11.0 at most"
+    )
+    assert "the worker got 48 units, decode 132, for 6.0 ms; 2 steps took 19.5" in ran.sentence()
+    assert "(predicted 18.2), 21.0 at most, 1 over the objective" in ran.sentence()
+
+
+def test_the_ring_keeps_the_newest_and_never_grows(tmp_path):
+    log = Decisions(RunDir(tmp_path))
+    path = RunDir(tmp_path).decision_log()
+    size = path.stat().st_size
+    for step in range(CAPACITY + 10):
+        log.decided(decided(step, step))
+    log.drain()
+    kept = read_decisions(path)
+    assert [kept[0].step, kept[-1].step] == [10, CAPACITY + 9]
+    assert path.stat().st_size == size
+
+
+def test_a_breach_keeps_what_led_there(tmp_path):
+    log = Decisions(RunDir(tmp_path))
+    log.decided(decided(1, 10**9))
+    log.ended([25_000, 26_000], 20_000)
+    log.breached("two steps over the objective")
+    log.drain()
+    reason, last = RunDir(tmp_path).breach_log().read_text().splitlines()
+    assert json.loads(reason) == {"breach": "two steps over the objective"}
+    assert json.loads(last)["steps_over"] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("now", NOW),
+        ("-30s", NOW - timedelta(seconds=30)),
+        ("-5m", NOW - timedelta(minutes=5)),
+        ("17:00:05", NOW.replace(hour=17, minute=0, second=5)),
+        ("17:00", NOW.replace(hour=17, minute=0, second=0)),
+        ("2025-06-01T18:02:11+02:00", NOW - timedelta(hours=2)),
+    ],
+)
+def test_a_moment_is_written_as_people_say_it(text, meant):
+    assert moment(text, NOW) == meant
+
+
+@pytest.mark.parametrize("text", ["yesterday", "25:00", "-5", ""])
+def test_what_is_no_moment_is_refused(text):
+    with pytest.raises(UserError, match="--around"):
+        moment(text, NOW)
+
+
+def test_the_command_prints_lines_and_json(tmp_path):
+
+    log = Decisions(RunDir(tmp_path))
+    log.decided(decided(1, time.monotonic_ns()))
+    log.drain()
+    said = CliRunner().invoke(app, ["explain", str(tmp_path), "--within", "60"]).output
+    assert "the worker paused: objective" in said
+    rows = CliRunner().invoke(app, ["explain", str(tmp_path), "--within", "60", "--json"]).output
+    assert json.loads(rows)[0]["batch"] == 6
+
+
+def test_a_file_of_another_release_is_refused(tmp_path):
+    RunDir(tmp_path).decision_log().write_bytes(b"x" * 4096)
+    with pytest.raises(UserError, match="no ring of decisions of this release"):
+        read_decisions(RunDir(tmp_path).decision_log())
+    with pytest.raises(UserError, match="cannot be read"):
+        read_decisions(tmp_path / "nothing")

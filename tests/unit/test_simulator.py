@@ -1,0 +1,404 @@
+"""A simulated GPU adds up, repeats itself, and is decided by what production decides with."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from windrow.errors import UserError
+from windrow.local.trace import TraceRequest
+from windrow_operator import planning
+from windrow_sidecar.engines.harvest.hook import HarvestHook
+from windrow_sidecar.qos import reserve
+from windrow_sidecar.qos.control import Controller
+from windrow_sidecar.qos.levels import host_levels
+from windrow_sidecar.qos.policies import POLICIES
+from windrow_sidecar.qos.terms import HarvestTerms
+from windrow_simulator import cluster
+from windrow_simulator.arena import ArenaGeometry
+from windrow_simulator.bounds import spatial_bound, temporal_bound
+from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest, DecodeSettings
+from windrow_simulator.figures import Histogram, SlotFigures, interval
+from windrow_simulator.hardware import gpu_named, model_named
+from windrow_simulator.replay import replay
+from windrow_simulator.run import Cell, best_of, simulate
+from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked
+from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
+from windrow_simulator.truth import Noise, Residuals
+from windrow_simulator.worker import SimulatedWorker, WorkerMemory
+
+MS = 1_000_000
+SMALL = SimulationSettings(gpus=2, seconds=10, warm_up=2, rate=6, processes=1)
+
+
+class Plain:
+    """Every step takes 2 ms and 1 ms more for each request, 1.5 times as long beside a worker.
+
+    The worker makes a token a millisecond and unit.
+    """
+
+    dedicated_rate = 2e-3
+
+    def step_us(self, batch, context_tokens, decode, finetune):
+        return (2000 + 1000 * batch) * (1.5 if finetune else 1.0)
+
+    def finetune_rate(self, finetune, *, beside_decode):
+        return 1e-3 * finetune
+
+
+PROFILE = {
+    "solo": [{"units": n, "c0Us": 2000.0, "b0Us": 1000.0, "k0NsPerToken": 0.0} for n in (1, 2)]
+}
+
+
+def gpu(*, chunks=100, memory=None, terms=None):
+    levels = host_levels(2)
+    worker = SimulatedWorker(
+        Plain(), (1, 2), memory or WorkerMemory(), layer_tokens=8, layers=4, draw=random.Random(1)
+    )
+    worker.assign(1)
+    figures = SlotFigures(10_000)
+    geometry = ArenaGeometry(chunks, 1 << 20, 16)
+    settings = DecodeSettings(max_batch=64, reserve_tokens=16)
+    made = DecodeGpu(
+        levels, PROFILE, Plain(), Noise(Residuals((1.0,)), 1), worker, geometry, figures, settings
+    )
+    made.set_terms(terms)
+    return made
+
+
+def request(number=0, at_s=0.0, prompt=20, output=4):
+    at_ns = SECOND_NS + int(at_s * 1e9)
+    return DecodeRequest(at_ns, at_ns, prompt, output, number)
+
+
+TERMS = HarvestTerms("p", "windrow", "harvest", objective_us=20_000, max_memory_percent=100)
+
+
+def test_two_gpus_worked_by_hand():
+    # GPU 0: a request of 4 tokens at 0 s and one of 2 tokens at 4 ms. Alone a step with one takes
+    # 3 ms, with two 4 ms: it steps at 0-3 (1), 3-6 (1), 6-10 (2), 10-14 (2: both end).
+    # GPU 1: nothing but one token at 5 ms, which takes one step of 3 ms.
+    first, second = gpu(), gpu()
+    first.submit(request(1, 0.0, output=4))
+    first.submit(request(2, 0.004, output=2))
+    second.submit(request(3, 0.005, output=1))
+    for each in (first, second):
+        each.run_until(SECOND_NS + 20 * MS)
+    assert first.figures.steps == 4
+    assert first.figures.busy_us == pytest.approx(14_000)
+    assert first.figures.idle_us == pytest.approx(6_000)
+    assert first.figures.generated_tokens == 6
+    # From the first token on: 3 tokens in 11 ms, and one in 4 ms.
+    assert first.figures.request_tpot.mean == pytest.approx((11_000 / 3 + 4_000) / 2)
+    assert first.figures.ttft.mean == pytest.approx((3_000 + 6_000) / 2)
+    assert (second.figures.steps, second.figures.busy_us) == (1, pytest.approx(3_000))
+    assert second.figures.idle_us == pytest.approx(17_000)
+
+
+def test_worker_on_an_idle_gpu_has_all_of_it():
+    idle = gpu(terms=TERMS)
+    idle.run_until(SECOND_NS + SECOND_NS)
+    # Two units, a token a millisecond each; it hears of the grant at once.
+    assert idle.figures.finetune_tokens == pytest.approx(2000, rel=1e-3)
+
+
+def test_worker_beside_decode_has_its_share_and_decode_is_longer_by_it():
+    busy = gpu(terms=TERMS)
+    busy.submit(request(1, 0.0, output=100))
+    busy.run_until(SECOND_NS + 100 * MS)
+    # Of the steps of the first grant on, each takes 4.5 ms, and the worker has one unit.
+    assert busy.figures.tpot.quantile(0.9) == pytest.approx(4500, rel=0.01)
+    assert busy.figures.finetune_tokens == pytest.approx(100, rel=0.1)
+
+
+@pytest.mark.parametrize("policy", [ALONE, *POLICIES])
+def test_everything_that_comes_goes_and_time_adds_up(policy):
+    settings = replace(SMALL, policy=policy)
+    ground = build(settings)
+    cell = Cell(ground, policy, 12.0, 0, 2)
+    came = list(dealt(ground.traffic.arrivals(2, 10.0, 5), cell.pool, 2))
+    for slot in cell.slots:
+        slot.submit(request(0, 0.0, prompt=700, output=40))
+    for number, at in enumerate(came, start=1):
+        slot = cell.slots[at.gpu]
+        slot.submit(request(number, at.ready_s, at.prompt_tokens, at.output_tokens))
+    for slot in cell.slots:
+        slot.run_until(61 * SECOND_NS)
+        assert (slot.in_flight, slot.context_tokens) == (0, 0)
+        assert slot.figures.seconds == pytest.approx((slot.now_ns - SECOND_NS) / 1e9)
+        free, kv, lent, reserved, draining = slot.arena.counts()
+        assert free + kv + lent + reserved + draining == ground.geometry.chunks
+        assert kv <= 1  # the one that is kept for the next page
+        assert slot.figures.finetune_tokens == pytest.approx(slot.worker.tokens)
+        # No worker makes more than the whole device would, and alone it makes nothing.
+        most = ground.dedicated_per_second * slot.figures.seconds
+        assert slot.figures.finetune_tokens <= most * (1 + 1e-9)
+        assert (slot.figures.finetune_tokens == 0) == (policy == ALONE)
+    generated = sum(slot.figures.generated_tokens for slot in cell.slots)
+    assert generated == sum(at.output_tokens for at in came) + 2 * 40
+
+
+def test_kv_that_outgrows_the_arena_sends_the_youngest_back_and_loses_no_token():
+    tight = gpu(chunks=8)  # room for 128 tokens
+    for number in range(3):
+        tight.submit(request(number, 0.0, prompt=20, output=60))
+    tight.run_until(SECOND_NS + 5 * SECOND_NS)
+    tight.check()
+    assert tight.figures.retractions > 0
+    assert tight.figures.requests == 3
+    assert tight.figures.generated_tokens == 180
+
+
+def test_lent_memory_comes_back_before_a_request_is_refused_for_long():
+    lending = gpu(chunks=40, memory=WorkerMemory(needed=1, wanted=40), terms=TERMS)
+    lending.run_until(SECOND_NS + 3 * SECOND_NS)
+    assert lending.arena.counts()[2] > 20
+    lending.submit(request(1, 3.0, prompt=500, output=10))
+    lending.run_until(SECOND_NS + 5 * SECOND_NS)
+    assert lending.figures.requests == 1
+    assert lending.figures.starved_us < 100_000
+
+
+def test_a_model_of_its_own_is_swapped_in_as_fast_as_the_host_gives_it():
+    # All 4 layers want 8 chunks, 2 are held: 3/4 of the layers come anew, each way, in 1 s a pass.
+    memory = WorkerMemory(2, 8, 8, layers=4, swapped_us=1e6, group_tokens=600)
+    worker = SimulatedWorker(
+        Plain(), (1, 2), memory, layer_tokens=8, layers=4, draw=random.Random(1)
+    )
+    worker.hold(2)
+    assert worker._swap_bound() * 1e6 == pytest.approx(600 / (2 * 0.75))
+    worker.hold(8)
+    assert math.isinf(worker._swap_bound())
+    worker.hold(1)
+    assert worker.starving
+
+
+def test_the_decisions_are_those_of_production():
+    slot = build(SMALL).slot(1, 12.0)
+    assert type(slot.hook) is HarvestHook
+    assert type(slot.hook.controller) is Controller
+    asked = []
+    demand = reserve.traffic_bytes
+
+    def seen(of):
+        asked.append(of)
+        return demand(of)
+
+    slot.set_terms(HarvestTerms("p", "windrow", "harvest", 12_000))
+    decide = Controller.decide
+    calls = []
+    try:
+        Controller.decide = lambda self, *a, **k: calls.append(1) or decide(self, *a, **k)
+        reserve.FORMULAS["traffic"] = seen
+        slot.submit(request(1, 0.0, prompt=500, output=50))
+        slot.run_until(3 * SECOND_NS)
+    finally:
+        Controller.decide = decide
+        reserve.FORMULAS["traffic"] = demand
+    assert calls
+    assert asked
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_one_others():
+    one, again = simulate(build(SMALL)), simulate(build(SMALL))
+    assert one == again
+    assert simulate(build(replace(SMALL, seed=8))) != one
+
+
+def test_twice_the_gpus_at_twice_the_traffic_do_the_same_each():
+    few, many = (
+        simulate(build(replace(SMALL, gpus=gpus, seconds=30, warm_up=5)))[1] for gpus in (4, 8)
+    )
+    # Same rate for each GPU; cells differ by their place in the trace only.
+    assert many.eta == pytest.approx(few.eta, rel=0.05)
+    assert many.tpot_p50_ms == pytest.approx(few.tpot_p50_ms, rel=0.05)
+    assert many.tokens == pytest.approx(2 * few.tokens, rel=0.05)
+    assert many.gpu_hours == pytest.approx(many.eta * 8 * 30 / 3600, rel=0.01)
+
+
+def test_a_cluster_of_any_size_is_told_from_its_sample():
+    sampled = simulate(build(replace(SMALL, gpus=1000, sample=4)))[1]
+    whole = simulate(build(replace(SMALL, gpus=4)))[1]
+    assert sampled.eta == whole.eta
+    assert sampled.tokens == pytest.approx(250 * whole.tokens)
+    assert whole.eta_error == 0
+    assert 0 < sampled.eta_error < 0.1
+
+
+def test_a_sample_mean_has_the_textbook_interval():
+    # s = 1, n = 4 of very many: t(3) / sqrt(4) = 3.18 / 2.
+    values = [-(1.5**0.5), 0, 0, 1.5**0.5]
+    assert interval(values, 10**9) == pytest.approx(1.59, rel=1e-3)
+    assert interval(values, 4) == 0
+
+
+def test_a_histogram_knows_quantiles_within_half_a_percent():
+    counted = Histogram()
+    for value in range(1, 1001):
+        counted.add(float(value))
+    assert counted.quantile(0.5) == pytest.approx(500, rel=0.005)
+    assert counted.quantile(0.99) == pytest.approx(990, rel=0.005)
+    assert counted.share_above(900.0) == pytest.approx(0.1, abs=0.006)
+
+
+def test_the_policy_that_is_advised_holds_the_objective():
+    rows = simulate(build(replace(SMALL, policy="windrow,static")))
+    best = best_of(rows, 99.0)
+    kept = [r for r in rows if r.policy == best[12.0]]
+    assert best == {12.0: "windrow"}
+    assert kept[0].over <= rows[0].over + 0.01
+
+
+def test_prefill_queues_and_kv_takes_its_time():
+    ground = build(SMALL)
+    pool = Cell(ground, ALONE, 12.0, 0, 1).pool
+    alone_s = ground.prefill.prefill_us(4000) / 1e6
+    sent_s = ground.prefill.transfer_us(4000) / 1e6
+    first, second = pool.ready_s(1.0, 4000), pool.ready_s(1.0, 4000)
+    assert first == pytest.approx(1 + alone_s + sent_s)
+    assert second == pytest.approx(1 + 2 * alone_s + sent_s)
+
+
+def test_a_day_keeps_its_mean_and_has_its_peak_in_the_afternoon():
+    times = [day_time(i / 100, 240.0) for i in range(24_000)]
+    assert times == sorted(times)
+    night = sum(1 for t in times if t < 60)
+    noon = sum(1 for t in times if 120 <= t < 180)
+    assert times[-1] == pytest.approx(240, rel=0.01)
+    assert noon > 2 * night
+
+
+def test_a_trace_begins_anew_elsewhere_in_each_cell_and_keeps_its_rate():
+    rows = [TraceRequest(i * 2.0, 100 + i, 10) for i in range(50)]
+    traffic = Traffic(rows, per_second=5.0)
+    first, second = (list(traffic.arrivals(2, 30.0, seed)) for seed in (1, 2))
+    assert len(first) == pytest.approx(300, abs=2)
+    assert [r.prompt_tokens for r in first] != [r.prompt_tokens for r in second]
+
+
+HEAD = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (["2023-11-16 18:00:00.0,5,5", "2023-11-16 17:00:00.0,5,5"], "Sort the file"),
+        (["2023-11-16 18:00:00.0,-5,5", "2023-11-16 18:00:01.0,5,5"], "below 0"),
+        (["2023-11-16 18:00:00.0,5,5", "2023-11-16 18:00:00.0,5,5"], "one time"),
+        (["2023-11-16 18:00:00.0,5,5"], "two rows"),
+        (
+            [f"2023-11-16 18:00:{i:02}.0,5,5" for i in range(60)] + ["2023-11-16 19:00:00.0,5,5"],
+            "hole of 3541 s",
+        ),
+    ],
+)
+def test_a_trace_that_is_not_sound_is_refused(tmp_path, rows, said):
+    path = tmp_path / "trace.csv"
+    path.write_text(HEAD + "\n".join(rows) + "\n")
+    with pytest.raises(UserError, match=said):
+        load_trace(str(path), None)
+
+
+def test_negative_seconds_of_a_trace_are_refused(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("Timestamp,Request tokens,Response tokens\n-1,5,5\n2,5,5\n")
+    with pytest.raises(UserError, match="not negative"):
+        load_trace(str(path), None)
+
+
+def test_a_trace_without_a_hole_passes():
+    check_trace([TraceRequest(i * 1.0, 5, 5) for i in range(50)], "here")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"policy": "best"}, "no policy 'best'"),
+        ({"percentile": 101.0}, "no percentage"),
+        ({"percentile": 20.0}, "no percentage"),
+        ({"objectives_ms": (0.0,)}, "objective is 0"),
+        ({"gpu": "H999"}, "Choose one of: A100-80G"),
+        ({"model": "gpt"}, "Choose one of: llama-3-8b"),
+        ({"gpus": 0}, "--gpus: 0 is not from 1"),
+        ({"rate": float("nan")}, "--rate"),
+        ({"partition": "mig"}, "no partition"),
+        ({"scope": "perToken"}, "perStep"),
+        ({"trace": "code"}, "--traces"),
+        ({"trace": "nowhere.csv"}, "no file nowhere.csv"),
+        ({"model": "llama-3-70b"}, "leaves no room"),
+    ],
+)
+def test_settings_that_cannot_run_are_refused_with_what_to_write(changes, said):
+    with pytest.raises(UserError, match=said):
+        build(replace(SMALL, **changes))
+
+
+def test_a_profile_of_another_device_is_refused(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(
+        '{"key": "k", "device": "host:2-cores", "engine": "builtin", "takenAt": '
+        '"2025-01-01T00:00:00Z", "solo": [{"units": 2, "c0Us": 1, "b0Us": 1, "k0NsPerToken": 1}]}'
+    )
+    with pytest.raises(UserError, match="of host:2-cores, not of A100-80G"):
+        build(replace(SMALL, profile=str(path), gpu="A100-80G"))
+    with pytest.raises(UserError, match="no co-run samples"):
+        build(replace(SMALL, profile=str(path), gpu=""))
+
+
+def test_sound_settings_are_returned_as_they_are():
+    assert checked(SMALL) is SMALL
+
+
+def test_jobs_go_where_the_operator_would_place_them_and_each_token_is_of_one_job(monkeypatch):
+    placed = []
+
+    def place(job, slots):
+        choice = planning.place(job, slots)
+        placed.append((job.name, choice))
+        return choice
+
+    monkeypatch.setattr(cluster, "place", place)
+    settings = replace(SMALL, gpus=2, jobs=6, job_tokens=20_000, urgent=0.5, seconds=30)
+    figures = simulate(build(settings))[1]
+    assert figures.jobs.submitted == 6
+    assert figures.jobs.ended + figures.jobs.running + figures.jobs.waiting == 6
+    assert sum(isinstance(choice, planning.Placement) for _, choice in placed) >= 2
+    # A job that ends within a turn leaves what the worker made after it to nobody.
+    assert 0 < figures.jobs.tokens <= 6 * 20_000
+    assert figures.jobs.ended > 0
+
+
+def test_more_jobs_than_slots_wait_and_the_urgent_ones_wait_less():
+    settings = replace(SMALL, jobs=12, job_tokens=30_000, urgent=0.4, seconds=40)
+    jobs = simulate(build(settings))[1].jobs
+    assert jobs.wait_s > jobs.urgent_wait_s
+
+
+def test_gpus_that_are_like_simulated_ones_take_jobs_too():
+    settings = replace(SMALL, gpus=10, sample=2, jobs=10, job_tokens=1e9, seconds=20)
+    jobs = simulate(build(settings))[1].jobs
+    assert (jobs.running, jobs.waiting) == (10, 0)
+
+
+# Of an H200 with Llama-3-8B at 1,024 tokens a request: temporal and spatial bound.
+@pytest.mark.parametrize(
+    ("batch", "objective_ms", "temporal", "spatial"),
+    [(8, 8, 0.34, 0.64), (16, 10, 0.44, 0.70), (32, 15, 0.59, 0.76), (64, 40, 0.81, 0.88)],
+)
+def test_the_roofline_bounds_are_those_worked_out_on_paper(batch, objective_ms, temporal, spatial):
+    gpu_figures, model = gpu_named("h200"), model_named("llama-3-8b")
+    assert temporal_bound(gpu_figures, model, batch, objective_ms) == pytest.approx(
+        temporal, abs=0.005
+    )
+    assert spatial_bound(gpu_figures, model, batch, objective_ms) == pytest.approx(
+        spatial, abs=0.005
+    )
+
+
+def test_a_folder_that_holds_no_run_cannot_be_compared(tmp_path):
+    with pytest.raises(UserError, match="--run"):
+        replay(tmp_path)

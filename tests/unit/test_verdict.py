@@ -1,0 +1,124 @@
+"""Who has won a comparison follows from the intervals alone, and a share above 1 is refused."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from windrow.local import frontier, verdict
+from windrow.local.arms import AGAIN, ALONE, DEDICATED, NAIVE, TUNED, SegmentFigures, arms_of
+
+ARMS = [
+    arm
+    for arm in arms_of(["windrow", "static"])
+    if arm.name in (ALONE, NAIVE, TUNED, "windrow", "static", AGAIN, DEDICATED)
+]
+PLAN = {
+    "asked": {"trace": None, "like": "azure-conv-2023-like", "window_s": 8.0, "lead_s": 2.5},
+    "objective": {"milliseconds": 10.0, "rule": "2 x the median solo step"},
+    "rate": 0.6,
+    "requests": 20,
+    "kv_tokens": {"alone": 60_000, "loop": 36_000, "policy": 55_000},
+    "environment": {"cpu": "a cpu", "cores": 2},
+}
+# Share of the steps over the objective, and tokens a second, in the median round.
+MIDDLE = {
+    ALONE: (0.001, None),
+    AGAIN: (0.003, None),
+    NAIVE: (0.30, 2000.0),
+    TUNED: (0.003, 1500.0),
+    "windrow": (0.002, 1800.0),
+    "static": (0.002, 900.0),
+    DEDICATED: (None, 2500.0),
+}
+
+
+class Rounds:
+    """Stands for a session: every arm's middle, moved a little from round to round."""
+
+    def __init__(self, rounds=6, middle=MIDDLE):
+        self._rounds, self._middle = rounds, middle
+
+    def figures(self, arms, objective_ms):
+        assert objective_ms == 10.0
+        return [
+            SegmentFigures(
+                round=n,
+                arm=arm.name,
+                steps=1000,
+                over=None if over is None else over + n * 1e-5,
+                tpot_p50_ms=None if over is None else 5.0,
+                tpot_p99_ms=None if over is None else 9.0,
+                ttft_p50_ms=None if over is None else 20.0,
+                ttft_p99_ms=None if over is None else 40.0,
+                requests=None if over is None else 20,
+                waited_for_kv=None if over is None else 0,
+                tokens_per_second=None if rate is None else rate + 10 * n,
+            )
+            for n in range(self._rounds)
+            for arm in arms
+            if (found := self._middle[arm.name])
+            for over, rate in [found]
+        ]
+
+    def steps_of(self, _round, _arm):
+        return None
+
+
+def result(rounds=6, **changed):
+    middle = {**MIDDLE, **changed}
+    return verdict.result_of(PLAN, [Rounds(rounds, middle)], ARMS, rounds)
+
+
+def row(found, arm):
+    return next(row for row in found["arms"] if row["arm"] == arm)
+
+
+def test_the_fastest_of_those_that_hold_the_objective_wins():
+    found = result()
+    assert found["winner"] == "windrow"
+    assert set(found["holding"]) == {TUNED, "windrow", "static"}
+    # Alone is what both of its turns say: 0.002; naive is 29.8 points above it.
+    assert row(found, NAIVE)["over_more"]["median"] == pytest.approx(0.298)
+    assert row(found, "windrow")["eta"]["median"] == pytest.approx(1825 / 2525)
+    assert found["against_best"][TUNED]["low"] == pytest.approx(300 / 2525)
+    assert "windrow trains fastest" in verdict.sentence(found)
+
+
+def test_nobody_wins_where_the_fastest_is_not_ahead_in_every_round_or_rounds_are_few():
+    # Ahead in the median only: 1,800 against 1,800.
+    found = result(**{TUNED: (0.002, 1800.0)})
+    assert found["winner"] is None
+    assert "no winner" in verdict.sentence(found)
+    few = result(rounds=5)
+    assert few["winner"] is None
+    assert "no 95% interval" in verdict.sentence(few)
+
+
+def test_an_arm_that_breaks_the_objective_cannot_win_however_fast():
+    found = result(windrow=(0.006, 2400.0))
+    assert "windrow" not in found["holding"]
+    assert found["winner"] == TUNED
+    nobody = result(windrow=(0.5, 1.0), static=(0.5, 1.0), **{TUNED: (0.5, 1.0)})
+    assert nobody["winner"] is None
+    assert "No arm" in verdict.sentence(nobody)
+
+
+def test_more_than_the_dedicated_rate_is_an_error_of_the_benchmark():
+    verdict.check(result())
+    with pytest.raises(verdict.Impossible, match=r"naive trained at 1\.1"):
+        verdict.check(result(**{NAIVE: (0.3, 2900.0)}))
+
+
+def test_table_and_page_show_every_arm_with_its_intervals(tmp_path):
+    found = result()
+    console = Console(file=StringIO(), width=220, color_system=None)
+    console.print(verdict.table(found))
+    shown = console.file.getvalue()
+    page = frontier.write_page(tmp_path, found, [Rounds()]).read_text()
+    assert "<script src=" not in page
+    for wanted in ("windrow", "+29.80 [+29.80, +29.80]", "1,825 [1,800, 1,850]", "36,000"):
+        assert wanted in shown, shown
+        assert wanted in page
+    names = {trace.name for trace in frontier.frontier(found).data}
+    assert names == {NAIVE, TUNED, "windrow", "static"}
