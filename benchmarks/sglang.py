@@ -1,12 +1,12 @@
 """What the plugin costs SGLang's decode scheduler, stock and plugin side by side, on cores.
 
 One process holds SGLang's real scheduler (`make sglang`) with a small model on one thread, and
-both arms: blocks of iterations with SGLang's own functions, allocator, KV buffers and weights
-alternate with blocks of the plugin's, every 0.1 s. So both see the same machine and the same
-requests. A step's cost is CPU time of the scheduler's thread, so that other work on the machine
-counts only through caches and clocks. In "idle" there is a run directory and no sidecar; in
-"lending" chunks are lent and taken back at random every third iteration. `--soak 10000` and
-`--demo 60` run those parts instead.
+all arms: blocks of iterations with SGLang's own functions, allocator, KV buffers and weights
+alternate with blocks of the plugin's, and of each of its parts alone, every 0.1 s. So all see the
+same machine and the same requests. A step's cost is CPU time of the scheduler's thread, so that
+other work on the machine counts only through caches and clocks. In "idle" there is a run directory
+and no sidecar; in "lending" chunks are lent and taken back at random every third iteration.
+`--soak 10000` and `--demo 60` run those parts instead.
 
 Example: python -m benchmarks.sglang --json /tmp/sglang.json
 """
@@ -36,6 +36,13 @@ DECODE = {
 BATCH, TOKENS = 6, 400
 WARM_UP_STEPS = 60
 BLOCK, SETTLE = 30, 3  # iterations of one arm in a row, and those of them that are not counted
+STEPS_S = 400  # of the machine's time at most; fewer blocks then
+ARMS = {
+    "plugin": "the idle plugin, median of blocks",
+    "hooks": "its hooks and allocator alone",
+    "kv": "KV in the arena alone",
+    "weights": "weights in shared memory alone",
+}
 TEXT = b"The for statement is used to iterate over the elements of a sequence such as a string."
 
 
@@ -55,7 +62,7 @@ def main() -> int:
         write("sglang-demo", _demos(options.demo), env, options.json)
     else:
         quick = options.quick
-        results = _step_cost(20 if quick else 400)
+        results = _step_cost(5 if quick else 100)
         write("sglang, steps", results, env, options.json)
         results += _start_cost(1 if quick else 4)
         write("sglang, steps and start", results, env, options.json)
@@ -64,86 +71,66 @@ def main() -> int:
     return 0
 
 
-def _step_cost(triples: int) -> list[Result]:
-    """Blocks of stock and plugin in turn, in one process: see `Alternation`."""
+def _step_cost(rounds: int) -> list[Result]:
+    """Blocks of stock and of what the plugin changes in turn, in one process: see `Alternation`."""
     wave = TOKENS + 20  # iterations until all requests of a wave have ended
-    waves = 1 + (3 * BLOCK * triples + WARM_UP_STEPS) // (TOKENS - BLOCK)
+    waves = 1 + (2 * len(ARMS) * BLOCK * rounds + WARM_UP_STEPS) // (TOKENS - 2 * BLOCK)
     requests = [
         {"n": BATCH * w + n, "at": 3 + wave * w, "tokens": TOKENS, "prompt": [*TEXT[: 20 + 9 * n]]}
         for w in range(waves)
         for n in range(BATCH)
     ]
     script = {"server": DECODE, "requests": requests, "timed": True, "alternate": BLOCK}
-    done = _run({**script, "at_most_s": 500}, plugin=True)
+    done = _run({**script, "at_most_s": STEPS_S}, plugin=True)
     if done["off"]:
         raise RuntimeError(f"the plugin was off: {done['off']}")
-    stock, ours, extra = compare(blocks(done["iterations_us"][WARM_UP_STEPS:]))
-    low, high = interval(extra)
+    found = blocks(done["iterations_us"][WARM_UP_STEPS:])
+    stock = [us for arm, us in filter(None, found) if arm == "stock"]
     base = round(statistics.median(stock), 1)
-    return [
-        Result("step CPU time, stock", base, "us", "lower", spread=middle(stock)[1]),
-        Result(
-            "step CPU time, plugin idle",
-            round(statistics.median(ours), 1),
-            "us",
-            "lower",
-            spread=middle(ours)[1],
-            baseline=Baseline("stock", base),
-        ),
-        Result(
-            "extra of the idle plugin, median of triples of blocks",
-            round(statistics.median(extra), 2),
-            "%",
-            "lower",
-            goal=1.0,
-        ),
-        Result("  95% interval, low end", round(low, 2), "%", "lower"),
-        Result("  95% interval, high end", round(high, 2), "%", "lower"),
-        Result("  triples of blocks", len(extra), "", "higher"),
-    ]
+    results = [Result("step CPU time, stock", base, "us", "lower", spread=middle(stock)[1])]
+    for arm, what in ARMS.items():
+        extra = compare(found, arm)
+        low, high = interval(extra)
+        goal = 1.0 if arm == "plugin" else None
+        results += [
+            Result(f"extra of {what}", round(statistics.median(extra), 2), "%", "lower", goal),
+            Result(f"  95% interval, low end ({arm})", round(low, 2), "%", "lower"),
+            Result(f"  95% interval, high end ({arm})", round(high, 2), "%", "lower"),
+            Result(f"  blocks ({arm})", len(extra), "", "higher"),
+        ]
+    return results
 
 
-Block = tuple[bool, float]
+Block = tuple[str, float]
 
 
-def blocks(iterations: list[list[float]]) -> list[Block | None]:
+def blocks(iterations: list[list[Any]]) -> list[Block | None]:
     """Each block's arm and median time; None: its batch was not whole all the time.
 
     The first iterations of a block find caches that the other arm has left, and are dropped.
     """
     found: list[Block | None] = []
-    current: list[list[float]] = []
-    end: list[float] = [0, 0, -1]
-    for row in [*iterations, end]:
+    current: list[list[Any]] = []
+    for row in [*iterations, [0, 0, "end"]]:
         if current and row[2] != current[0][2]:
             whole = len(current) == BLOCK and all(batch == BATCH for batch, _, _ in current)
             times = [us for _, us, _ in current[SETTLE:]]
-            found.append((bool(current[0][2]), statistics.median(times)) if whole else None)
+            found.append((current[0][2], statistics.median(times)) if whole else None)
             current = []
         current.append(row)
     return found
 
 
-def compare(found: list[Block | None]) -> tuple[list[float], list[float], list[float]]:
-    """Times of stock, times of the plugin, and what it takes more in percent, by triples.
+def compare(found: list[Block | None], arm: str) -> list[float]:
+    """What each block of an arm takes more than the mean of stock's before and after, in percent.
 
-    Three blocks in a row, stock in the middle or the plugin: the middle against the mean of its
-    neighbours, so that what grows with the context from block to block cancels.
+    Between two blocks of stock, so that what grows with the context from block to block cancels.
     """
-    arms: dict[bool, list[float]] = {False: [], True: []}
-    extra, i = [], 0
-    while i + 2 < len(found):
-        triple = [block for block in found[i : i + 3] if block is not None]
-        if len(triple) < 3:
-            i += 1
-            continue
-        (on, before), (_, middle_us), (_, after) = triple
-        for arm, us in triple:
-            arms[arm].append(us)
-        ratio = middle_us / ((before + after) / 2)
-        extra.append(100 * ((1 / ratio if on else ratio) - 1))
-        i += 3
-    return arms[False], arms[True], extra
+    extra = []
+    for before, block, after in zip(found, found[1:], found[2:], strict=False):
+        if before and block and after and block[0] == arm:
+            extra.append(100 * (block[1] / ((before[1] + after[1]) / 2) - 1))
+    return extra
 
 
 def interval(extra: list[float]) -> tuple[float, float]:

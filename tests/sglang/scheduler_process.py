@@ -60,16 +60,20 @@ def stock_functions() -> dict:
 
 
 class Alternation:
-    """Stock SGLang and the plugin in turn in one process, for blocks of so many iterations.
+    """Stock SGLang and what the plugin puts in its place, in turn in one process.
 
-    In stock's blocks the hooked functions are SGLang's own, the allocator is of its class, KV and
-    weights lie in memory as SGLang allocates it. Nothing may be lent.
+    Blocks of stock alternate with blocks of one of `ARMS`: SGLang's functions hooked and its
+    allocator ours ("hooks"), KV in the arena ("kv"), weights in shared memory ("weights"), or all
+    of it ("plugin"). In stock's blocks functions, allocator and memory are as SGLang has them.
+    Nothing may be lent.
     """
+
+    ARMS = ("plugin", "hooks", "kv", "weights")
 
     def __init__(self, scheduler, stock: dict, block: int) -> None:
         import torch
 
-        self.block, self.on, self.left = block, True, block
+        self.block, self.left, self.turns, self.arm = block, block, 0, "plugin"
         self.allocator = scheduler.token_to_kv_pool_allocator
         self.pool = self.allocator.get_kvcache()
         functions = [(path, own, resolve_name(path)) for path, own in stock.items()]
@@ -85,9 +89,14 @@ class Alternation:
         # As MHATokenToKVPool has it: K and V of a layer beside each other.
         fused = [torch.zeros(2, *shape, dtype=ours[0][0].dtype) for _ in range(layers)]
         self.buffers = {True: ours, False: ([f[0] for f in fused], [f[1] for f in fused])}
+        self.in_arena = True
+        own: dict[int, torch.Tensor] = {}  # tied parameters stay tied
         parameters = [*plugin().weights.model.parameters()]
+        for parameter in parameters:
+            own.setdefault(parameter.data_ptr(), parameter.data.clone())
         self.weights = {
-            on: [(p, p.data if on else p.data.clone()) for p in parameters] for on in (False, True)
+            on: [(p, p.data if on else own[p.data_ptr()]) for p in parameters]
+            for on in (False, True)
         }
 
     def turn(self) -> None:
@@ -95,15 +104,20 @@ class Alternation:
         self.left -= 1
         if self.left:
             return
-        self.left, self.on = self.block, not self.on
-        for owner, name, function in self.functions[self.on]:
+        self.left, self.turns = self.block, self.turns + 1
+        arms = self.ARMS
+        self.arm = "stock" if self.turns % 2 else arms[self.turns // 2 % len(arms)]
+        hooks, kv, weights = (self.arm in ("plugin", part) for part in arms[1:])
+        for owner, name, function in self.functions[hooks]:
             setattr(owner, name, function)
-        self.allocator.__class__ = self.classes[self.on]
-        for mine, other in zip(self.buffers[self.on], self.buffers[not self.on], strict=True):
-            for buffer, old in zip(mine, other, strict=True):
-                buffer.copy_(old)
-        self.pool.k_buffer, self.pool.v_buffer = (list(b) for b in self.buffers[self.on])
-        for parameter, data in self.weights[self.on]:
+        self.allocator.__class__ = self.classes[hooks]
+        if kv != self.in_arena:
+            self.in_arena = kv
+            for mine, other in zip(self.buffers[kv], self.buffers[not kv], strict=True):
+                for buffer, old in zip(mine, other, strict=True):
+                    buffer.copy_(old)
+            self.pool.k_buffer, self.pool.v_buffer = (list(b) for b in self.buffers[kv])
+        for parameter, data in self.weights[weights]:
             parameter.data = data
 
 
@@ -186,7 +200,7 @@ class Script:
         self.used: list[int] = []
         self.most_lent = self.lendings = self.idle_lent = 0
         self.last_ns = time.thread_time_ns()
-        # Batch, CPU time of the iteration before, whether the plugin was on.
+        # Batch, CPU time of the iteration before, and which arm it was.
         self.iterations_us: list[list[int]] = []
         self.chaos = None
         if script.get("chaos"):
@@ -232,8 +246,8 @@ class Script:
         self.most_lent = max(self.most_lent, lent)
         now_ns = time.thread_time_ns()  # of this thread: other work on the machine does not count
         batch = scheduler.running_batch.batch_size()
-        on = self.alternation is None or self.alternation.on
-        self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000, on])
+        arm = "" if self.alternation is None else self.alternation.arm
+        self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000, arm])
         if self.alternation is not None:
             self.alternation.turn()
         self._maybe_end()
