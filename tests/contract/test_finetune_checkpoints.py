@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_no_half_of_the_new_one(fol
         writer.settle(wait=True)  # the job goes on
     assert failed == [(2, errno.EFBIG)]
     assert folder.newest().position == Position(1)
-    assert [path.name for path in folder.checkpoints.iterdir()] == [folder.newest().path.name]
+    assert [str(path) for path in folder.checkpoints.iterdir()] == [folder.newest().path]
     with small_files(), pytest.raises(OSError, match=r"tensors\.safetensors"):
         writer.finish(Position(2), TensorSnapshot({"x": torch.ones(8192)}))
 
@@ -192,7 +193,7 @@ def test_a_checkpoint_that_was_just_written_stays_whatever_broken_ones_sort_abov
     for step in (2, 3, 5, 6):
         newest = folder.save(Position(step), {"x": torch.ones(2)}, keep=4)
         if step > 3:
-            (newest / "tensors.safetensors").write_bytes(b"")
+            Path(newest, "tensors.safetensors").write_bytes(b"")
     assert folder.newest().position == Position(3)
     written = folder.save(Position(4), {"x": torch.ones(2)}, keep=keep)
     assert folder.newest().path == written
@@ -217,7 +218,7 @@ def test_what_killed_workers_left_half_written_goes_with_the_next_claim(folder):
         (draft / "half").write_bytes(b"0")
     JobFolder(folder.destination, UID, 2).claim()
     assert not any(draft.exists() for draft in drafts)
-    assert kept.exists()
+    assert Path(kept).exists()
 
 
 _KILLED = """
