@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from windrow_sidecar.finetune.data.readers import Readers, RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
+from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.training.health import StallWatch
@@ -107,7 +109,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
     def reading() -> list[psutil.Process]:
         return psutil.Process(readers.pid).children()
 
-    def job(name: str) -> Path:
+    def job(name: str) -> Callable[[], JobSpec]:
         spec = {
             "model": {"name": MODEL},
             "dataset": {"source": str(fifo)},
@@ -116,7 +118,7 @@ def scenes(folder: Path, readers: Readers) -> dict[str, Callable[[], object]]:
             "output": {"destination": str(folder / name)},
         }
         (folder / f"{name}.json").write_text(json.dumps({"uid": name, "spec": spec}))
-        return folder / f"{name}.json"
+        return lambda: replace(read_job(folder / f"{name}.json"), epoch=1)
 
     def same() -> object:
         order = wanted(ROWS, evalFraction=0.1)

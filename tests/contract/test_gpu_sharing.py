@@ -23,6 +23,7 @@ from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
+from windrow_sidecar.agent.worker_log import WorkerLogFollower
 from windrow_sidecar.agent.worker_process import WorkerProcess, worker_environment
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
@@ -261,7 +262,7 @@ async def test_the_gpu_work_of_a_client_is_ended_before_it_is_killed(pod, tmp_pa
     sleeper = await asyncio.create_subprocess_exec("sleep", "60", process_group=0)
     pod.put_clients(41, sleeper.pid)
     (log := tmp_path / "worker.log").touch()
-    supervisor._process = WorkerProcess(sleeper, log)
+    supervisor._process = WorkerProcess(sleeper, log, WorkerLogFollower(log, "default/tone"))
     clients = pod.run_dir.mps_folder / "pipe" / "clients"
     kill = supervisor._process.kill
     supervisor._process.kill = lambda: (order.append(clients.read_text()), kill())

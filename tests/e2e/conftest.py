@@ -34,7 +34,7 @@ def farm(
         objective_ms = bearable_ms(pods, events)
         client.apply_policy(manifests.harvest_policy("farm", objective_ms, "windrow"))
         serving.await_slots(client, pods, timedelta(seconds=60))
-        yield Farm(cluster, client, pods, events, out)
+        yield Farm(cluster, client, pods, events, out, objective_ms)
         directory = cluster.directory
     assert left_over(directory) == []
     assert not directory.exists()

@@ -105,6 +105,7 @@ class Farm:
     pods: serving.Pods
     events: Path
     out: Path
+    objective_ms: float
 
     def submit(self, name: str, steps: int) -> JobView:
         job = manifests.finetune_job(

@@ -126,8 +126,13 @@ def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed
     start(sidecar, assigned)
     cluster.await_state("Running")
     cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
-    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
-    assert cluster.status()["state"] == "Pending"
+
+    def lost():
+        events = cluster.core.list_namespaced_event(cluster.namespace).items
+        return [e for e in events if e.reason == "SlotLost" and e.involved_object.name == "tone"]
+
+    wait_until(lost, "the slot is lost")
+    cluster.await_state("Pending")
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_each_test_belongs_to_one_pass_but_for_those_with_a_command_of_their_own
     tool, marks, passes
 ):
     first = [this.arguments[1] for this in tool.PASSES["test"] if this.arguments[1] != "equality"]
-    has = {mark: mark in marks for mark in ("alone", "quantized", "sglang")}
+    has = {mark: mark in marks for mark in ("alone", "quantized", "sglang", "long")}
     assert [eval(expression, {}, has) for expression in first].count(True) == passes
 
 

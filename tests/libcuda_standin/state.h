@@ -76,10 +76,10 @@ struct State {
   std::size_t granularity = 2 << 20;
   std::size_t memory = std::size_t{8} << 30;
   unsigned sms = 132;
-  int capability = 9;   // major
-  bool rdma = true;     // whether memory may be asked to be fit for RDMA
-  bool narrows = true;  // whether access that a mapping has may be taken away
-  bool reads = true;    // whether a mapping may be for reading only
+  int capability = 9;    // major
+  bool rdma = true;      // whether memory may be asked to be fit for RDMA
+  bool narrows = true;   // whether access that a mapping has may be taken away
+  bool reads = true;     // whether a mapping may be for reading only
   bool is_gone = false;  // its own exit handler has run, as libcuda's does
 
   std::map<cuda::MemoryHandle, Physical> handles;
