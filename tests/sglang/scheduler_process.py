@@ -479,6 +479,7 @@ def main() -> None:
         "iterations_us": played.iterations_us if script.get("timed") else None,
         "hooks": hooks(),
         "available": scheduler.token_to_kv_pool_allocator.available_size(),
+        "lent": getattr(scheduler.token_to_kv_pool_allocator, "lent_tokens", 0),
         "total": scheduler.max_total_num_tokens,
         "started_cpu_s": started_s,
         "health": [played.outputs.health, played.health_asked],
