@@ -191,6 +191,7 @@ def up(
         held,
         assets.find(assets.MODEL, option="--model", given=model),
         sglang=sglang,
+        asks=True,
     )
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
     client = WindrowClient(Path(info.kubeconfig))

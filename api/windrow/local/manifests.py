@@ -38,6 +38,7 @@ class DecodePod:
         environment: for the decode container.
         arena_bytes: memory for KV and for what is lent; 0: the engine's default.
         sglang: the environment whose SGLang decodes; None: the built-in engine does.
+        asks: to be prepared for a sidecar by its label, before a policy selects it.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DecodePod:
     environment: tuple[tuple[str, str], ...] = ()
     arena_bytes: int = 0
     sglang: Path | None = None
+    asks: bool = False
 
 
 def decode_pod(decode: DecodePod) -> Json:
@@ -59,6 +61,8 @@ def decode_pod(decode: DecodePod) -> Json:
     labels = {"app": APP, "rbg.workloads.x-k8s.io/role-name": "decode"}
     if not decode.inject:
         labels[LABEL_INJECT] = "disabled"
+    elif decode.asks:
+        labels[LABEL_INJECT] = "enabled"
     variables = [*decode.environment]
     if decode.sglang is not None:
         variables += sglang.variables(decode.sglang).items()

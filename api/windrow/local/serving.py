@@ -63,10 +63,12 @@ def plan_pods(
     environment: Sequence[tuple[str, str]] = (),
     arena_bytes: int = 0,
     sglang: Path | None = None,
+    asks: bool = False,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports.
 
-    `sglang`: the environment whose SGLang decodes; None: the built-in engine.
+    `sglang`: the environment whose SGLang decodes; None: the built-in engine. `asks`: there is no
+    policy yet, so the pods ask by their label to be prepared for a sidecar.
     """
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
@@ -81,6 +83,7 @@ def plan_pods(
                 tuple(environment),
                 arena_bytes,
                 sglang,
+                asks,
             )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
         )
