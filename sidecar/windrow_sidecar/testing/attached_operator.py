@@ -22,7 +22,7 @@ from windrow.rundir import LEADER_METADATA
 T = TypeVar("T")
 
 
-async def until(condition: Callable[[], T], within_s: float = 20.0) -> T:
+async def until(condition: Callable[[], T], within_s: float = 60.0) -> T:
     """Wait for a condition to become true; returns its value. AssertionError after the deadline."""
     deadline = time.monotonic() + within_s
     while not (value := condition()):
