@@ -95,7 +95,8 @@ def test_what_a_trainer_holds_is_missing_from_decodes_arena(out):
     result = json.loads((out / compare.RESULT).read_text())
     tokens = {row["arm"]: row["kv_tokens"] for row in result["arms"]}
     kv_bytes = 2 * 6 * 4 * 32 * 4  # K and V, layers, heads, head, float32: the demo's model
-    assert (tokens[ALONE] - tokens[TUNED]) * kv_bytes == LOOP_BYTES
+    lost = (tokens[ALONE] - tokens[TUNED]) * kv_bytes
+    assert lost == pytest.approx(LOOP_BYTES, abs=kv_bytes)  # whole tokens
     assert (tokens[ALONE] - tokens["windrow"]) * kv_bytes == pytest.approx(
         WORKER_BYTES,
         abs=2 * MIB,  # whole MiB
