@@ -110,13 +110,19 @@ def test_a_sidecar_is_told_its_policy_and_shows_as_a_slot(cluster):
     )
 
 
+def lost(cluster):
+    """Return the events that say that the job has lost its slot; its condition soon says more."""
+    events = cluster.core.list_namespaced_event(cluster.namespace).items
+    return [e for e in events if e.reason == "SlotLost" and e.involved_object.name == "tone"]
+
+
 def test_a_sidecar_that_falls_silent_loses_its_job_though_its_stream_stays(placed):
     cluster, sidecar, assigned = placed
     start(sidecar, assigned)
     cluster.await_state("Running")
     began = time.monotonic()
     sidecar.fall_silent()
-    wait_until(lambda: cluster.condition("Placed").get("reason") == "SlotLost", "the slot is lost")
+    wait_until(lambda: lost(cluster), "the slot is lost")
     assert time.monotonic() - began < 30
     assert sidecar.error is None or sidecar.error.code() is not grpc.StatusCode.OK
 
@@ -126,12 +132,7 @@ def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed
     start(sidecar, assigned)
     cluster.await_state("Running")
     cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
-
-    def lost():
-        events = cluster.core.list_namespaced_event(cluster.namespace).items
-        return [e for e in events if e.reason == "SlotLost" and e.involved_object.name == "tone"]
-
-    wait_until(lost, "the slot is lost")
+    wait_until(lambda: lost(cluster), "the slot is lost")
     cluster.await_state("Pending")
 
 
