@@ -14,6 +14,7 @@ from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManage
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
+from windrow_sidecar.qos.compiled import CompiledController
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
@@ -59,14 +60,21 @@ class HarvestHook:
         self._predictor_type = NoPredictor if "predictor" in without else Predictor
         predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
         geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
-        self.controller = Controller(
-            levels,
-            predictor,
-            NoGuard() if "guard" in without else None,
-            pause_epoch=pause_epoch,
-            handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
-            engine=EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes),
-        )
+        engine = EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes)
+        self.controller: Controller
+        if without & {"guard", "predictor", "handover"}:
+            self.controller = Controller(
+                levels,
+                predictor,
+                NoGuard() if "guard" in without else None,
+                pause_epoch=pause_epoch,
+                handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
+                engine=engine,
+            )
+        else:
+            self.controller = CompiledController(
+                levels, predictor, pause_epoch=pause_epoch, engine=engine
+            )
         self._lending = LendingManager(arena, self._settings, log)
         self._stats = StepStats()
         self._rate = HarvestRate(profile, solo, levels.units)

@@ -45,6 +45,7 @@ class LlmStation:
     """Eq. 1 before every step."""
 
     name: ClassVar[str] = "llmstation"
+    option: ClassVar[str] = ""
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Plan N_p for each split and take the best; decode alone where no tasklet fits."""
