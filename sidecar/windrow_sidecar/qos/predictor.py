@@ -2,13 +2,14 @@
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
 costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
-In front of both stands what steps of the same kind took (`records.py`).
+In front of both stands what steps of the same kind took (`records.py`). The papers' own forms stay
+as options: `harli` keeps the factors that were profiled, `llmstation` moves the records only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
@@ -16,6 +17,8 @@ from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.records import RecordCache
 from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel, profiled_range, solo_models
 
+# What steps teach: both stages' factors and the records; nothing (Harli); the records (LLMStation).
+PredictorForm = Literal["windrow", "harli", "llmstation"]
 # Beyond the profile the margin is wider by this: what a line that fits within 8% may be off by when
 # it is followed to twice as far, with both coefficients wrong in the same direction.
 BEYOND_MARGIN = 0.08
@@ -50,6 +53,7 @@ class Predictor:
         co_run: CoRunFactors | None = None,
         *,
         profiled: tuple[int, int] | None = None,
+        form: PredictorForm = "windrow",
     ) -> None:
         missing = [s.decode_units for s in levels.splits if s.decode_units not in solo]
         if missing:
@@ -62,6 +66,7 @@ class Predictor:
         self._alone = [(m.c0_us, m.b0_us, m.k0_us) for m in self._solo]
         self._most_batch, self._most_context = profiled or (1 << 62, 1 << 62)
         self._records = RecordCache(len(levels.splits))
+        self._form = form
         self._beyond = 0  # steps that lay outside of that
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
@@ -155,9 +160,11 @@ class Predictor:
         residual = (latency_us - expected) / expected
         if split:
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
-            ratio = latency_us / linear_us
-            self._records.add(split, batch, context_tokens, phase, ratio=ratio)
-            self._learn(split, latency_us / alone_us, weight)
+            if self._form != "harli":
+                ratio = latency_us / linear_us
+                self._records.add(split, batch, context_tokens, phase, ratio=ratio)
+            if self._form == "windrow":
+                self._learn(split, latency_us / alone_us, weight)
             self._move_margin(residual, weight)
         return residual
 
@@ -209,7 +216,10 @@ class Predictor:
 
 
 def predictor_of(
-    levels: Partitioning, profile: Mapping[str, Any], kind: type[Predictor] = Predictor
+    levels: Partitioning,
+    profile: Mapping[str, Any],
+    kind: type[Predictor] = Predictor,
+    form: PredictorForm = "windrow",
 ) -> Predictor:
     """The predictor, of that class, that a latency profile makes.
 
@@ -217,4 +227,4 @@ def predictor_of(
         UserError: it lacks a share that decode would have beside a worker.
     """
     solo, range_ = solo_models(profile), profiled_range(profile)
-    return kind(levels, solo, co_run_model(profile), profiled=range_)
+    return kind(levels, solo, co_run_model(profile), profiled=range_, form=form)

@@ -58,7 +58,7 @@ class HarvestHook:
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
         without = self._settings.without
         self._predictor_type = NoPredictor if "predictor" in without else Predictor
-        predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
+        predictor = self._predictor_of(profile) if profile else None
         geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
         engine = EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes)
         self.controller: Controller
@@ -125,7 +125,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(predictor_of(self._levels, profile, self._predictor_type))
+        self.controller.set_predictor(self._predictor_of(profile))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
@@ -245,6 +245,10 @@ class HarvestHook:
         """What a worker would get here now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+
+    def _predictor_of(self, profile: Mapping[str, Any]) -> Predictor:
+        form = self._settings.predictor
+        return predictor_of(self._levels, profile, self._predictor_type, form)
 
     def _view_of(self, facts: StepInput | None, now_ns: int) -> View:
         """Return what the page shows of a step; None: the engine runs nothing."""
