@@ -19,8 +19,8 @@ import torch
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
 from windrow_sidecar.engines.harvest import HarvestSettings
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
-from windrow_sidecar.qos.compiled import CompiledController
 from windrow_sidecar.qos.control import EAGER, Controller
 from windrow_sidecar.qos.levels import Partitioning, host_levels, overlapping_levels
 from windrow_sidecar.qos.policies import POLICIES

@@ -285,7 +285,7 @@ class SharedWeights:
         """No more writes by anyone, through mappings old or new. Idempotent."""
 
 class Decider:
-    """What `qos.compiled` runs before a step: `qos.control.Controller.decide`, compiled.
+    """What `engines.harvest.compiled` runs before a step: `qos.control.Controller.decide`, compiled.
 
     It learns nothing; it is told. One thread at a time.
     """

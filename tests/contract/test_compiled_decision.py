@@ -7,7 +7,7 @@ import random
 import pytest
 
 from windrow_sidecar._core import DECISION_FIGURES
-from windrow_sidecar.qos.compiled import CompiledController, _figures
+from windrow_sidecar.engines.harvest.compiled import CompiledController, _figures
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.guard import Guard
 from windrow_sidecar.qos.levels import (

@@ -11,9 +11,9 @@ import pytest
 from windrow.errors import UserError
 from windrow.local.trace import TraceRequest
 from windrow_operator import planning
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve
-from windrow_sidecar.qos.compiled import CompiledController
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.terms import HarvestTerms

@@ -9,12 +9,12 @@ from typing import Any
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, NoPredictor
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import HarvestRate, StepStatistics, StepStats, quantile
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.qos.compiled import CompiledController
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.levels import Partitioning
