@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, write
 from windrow_sidecar.qos.co_run import CoRunFactors, CoRunSample, fit_co_run
-from windrow_sidecar.qos.solo import SoloSample, fit_solo
+from windrow_sidecar.qos.solo import SoloSample, fit_solo, solo_models
 
 MODEL = ROOT / "models" / "windrow-tiny"
 _PARTS = 3
@@ -41,7 +41,8 @@ def main() -> None:
     else:
         effort = "quick" if options.quick else "full"
         first, second = (_taken(options.model, effort) for _ in range(2))
-    write("predictor", figures(first, second), env, options.json)
+    prior = _taken(options.model, "roofline")
+    write("predictor", [*figures(first, second), *of_prior(prior, second)], env, options.json)
 
 
 def figures(first: dict[str, Any], second: dict[str, Any]) -> list[Result]:
@@ -76,6 +77,22 @@ def figures(first: dict[str, Any], second: dict[str, Any]) -> list[Result]:
         results += _results(f"step beside a load, held out, {name}", errors, goal, floor)
         goal = None  # type: ignore[assignment]
     return results
+
+
+def of_prior(prior: dict[str, Any], measured: dict[str, Any]) -> list[Result]:
+    """Errors of the roofline prior, which has seen no step; below 0: it expects too little."""
+    models = solo_models(prior)
+    signed = [
+        100 * (models[s.units].predict_us(s.batch, s.context_tokens) / s.step_us - 1)
+        for s in _solo_samples(measured)
+        if s.units in models
+    ]
+    errors = [abs(error) for error in signed]
+    return [
+        Result("roofline prior, median error", round(median(errors), 1), "%", "lower"),
+        Result("roofline prior, median signed error", round(median(signed), 1), "%", "lower"),
+        Result("roofline prior, largest error", round(max(errors), 1), "%", "lower"),
+    ]
 
 
 def _results(name: str, errors: Sequence[float], goal: float | None, floor: float) -> list[Result]:
@@ -138,11 +155,11 @@ def _co_run_samples(profile: dict[str, Any]) -> list[CoRunSample]:
 
 
 def _taken(model: Path, effort: str) -> dict[str, Any]:
+    """As `windrow profile` takes it, by the engine itself."""
     with tempfile.TemporaryDirectory(prefix="wr-") as folder:
         out = Path(folder) / "profile.json"
-        windrow = Path(sys.executable).with_name("windrow")
-        command = [str(windrow), "profile", str(model), "--effort", effort]
-        command += ["--out", str(out)]
+        command = [sys.executable, "-m", "windrow_sidecar.engines.builtin", "--model-path"]
+        command += [str(model), "--profile", effort, "--profile-only", str(out), "--port", "0"]
         if not list(model.glob("*.safetensors")):
             command += ["--random-weights", "1"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

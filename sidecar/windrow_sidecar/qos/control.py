@@ -66,8 +66,8 @@ EAGER = Offer(job_epoch=1)
 class Controller:
     """Decides for one slot, step by step. One thread, but for `headroom_units`.
 
-    This is how it reads. What engines run is `engines.harvest.compiled.CompiledController`: the same
-    answers in a tenth of the time.
+    This is how it reads. What engines run is `engines.harvest.compiled.CompiledController`: the
+    same answers in a tenth of the time.
 
     `pause_epoch`: of the grant before its first (see `Handover`).
 
