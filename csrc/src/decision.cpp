@@ -295,8 +295,9 @@ Why Decider::doubt(const View& view, const Offer& offer, std::int64_t now_ns) {
   if (backwards || standing_ >= figures_.standing_clock) {
     return Why::kClock;
   }
-  const std::int64_t age_ns = now_ns - view.start_ns;
-  if (view.start_ns != 0 && !(-figures_.stale_ns < age_ns && age_ns < figures_.stale_ns)) {
+  const bool fresh =
+      now_ns - figures_.stale_ns < view.start_ns && view.start_ns < now_ns + figures_.stale_ns;
+  if (view.start_ns != 0 && !fresh) {
     return Why::kStale;
   }
   const double longest = figures_.longest_step_us;

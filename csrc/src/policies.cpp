@@ -220,7 +220,7 @@ std::int64_t tasklets_that_fit(const View& view, const Offer& offer, const Polic
   if (view.free_chunks > kMost / ctx.chunk_bytes) {
     return kMost;
   }
-  return view.free_chunks * ctx.chunk_bytes / offer.memory_delta_bytes;
+  return std::max<std::int64_t>(0, view.free_chunks) * ctx.chunk_bytes / offer.memory_delta_bytes;
 }
 
 Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx) {

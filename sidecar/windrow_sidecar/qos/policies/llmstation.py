@@ -76,4 +76,4 @@ def _that_fit(view: View, offer: Offer, ctx: Context) -> int:
     """How many tasklets' memory is free, where the worker's tensors lie in lent chunks."""
     if not (offer.held_chunks and ctx.chunk_bytes and offer.memory_delta_bytes > 0):
         return 1 << 30
-    return view.free_chunks * ctx.chunk_bytes // offer.memory_delta_bytes
+    return max(0, view.free_chunks) * ctx.chunk_bytes // offer.memory_delta_bytes
