@@ -1,9 +1,10 @@
 """How far the predictor is from steps that it was not fitted on, on this machine.
 
 Two full profiles of the same engine are taken one after the other (`windrow profile`, a minute
-each). The points of the first are dealt into three parts; each part of the second is predicted by a
-model fitted on the other two parts of the first, so neither the points nor the moment were seen.
-The noise floor is how far the medians of one point are apart in both: no predictor can do better.
+each). The points are dealt into three parts. Points that were not seen: each part is predicted by a
+model fitted on the other two parts of the same profile. Nor the moment: each part of the second is
+predicted by a model fitted on the first. The noise floor is how far the medians of one point are
+apart in both; no predictor can better it.
 Example: python -m benchmarks.predictor --json /tmp/predictor.json
 """
 
@@ -48,15 +49,12 @@ def main() -> None:
 def figures(first: dict[str, Any], second: dict[str, Any]) -> list[Result]:
     """Errors of both stages on what they were not fitted on; medians and 95th percentiles."""
     before, after = _solo_samples(first), _solo_samples(second)
-    solo_errors: list[float] = []
-    for part in range(_PARTS):
-        fits = fit_solo(_others(before, part))
-        solo_errors += [
-            _off(fits[s.units].model.predict_us(s.batch, s.context_tokens), s.step_us)
-            for s in _of(after, part)
-            if s.units in fits
-        ]
-    results = _results("solo step, held out", solo_errors, 5.0, _floor(before, after))
+    floor = _floor(before, after)
+    unseen = [*_solo_errors(before, before), *_solo_errors(after, after)]
+    results = [
+        *_results("solo step, points not seen", unseen, 5.0, floor),
+        *_results("solo step, nor the moment", _solo_errors(before, after), None, floor),
+    ]
     beside_before, beside_after = _co_run_samples(first), _co_run_samples(second)
     if not beside_before:
         return results
@@ -77,6 +75,18 @@ def figures(first: dict[str, Any], second: dict[str, Any]) -> list[Result]:
         results += _results(f"step beside a load, held out, {name}", errors, goal, floor)
         goal = None  # type: ignore[assignment]
     return results
+
+
+def _solo_errors(before: list[SoloSample], after: list[SoloSample]) -> list[float]:
+    errors = []
+    for part in range(_PARTS):
+        fits = fit_solo(_others(before, part))
+        errors += [
+            _off(fits[s.units].model.predict_us(s.batch, s.context_tokens), s.step_us)
+            for s in _of(after, part)
+            if s.units in fits
+        ]
+    return errors
 
 
 def of_prior(prior: dict[str, Any], measured: dict[str, Any]) -> list[Result]:

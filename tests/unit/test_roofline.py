@@ -13,10 +13,11 @@ from windrow_sidecar.engines.builtin.rates import step_size
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.predictor import predictor_of
 from windrow_sidecar.qos.roofline import Rates, StepSize, roofline_models
+from windrow_sidecar.qos.solo import SoloSample
 
 TINY = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
 # Llama-3-8B in bf16 on an H200 of which decode gets 80% of 4.3 TB/s and 60% of 790 TFLOP/s.
-LLAMA = StepSize(15_010_000_000, 7_505_000_000, 131_072, 0)
+LLAMA = StepSize(15_010_000_000, 7_505_000_000, 131_072)
 H200 = Rates(bytes_per_us=3.44e6, flops_per_us=474e6)
 
 
@@ -27,9 +28,14 @@ def test_a_step_reads_weights_and_context_and_computes_each_request():
     assert model.predict_us(16, 16 * 1024) == pytest.approx(4363 + 624 + 507, abs=2)
 
 
-def test_launches_count_where_operations_are_small():
-    model = roofline_models({1: Rates(1e4, 1e5, launch_us=3.0)}, StepSize(0, 0, 0, 100))[1]
-    assert model.predict_us(1, 0) == pytest.approx(300.0)
+def test_a_measured_step_anchors_what_no_rate_tells():
+    step = SoloSample(units=132, batch=1, context_tokens=1024, step_us=5200.0)
+    bare = roofline_models({132: H200}, LLAMA)[132]
+    anchored = roofline_models({132: H200}, LLAMA, [step])[132]
+    assert anchored.predict_us(1, 1024) == pytest.approx(5200.0)
+    assert (anchored.b0_us, anchored.k0_us) == (bare.b0_us, bare.k0_us)
+    nothing = SoloSample(units=132, batch=1, context_tokens=1024, step_us=1.0)
+    assert roofline_models({132: H200}, LLAMA, [nothing])[132].c0_us == 0.0
 
 
 def test_the_sizes_of_a_step_are_those_of_the_checkpoint():

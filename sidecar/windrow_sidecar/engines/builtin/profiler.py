@@ -53,6 +53,7 @@ from windrow_sidecar.qos.solo import SoloSample, solo_models
 _log = logging.getLogger(__name__)
 
 _CHECK_STEPS = 12
+_PRIOR_CONTEXT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +146,17 @@ class Profiler:
         return profile
 
     def prior(self, config: LlamaConfig, device: str, dtype: torch.dtype) -> Mapping[str, Any]:
-        """Measure rates instead of steps; the profile says that it is made of them."""
+        """Measure rates, and one kind of step; the profile says that it is made of them."""
         size, partition = step_size(config, dtype), self.parts.partition
         shares = dict.fromkeys(split.decode_units for split in self.splits.splits)
         try:
             rates = measure_rates(partition, shares, size, device, dtype)
         finally:
             partition.activate(self.parts.units)
-        models = roofline_models(rates, size)
+        context = min(_PRIOR_CONTEXT, self.bounds.max_context // 2, self.bounds.max_tokens)
+        few = Effort(1, _CHECK_STEPS - WARM_UP_STEPS, (), (), soft_limit_s=5.0)
+        anchors = profiling.measure(self.parts, [Point(n, 1, context) for n in shares], few)
+        models = roofline_models(rates, size, anchors.samples)
         return prior_document(self.subject, models, taken_at=datetime.now(UTC))
 
     def _beside(self, effort: Effort, config: LlamaConfig) -> list[CoRunSample]:

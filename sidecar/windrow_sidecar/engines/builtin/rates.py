@@ -1,6 +1,6 @@
 """Measure what each share of a device reads and computes: the rates of the roofline prior.
 
-Takes a fifth of a second for each share, where a profile takes ten.
+Takes a fraction of a second for each share, where a profile takes ten.
 """
 
 from __future__ import annotations
@@ -19,9 +19,6 @@ _SIDE = 512  # of the matrices that stand for weights
 _ROWS = 64  # a product of so many rows computes longer than it reads
 _MOST_BYTES = 1 << 28
 _REPEATS = 9
-# Operations of a layer of the decode step: norms, seven projections, rotation, cache, attention,
-# the activation and two sums; and what is before and behind the layers.
-_LAYER_OPERATIONS, _OTHER_OPERATIONS = 24, 12
 
 
 def step_size(config: LlamaConfig, dtype: torch.dtype) -> StepSize:
@@ -33,7 +30,6 @@ def step_size(config: LlamaConfig, dtype: torch.dtype) -> StepSize:
         weight_bytes=parameters * dtype.itemsize,
         parameters=parameters,
         kv_token_bytes=2 * config.layers * config.kv_width * dtype.itemsize,
-        operations=config.layers * _LAYER_OPERATIONS + _OTHER_OPERATIONS,
     )
 
 
@@ -46,7 +42,6 @@ def measure_rates(
     count = max(1, min(size.weight_bytes, _MOST_BYTES) // one)
     weights = [torch.randn(_SIDE, _SIDE, device=device).to(dtype) for _ in range(count)]
     row, rows = (torch.randn(n, _SIDE, device=device).to(dtype) for n in (1, _ROWS))
-    small = torch.randn(1, 16, device=device).to(dtype)
 
     def through(x: torch.Tensor) -> Callable[[], object]:
         return lambda: [torch.mm(x, weight) for weight in weights]
@@ -54,13 +49,9 @@ def measure_rates(
     rates = {}
     for units in shares:
         partition.activate(units)
-        launch_us = _median_us(lambda: [torch.add(small, small) for _ in range(100)], device) / 100
-        read_us = _median_us(through(row), device) - count * launch_us
-        product_us = _median_us(through(rows), device) - count * launch_us
         rates[units] = Rates(
-            bytes_per_us=count * one / max(read_us, 1e-3),
-            flops_per_us=2 * _ROWS * count * _SIDE * _SIDE / max(product_us, 1e-3),
-            launch_us=launch_us,
+            bytes_per_us=count * one / _median_us(through(row), device),
+            flops_per_us=2 * _ROWS * count * _SIDE * _SIDE / _median_us(through(rows), device),
         )
     return rates
 

@@ -25,6 +25,7 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 _NOBODY = Offer()
+_DECODE = 0  # a writer of the page
 
 
 class HarvestHook:
@@ -151,7 +152,9 @@ class HarvestHook:
             and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
             and not self._new_terms
         ):
-            self._page.publish_view(self._view_of(facts, begin_ns))
+            # What the worker heeds of decode between two decisions is that it lives.
+            self._page.beat(_DECODE)
+            self._waiting_since_ns = 0
             decision = self._granted
         else:
             decision = self._decide_anew(facts, begin_ns)
