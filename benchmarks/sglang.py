@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def _step_cost(rounds: int) -> list[Result]:
         for n in range(BATCH)
     ]
     script = {"server": DECODE, "requests": requests, "timed": True, "alternate": BLOCK}
-    done = _run({**script, "at_most_s": STEPS_S}, plugin=True)
+    done = _run({**script, "at_most_s": STEPS_S}, run_dir="run")
     if done["off"]:
         raise RuntimeError(f"the plugin was off: {done['off']}")
     found = blocks(done["iterations_us"][WARM_UP_STEPS:])
@@ -144,9 +145,9 @@ def _start_cost(pairs: int) -> list[Result]:
     extra = []
     for number in range(pairs):
         script = {"server": DECODE, "requests": [{"n": 0, "at": 3, "tokens": 4, "prompt": [65]}]}
-        arms = [False, True] if number % 2 == 0 else [True, False]
-        done = {plugin: _run(script, plugin=plugin)["started_cpu_s"] for plugin in arms}
-        extra.append(done[True] - done[False])
+        arms = ["", "run"] if number % 2 == 0 else ["run", ""]
+        done = {arm: _run(script, run_dir=arm)["started_cpu_s"] for arm in arms}
+        extra.append(done["run"] - done[""])
     value, spread = middle(extra)
     return [
         Result(
@@ -162,10 +163,11 @@ def _start_cost(pairs: int) -> list[Result]:
 
 def _answers(n: int) -> list[Result]:
     script = {"server": DECODE, "requests": _conversation(n, 5), "at_most_s": 500}
-    stock = _run(script, plugin=False)
+    stock = _run(script, run_dir="")
     results = []
-    for arm, chaos in (("idle", 0), ("lending", 3)):
-        ours = _run({**script, "chaos": chaos}, plugin=True)
+    # "off": the run directory is not there, so the plugin says so and serves on.
+    for arm, chaos, run_dir in (("off", 0, "missing"), ("idle", 0, "run"), ("lending", 3, "run")):
+        ours = _run({**script, "chaos": chaos}, run_dir=run_dir)
         differ = sum(ours["tokens"].get(rid) != found for rid, found in stock["tokens"].items())
         results += [
             Result(f"answers of {n} that differ from stock, {arm}", differ, "", "lower", goal=0),
@@ -183,7 +185,7 @@ def _answers(n: int) -> list[Result]:
 def _soak(n: int) -> list[Result]:
     """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
     chance = random.Random(7)
-    requests = _conversation(n, 11, longest=100, every=7)  # nearly 8 at once, all that it takes
+    requests = _conversation(n, 11, longest=60, every=4)  # as many at once as it takes
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
     script = {
         "server": {**DECODE, "max_total_tokens": 1024},
@@ -192,8 +194,10 @@ def _soak(n: int) -> list[Result]:
         "health_every": 500,
         "at_most_s": 3000,
     }
-    stock = _run(script, plugin=False)
-    ours = _run({**script, "chaos": 5}, plugin=True)
+    with ThreadPoolExecutor() as both:  # neither is timed
+        of_stock = both.submit(_run, script, run_dir="")
+        of_ours = both.submit(_run, {**script, "chaos": 5}, run_dir="run")
+        stock, ours = of_stock.result(), of_ours.result()
     results = []
     for arm, done in (("stock", stock), ("lending", ours)):
         results += [
@@ -297,15 +301,16 @@ def _conversation(n: int, seed: int, *, longest: int = 60, every: int = 6) -> li
     ]
 
 
-def _run(script: dict[str, Any], *, plugin: bool) -> dict[str, Any]:
+def _run(script: dict[str, Any], *, run_dir: str) -> dict[str, Any]:
+    """Play a script. `run_dir`: "": stock SGLang; "run": the plugin; any other: one not there."""
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
         (folder / "script.json").write_text(json.dumps(script))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("WINDROW_RUN_DIR", None)
-        if plugin:
-            (folder / "run").mkdir()
-            environment["WINDROW_RUN_DIR"] = str(folder / "run")
+        (folder / "run").mkdir()
+        if run_dir:
+            environment["WINDROW_RUN_DIR"] = str(folder / run_dir)
         command = [str(PYTHON), str(DRIVER), "script.json", "result.json"]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False
