@@ -188,7 +188,7 @@ TEST_P(ArenaTest, OnADeviceAWorkerMapsWhatItIsLentAndNothingElse) {
   };
   if (inner().maps_parts()) {
     const bool whole = geometry().layout == KvLayout::kTokenMajor;
-    EXPECT_EQ(at_start, 1 + (whole ? 1 : geometry().arena_bytes() / geometry().block_bytes()))
+    EXPECT_EQ(at_start, 1 + (whole ? 1 : geometry().arena_bytes() / geometry().block_bytes))
         << "the control region and the arena";
     EXPECT_NO_THROW(static_cast<void>(reach(kv)));
     return;
