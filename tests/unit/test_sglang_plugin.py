@@ -13,6 +13,7 @@ from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
 from windrow_sidecar.engines.sglang import plugin
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
+from windrow_sidecar.engines.sglang.pool import plan_geometry
 from windrow_sidecar.qos.view import Grant
 
 
@@ -83,3 +84,12 @@ def test_a_batch_is_launched_when_the_workers_turn_is_over(monkeypatch, gap_unti
     harvest = SchedulerHarvest(parts, None, clock=lambda: 1000)
     harvest.before_batch(scheduler, Batch)
     assert slept == sleeps_s
+
+
+@pytest.mark.parametrize(("tokens", "of_a_chunk"), [(4096, 256), (1_000_000, 3920)])
+def test_a_pool_on_cores_has_no_more_blocks_than_a_worker_can_map(tokens, of_a_chunk):
+    llama_8b = {"layer_num": 32, "head_num": 8, "head_dim": 128, "store_dtype": torch.bfloat16}
+    geometry = plan_geometry(SimpleNamespace(**llama_8b, size=tokens, page_size=16, device="cpu"))
+    assert geometry.slots_per_chunk == of_a_chunk
+    assert geometry.slots_per_chunk * geometry.chunks >= tokens + 16
+    assert 2 * geometry.layers * geometry.chunks <= 16_384
