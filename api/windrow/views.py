@@ -133,7 +133,7 @@ class SlotView:
     predicted_tokens_per_second: float
     job: str  # namespace/name, empty: none
     breaker: str
-    sharing: str  # of a GPU, spatial or temporal, and why; empty: it has none, or nobody has said
+    sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
 
     @classmethod
     def of(cls, found: JsonObject) -> SlotView:
@@ -169,9 +169,9 @@ class SlotView:
             predicted_tokens_per_second=status.get("predictedTokensPerSecond") or 0.0,
             job=status.get("jobName") or "",
             breaker=status.get("breaker") or "",
-            sharing=": ".join(
-                filter(None, (status.get("sharing"), status.get("sharingReason")))
-            ),
+            sharing=f"{status['sharing']} mode: {status.get('sharingReason', '')}"
+            if status.get("sharing")
+            else "",
         )
 
 
