@@ -191,7 +191,7 @@ async def test_a_job_that_its_busy_worker_has_not_taken_loses_its_checkpoints_wh
 
 
 async def test_a_deleted_job_that_its_worker_never_takes_ends_alone_and_says_what_stays():
-    async with attached_pod("--max-jobs=2", "--grace-seconds=1") as (operator, agent, _):
+    async with attached_pod("--max-jobs=2", "--grace-seconds=1") as (operator, _, _):
         await started(operator, "uid-1", "deaf")
         operator.assign({"behave": "run"}, "uid-2")
         await until(lambda: len(operator.heartbeats[-1].jobs) == 2)

@@ -2,9 +2,10 @@
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
-ABORT), `deaf` (ignores ADD_JOB), `busy` (takes further jobs once it is told to RESUME), `at-work` (as `run`, and notes that it is its turn), `lingering`
-(outlives its agent by a second, as one that writes a checkpoint does), `silent` (lives, and says
-nothing after a few steps). Jobs that it is told to take run on threads of their own.
+ABORT), `deaf` (ignores ADD_JOB), `busy` (takes further jobs once it is told to RESUME), `at-work`
+(as `run`, and notes that it is its turn), `lingering` (outlives its agent by a second, as one that
+writes a checkpoint does), `silent` (lives, and says nothing after a few steps). Jobs that it is
+told to take run on threads of their own.
 """
 
 from __future__ import annotations
