@@ -122,7 +122,9 @@ def mount_of(policy: CheckedPolicy, volume: VolumeSpec) -> Mount:
     if volume.read_only:
         return Mount(volume.mount_path, "")
     claim, node = volume.persistent_volume_claim, volume.host_path
-    source = source_of(policy.namespace, claim and claim.claim_name, node and node.path)
+    source = source_of(
+        policy.namespace, claim.claim_name if claim else None, node.path if node else None
+    )
     return Mount(volume.mount_path, source)
 
 
