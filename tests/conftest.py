@@ -14,6 +14,7 @@ from pathlib import Path
 # may do so. tests/gpu takes it away again in processes of its own.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 import pytest
 from kubernetes import client, config
 
@@ -34,6 +35,11 @@ TOOLS, STORE = pytest.StashKey(), pytest.StashKey()
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Minutes of compiling: begun last, it would leave the other processes without work at the end.
 BEGUN_FIRST = "test_native_cpp.py"
+
+
+# How long an example takes is the machine's affair: 200 ms is Hypothesis' own limit for one.
+hypothesis.settings.register_profile("windrow", deadline=None)
+hypothesis.settings.load_profile("windrow")
 
 
 @pytest.hookimpl(trylast=True)  # the reporter is there
