@@ -6,7 +6,7 @@ alternate with blocks of the plugin's, and of each of its parts alone, every 0.1
 same machine and the same requests. A step's cost is CPU time of the scheduler's thread, so that
 other work on the machine counts only through caches and clocks. In "idle" there is a run directory
 and no sidecar; in "lending" chunks are lent and taken back at random every third iteration.
-`--soak 10000` and `--demo 60` run those parts instead.
+`--only start` runs one part; `--soak 10000` and `--demo 60` run those instead.
 
 Example: python -m benchmarks.sglang --json /tmp/sglang.json
 """
@@ -50,25 +50,28 @@ TEXT = b"The for statement is used to iterate over the elements of a sequence su
 def main() -> int:
     """Run the parts that were asked for; print and write the figures."""
     parser = arguments(__doc__)
+    parser.add_argument("--only", choices=("steps", "start", "answers"), help="only this part")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="only: N requests")
     parser.add_argument("--demo", type=float, default=0, metavar="S", help="only: demos of S s")
     options = parser.parse_args()
     if not PYTHON.exists():
         print("sglang: skipped, there is no SGLang here (make sglang)")
         return 0
-    env = environment()
+    env, quick = environment(), options.quick
     if options.soak:
         write("sglang-soak", _soak(options.soak), env, options.json)
     elif options.demo:
         write("sglang-demo", _demos(options.demo), env, options.json)
     else:
-        quick = options.quick
-        results = _step_cost(5 if quick else 100)
-        write("sglang, steps", results, env, options.json)
-        results += _start_cost(1 if quick else 4)
-        write("sglang, steps and start", results, env, options.json)
-        results += _answers(40 if quick else 200)
-        write("sglang", results, env, options.json)
+        parts: dict[str, Callable[[], list[Result]]] = {
+            "steps": lambda: _step_cost(5 if quick else 50),
+            "start": lambda: _start_cost(1 if quick else 4),
+            "answers": lambda: _answers(40 if quick else 200),
+        }
+        results: list[Result] = []
+        for part in [options.only] if options.only else parts:
+            results += parts[part]()
+            write("sglang", results, env, options.json)
     return 0
 
 
