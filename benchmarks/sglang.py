@@ -65,7 +65,7 @@ def main() -> int:
     else:
         parts: dict[str, Callable[[], list[Result]]] = {
             "steps": lambda: _step_cost(5 if quick else 50),
-            "start": lambda: _start_cost(1 if quick else 4),
+            "start": lambda: _start_cost(1 if quick else 3),
             "answers": lambda: _answers(40 if quick else 200),
         }
         results: list[Result] = []
@@ -188,10 +188,10 @@ def _answers(n: int) -> list[Result]:
 def _soak(n: int) -> list[Result]:
     """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
     chance = random.Random(7)
-    requests = _conversation(n, 11, longest=60, every=4)  # as many at once as it takes
+    requests = _conversation(n, 11, longest=32, every=3)  # as many at once as it takes
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
     script = {
-        "server": {**DECODE, "max_total_tokens": 1024},
+        "server": {**DECODE, "max_total_tokens": 768},
         "requests": requests,
         "aborts": aborts,
         "health_every": 500,
