@@ -25,6 +25,10 @@ from windrow.local.progress import LineProgress
 from windrow.local.tools_cache import OBJECT_STORE
 
 ROOT = Path(__file__).parents[1]
+# Processes that tests start import tests/support as well.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+)
 TOOLS, STORE = pytest.StashKey(), pytest.StashKey()
 # What the environment brings along, cmake and ninja among them.
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

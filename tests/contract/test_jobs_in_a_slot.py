@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.acting_runner import ActingRunner, job_handle
 
 from windrow.conditions import Reason
 from windrow.errors import InvariantBroken, UserError
@@ -19,7 +20,6 @@ from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, JobShare, f
 from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
-from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
     LAYERS,

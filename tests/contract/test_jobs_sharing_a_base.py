@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.acting_runner import ActingRunner, job_handle
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
@@ -25,7 +26,6 @@ from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone
 from windrow_sidecar.finetune.standalone.run import check_apart
-from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (

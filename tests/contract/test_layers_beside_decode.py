@@ -7,6 +7,9 @@ import weakref
 
 import pytest
 import torch
+from support.examplejob import MODEL, example_job
+from support.lending_decode import LendingDecode
+from support.lent_allocations import LentAllocations
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_COPY_RATE, RunDir
@@ -26,9 +29,6 @@ from windrow_sidecar.finetune.model import loading as base_model
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
-from windrow_sidecar.testing.examplejob import MODEL, example_job
-from windrow_sidecar.testing.lending_decode import LendingDecode
-from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.rounding import apart, in_float64, no_farther
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.lending_decode import LendingDecode
+from support.lent_allocations import LentAllocations
 
 from windrow.errors import Transient
 from windrow_sidecar._core import DeviceAllocator
@@ -27,8 +29,6 @@ from windrow_sidecar.finetune.job.ledger import JobState
 from windrow_sidecar.finetune.model.loading import find_model, load_base
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
-from windrow_sidecar.testing.lending_decode import LendingDecode
-from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 MIB = 1 << 20

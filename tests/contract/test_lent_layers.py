@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from support.examplejob import MODEL, example_job
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.finetune.colocated.lent_layers import LentLayers
@@ -13,7 +14,6 @@ from windrow_sidecar.finetune.colocated.memory import LentBoundaries
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.memory.tensors import arena_tensor
-from windrow_sidecar.testing.examplejob import MODEL, example_job
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 
 MIB, WORKER, CHUNKS = 1 << 20, 3, 12
