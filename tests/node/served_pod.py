@@ -129,12 +129,14 @@ def decode_pod(image, name=POD):
     }
 
 
-def read(core, name=POD):
-    return core.read_namespaced_pod(name, NAMESPACE)
+def read(core):
+    """Return the one decode pod that there is."""
+    (pod,) = core.list_namespaced_pod(NAMESPACE, label_selector="app=chat").items
+    return pod
 
 
-def is_ready(core, name=POD):
-    conditions = read(core, name).status.conditions or ()
+def is_ready(core):
+    conditions = read(core).status.conditions or ()
     return any(c.type == "Ready" and c.status == "True" for c in conditions)
 
 
