@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import shutil
 import signal
 import ssl
@@ -12,42 +11,18 @@ import urllib.request
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import httpx
 import pytest
+from alerting import Alerts, write_hurried_rules
 from kubernetes import client
 from operator_process import OWN_NAMESPACE, Cluster, OperatorProcess, install_crds, running
-from waiting import wait_until
 
-from windrow.local.monitoring import Prometheus, rules_file
+from windrow.local.monitoring import Prometheus
 from windrow_operator import pki
 from windrow_operator.certificates import SECRET
 
 pytestmark = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="no prometheus (Debian: apt-get install prometheus)"
 )
-
-
-def hurried(rules):
-    """Return the rules with windows and waits of seconds: a test cannot wait for an hour."""
-    shorter = re.sub(r"\[\d+[mh]\]", "[10s]", re.sub(r"offset \d+[mh]", "offset 10s", rules))
-    return re.sub(r"for: \d+[mh]", "for: 1s", shorter)
-
-
-class Alerts:
-    def __init__(self, prometheus):
-        self._prometheus = prometheus
-
-    def firing(self):
-        query = {"query": 'ALERTS{alertstate="firing"}'}
-        answer = httpx.get(f"{self._prometheus.url}/api/v1/query", params=query, trust_env=False)
-        return {one["metric"]["alertname"] for one in answer.json()["data"]["result"]}
-
-    @contextlib.contextmanager
-    def caused(self, name):
-        """Wait until an alert fires that has not fired before what is done within."""
-        assert name not in self.firing()
-        yield
-        wait_until(lambda: name in self.firing(), f"{name} fires; now: {self.firing()}")
 
 
 @pytest.fixture
@@ -83,8 +58,7 @@ def cluster(ending, control_plane, kube, namespace, tmp_path):
 @pytest.fixture
 def alerts(cluster, tmp_path):
     """A Prometheus that scrapes the operator; the operator starts with it."""
-    rules = tmp_path / "rules.yaml"
-    rules.write_text(hurried(rules_file().read_text()))
+    rules = write_hurried_rules(tmp_path / "rules.yaml")
     cluster.operator.start()
     with Prometheus(tmp_path, tmp_path / "prometheus", rules=rules) as prometheus:
         yield Alerts(prometheus)
@@ -106,7 +80,7 @@ def ask_what_nobody_understands(cluster):
 
 def test_each_alert_fires_for_its_cause(alerts, cluster):
     # Its certificate cannot last longer than its authority.
-    wait_until(lambda: "WindrowCertificateEnding" in alerts.firing(), "a certificate ends soon")
+    alerts.await_all("WindrowCertificateEnding", seconds=60)
 
     cluster.policy(
         access={

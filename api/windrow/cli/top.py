@@ -307,7 +307,7 @@ def _live(
                 except Transient as error:
                     away = str(error)
                 else:
-                    _remember(history, slots)
+                    remember(history, slots)
             if away:
                 live.update(Text(away, style="red"), refresh=True)
             else:
@@ -319,7 +319,8 @@ def _live(
                     sort = orders[(orders.index(sort) + 1) % len(orders)]
 
 
-def _remember(history: dict[str, deque[float]], slots: Sequence[SlotView]) -> None:
+def remember(history: dict[str, deque[float]], slots: Sequence[SlotView]) -> None:
+    """Add a look to the small lines of the slots."""
     for slot in slots:
         if slot.reported:
             line = history.setdefault(f"{slot.namespace}/{slot.name}", deque(maxlen=_HISTORY))
