@@ -117,8 +117,8 @@ class Certificates:
             or pki.is_due(self._server, now)
         ):
             self._server = pki.make_server(authorities.current, self._hosts, now)
-            pair = (self._server.key, self._server.certificate)
-            self._grpc = grpc.ssl_server_certificate_configuration([pair])
+            chain = (self._server.key, self._server.certificate)
+            self._grpc = grpc.ssl_server_certificate_configuration([chain])
         self._authorities = authorities
         for which, pair in (("authority", authorities.current), ("server", self._server)):
             self._metrics.certificate(which, pki.ends_at(pair))

@@ -147,23 +147,36 @@ def _end_of(name: str, width: int) -> str:
 
 
 class Screen:
-    """What the live display shows, as wide and as high as there is room."""
+    """What the live display shows, as wide as there is room.
+
+    Args:
+        slots: all of them.
+        jobs: likewise.
+        history: ratios of TPOT to the objective, by namespace/slot, the newest last.
+        sort: a name of an order.
+        height: lines that there are; None: as many as it takes.
+    """
 
     def __init__(
-        self, slots: Sequence[SlotView], jobs: Sequence[JobView], history: History, sort: str
+        self,
+        slots: Sequence[SlotView],
+        jobs: Sequence[JobView],
+        history: History,
+        sort: str,
+        height: int | None = None,
     ) -> None:
         self._slots = sorted(slots, key=_SORTS[sort])
         # Those that go on first; of the ended ones the newest few.
         ended = [job for job in jobs if job.finished]
         self._jobs = [*(job for job in jobs if not job.finished), *ended[-5:]]
-        self._history, self._sort = history, sort
+        self._history, self._sort, self._height = history, sort, height
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
         """Draw it."""
         from rich.text import Text
 
         columns = _Columns.of(options.max_width)
-        slots, jobs = self._rooms(options.height)
+        slots, jobs = self._rooms()
         harvesting = sum(bool(slot.job) for slot in self._slots)
         rate = sum(job.tokens_per_second for job in self._jobs if not job.finished)
         count = len(self._slots)
@@ -182,12 +195,12 @@ class Screen:
         )
         yield Text(f"sorted by {self._sort}   s: another order   q: quit", style=_DIM)
 
-    def _rooms(self, height: int | None) -> tuple[int, int]:
-        """Return how many slots and jobs there is room for; all where nothing limits them."""
+    def _rooms(self) -> tuple[int, int]:
+        """Return how many slots and jobs there is room for."""
         slots, jobs = len(self._slots), len(self._jobs)
-        if height is None:
+        if self._height is None:
             return slots, jobs
-        room = max(2, height - _FRAME_LINES)
+        room = max(2, self._height - _FRAME_LINES)
         jobs = min(jobs, max(room - slots, room // 3))
         return min(slots, room - jobs), jobs
 
@@ -226,7 +239,8 @@ def _slots(slots: Sequence[SlotView], history: History, columns: _Columns) -> Ta
     for slot in slots:
         name = _end_of(slot.name, name_width)
         if not slot.reported:
-            made.add_row(name, *["-"] * (len(heads) - 1), Text(slot.why, style="yellow"))
+            blank = ["-"] * (len(heads) - 1)
+            made.add_row(name, *blank, Text(slot.why, style="yellow"))
             continue
         chunks = slot.chunks
         looks = list(history.get(f"{slot.namespace}/{slot.name}", ()))[-columns.line :]
@@ -311,7 +325,8 @@ def _live(
             if away:
                 live.update(Text(away, style="red"), refresh=True)
             else:
-                live.update(Screen(slots, jobs, history, sort), refresh=True)
+                height = live.console.size.height
+                live.update(Screen(slots, jobs, history, sort, height), refresh=True)
             for key in keys.within(max(0.0, due - time.monotonic())):
                 if key == "q":
                     return
