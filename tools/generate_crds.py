@@ -61,6 +61,7 @@ COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
         ("Decode", "string", ".status.decode", "Compute units of decode."),
         ("Finetune", "string", ".status.finetune", "Compute units of the worker."),
         ("Lent", "string", ".status.lent", "Lent chunks of all."),
+        ("Sharing", "string", ".status.sharing", "Of a GPU: spatial or temporal."),
         (
             "Harvestable",
             "number",
