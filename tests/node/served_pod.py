@@ -237,3 +237,11 @@ def succeeds(kube, name):
     found = status(kube, name)
     assert found.get("state") not in ("Failed", "Invalid"), found
     return found if found.get("state") == "Succeeded" else None
+
+
+def forget_jobs(kube):
+    """Let jobs be deleted that an operator still holds, where there is no operator any more."""
+    custom = client.CustomObjectsApi(kube)
+    for job in custom.list_namespaced_custom_object(*JOBS)["items"]:
+        held = {"metadata": {"finalizers": []}}
+        custom.patch_namespaced_custom_object(*JOBS, job["metadata"]["name"], held)

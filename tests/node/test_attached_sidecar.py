@@ -22,6 +22,7 @@ from served_pod import (
     await_step,
     chart_command,
     decode_pod,
+    forget_jobs,
     helm,
     import_image,
     is_ready,
@@ -63,6 +64,7 @@ def chart(node, kube):
         raise
     yield command
     print_logs(kube)
+    forget_jobs(kube)
     core.delete_namespace(NAMESPACE)
 
 
@@ -168,7 +170,7 @@ def test_an_upgrade_in_the_middle_of_a_job_fails_no_request_and_keeps_its_placem
         requests.await_more(3)
         more = ["--set", "operator.priorityClassName=system-cluster-critical"]
         helm(*chart, *more, "--set-json", f"policies={json.dumps([policy])}")
-        assert operators.isdisjoint(running_operators(core)), "the operators were replaced"
+        wait_until(lambda: operators.isdisjoint(running_operators(core)), "operators are replaced")
         await_step(kube, "steady", before["progress"]["step"] + 2)
         requests.await_more(3)
     after = status(kube, "steady")

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from kubernetes import client
 from pod_cases import Case, decode_pod
-from served_pod import OPERATOR_ARCHIVE, ROOT, SYSTEM, import_image, print_logs
+from served_pod import OPERATOR_ARCHIVE, ROOT, SYSTEM, forget_jobs, import_image, print_logs
 from waiting import wait_until
 
 PAGE = ROOT / "docs" / "quickstart" / "cluster.md"
@@ -45,6 +45,7 @@ def serving(node, kube):
     wait_until(lambda: NAMESPACE not in names(core), "no earlier test's namespace is left")
     core.create_namespace({"metadata": {"name": NAMESPACE}})
     yield core
+    forget_jobs(kube)
     core.delete_namespace(NAMESPACE)
 
 
