@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 
 import httpx
 from waiting import wait_until
@@ -25,9 +26,13 @@ class Alerts:
     def __init__(self, prometheus):
         self._prometheus = prometheus
 
-    def fired(self):
-        query = {"query": 'count_over_time(ALERTS{alertstate="firing"}[30m])'}
-        answer = httpx.get(f"{self._prometheus.url}/api/v1/query", params=query, trust_env=False)
+    def fired(self, within_s=1800.0):
+        """Return what has fired within that time; 0: what fires now."""
+        expression = 'ALERTS{alertstate="firing"}'
+        if within_s:
+            expression = f"count_over_time({expression}[{max(1, round(within_s))}s])"
+        url, query = f"{self._prometheus.url}/api/v1/query", {"query": expression}
+        answer = httpx.get(url, params=query, trust_env=False)
         return {one["metric"]["alertname"] for one in answer.json()["data"]["result"]}
 
     def await_all(self, *names, seconds):
@@ -39,7 +44,8 @@ class Alerts:
 
     @contextlib.contextmanager
     def caused(self, name):
-        """Wait until an alert fires that has not fired before what is done within."""
-        assert name not in self.fired()
+        """Wait until an alert fires that does not fire before what is done within."""
+        wait_until(lambda: name not in self.fired(0), f"{name} does not fire yet")
+        begun = time.monotonic()
         yield
-        wait_until(lambda: name in self.fired(), f"{name} fires; so far: {self.fired()}")
+        wait_until(lambda: name in self.fired(time.monotonic() - begun), f"{name} fires")
