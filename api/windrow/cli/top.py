@@ -273,7 +273,7 @@ def _jobs(jobs: Sequence[JobView], columns: _Columns) -> Table:
     for job in jobs:
         name, state, step, loss, rate, eta, slot, _ = job_row(job)
         done = bar([(job.step, "green")], job.total_steps, columns.bar)
-        cells = [f"{job.namespace}/{name}", state, done, step, loss, rate, eta]
+        cells: list[Text | str] = [f"{job.namespace}/{name}", state, done, step, loss, rate, eta]
         made.add_row(
             *cells, *([_end_of(slot.rpartition("/")[2], columns.name)] if columns.full else [])
         )
