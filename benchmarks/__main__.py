@@ -12,7 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 LIBRARIES = {"__main__", "harness", "partition", "shapes"}  # nothing to run in them
-BY_HAND = {"harvest", "node"}  # takes hours; needs root
+BY_HAND = {"harvest"}  # takes hours
 
 
 def main() -> int:

@@ -141,13 +141,7 @@ def tools(request):
 
 
 @pytest.fixture(scope="session")
-def object_store_host():
-    """The address by which tests and what they start reach the object store."""
-    return "127.0.0.1"
-
-
-@pytest.fixture(scope="session")
-def object_store(request, object_store_host, tmp_path_factory):
+def object_store(request, tmp_path_factory):
     """A running S3 server with one bucket: what a Secret for it holds."""
     built = request.config.stash[STORE]
     if isinstance(built, UserError):
@@ -158,16 +152,16 @@ def object_store(request, object_store_host, tmp_path_factory):
     secret = {
         "AWS_ACCESS_KEY_ID": "team-key",
         "AWS_SECRET_ACCESS_KEY": "team-secret-a7f3",
-        "AWS_ENDPOINT_URL": f"http://{object_store_host}:{port}",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_REGION": "us-east-1",
     }
-    command = [built / "versitygw", "--port", f"{object_store_host}:{port}", "--quiet"]
+    command = [built / "versitygw", "--port", f"127.0.0.1:{port}", "--quiet"]
     command += ["posix", "--sidecar", tmp_path_factory.mktemp("metadata"), root]
     keys = {"ROOT_ACCESS_KEY": "team-key", "ROOT_SECRET_KEY": secret["AWS_SECRET_ACCESS_KEY"]}
     with (root.parent / "object-store.log").open("wb") as log:
         server = subprocess.Popen(command, env=os.environ | keys, stdout=log, stderr=log)
     try:
-        while not answers(object_store_host, port):
+        while not answers(port):
             assert server.poll() is None, (root.parent / "object-store.log").read_text()
             time.sleep(0.05)
         yield secret
@@ -176,9 +170,9 @@ def object_store(request, object_store_host, tmp_path_factory):
         server.wait()
 
 
-def answers(host, port):
+def answers(port):
     with socket.socket() as probe:
-        return probe.connect_ex((host, port)) == 0
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.fixture

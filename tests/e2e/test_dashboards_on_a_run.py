@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from alerting import Alerts, write_hurried_rules
 from farm import Requests, until
 from kubernetes import config
 from kubernetes.client import CoreV1Api
@@ -154,18 +153,3 @@ def test_a_skipped_pod_raises_its_alert_and_no_other_alert_fires(scraped):
     )
     firing = {one["metric"]["alertname"] for one in ask(prometheus, 'ALERTS{alertstate="firing"}')}
     assert firing == {"WindrowDecodePodsSkipped"}
-
-
-def test_alerts_of_a_slot_fire_when_its_objective_cannot_be_kept(scraped, farm, tmp_path):
-    rules = write_hurried_rules(tmp_path / "rules.yaml")
-    caused = ("WindrowObjectiveBroken", "WindrowBreakerOpen", "WindrowJobWithoutProgress")
-    with Prometheus(farm.cluster.directory, tmp_path / "prometheus", rules=rules) as prometheus:
-        alerts = Alerts(prometheus)
-        until("both are targets", lambda: len(prometheus.find_targets()) == 2)
-        farm.submit("late", steps=100_000)
-        until("its first step", lambda: farm.job("late").step >= 1, within_s=240)
-        assert alerts.fired().isdisjoint(caused)
-        with Requests(farm.endpoint("decode-0")):
-            # Less than any step of this model takes: all are late, beside the worker and alone.
-            farm.client.apply_policy(manifests.harvest_policy("farm", 0.05, "windrow"))
-            alerts.await_all(*caused, seconds=120)

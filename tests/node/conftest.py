@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 from kubernetes import client, config
 from operator_process import OperatorProcess, install_crds
-from served_pod import import_decode_image
 
-from windrow.local.realnode import NODE_ADDRESS, NodeInfo
+from windrow.local.realnode import NODE_ADDRESS, NodeInfo, write_image
+
+IMAGE = "docker.io/windrow/decode:1"
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +33,14 @@ def kube(node):
 @pytest.fixture(scope="session")
 def image(node, tmp_path_factory):
     """An image that waits, and that runs this machine's programs where /usr is mounted."""
-    return import_decode_image(node, tmp_path_factory.mktemp("image"))
-
-
-@pytest.fixture(scope="session")
-def object_store_host():
-    """Pods reach the object store by the node's address."""
-    return NODE_ADDRESS
+    archive = tmp_path_factory.mktemp("image") / "image.tar"
+    links = {
+        name: Path("/", name) for name in ("lib", "lib64", "bin") if Path("/", name).is_symlink()
+    }
+    write_image(archive, IMAGE, {"pause": Path(node.bin, "pause"), **links}, ["/pause"])
+    ctr = [f"{node.bin}/ctr", "--address", node.containerd, "--namespace", "k8s.io"]
+    subprocess.run([*ctr, "images", "import", archive], check=True, capture_output=True)
+    return IMAGE
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from windrow_operator.prerequisites import RIGHTS
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "windrow"
 NAMESPACE = "windrow-system"
-POLICY_KIND = "HarvestPolicy"
 NATIVE = ("--set", "sidecar.native.enabled=true")
 ALL = (
     *NATIVE,
@@ -71,8 +69,6 @@ def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):
         ("replicas=0", "/replicas"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("operator.arguments=--verbose", "/operator/arguments"),
-        ("image.digest=sha256:12", "/image/digest"),
-        ("policies[0].name=chat", "/policies/0"),
     ],
 )
 def test_values_with_a_typo_or_out_of_range_are_refused(node, wrong, told):
@@ -85,42 +81,6 @@ def test_pulling_decodes_own_image_ahead_is_refused_with_what_to_do(node):
     done = render(node, *NATIVE, "--set", "sidecar.native.prePull=true")
     assert done.returncode != 0
     assert "set sidecar.image, or prePull to false" in done.stderr
-
-
-POLICY = {"name": "chat", "namespace": "serving", "spec": {"objective": {"tpot": "40ms"}}}
-POLICIES = ("--set-json", f"policies={json.dumps([POLICY])}")
-KNOWN = ("--api-versions", "windrow.dev/v1alpha1/HarvestPolicy")
-
-
-def test_policies_go_with_the_release_once_their_kind_is_known(node):
-    (policy,) = [body for body in objects(node, *POLICIES, *KNOWN) if body["kind"] == POLICY_KIND]
-    assert policy["spec"] == POLICY["spec"]
-    assert policy["metadata"]["namespace"] == "serving"
-    done = render(node, *POLICIES)
-    assert done.returncode != 0
-    assert "Install the chart once without policies, then upgrade with them" in done.stderr
-
-
-def test_a_digest_pins_the_image(node):
-    digest = f"sha256:{'a' * 64}"
-    images = {
-        container["image"]
-        for body in objects(node, "--set", f"image.digest={digest}", "--set", "image.tag=1.2")
-        for container in pod_of(body).get("containers", ())
-    }
-    assert images == {f"windrow/operator@{digest}"}
-
-
-def pod_of(body):
-    spec = body.get("spec") or {}
-    return spec.get("template", {}).get("spec") or (spec if body["kind"] == "Pod" else {})
-
-
-def test_every_value_says_what_it_means():
-    table = (CHART / "README.md").read_text().splitlines()
-    rows = [line.split(" | ") for line in table if line.startswith("| `")]
-    assert len(rows) > 25
-    assert [row[0] for row in rows if not row[2].removesuffix("|").strip()] == []
 
 
 def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):
@@ -141,7 +101,9 @@ def test_the_api_server_takes_every_object_that_the_chart_can_make(node, kube):
 
 def test_every_container_of_the_chart_passes_the_level_restricted(node):
     for body in objects(node, *ALL):
-        if not (pod := pod_of(body)):
+        spec = body.get("spec") or {}
+        pod = spec.get("template", {}).get("spec") or (spec if body["kind"] == "Pod" else None)
+        if pod is None:
             continue
         assert pod["securityContext"]["runAsNonRoot"] is True
         for container in pod["containers"]:
@@ -172,11 +134,6 @@ OTHERS = [
     ("get", "", "secrets", NAMESPACE, "another"),
     ("get", "", "secrets", "default", "windrow-operator-ca"),
     ("list", "", "secrets", NAMESPACE, ""),
-    ("update", "", "secrets", NAMESPACE, "another"),
-    ("delete", "", "secrets", NAMESPACE, "windrow-operator-ca"),
-    ("create", "", "configmaps", "default", ""),
-    ("patch", "", "configmaps", "default", "another"),
-    ("get", "", "configmaps", "default", "windrow-operator-ca"),
     ("create", "", "serviceaccounts/token", "", ""),
     ("patch", HOOKS, "mutatingwebhookconfigurations", "", "another"),
     ("delete", HOOKS, "mutatingwebhookconfigurations", "", "windrow-operator"),

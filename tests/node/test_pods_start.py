@@ -3,37 +3,184 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
+import ssl
+import threading
+import uuid
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 import pytest
 from kubernetes import client
-from pod_cases import (
-    CASES,
-    MISSING_IMAGE,
-    NATIVE,
-    WITHOUT_IMAGE,
-    Case,
-    await_registered,
-    decode_pod,
-    impostor,
-    make_namespace,
-    ready_pod,
-    still_serves,
-)
 from waiting import wait_until
+
+from windrow.local.realnode import NODE_ADDRESS
+from windrow_operator.pki import make_authority, make_server, server_context
+from windrow_operator.webhook import webhook_configuration
+
+RESTRICTED = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "runAsNonRoot": True,
+    "runAsUser": 1000,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+AMOUNTS = {"cpu": "50m", "memory": "64Mi"}
+RESOURCES = {
+    "BestEffort": {},
+    "Burstable": {"requests": AMOUNTS},
+    "Guaranteed": {"requests": AMOUNTS, "limits": AMOUNTS},
+}
+MISSING_IMAGE = "127.0.0.1:9/windrow/sidecar:1"  # nothing listens there
+CLAIM = {"name": "data", "mountPath": "/data", "persistentVolumeClaim": {"claimName": "none"}}
+DIRECTORY = {"name": "srv", "mountPath": "/srv", "hostPath": {"path": "/srv"}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode pod, and what it finds.
+
+    Attributes:
+        policy: fields of the HarvestPolicy over those that every one has; None: there is none.
+        level: of Pod Security that the namespace enforces.
+        quota: the namespace's quota is exactly the pod's.
+        limits: the namespace's limit range allows containers of the pod's size and no larger.
+        asks: the pod asks by its label.
+        webhook: what answers instead of the operator.
+    """
+
+    policy: dict | None = field(default_factory=dict)
+    qos: str = "Guaranteed"
+    level: str = "restricted"
+    quota: bool = False
+    limits: bool = False
+    asks: bool = False
+    webhook: str = ""
+
+
+OBSERVE = {"mode": "observe"}
+NATIVE = {"sidecar": {"form": "sidecar"}}
+CASES = {
+    "no policy": Case(policy=None),
+    "no policy, asks by label": Case(policy=None, asks=True),
+    "attach, Guaranteed": Case(),
+    "attach, Burstable": Case(qos="Burstable"),
+    "attach, BestEffort": Case(qos="BestEffort"),
+    "attach, baseline": Case(level="baseline"),
+    "attach, privileged": Case(level="privileged"),
+    "attach, observing": Case(policy=OBSERVE),
+    "attach, observing, Burstable": Case(policy=OBSERVE, qos="Burstable"),
+    "attach, observing, BestEffort": Case(policy=OBSERVE, qos="BestEffort"),
+    "attach, off": Case(policy={"mode": "off"}),
+    "attach, exact quota": Case(policy=OBSERVE, quota=True),
+    "attach, exact limits": Case(policy=OBSERVE, limits=True),
+    "attach, missing claim": Case(policy={**OBSERVE, "sidecar": {"volumes": [CLAIM]}}),
+    "attach, directory of the node": Case(policy={"sidecar": {"volumes": [DIRECTORY]}}),
+    "sidecar, Guaranteed": Case(policy=NATIVE),
+    "sidecar, Burstable": Case(policy=NATIVE, qos="Burstable"),
+    "sidecar, BestEffort": Case(policy=NATIVE, qos="BestEffort"),
+    "sidecar, exact quota": Case(policy=NATIVE, quota=True),
+    "sidecar, exact limits": Case(policy=NATIVE, limits=True),
+    "sidecar, BestEffort, exact limits": Case(policy=NATIVE, qos="BestEffort", limits=True),
+    "sidecar, missing claim": Case(
+        policy={"sidecar": {"form": "sidecar", "volumes": [CLAIM]}}, quota=True
+    ),
+    "operator down": Case(webhook="down"),
+    "webhook slow": Case(webhook="slow"),
+    "webhook wrong": Case(webhook="wrong"),
+    "certificate of another authority": Case(webhook="untrusted"),
+    "certificate expired": Case(webhook="expired"),
+}
+# The sidecar's image is not to be had.
+WITHOUT_IMAGE = {
+    "attach, missing image": Case(policy=OBSERVE),
+    "attach, missing image, Burstable": Case(policy=OBSERVE, qos="Burstable"),
+    "sidecar, missing image": Case(policy=NATIVE),
+}
 
 
 @pytest.fixture
-def place(kube):
+def place(node, kube):
     """Return a function that makes a namespace for a case, and what the case finds there."""
+    core, custom = client.CoreV1Api(kube), client.CustomObjectsApi(kube)
     made = []
 
     def make(case):
-        made.append(make_namespace(kube, case))
-        return made[-1]
+        name = f"start-{uuid.uuid4().hex[:8]}"
+        labels = {"pod-security.kubernetes.io/enforce": case.level}
+        core.create_namespace({"metadata": {"name": name, "labels": labels}})
+        made.append(name)
+        wait_until(
+            lambda: core.list_namespaced_service_account(name).items, "the default service account"
+        )
+        if case.quota:
+            hard = {"requests.cpu": "50m", "requests.memory": "64Mi", "pods": "1"}
+            quota = {"metadata": {"name": "exact"}, "spec": {"hard": hard}}
+            core.create_namespaced_resource_quota(name, quota)
+        if case.limits:
+            exact = {"type": "Container", "max": AMOUNTS, "defaultRequest": AMOUNTS}
+            body = {"metadata": {"name": "exact"}, "spec": {"limits": [exact]}}
+            core.create_namespaced_limit_range(name, body)
+        if case.policy is not None:
+            apply_policy(custom, name, case.policy)
+        return name
 
     yield make
     for name in made:  # the node has room for a few of them at a time
-        client.CoreV1Api(kube).delete_namespace(name)
+        core.delete_namespace(name)
+
+
+def apply_policy(custom, namespace, changes):
+    body = {
+        "apiVersion": "windrow.dev/v1alpha1",
+        "kind": "HarvestPolicy",
+        "metadata": {"name": "chat"},
+        "spec": {"selector": {}, "objective": {"tpot": "40ms"}, **changes},
+    }
+    where = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies")
+    custom.create_namespaced_custom_object(*where, body)
+
+
+def decode_pod(case, image, labels=None):
+    wishes = {"windrow.dev/inject": "enabled"} if case.asks else {}
+    container = {
+        "name": "decode",
+        "image": image,
+        "imagePullPolicy": "Never",
+        "args": ["--disaggregation-mode", "decode"],
+        "securityContext": RESTRICTED,
+        "resources": RESOURCES[case.qos],
+    }
+    return {
+        "metadata": {"name": "decode", "labels": {**wishes, **(labels or {})}},
+        "spec": {"terminationGracePeriodSeconds": 0, "containers": [container]},
+    }
+
+
+def ready_pod(core, namespace):
+    """Return the pod once it is ready."""
+
+    def found():
+        pod = core.read_namespaced_pod("decode", namespace)
+        conditions = {c.type: c.status for c in pod.status.conditions or ()}
+        return pod if conditions.get("Ready") == "True" else None
+
+    return wait_until(found, f"the decode pod of {namespace} is ready")
+
+
+def await_registered(kube, namespace):
+    """Wait until the API server would ask about decode pods of the namespace."""
+    hooks = client.AdmissionregistrationV1Api(kube)
+
+    def asks():
+        found = hooks.read_mutating_webhook_configuration("windrow-operator").webhooks
+        return any(
+            namespace in (expression.values or ())
+            for hook in found
+            for expression in hook.namespace_selector.match_expressions
+        )
+
+    wait_until(asks, "the webhook is registered for the namespace")
 
 
 def compare(kube, image, place, case):
@@ -52,6 +199,12 @@ def compare(kube, image, place, case):
     return with_
 
 
+def still_serves(core, namespace):
+    pod = core.read_namespaced_pod("decode", namespace)
+    (status,) = pod.status.container_statuses
+    return status.ready and status.restart_count == 0 and pod.status.phase == "Running"
+
+
 @pytest.fixture(scope="module")
 def operator(start_operator):
     # The image's own program in the agent's place: here it only has to start.
@@ -65,6 +218,75 @@ def answers(kube, operator):
     """Return a function that lets something else answer in the operator's place."""
     with contextlib.ExitStack() as stack:
         yield lambda what, namespace: stack.enter_context(impostor(kube, what, namespace))
+
+
+@contextlib.contextmanager
+def impostor(kube, what, namespace):
+    """Register a webhook of the operator's own shape at a server that does `what`."""
+    now = datetime.now(UTC)
+    authority = make_authority(now)
+    trusted = make_authority(now) if what == "untrusted" else authority
+    made_at = now.replace(year=now.year - 3) if what == "expired" else now
+    server = ImpostorServer((NODE_ADDRESS, 0), Impostor)
+    server.hold = threading.Event()
+    server.what, server.asked = what, threading.Event()
+    context: ssl.SSLContext = server_context(make_server(authority, [NODE_ADDRESS], made_at))
+    # Handshakes on the threads of the connections: one that fails ends no other.
+    server.context = context
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    url = f"https://{NODE_ADDRESS}:{server.server_port}/mutate-pods"
+    body = webhook_configuration({"url": url}, trusted.certificate, "none", [namespace])
+    body["metadata"]["name"] = f"impostor-{namespace}"
+    hooks = client.AdmissionregistrationV1Api(kube)
+    hooks.create_mutating_webhook_configuration(body)
+    if what == "down":
+        server.shutdown()
+        server.server_close()
+    try:
+        yield server
+    finally:
+        server.hold.set()
+        hooks.delete_mutating_webhook_configuration(body["metadata"]["name"])
+        if what != "down":
+            server.shutdown()
+            server.server_close()
+
+
+class ImpostorServer(http.server.ThreadingHTTPServer):
+    """Serves on threads that end with it."""
+
+    daemon_threads = False
+
+    def handle_error(self, *_):
+        """A handshake that the API server breaks off is what some cases are about."""
+
+
+class Impostor(http.server.BaseHTTPRequestHandler):
+    """Answers late, or with what is no AdmissionReview."""
+
+    def setup(self):
+        self.server.asked.set()
+        self.request = self.server.context.wrap_socket(self.request, server_side=True)
+        super().setup()
+
+    def finish(self):
+        with contextlib.suppress(OSError):
+            super().finish()
+        self.request.close()
+
+    def do_POST(self):
+        if self.server.what == "slow":
+            self.server.hold.wait(30)
+        body = b"not a review"
+        with contextlib.suppress(OSError):  # who asked has long gone on
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].webhook])
