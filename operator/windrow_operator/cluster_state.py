@@ -35,6 +35,7 @@ from windrow_operator.model import (
     Holder,
     Job,
     JobPlacement,
+    Mount,
     Pod,
     RunState,
     SidecarState,
@@ -139,7 +140,11 @@ class ClusterState:
         if slot:
             self._held.setdefault(slot, {})[uid] = None
         if spec is not None and not is_finished(status.get("conditions")):
-            places = policies.places_of(spec.output.destination, self.policies.values())
+            # What its pod has mounted may be what a policy, edited since, once said.
+            live = self.slots.get(slot)
+            pod = self.pods.get(live.pod_uid) if live else None
+            mounts = (pod.mounts if pod else None) or ()
+            places = policies.places_of(spec.output.destination, self.policies.values(), mounts)
             rank = (not status.get("epoch"), metadata["creationTimestamp"], self._job_key(uid))
             for place in places:
                 self._claims.setdefault(place, {})[uid] = rank
@@ -520,10 +525,29 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
         volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
+        mounts=_mounts_of(body),
         version=int(metadata.get("resourceVersion") or 0),
         model=served_model(body),
         sidecar=_sidecar_state(body),
     )
+
+
+def _mounts_of(body: Mapping[str, Any]) -> frozenset[Mount] | None:
+    """Return what the pod's sidecar, the newest of several, mounts to write."""
+    spec = body.get("spec") or {}
+    newest = [SIDECAR_CONTAINER, *attached_sidecars(spec)][-1]
+    containers = (*(spec.get("initContainers") or ()), *(spec.get("ephemeralContainers") or ()))
+    sidecar = next((each for each in containers if each["name"] == newest), None)
+    if sidecar is None:
+        return None
+    volumes = {volume["name"]: volume for volume in spec.get("volumes") or ()}
+    namespace, found = body["metadata"].get("namespace", ""), set()
+    for mount in sidecar.get("volumeMounts") or ():
+        volume = volumes.get(mount["name"], {})
+        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+        source = policies.source_of(namespace, claim, (volume.get("hostPath") or {}).get("path"))
+        found.add(Mount(mount["mountPath"], "" if mount.get("readOnly") else source))
+    return frozenset(found)
 
 
 def _sidecar_state(body: Mapping[str, Any]) -> SidecarState:
@@ -562,12 +586,20 @@ def is_waiting(body: Mapping[str, Any]) -> bool:
 
 
 def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
-    """Return where the policy's volumes stand that are in the pod and can be written."""
-    spec = terms.policy.spec if terms else None
+    """Return where the policy's volumes stand that are in the pod and can be written.
+
+    One that the policy has under the same name but of another claim, directory or path than when
+    the pod was made is not.
+    """
+    policy = terms.policy if terms else None
+    if policy is None or policy.spec is None:
+        return ()
     return tuple(
         volume.mount_path
-        for volume in (spec.sidecar.volumes if spec else ())
-        if not volume.read_only and volume_name(volume) in pod.volumes
+        for volume in policy.spec.sidecar.volumes
+        if not volume.read_only
+        and volume_name(volume) in pod.volumes
+        and (pod.mounts is None or policies.mount_of(policy, volume) in pod.mounts)
     )
 
 
