@@ -16,7 +16,8 @@ constexpr Offer kEager{.job_epoch = 1};
 // Of a batch: as Python's `(batch - 1).bit_length()`, for any 64-bit figure.
 std::int64_t batch_bits_of(std::int64_t batch) {
   const std::uint64_t less = static_cast<std::uint64_t>(batch) - 1;
-  return std::bit_width(static_cast<std::int64_t>(less) < 0 ? 0 - less : less);
+  return static_cast<std::int64_t>(
+      std::bit_width(static_cast<std::int64_t>(less) < 0 ? 0 - less : less));
 }
 
 bool within(std::int64_t value, std::int64_t bound) {
