@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,17 @@ def read_job(path: Path) -> JobSpec:
         outputs=None if outputs is None else tuple(map(Path, outputs)),
         checkpoint=str(document.get("checkpoint") or ""),
     )
+
+
+def writes_to(job: JobSpec, place: str) -> JobSpec:
+    """Return the job with another destination.
+
+    Raises:
+        UserError: it is none.
+    """
+    spec = job.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    spec["output"] = {**spec["output"], "destination": place}
+    return replace(job, spec=parse_job_spec(spec))
 
 
 @dataclass(slots=True)
