@@ -236,7 +236,7 @@ def test_a_job_writes_to_a_bucket_and_goes_on_from_there_on_another_machine(buck
     assert (code, said["step"], said["adapter"]) == (0, 4, f"{url}-elsewhere"), said
 
 
-def test_a_bucket_without_credentials_is_told_before_anything_is_loaded(bucket, tmp_path):
+def test_a_bucket_without_credentials_is_told_with_what_to_set(bucket, tmp_path):
     url, secret = bucket
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "here"), "HOME": str(tmp_path)}
     env |= {"AWS_ENDPOINT_URL": secret["AWS_ENDPOINT_URL"], "AWS_EC2_METADATA_DISABLED": "true"}
