@@ -369,6 +369,7 @@ class OwnBucketFolder(BucketFolder):
         super().claim(waits_for, alive)
         if self._anew:
             self.forget_checkpoints()
+            self.checkpoints.mkdir(exist_ok=True)
 
     def _remove_older(self) -> None:
         """The directory is that of all runs on this machine."""
