@@ -25,7 +25,6 @@ from windrow_operator.cluster_state import ClusterState, pod_of
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
-from windrow_operator.pki import KeyPair
 
 log = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ class AttachServer(pb_grpc.AttachServicer):
         self.sessions.clear()
         self._metrics.streams.set(0)
 
-    async def start(self, host: str, port: int, pair: KeyPair) -> int:
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
         """Listen with TLS; return the port.
 
         Raises:
@@ -189,7 +188,6 @@ class AttachServer(pb_grpc.AttachServicer):
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         pb_grpc.add_AttachServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        credentials = grpc.ssl_server_credentials([(pair.key, pair.certificate)])
         try:
             bound = server.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:

@@ -85,7 +85,7 @@ class Driver:
         self._timeouts, self._clock = timeouts, clock
         self._attach: AttachServer | None = None
         self._registration: WebhookRegistration | None = None
-        self._template: SidecarTemplate | None = None
+        self._template: Callable[[], SidecarTemplate] | None = None
         self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
         self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
         self._alarm = _Alarm()
@@ -98,7 +98,9 @@ class Driver:
         """Say through whom sidecars are reached."""
         self._attach = attach
 
-    def prepare_pods(self, registration: WebhookRegistration, template: SidecarTemplate) -> None:
+    def prepare_pods(
+        self, registration: WebhookRegistration, template: Callable[[], SidecarTemplate]
+    ) -> None:
         """Say how pods are registered for, and what a sidecar is made of."""
         self._registration, self._template = registration, template
 
@@ -368,7 +370,7 @@ class Driver:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         body = await self._kube.get(path)
-        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar)
+        container = attached_sidecar(self._template(), body, terms.policy.spec.sidecar)
         patch = {
             # Another pod of the name, or one that changed since: refused, and decided again.
             "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},

@@ -219,6 +219,30 @@ def test_a_tasklet_that_is_longer_than_what_each_step_grants_runs_in_parts(untou
     assert bit_equal(adapter_of(job), expected)
 
 
+def test_a_gap_takes_a_part_of_a_tasklet_that_was_cut_for_more():
+    slot = Slot()
+    job = tiny_job()
+    tasklet = job.stream.peek()
+    for units in slot.cores.levels():
+        slot.estimates.learn(tasklet, units, 60_000.0)
+
+    def gap(us: int) -> bool:
+        ends_ns = time.monotonic_ns() + slot.now_ns + us * 1000
+        slot.give(
+            action=Action.GO, finetune_units=1, gap_until_ns=ends_ns, in_flight_bound_us=10_000_000
+        )
+        return slot.gate.launch(tasklet)
+
+    assert not gap(50_000)  # as long as the grant asks for: it is to fit whole
+    slot.gate.quiet(tasklet)
+    ends_ns = time.monotonic_ns() + slot.now_ns + 50_000_000
+    slot.give(action=Action.GO, finetune_units=1, gap_until_ns=ends_ns, in_flight_bound_us=20_000)
+    assert slot.gate.launch(tasklet)
+    assert not slot.gate.revoked()
+    slot.now_ns += 60_000_000
+    assert slot.gate.revoked()
+
+
 def test_a_grant_into_which_a_tasklet_has_run_is_used_by_so_much():
     slot = Slot()
     job = tiny_job()

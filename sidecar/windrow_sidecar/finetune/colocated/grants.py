@@ -95,8 +95,8 @@ def may_launch(
 ) -> bool:
     """Decide whether a tasklet of that estimate, begun now, may run under the grant.
 
-    `least_units`: see `_units_of`. `part_us`: as much of it as must fit into the microseconds of
-    the grant; None: all of it.
+    `estimate_us`: of as much of it as must fit into a gap; `part_us`: into the microseconds of the
+    grant; None: the same. `least_units`: see `_units_of`.
     """
     if decode_silent_ns > DECODE_STALE_NS:
         return False
@@ -282,13 +282,14 @@ class GrantGate:
         """Move to as many of the granted units as are of use, and say what is about to run."""
         units = self._estimates.useful_units(tasklet, self.units)
         estimate = self._estimates.estimate_us(tasklet, units)
-        in_parts = self._in_parts and tasklet.phase in (Phase.FORWARD, Phase.BACKWARD)
-        part_us = min(estimate, LEAST_PART_US) if in_parts else estimate
-        if not self._allows(self._grant, self._used, estimate, part_us):
+        bound_us = self._grant.in_flight_bound_us or DEFAULT_BOUND_US
+        gap_us = part_us = estimate
+        if self._in_parts and tasklet.phase in (Phase.FORWARD, Phase.BACKWARD):
+            # What was cut for the grant fits a gap whole; what was not would wait for ever.
+            gap_us, part_us = min(estimate, bound_us), min(estimate, LEAST_PART_US)
+        if not self._allows(self._grant, self._used, gap_us, part_us):
             return False
-        self._in_flight.wait_until_fits(
-            estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
-        )
+        self._in_flight.wait_until_fits(estimate, bound_us)
         self._partition.activate(units)
         self._active, self._launched_us = units, estimate
         self._publish(tasklet, in_flight_us=max(1, self._in_flight.estimate_us + estimate))
