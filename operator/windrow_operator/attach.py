@@ -21,11 +21,12 @@ from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION, TOKEN_AUDIENCE
 from windrow_operator import reports
-from windrow_operator.cluster_state import ClusterState, pod_of
+from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Pod
+from windrow_operator.model import STALE_AFTER, Pod
 from windrow_operator.pki import KeyPair
+from windrow_operator.pods import pod_of
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 # send no more messages than one process can take.
 _HEARTBEATS_PER_SECOND = 500
 _SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
+# A slot on which nothing runs and nothing changes is heard of so often.
+_REST_S: Final = 20.0
 MISSED_HEARTBEATS: Final = 3
 # Until the first heartbeat: an engine that has just called has its sidecar busy.
 _FIRST_HEARTBEAT = timedelta(seconds=15)
@@ -105,6 +108,7 @@ class Session:
     pod: Pod
     term: int  # of the leader whose stream it is
     interval: timedelta  # of heartbeats, as agreed on
+    rest: timedelta  # of heartbeats of a slot at rest; `interval`: no other was agreed on
     due: datetime | None = None  # when it counts as silent; None: nothing is expected of it
     outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
     config: pb.PolicyConfig | None = None  # as last sent
@@ -122,9 +126,18 @@ class Session:
         """Note that a first heartbeat is to come, unless one is expected already."""
         self.due = self.due or now + max(_FIRST_HEARTBEAT, MISSED_HEARTBEATS * self.interval)
 
-    def expect_next(self, now: datetime) -> None:
+    def expect_next(self, now: datetime, *, at_rest: bool = False) -> None:
         """Note that a heartbeat has come, so that the next one is due."""
-        self.due = now + MISSED_HEARTBEATS * self.interval
+        self.due = now + self.patience(at_rest=at_rest)
+
+    def expect_soon(self, now: datetime) -> None:
+        """Note that a slot is not at rest any more: it was given a job."""
+        if self.due is not None:
+            self.due = min(self.due, now + self.patience(at_rest=False))
+
+    def patience(self, *, at_rest: bool) -> timedelta:
+        """Return how long a sidecar may be silent."""
+        return MISSED_HEARTBEATS * (self.rest if at_rest else self.interval)
 
     def configure(self, config: pb.PolicyConfig) -> None:
         """Tell the sidecar its policy if that has changed."""
@@ -252,6 +265,7 @@ class AttachServer(pb_grpc.AttachServicer):
                 protocol_version=PROTOCOL_VERSION,
                 operator_version=version("windrow"),
                 heartbeat_seconds=session.interval.total_seconds(),
+                rest_heartbeat_seconds=session.rest.total_seconds(),
                 leader_term=session.term,
             )
         )
@@ -260,10 +274,9 @@ class AttachServer(pb_grpc.AttachServicer):
         """End the streams of sidecars that are silent; return when the next one would be."""
         for session in list(self.sessions.values()):
             if session.due is not None and session.due <= now:
-                seconds = session.interval.total_seconds()
                 log.warning(
-                    "sidecar of pod %s missed %d heartbeats of %g s: its stream is ended",
-                    *(session.pod.key, MISSED_HEARTBEATS, seconds),
+                    "sidecar of pod %s missed %d heartbeats: its stream is ended",
+                    *(session.pod.key, MISSED_HEARTBEATS),
                 )
                 self.end(session)
         return min((s.due for s in self.sessions.values() if s.due is not None), default=None)
@@ -347,7 +360,9 @@ class AttachServer(pb_grpc.AttachServicer):
         earlier = self.sessions.get(pod.uid)
         if earlier is not None:
             earlier.close()
-        session = Session(pod, self._leadership.term, self._interval(hello))
+        interval = self._interval(hello)
+        rest = max(interval, timedelta(seconds=_REST_S)) if hello.rests else interval
+        session = Session(pod, self._leadership.term, interval, rest)
         self.sessions[pod.uid] = session
         self._metrics.streams.set(len(self.sessions))
         log.info("sidecar of pod %s attached", pod.key)
@@ -390,20 +405,32 @@ class AttachServer(pb_grpc.AttachServicer):
             case "hello":
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
-                session.expect_next(now)
                 name = slot_name(session.pod.name, message.heartbeat.slot)
                 live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
+                    self._expect_next(session, live, message.heartbeat, now)
                     stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)
                     self._end_stale(session, stale)
                     listener.on_heartbeat()
             case "job_event":
-                mine = [live.key for live in reports.slots_of(self._cluster, session.pod)]
+                mine = [live.key for live in self._cluster.slots_of(session.pod.uid)]
                 stale = reports.take_event(self._cluster, mine, message.job_event, now)
                 self._end_stale(session, stale)
                 listener.on_news()
             case "profile":
                 listener.on_profile(session.pod, message.profile)
+
+    def _expect_next(
+        self, session: Session, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
+    ) -> None:
+        """Note when the pod's next heartbeat is due: soon, while a job is on one of its slots."""
+        alone = len(self._cluster.slots_of(session.pod.uid)) == 1
+        at_rest = alone and not jobs_of(beat) and live.key not in self._cluster.index.held
+        session.expect_next(now, at_rest=at_rest)
+        # Figures are not of now any more once a heartbeat is missing, and never after ten seconds
+        # where one comes each second.
+        interval = session.rest if at_rest else session.interval
+        live.stale_after = max(STALE_AFTER, 2 * interval)
 
     def _take_hello(self, session: Session, hello: pb.SidecarHello, *, first: bool) -> None:
         now = self._clock()

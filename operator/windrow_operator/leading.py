@@ -60,7 +60,7 @@ class Leading:
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
         self._registration = registration
-        recorder = Recorder(kube, clock)
+        self._recorder = recorder = Recorder(kube, clock)
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
@@ -85,6 +85,7 @@ class Leading:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._driver.run(), name="driver")
+                tasks.create_task(self._recorder.run(), name="events")
                 tasks.create_task(self._write_slots(), name="slots")
                 tasks.create_task(self._store_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")

@@ -200,6 +200,11 @@ class Holder:
     name: str = "that is unknown"  # for messages
     base: Base | None = None  # None: not known, or not to be shared
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the name is that of a job, by which its namespace is known."""
+        return "/" in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -207,11 +212,12 @@ class Slot:
 
     key: str
     pod_uid: str = ""
+    node: str = ""
     model: str = ""
     tensor_parallel: int = 1
     engine_state: str = "serving"
     breaker: str = ""
-    predicted_tokens_per_second: float = 0.0
+    predicted_tokens_per_second: float = 0.0  # over the last minutes
     memory_full: bool = False
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
@@ -219,7 +225,7 @@ class Slot:
     awaited: bool = False  # not attached yet since the operator came to lead
     pod_gone: bool = False  # or on its way
     resting: str = ""  # until when it takes no job, and why
-    failed_jobs: frozenset[str] = frozenset()  # keys of jobs that failed on it lately
+    failed_jobs: frozenset[str] = frozenset()  # UIDs of jobs that failed on it lately
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time

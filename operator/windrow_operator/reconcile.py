@@ -16,7 +16,8 @@ from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
-from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal, place
+from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +389,10 @@ def _stop_reason(job: Job, slot: Slot) -> str:
     if slot.pod_gone:
         return "the pod is ending"
     if job.preempted_by:
-        return f"job {job.preempted_by} of higher priority takes the slot"
+        mine = job.preempted_by.partition("/")[0] == job.namespace
+        return f"job {job.preempted_by if mine else ''} of higher priority takes the slot".replace(
+            "  ", " "
+        )
     return admission_refusal(job, slot)
 
 

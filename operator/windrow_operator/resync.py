@@ -125,7 +125,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             _name,
             lambda: dict.fromkeys(cluster.namespaces, _ANY),
             cluster.put_namespace,
-            lambda name: _pop(cluster.namespaces, name),
+            cluster.drop_namespace,
             namespaced=False,
         ),
         _Watched(
@@ -134,7 +134,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             _name,
             lambda: dict.fromkeys(cluster.priorities, _ANY),
             cluster.put_priority_class,
-            lambda name: _pop(cluster.priorities, name),
+            cluster.drop_priority_class,
             namespaced=False,
         ),
         _Watched(
@@ -183,7 +183,3 @@ def _name(body: Body) -> str:
 
 def _uid(body: Body) -> str:
     return str(body["metadata"]["uid"])
-
-
-def _pop(known: dict[str, Any], key: str) -> None:
-    known.pop(key, None)

@@ -21,6 +21,7 @@ from windrow.crd import (
 )
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
+from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Pod, Slot
@@ -29,14 +30,8 @@ log = logging.getLogger(__name__)
 
 # How often it is looked at what has changed. What decisions hang on is written at once.
 LOOK_SECONDS = 2.0
-# Figures that change every second are for Prometheus; here they are for people, and of many slots
-# each one is written more seldom: so many writes a second, however many slots there are.
-_FIGURES_PER_SECOND = 1.5
-
-
-def figures_interval(n_slots: int) -> timedelta:
-    """Return how old the figures of a slot may become."""
-    return timedelta(seconds=max(LOOK_SECONDS, n_slots / _FIGURES_PER_SECOND))
+# Figures that change every second are for Prometheus; here they are for people, and are written as
+# the budget for what can wait allows.
 
 
 def slot_object(live: LiveSlot) -> Body:
@@ -95,13 +90,18 @@ def slot_status(
         "mode": terms.mode if terms else "off",
         "objective": format_duration(objective) if objective else None,
         "objectiveSeconds": objective.total_seconds() if objective else None,
-        "jobName": ", ".join(f"{job['namespace']}/{job['name']}" for job in jobs) or None,
+        "jobName": ", ".join(_job_name(job) for job in jobs) or None,
         "job": jobs[0] if jobs else None,
         "jobs": jobs,
         "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
         **_observed(live, now),
     }
     return {name: value for name, value in status.items() if value is not None}
+
+
+def _job_name(job: Body) -> str:
+    """Return a job as people see it: of other namespaces no name is said."""
+    return f"{job['namespace']}/{job['name']}" if job["name"] else f"a job of {job['namespace']}"
 
 
 def _observed(live: LiveSlot, now: datetime) -> Body:
@@ -183,7 +183,12 @@ def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
     """Return what of a slot is written at once when it changes."""
     return (
         *(id(live.facts), view.attached, view.silent, view.engine_state, view.breaker),
-        *(view.resting, view.holders, view.terms and (view.terms.mode, view.terms.policy)),
+        *(
+            view.resting,
+            view.failed_jobs,
+            view.holders,
+            view.terms and (view.terms.mode, view.terms.policy),
+        ),
     )
 
 
@@ -196,13 +201,15 @@ class SlotWriter:
         self._status: dict[str, Body] = {}
         # By key: what was notable when the status was last written, and when that was.
         self._seen: dict[str, tuple[tuple[object, ...], datetime]] = {}
+        self._unwritten: dict[str, None] = {}  # keys of slots that have changed since
+        self._budget = WriteBudget(FIGURES_PER_SECOND)
 
     async def load(self) -> None:
         """Take up the slots of an earlier life of the operator: known, not attached."""
         for body in await self._kube.list(kind_path(HARVEST_SLOT)):
             metadata, spec = body["metadata"], body["spec"]
             key = f"{metadata['namespace']}/{metadata['name']}"
-            self._cluster.slots[key] = LiveSlot(
+            live = LiveSlot(
                 key=key,
                 namespace=metadata["namespace"],
                 name=metadata["name"],
@@ -211,31 +218,48 @@ class SlotWriter:
                 node=spec.get("nodeName", ""),
                 facts=_facts(spec),
             )
-            self._status[key] = body.get("status") or {}
+            self._cluster.put_slot(live)
+            self._status[key] = status = body.get("status") or {}
+            self._cluster.health.take_up(key, status.get("health"))
 
     async def write(self, now: datetime) -> None:
-        """Write every slot that changed; one that fails is written the next time."""
-        views = self._cluster.slot_views(now)
-        interval = figures_interval(len(views))
-        for live in list(self._cluster.slots.values()):
-            view = views[live.key]
-            notable = _notable(live, view)
-            seen = self._seen.get(live.key)
-            if seen is not None and seen[0] == notable and now - seen[1] < interval:
+        """Write the slots that changed; one that fails is written the next time.
+
+        What decisions hang on goes at once. The others keep their places in the row, so that each
+        one has its turn.
+        """
+        self._unwritten |= dict.fromkeys(self._cluster.changed_slots.take("writer"))
+        interval = max(timedelta(seconds=LOOK_SECONDS), self._budget.interval(len(self._seen)))
+        for key in list(self._unwritten):
+            live = self._cluster.slots.get(key)
+            if live is None:
+                del self._unwritten[key]
+                self._forget(key)
                 continue
+            view = self._cluster.slot_view(live, now)
+            notable = _notable(live, view)
+            seen = self._seen.get(key)
+            can_wait = seen is not None and seen[0] == notable
+            if can_wait and (now - seen[1] < interval or not self._budget.take(now)):
+                continue
+            del self._unwritten[key]  # before the write: what changes meanwhile comes again
             try:
                 await self._write(live, view, now)
-                self._seen[live.key] = (notable, now)
+                self._seen[key] = (notable, now)
             except ApiError as error:
-                self._written.pop(live.key, None)
-                log.warning("slot %s could not be written: %s", live.key, error)
+                self._written.pop(key, None)
+                self._unwritten[key] = None
+                log.warning("slot %s could not be written: %s", key, error)
 
     async def _write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
         wanted = slot_object(live)
         if self._written.get(live.key) != wanted and live.attached:
             await self._write_object(live, wanted)
         before = self._status.get(live.key, {})
-        after = slot_status(live, view, self._jobs(view), before.get("conditions") or [], now)
+        held = before.get("conditions") or []
+        after = slot_status(live, view, self._jobs(live, view), held, now)
+        if (health := self._cluster.health.status_of(live.key)) is not None:
+            after["health"] = health
         if after == before:
             return
         path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
@@ -262,13 +286,15 @@ class SlotWriter:
         self._status.pop(key, None)
         self._seen.pop(key, None)
 
-    def _jobs(self, view: Slot) -> list[Body]:
+    def _jobs(self, live: LiveSlot, view: Slot) -> list[Body]:
+        """Return what stands in `status.jobs`; what other tenants call their jobs is not said."""
         jobs = []
         for holder in view.holders:
             if (body := self._cluster.jobs.get(holder.uid)) is None:
                 continue
             metadata = body["metadata"]
-            job = {"namespace": metadata["namespace"], "name": metadata["name"]}
+            mine = metadata["namespace"] == live.namespace
+            job = {"namespace": metadata["namespace"], "name": metadata["name"] if mine else ""}
             epoch = (body.get("status") or {}).get("epoch", 0)
             jobs.append({**job, "uid": holder.uid, "epoch": epoch})
         return jobs
