@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 # may do so. tests/gpu takes it away again in processes of its own.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import hypothesis
 import pytest
 from kubernetes import client, config
 
@@ -25,11 +27,25 @@ from windrow.local.progress import LineProgress
 from windrow.local.tools_cache import OBJECT_STORE
 
 ROOT = Path(__file__).parents[1]
+# Processes that tests start import tests/support as well.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
+)
 TOOLS, STORE = pytest.StashKey(), pytest.StashKey()
 # What the environment brings along, cmake and ninja among them.
 PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Minutes of compiling: begun last, it would leave the other processes without work at the end.
 BEGUN_FIRST = "test_native_cpp.py"
+
+
+# A shell that starts tests in the background has them ignore Ctrl-C, and what they start as well:
+# tests that interrupt a process would wait for it for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes is the machine's affair: 200 ms is Hypothesis' own limit for one.
+hypothesis.settings.register_profile("windrow", deadline=None)
+hypothesis.settings.load_profile("windrow")
 
 
 @pytest.hookimpl(trylast=True)  # the reporter is there

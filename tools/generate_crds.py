@@ -5,19 +5,17 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+from generated import ROOT, write_or_check
 from pydantic import BaseModel
 
 from windrow import crd
 from windrow.conditions import conditions_markdown
 from windrow.crd.finetunejob import ROOT_RULES
 
-ROOT = Path(__file__).resolve().parent.parent
 HEADER = "# Made from api/windrow/crd by tools/generate_crds.py: change it there.\n"
 
 Schema = dict[str, Any]
@@ -63,6 +61,7 @@ COLUMNS: dict[str, list[tuple[str, str, str, str]]] = {
         ("Decode", "string", ".status.decode", "Compute units of decode."),
         ("Finetune", "string", ".status.finetune", "Compute units of the worker."),
         ("Lent", "string", ".status.lent", "Lent chunks of all."),
+        ("Sharing", "string", ".status.sharing", "Of a GPU: spatial or temporal."),
         (
             "Harvestable",
             "number",
@@ -217,23 +216,5 @@ def generated() -> dict[Path, str]:
     return {**files, ROOT / "docs" / "conditions.md": conditions_markdown()}
 
 
-def main() -> int:
-    """Write the files, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say which files are stale")
-    check = parser.parse_args().check
-    stale = [
-        (path, text)
-        for path, text in generated().items()
-        if not path.exists() or path.read_text() != text
-    ]
-    for path, text in stale:
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-    return 1 if check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_or_check(__doc__, generated)

@@ -6,15 +6,14 @@ docs/reference/ are made for each build of the site (`make docs`).
 
 from __future__ import annotations
 
-import argparse
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import typer
 import yaml
+from generated import ROOT, write_or_check
 
 from windrow.cli import app
 from windrow.client import WindrowClient
@@ -25,7 +24,6 @@ from windrow.metrics import (
     MetricType,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 METRICS_HEAD = """# Metrics
 
 Made from `api/windrow/metrics.py` by `tools/generate_docs.py`: change it there.
@@ -223,23 +221,5 @@ def generated() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the pages, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only say which pages are stale")
-    check = parser.parse_args().check
-    stale = [
-        (path, text)
-        for path, text in (committed() if check else generated()).items()
-        if not path.exists() or path.read_text() != text
-    ]
-    for path, text in stale:
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-    return 1 if check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_or_check(__doc__, generated, checked=committed)

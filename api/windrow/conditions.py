@@ -152,6 +152,13 @@ LIFECYCLE: Final = (
     ),
     ConditionRow(T.PLACED, "True", R.PLACED, "A slot is assigned; the message says why this one."),
     ConditionRow(
+        T.PLACED,
+        "True",
+        R.DESTINATION_IN_USE,
+        "It has its slot, but policies that were edited since make its destination that of another "
+        "job: it goes on where it is, and is not placed again before that job has ended.",
+    ),
+    ConditionRow(
         T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."
     ),
     ConditionRow(
@@ -168,7 +175,11 @@ LIFECYCLE: Final = (
         T.PLACED, "False", R.REJECTED, "The slot refused the assignment; another is looked for."
     ),
     ConditionRow(
-        T.PLACED, "False", R.POLICY_CHANGED, "The slot's policy no longer admits the job."
+        T.PLACED,
+        "False",
+        R.POLICY_CHANGED,
+        "The slot's policy no longer admits the job (its mode, hours, seconds a day, namespaces): "
+        "it has written a checkpoint and waits; the message says why.",
     ),
     ConditionRow(T.PLACED, "False", R.SUSPENDED, "`spec.suspend` is true."),
     ConditionRow(T.PLACED, "False", R.FINISHED, "The job has ended and has given its slot back."),

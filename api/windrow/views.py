@@ -133,6 +133,7 @@ class SlotView:
     predicted_tokens_per_second: float
     job: str  # namespace/name, empty: none
     breaker: str
+    sharing: str  # of a GPU: in which mode, and why; empty: it has none, or nobody has said
 
     @classmethod
     def of(cls, found: JsonObject) -> SlotView:
@@ -168,6 +169,9 @@ class SlotView:
             predicted_tokens_per_second=status.get("predictedTokensPerSecond") or 0.0,
             job=status.get("jobName") or "",
             breaker=status.get("breaker") or "",
+            sharing=f"{status['sharing']} mode: {status.get('sharingReason', '')}"
+            if status.get("sharing")
+            else "",
         )
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.engine.shapes import RANK, adapter_parameters, stepped_optimizer
 from benchmarks.harness import Result, middle
-from windrow_sidecar.finetune.job.device import OwnMemory
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
 from windrow_sidecar.finetune.offload.job_state import DeviceHome, Home, HostHome, Swap
@@ -111,7 +111,7 @@ def _jobs(rounds: int) -> Result:
     base = BaseModel(tiny_llama(), None, None, shared=False)
     jobs = [tiny_job(base=shallow_clone(base).model, steps=10**6) for _ in range(2)]
     memories = [OwnMemory(job.stream, _Copying()) for job in jobs]
-    memories[1].set_aside()
+    memories[1].offload()
     times_ms = []
     for n in range(4 * rounds):
         now, other = n % 2, (n + 1) % 2
@@ -119,7 +119,7 @@ def _jobs(rounds: int) -> Result:
             tasklet = jobs[now].stream.peek()
             assert tasklet is not None  # a million steps
             jobs[now].stream.run(tasklet)
-        times_ms.append(_switch_ms(memories[now].set_aside, memories[other].bring_back))
+        times_ms.append(_switch_ms(memories[now].offload, memories[other].restore))
     value, spread = middle(times_ms)
     name = "switch of jobs in the middle of a step, tiny model"
     return Result(name, value, "ms", "lower", goal=GOAL_MS, spread=spread)

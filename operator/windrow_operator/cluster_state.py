@@ -14,6 +14,7 @@ from typing import Any
 from windrow.crd import FINALIZER, FinetuneJobSpec
 from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
+from windrow_operator import policies
 from windrow_operator.health import SlotHealth
 from windrow_operator.injection import volume_name
 from windrow_operator.model import (
@@ -279,10 +280,10 @@ class ClusterState(WatchedObjects):
         spec, _ = self.index.spec(self.jobs[uid])
         key, mine = self._job_key(uid), other.output.destination
         if self.jobs[uid]["metadata"]["namespace"] != asks["metadata"]["namespace"]:
-            return "of another namespace"
+            return "a job of another namespace"
         if spec is None or path_of(spec.output.destination) == path_of(mine):
-            return key
-        return f"{key}, which reaches it by {spec.output.destination!r}"
+            return f"job {key}"
+        return f"job {key}, which reaches it by {spec.output.destination!r}"
 
     # --- what sidecars say ------------------------------------------------------------------------
 
@@ -375,12 +376,20 @@ def jobs_of(beat: pb.SlotHeartbeat) -> list[pb.RunningJob]:
 
 
 def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
-    """Return where the policy's volumes stand that are in the pod and can be written."""
-    spec = terms.policy.spec if terms else None
+    """Return where the policy's volumes stand that are in the pod and can be written.
+
+    One that the policy has under the same name but of another claim, directory or path than when
+    the pod was made is not.
+    """
+    policy = terms.policy if terms else None
+    if policy is None or policy.spec is None:
+        return ()
     return tuple(
         volume.mount_path
-        for volume in (spec.sidecar.volumes if spec else ())
-        if not volume.read_only and volume_name(volume) in pod.volumes
+        for volume in policy.spec.sidecar.volumes
+        if not volume.read_only
+        and volume_name(volume) in pod.volumes
+        and (pod.mounts is None or policies.mount_of(policy, volume) in pod.mounts)
     )
 
 

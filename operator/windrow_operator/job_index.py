@@ -11,7 +11,7 @@ from windrow.crd import FINALIZER_ADAPTER, FinetuneJobSpec, parse_job_spec
 from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow.errors import UserError
 from windrow_operator import policies
-from windrow_operator.model import CheckedPolicy, key_of
+from windrow_operator.model import CheckedPolicy, Mount, key_of
 
 Body = Mapping[str, Any]
 
@@ -53,8 +53,16 @@ class JobIndex:
             self._specs[metadata["uid"]] = known
         return known[1], known[2]
 
-    def put(self, body: Body, policies_: Iterable[CheckedPolicy]) -> set[str]:
-        """Index a job anew; return the UIDs of the jobs whose destination this may decide."""
+    def put(
+        self, body: Body, policies_: Iterable[CheckedPolicy], mounts: Iterable[Mount]
+    ) -> set[str]:
+        """Index a job anew; return the UIDs of the jobs whose destination this may decide.
+
+        Args:
+            body: the job.
+            policies_: all of them.
+            mounts: what the pod that the job is on can write.
+        """
         metadata, status = body["metadata"], body.get("status") or {}
         uid, conditions = metadata["uid"], status.get("conditions")
         touched = self.drop(uid, keep_spec=True)
@@ -64,7 +72,7 @@ class JobIndex:
         if slot:
             self.held.setdefault(slot, {})[uid] = None
         if spec is not None and not finished:
-            places = policies.places_of(spec.output.destination, policies_)
+            places = policies.places_of(spec.output.destination, policies_, mounts)
             key = key_of(metadata["namespace"], metadata["name"])
             rank = (not status.get("epoch"), metadata["creationTimestamp"], key)
             for place in places:

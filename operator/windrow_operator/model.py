@@ -51,6 +51,14 @@ class SidecarState:
 
 
 @dataclass(frozen=True, slots=True)
+class Mount:
+    """A directory that a sidecar can write: its path there, and what it is (see `policies`)."""
+
+    path: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pod:
     """What is kept of a decode pod."""
 
@@ -62,6 +70,7 @@ class Pod:
     annotations: Mapping[str, str] = field(default_factory=dict)
     ending: bool = False  # deleted, or its containers have ended
     volumes: frozenset[str] = frozenset()  # names of what it can mount
+    mounts: frozenset[Mount] | None = None  # what its sidecar can write; None: it has none yet
     version: int = 0  # of the object
     model: str = ""  # that the decode container's command line names
     sidecar: SidecarState = SidecarState()

@@ -15,7 +15,7 @@ from typing import Any
 from windrow_operator import policies
 from windrow_operator.changes import Changes
 from windrow_operator.job_index import JobIndex
-from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, key_of
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, key_of
 from windrow_operator.pods import pod_of
 from windrow_operator.usage import UsageLedger
 
@@ -57,8 +57,16 @@ class WatchedObjects:
     def _index_job(self, uid: str) -> None:
         body = self.jobs[uid]
         self.changed_jobs.mark(uid)
-        self.changed_jobs.mark_all(self.index.put(body, self.policies.values()))
+        slot = (body.get("status") or {}).get("slot") or ""
+        mounts = self._mounts_at(slot)
+        self.changed_jobs.mark_all(self.index.put(body, self.policies.values(), mounts))
         self._mark_slot_of(body)
+
+    def _mounts_at(self, slot: str) -> frozenset[Mount]:
+        """Return what the pod of a slot can write: maybe what a policy, edited since, once said."""
+        uid = self._living.get(slot) or self._living.get(slot.rpartition(".")[0])
+        pod = self.pods.get(uid) if uid else None
+        return (pod.mounts if pod else None) or frozenset()
 
     def _mark_slot_of(self, job: Body | None) -> None:
         if job is not None and (slot := (job.get("status") or {}).get("slot")):

@@ -7,8 +7,9 @@ from datetime import datetime
 from typing import Any
 
 from windrow.crd import SIDECAR_CONTAINER
+from windrow_operator import policies
 from windrow_operator.injection import RUN_VOLUME, attached_sidecars, decoder_of, served_model
-from windrow_operator.model import Pod, SidecarState
+from windrow_operator.model import Mount, Pod, SidecarState
 
 
 def pod_of(body: Mapping[str, Any]) -> Pod:
@@ -23,10 +24,29 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         annotations=metadata.get("annotations") or {},
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
         volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
+        mounts=_mounts_of(body),
         version=int(metadata.get("resourceVersion") or 0),
         model=served_model(body),
         sidecar=_sidecar_state(body),
     )
+
+
+def _mounts_of(body: Mapping[str, Any]) -> frozenset[Mount] | None:
+    """Return what the pod's sidecar, the newest of several, mounts to write."""
+    spec = body.get("spec") or {}
+    newest = [SIDECAR_CONTAINER, *attached_sidecars(spec)][-1]
+    containers = (*(spec.get("initContainers") or ()), *(spec.get("ephemeralContainers") or ()))
+    sidecar = next((each for each in containers if each["name"] == newest), None)
+    if sidecar is None:
+        return None
+    volumes = {volume["name"]: volume for volume in spec.get("volumes") or ()}
+    namespace, found = body["metadata"].get("namespace", ""), set()
+    for mount in sidecar.get("volumeMounts") or ():
+        volume = volumes.get(mount["name"], {})
+        claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
+        source = policies.source_of(namespace, claim, (volume.get("hostPath") or {}).get("path"))
+        found.add(Mount(mount["mountPath"], "" if mount.get("readOnly") else source))
+    return frozenset(found)
 
 
 def _sidecar_state(body: Mapping[str, Any]) -> SidecarState:

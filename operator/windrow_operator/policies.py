@@ -15,7 +15,7 @@ from windrow.crd.harvestpolicy import VolumeSpec
 from windrow.errors import UserError
 from windrow.outputs import is_below, path_of
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Usage
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, Usage
 
 
 def policy_of(body: Mapping[str, Any]) -> CheckedPolicy:
@@ -85,32 +85,54 @@ def terms_of(policy: CheckedPolicy, now: datetime, usage: Usage = NOTHING_USED) 
     return EffectivePolicy(policy, "harvest", spent=spent)
 
 
-def places_of(destination: str, policies: Iterable[CheckedPolicy]) -> frozenset[str]:
+def places_of(
+    destination: str, policies: Iterable[CheckedPolicy], mounts: Iterable[Mount] = ()
+) -> frozenset[str]:
     """Return every name of the directory that a destination may be: two jobs with one may meet.
 
     Its path, and where that is in a claim or on a node by the volumes of each policy: one claim may
     be mounted at two paths.
+
+    Args:
+        destination: of a job.
+        policies: as they are now.
+        mounts: of the pod that the job runs in, which keeps what its policy once was.
     """
     path = path_of(destination)
-    found = {path}
-    for policy in policies:
-        volumes = policy.spec.sidecar.volumes if policy.spec else ()
-        around = [volume for volume in volumes if is_below([volume.mount_path], path)]
-        if not around or not posixpath.isabs(path):
-            continue
-        inner = max(around, key=lambda volume: len(volume.mount_path))
-        if not inner.read_only:
-            below = posixpath.relpath(path, inner.mount_path)
-            found.add(posixpath.normpath(posixpath.join(_source(policy, inner), below)))
-    return frozenset(found)
+    given = [[mount_of(policy, volume) for volume in _volumes(policy)] for policy in policies]
+    names = (_place_in(tree, path) for tree in (*given, list(mounts)))
+    return frozenset([path, *(name for name in names if name)])
 
 
-def _source(policy: CheckedPolicy, volume: VolumeSpec) -> str:
+def _volumes(policy: CheckedPolicy) -> Iterable[VolumeSpec]:
+    return policy.spec.sidecar.volumes if policy.spec else ()
+
+
+def _place_in(mounts: Iterable[Mount], path: str) -> str:
+    around = [mount for mount in mounts if is_below([mount.path], path)]
+    if not around or not posixpath.isabs(path):
+        return ""
+    inner = max(around, key=lambda mount: len(mount.path))
+    below = posixpath.relpath(path, inner.path)
+    return posixpath.normpath(posixpath.join(inner.source, below)) if inner.source else ""
+
+
+def mount_of(policy: CheckedPolicy, volume: VolumeSpec) -> Mount:
+    """Return a volume as a sidecar has it; what it can only read has no source."""
+    if volume.read_only:
+        return Mount(volume.mount_path, "")
+    claim, node = volume.persistent_volume_claim, volume.host_path
+    source = source_of(
+        policy.namespace, claim.claim_name if claim else None, node.path if node else None
+    )
+    return Mount(volume.mount_path, source)
+
+
+def source_of(namespace: str, claim: str | None, node_path: str | None) -> str:
     """Return a name for what a volume mounts; no path of a destination begins like that."""
-    if volume.persistent_volume_claim is not None:
-        return f"//claim:{policy.namespace}/{volume.persistent_volume_claim.claim_name}"
-    assert volume.host_path is not None
-    return f"//node:{volume.host_path.path}"
+    if claim:
+        return f"//claim:{namespace}/{claim}"
+    return f"//node:{node_path}" if node_path else ""
 
 
 def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:

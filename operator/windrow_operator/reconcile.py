@@ -101,7 +101,19 @@ def reconcile(
     if _deadline(job) is not None and now >= _deadline(job):  # type: ignore[operator]
         return _give_up(job, run, Reason.DEADLINE_EXCEEDED, _deadline_words(job), now, abort=True)
     step = _placed(job, run, slots, now, timeouts) if job.slot else _unplaced(job, slots, now)
-    return _wake_by(step, _deadline(job))
+    return _wake_by(_held(job, step), _deadline(job))
+
+
+def _held(job: Job, step: Actions) -> Actions:
+    """Put our finalizer back that somebody took from a job with a slot, and say so."""
+    if not job.slot or job.has_finalizer or step.finalizer is not None:
+        return step
+    message = (
+        "The finalizer windrow.dev/cleanup was removed while the job has a slot, and is put back: "
+        "without it a deletion does not wait for the worker"
+    )
+    event = Event("FinalizerRestored", message, warning=True)
+    return replace(step, finalizer=True, events=(event, *step.events))
 
 
 # --- the two ends of a job ------------------------------------------------------------------------
@@ -199,7 +211,7 @@ def _refusal(job: Job) -> tuple[Reason, str] | None:
     if job.destination_owner:
         return (
             Reason.DESTINATION_IN_USE,
-            f"spec.output.destination: {job.spec.output.destination!r} belongs to job "
+            f"spec.output.destination: {job.spec.output.destination!r} belongs to "
             f"{job.destination_owner}. Choose another directory, or wait until that job has ended.",
         )
     return None
@@ -238,11 +250,15 @@ def _placed(
 
 
 def _warnings(job: Job, after: Mapping[str, Any]) -> tuple[Event, ...]:
-    """What a worker has to say of its checkpoints, where that is news."""
+    """What is to be said of checkpoints and destination, where that is news."""
+    held, events = job.status.get("conditions"), []
     said = get_condition(after.get("conditions"), T.CHECKPOINTED)
-    if said is None or said == get_condition(job.status.get("conditions"), T.CHECKPOINTED):
-        return ()
-    return (Event(said["reason"], said["message"], warning=said["status"] == "False"),)
+    if said is not None and said != get_condition(held, T.CHECKPOINTED):
+        events.append(Event(said["reason"], said["message"], warning=said["status"] == "False"))
+    placed, before = get_condition(after.get("conditions"), T.PLACED), get_condition(held, T.PLACED)
+    if placed and placed["reason"] == Reason.DESTINATION_IN_USE and placed != before:
+        events.append(Event(placed["reason"], placed["message"], warning=True))
+    return tuple(events)
 
 
 def _ended(
@@ -282,7 +298,9 @@ def _after(
             events=(Event(Reason.SUSPENDED, _stopped(run)),),
             wake_at=now,
         )
-    message = f"{name_in(job.slot)}: {run.detail or 'stopped'}"
+    why = f"{run.stop_reason}; " if run.stop_reason else ""
+    name = name_in(job.slot)
+    message = ("" if name in why else f"{name}: ") + f"{why}{run.detail or 'stopped'}"
     reason = Reason.SLOT_LOST
     if run.stop_asked_at and not pod_gone:
         reason = Reason.PREEMPTED if job.preempted_by else Reason.POLICY_CHANGED
@@ -390,24 +408,25 @@ def _stop_reason(job: Job, slot: Slot) -> str:
         return "the pod is ending"
     if job.preempted_by:
         mine = job.preempted_by.partition("/")[0] == job.namespace
-        return f"job {job.preempted_by if mine else ''} of higher priority takes the slot".replace(
-            "  ", " "
-        )
-    return admission_refusal(job, slot)
+        who = f"job {job.preempted_by}" if mine else "a job of another namespace"
+        return f"{who} of higher priority takes the slot"
+    refusal = admission_refusal(job, slot)
+    return f"{name_in(job.slot)} {refusal}" if refusal else ""
 
 
 def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Timeouts) -> Actions:
     """Ask for a checkpoint and the end; ask again now and then; do not wait for ever."""
     asked = run.stop_asked_at or now
     if now >= asked + timeouts.stop_timeout:
-        stopped = replace(run, state=RunState.STOPPED, detail=f"did not stop in time ({reason})")
+        detail = "the worker did not stop in time"
+        stopped = replace(run, state=RunState.STOPPED, stop_reason=reason, detail=detail)
         step = _ended(job, stopped, now, timeouts)
         return replace(step, commands=(Command("ABORT", job.slot, job.epoch, reason),))
     again = run.stop_sent_at is None or now >= run.stop_sent_at + timeouts.stop_repeat
     # The worker that stops for another reason keeps its checkpoints; those of a deleted job go.
     again = again or (reason == Reason.DELETED != run.stop_reason)
     commands = (Command("STOP", job.slot, job.epoch, reason),) if again else ()
-    after = status.running(job, replace(run, stop_asked_at=asked), now)
+    after = status.running(job, replace(run, stop_asked_at=asked, stop_reason=reason), now)
     return Actions(
         status=_changed(job, after) if run.state is not RunState.ASSIGNED else None,
         commands=commands,

@@ -94,6 +94,8 @@ def slot_status(
         "job": jobs[0] if jobs else None,
         "jobs": jobs,
         "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
+        "sharing": live.facts.sharing or None,
+        "sharingReason": live.facts.sharing_reason or None,
         **_observed(live, now),
     }
     return {name: value for name, value in status.items() if value is not None}

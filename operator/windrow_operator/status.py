@@ -81,16 +81,33 @@ def running(job: Job, run: JobPlacement, now: datetime) -> Body:
     after = _progress(job.status, run)
     fact: tuple[str, str]
     if run.stop_asked_at is not None:
-        fact = (Reason.STOPPING, "The worker writes a checkpoint and stops")
+        why = f": {run.stop_reason}" if run.stop_reason else ""
+        fact = (Reason.STOPPING, f"The worker writes a checkpoint and stops{why}")
     elif run.state is RunState.PAUSED and now - run.since >= NOTABLE_PAUSE:
         fact = (Reason.PAUSED, run.detail or "Decode has all compute for now")
     elif run.resumed:
         fact = (Reason.RESUMED, run.started or "The worker resumed from a checkpoint")
     else:
         fact = (Reason.STARTED, run.started or "The worker has loaded the job")
-    after = _checkpointed(job, after, run, now)
+    after = _placed_alone(job, _checkpointed(job, after, run, now), now)
     after.pop("rejections", None)
     return _with(job, after, now, (T.RUNNING, "True", fact[0], fact[1]))
+
+
+def _placed_alone(job: Job, status: Body, now: datetime) -> Body:
+    """Return `status` with what policies that were edited say of the destination meanwhile."""
+    held = get_condition(status.get("conditions"), T.PLACED)
+    if job.destination_owner and job.spec is not None:
+        message = (
+            f"By the policies of now, spec.output.destination {job.spec.output.destination!r} "
+            f"belongs to {job.destination_owner}. This one goes on with the volumes that its "
+            "pod has; should it lose its slot, it waits until that job has ended"
+        )
+        return _with(job, status, now, (T.PLACED, "True", Reason.DESTINATION_IN_USE, message))
+    if held is not None and held["reason"] == Reason.DESTINATION_IN_USE:
+        message = "No other job has the destination any more"
+        return _with(job, status, now, (T.PLACED, "True", Reason.PLACED, message))
+    return status
 
 
 def silent(job: Job, heard_at: datetime, now: datetime) -> Body:

@@ -138,7 +138,7 @@ def use_libcuda(library: str) -> None:
     """Which CUDA driver library "cuda" means from now on, by path or by the loader's name."""
 
 class FaultyDriver(Driver):
-    """Another driver whose calls go wrong as they are told; see `windrow_sidecar.testing.faults`."""
+    """Another driver whose calls go wrong as they are told; `tests/support/faults.py` tells it."""
 
     def __init__(self, inner: Driver | str) -> None: ...
     def fail(self, call: str, n: int) -> None:

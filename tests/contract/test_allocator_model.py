@@ -107,4 +107,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestAllocator.settings = settings(max_examples=40, stateful_step_count=40)

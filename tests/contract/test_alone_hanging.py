@@ -7,8 +7,9 @@ import json
 import subprocess
 import sys
 
+from support.examplejob import example_job
+
 from windrow_sidecar.finetune.job.runner import Ending
-from windrow_sidecar.testing.examplejob import example_job
 
 # A watch that waits for a second: nobody waits a quarter of an hour for a test.
 RUN = """
@@ -17,7 +18,7 @@ from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.standalone.run import Together
 from windrow_sidecar.finetune.training.health import StallWatch
-from windrow_sidecar.testing.examplejob import example_job
+from support.examplejob import example_job
 
 together = Together([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
 for standing in together._standings:

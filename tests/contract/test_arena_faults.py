@@ -7,10 +7,10 @@ import signal
 
 import pytest
 import torch
+from support.faults import each_call_failing
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, FaultyDriver, SharedWeights
-from windrow_sidecar.testing.faults import each_call_failing
 
 
 def descriptors() -> int:
@@ -87,7 +87,7 @@ def test_a_lost_descriptor_is_the_peers_error_and_decode_goes_on(driver, geometr
 CHILD_DIES = """
 import sys
 from windrow_sidecar._core import Arena
-from windrow_sidecar.testing.faults import FaultyDriver, kill_at
+from support.faults import FaultyDriver, kill_at
 driver = FaultyDriver(sys.argv[2])
 kill_at(driver, sys.argv[3], 1)
 Arena.attach(sys.argv[1], driver=driver)

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
+from support.queueing_device import QueueingDevice
 
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
-from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.rounding import apart, in_type_of
 from windrow_sidecar.testing.tinyjob import adapter_of, finish, tiny_job, tiny_llama
 

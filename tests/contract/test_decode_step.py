@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from support.decode_bench import DecodeBench
 
 from windrow_sidecar.engines.builtin.llama.layer_ops import TorchOps
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
@@ -14,7 +15,6 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.step.gathered import GatheredDecode
 from windrow_sidecar.engines.builtin.step.paged_attention import TorchPagedAttention
 from windrow_sidecar.engines.builtin.step.static_step import StaticDecode
-from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama
 from windrow_sidecar.testing.rounding import LogitDistances
 

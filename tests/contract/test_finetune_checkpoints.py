@@ -51,9 +51,7 @@ def uninterrupted():
     return adapter_of(job)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(plan=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), min_size=1, max_size=3))
 def test_checkpoints_that_are_copied_while_training_goes_on_resume_bit_for_bit(
     uninterrupted, tmp_path, plan

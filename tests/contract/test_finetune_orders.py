@@ -59,9 +59,7 @@ def expected(parts):
     return copy.deepcopy(gradients(parts)), batch_group.loss
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(choices=st.randoms(use_true_random=False), cuts=st.sets(st.integers(1, 45), min_size=1))
 def test_random_legal_orders_and_windows_give_equal_gradients(parts, expected, choices, cuts):
     batch_group = visit_of(parts)

@@ -54,9 +54,7 @@ CUTS = {
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(0, 25), max_size=4))
 def test_micro_batches_that_are_dropped_anywhere_change_nothing(uninterrupted, cuts):
     job = tiny_job()
@@ -67,9 +65,7 @@ def test_micro_batches_that_are_dropped_anywhere_change_nothing(uninterrupted, c
     assert bit_equal(adapter_of(job), uninterrupted)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kills=st.lists(st.integers(0, 60), min_size=1, max_size=3))
 def test_a_job_that_is_killed_anywhere_resumes_bit_for_bit(uninterrupted, tmp_path, kills):
     folder = JobFolder(tmp_path / str(kills), UID, 1)

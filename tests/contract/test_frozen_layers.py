@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from support.queueing_device import QueueingDevice
 from transformers import AutoConfig, LlamaForCausalLM
 
 from windrow.errors import UserError
@@ -20,7 +21,6 @@ from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, stored_tensors
 from windrow_sidecar.finetune.recompute.checkpointed_layers import ALL, PlannedLayers
 from windrow_sidecar.testing.models import save_random_llama
-from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal, tiny_job
 
 LAYERS, PLENTY = 5, 10**9

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from support.queueing_device import QueueingDevice
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
 from windrow_sidecar.finetune.engine.sizing import Estimates
-from windrow_sidecar.finetune.job.device import OpenGate
+from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
-from windrow_sidecar.testing.queueing_device import QueueingDevice
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")

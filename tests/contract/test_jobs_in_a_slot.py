@@ -8,18 +8,19 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.acting_runner import ActingRunner, job_handle
 
 from windrow.conditions import Reason
 from windrow.errors import InvariantBroken, UserError
 from windrow_sidecar.finetune.colocated.jobs import crowded
-from windrow_sidecar.finetune.colocated.memory import LentBoundaries, LentMemory, TenantBoundaries
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.multiplexer import JobMultiplexer, JobShare, fair_start
 from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
+from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
-from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
     LAYERS,
@@ -70,7 +71,7 @@ class Slot:
     def turn(self, n: int, most: int) -> bool:
         """Run so many tasklets of a job; whether there are more."""
         stream, memory = self.jobs[n].stream, self.memories[n]
-        memory.bring_back()
+        memory.restore()
         for _ in range(most):
             if stream.peek() is None:
                 return False
@@ -80,13 +81,11 @@ class Slot:
                 self.decode.lend(CHUNKS, owner=OWNER)
                 continue
             stream.run(tasklet)
-        memory.set_aside()
+        memory.offload()
         return True
 
 
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     turns=st.lists(
         st.tuples(st.integers(0, 2), st.integers(1, 12), st.integers(0, CHUNKS)), max_size=25
@@ -115,7 +114,7 @@ def test_the_end_of_a_job_that_is_away_leaves_the_chunks_of_the_one_that_is_ther
     sizing, expected = alone
     slot = Slot(arenas, sizing)
     slot.turn(0, 5)
-    slot.memories[1].bring_back()
+    slot.memories[1].restore()
     while slot.lent.is_clear:  # into the middle of a group
         slot.memories[1].settle()
         if slot.memories[1].starving(slot.jobs[1].stream.peek()):
@@ -137,7 +136,7 @@ def test_two_jobs_never_lie_in_the_chunks_at_once(arenas):
     decode, worker = arenas
     lent = LentBoundaries(worker, OWNER, boundaries=LAYERS, bytes_per_token=HIDDEN * 4)
     decode.lend(CHUNKS, owner=OWNER)
-    lent.settle(lambda: None)
+    lent.settle()
     here, away = TenantBoundaries(lent), TenantBoundaries(lent)
     here.move_in()
     with pytest.raises(InvariantBroken):
@@ -165,10 +164,10 @@ class Plenty(LentMemory):
         super().__init__(*of_the_job)
         self._decode = decode
 
-    def bring_back(self) -> bool:
+    def restore(self) -> bool:
         self._decode.lend(CHUNKS, owner=OWNER)
         self.settle()
-        return super().bring_back()
+        return super().restore()
 
 
 def carry(arenas, sizing, names, **options):

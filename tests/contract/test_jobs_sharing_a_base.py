@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.acting_runner import ActingRunner, job_handle
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.assembly import JobSpec
-from windrow_sidecar.finetune.job.device import OwnMemory
 from windrow_sidecar.finetune.job.multiplexer import (
     JobMultiplexer,
     JobShare,
@@ -22,10 +22,10 @@ from windrow_sidecar.finetune.job.multiplexer import (
     turn_is_over,
 )
 from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone
 from windrow_sidecar.finetune.standalone.run import check_apart
-from windrow_sidecar.testing.acting_runner import ActingRunner, job_handle
 from windrow_sidecar.testing.architectures import random_model
 from windrow_sidecar.testing.equality import small_spec
 from windrow_sidecar.testing.tinyjob import (
@@ -71,9 +71,7 @@ def alone(request):
     return request.param, [adapter_of(job) for job in jobs]
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draw=st.randoms(use_true_random=False))
 def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alone(alone, draw):
     sizing, expected = alone
@@ -82,14 +80,14 @@ def test_jobs_that_switch_at_any_tasklet_learn_bit_for_bit_what_each_learns_alon
     live = list(range(len(jobs)))
     while live:
         n = draw.choice(live)
-        memories[n].bring_back()
+        memories[n].restore()
         for _ in range(draw.randint(1, 12)):
             if (tasklet := jobs[n].stream.peek()) is None:
                 live.remove(n)
                 break
             jobs[n].stream.run(tasklet)
         if n in live:
-            memories[n].set_aside()
+            memories[n].offload()
     assert home.moved
     for job, theirs in zip(jobs, expected, strict=True):
         assert bit_equal(adapter_of(job), theirs)
@@ -101,9 +99,9 @@ def test_a_job_that_is_away_can_be_checkpointed_and_resumed():
     for _ in range(30):
         job.stream.run(job.stream.peek())
     before = {name: t.clone() for name, t in job.stream.tensors().items()}
-    memory.set_aside()
+    memory.offload()
     assert bit_equal(job.stream.snapshot().take(), before)
-    memory.bring_back()
+    memory.restore()
     assert bit_equal(dict(job.stream.tensors()), before)
 
 

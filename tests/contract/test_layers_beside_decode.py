@@ -7,6 +7,9 @@ import weakref
 
 import pytest
 import torch
+from support.examplejob import MODEL, example_job
+from support.lending_decode import LendingDecode
+from support.lent_allocations import LentAllocations
 
 from windrow.errors import UserError
 from windrow.rundir import ENV_COPY_RATE, RunDir
@@ -16,19 +19,15 @@ from windrow_sidecar.agent.worker_process import worker_environment
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.adapter.adapters import trainable
-from windrow_sidecar.finetune.colocated.allocations import Loaded
-from windrow_sidecar.finetune.colocated.resident_layers import Residents
 from windrow_sidecar.finetune.colocated.slot import open_slot
 from windrow_sidecar.finetune.engine.sizing import Estimates, most_that_fit
-from windrow_sidecar.finetune.job.device import OpenGate
+from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.memory.allocated import Loaded, Residents
 from windrow_sidecar.finetune.model import loading as base_model
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
-from windrow_sidecar.testing.examplejob import MODEL, example_job
-from windrow_sidecar.testing.lending_decode import LendingDecode
-from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.rounding import apart, in_float64, no_farther
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 
@@ -118,7 +117,7 @@ def test_beside_decode_a_slot_keeps_the_copy_to_its_rate_and_shares_each_visit(
         cores = WholeDevice("finetune", 2)
         slot = open_slot(WORKER, RunDir(run_dir), 0, cores, copy_rate=SLOW)
         context = slot.take(job, JobState())
-        context.memory.bring_back()
+        context.memory.restore()
         frozen, stream = slot._base.frozen, context.session.stream
 
         def may_run(tasklet) -> bool:

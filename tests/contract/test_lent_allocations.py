@@ -13,22 +13,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.lending_decode import LendingDecode
+from support.lent_allocations import LentAllocations
 
 from windrow.errors import Transient
 from windrow_sidecar._core import DeviceAllocator
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.whole_device import WholeDevice
-from windrow_sidecar.finetune.colocated.allocations import Loaded, chunks_for
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice
 from windrow_sidecar.finetune.job.assembly import read_job
 from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.memory.allocated import Loaded, chunks_for
 from windrow_sidecar.finetune.model.loading import find_model, load_base
 from windrow_sidecar.finetune.training.health import LOADING_AFTER_S, StallWatch
 from windrow_sidecar.memory.allocator import LentBudget
-from windrow_sidecar.testing.lending_decode import LendingDecode
-from windrow_sidecar.testing.lent_allocations import LentAllocations
 from windrow_sidecar.testing.tinyjob import tiny_job
 
 MIB = 1 << 20
@@ -214,7 +214,7 @@ def test_a_job_leaves_every_chunk_and_comes_back_when_there_is_room(beside, forw
     beside.decode.take_kv()  # another chunk is lent next time
     beside.lend(1)
     assert not beside.memory.starving(forward)
-    assert beside.memory.bring_back()
+    assert beside.memory.restore()
     assert job.state
     assert job.other
     assert job.log[-2:] == ["unstow", "in"]

@@ -6,14 +6,14 @@ import random
 
 import pytest
 import torch
+from support.examplejob import MODEL, example_job
 
 from windrow_sidecar._core import Arena, Geometry
-from windrow_sidecar.finetune.colocated.lent_layers import LentLayers
-from windrow_sidecar.finetune.colocated.memory import LentBoundaries
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
 from windrow_sidecar.memory.tensors import arena_tensor
-from windrow_sidecar.testing.examplejob import MODEL, example_job
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 
 MIB, WORKER, CHUNKS = 1 << 20, 3, 12
@@ -43,7 +43,8 @@ class Slot:
         self.lent.wanted_by_groups = FOR_GROUPS
 
     def settle(self) -> None:
-        self.lent.settle(lambda: pytest.fail("no activation lies there"))
+        assert not self.lent.must_leave(), "no activation lies there"
+        self.lent.settle()
 
     def close(self) -> None:
         self.lent.give_all_back()

@@ -6,12 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windrow_sidecar.finetune.colocated.memory import (
-    LentBoundaries,
-    LentMemory,
-    TenantBoundaries,
-)
 from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
+from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.qos.view import Phase
 from windrow_sidecar.testing.tinyjob import (
     HIDDEN,
@@ -56,7 +53,7 @@ class Beside:
         self.memory = LentMemory(
             self.lent, boundaries, self.job.stream, activation_budget, free_bytes=lambda: free_bytes
         )
-        self.memory.bring_back()
+        self.memory.restore()
         self.ran = 0
 
     def go(self, most: int) -> bool:
@@ -78,9 +75,7 @@ class Beside:
         self.lent.give_all_back()
 
 
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(moments=st.lists(st.tuples(st.integers(0, 30), st.integers(1, CHUNKS)), max_size=8))
 def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
     arenas, untouched, moments
@@ -100,6 +95,27 @@ def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
     assert learnt.keys() == expected.keys()
     assert bit_equal(learnt, expected)
     assert beside.ran == tasklets  # no group ran twice
+
+
+def test_a_chunk_asked_back_after_the_group_was_asked_about_stays_for_the_next_boundary(
+    arenas, untouched
+):
+    sizing, expected, tasklets = untouched
+    beside = Beside(arenas, sizing)
+    while beside.job.stream.peek().phase is not Phase.BACKWARD:
+        beside.go(1)
+    assert not beside.lent.must_leave()
+    beside.decode.revoke(CHUNKS)  # between the two steps of a boundary
+    beside.lent.settle()
+    assert beside.decode.counts()[4] > 0  # the group lies there still
+    beside.memory.settle()
+    assert beside.decode.counts()[4] == 0
+    while beside.go(1000):
+        pass
+    learnt = adapter_of(beside.job)
+    beside.close()
+    assert bit_equal(learnt, expected)
+    assert beside.ran == tasklets
 
 
 def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, untouched):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.examplejob import MODEL, example_job
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from benchmarks.activations import LiveBytes
@@ -19,7 +20,6 @@ from windrow_sidecar.finetune.job.assembly import TaskletRuntime, TrainingSessio
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel, load_base
 from windrow_sidecar.finetune.tasklets import MicroLimits
-from windrow_sidecar.testing.examplejob import MODEL, example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

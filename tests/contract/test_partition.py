@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 
 import pytest
+from support.faults import FaultyDriver
 
 from windrow.errors import InvariantBroken
 from windrow_sidecar import _core
@@ -13,7 +14,6 @@ from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import NotMoved, Partition, Side, UnknownLevel
 from windrow_sidecar.compute.whole_device import WholeDevice
-from windrow_sidecar.testing.faults import FaultyDriver
 
 
 @pytest.fixture

@@ -79,7 +79,6 @@ def contexts(draw) -> Context:
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 @given(view=views, offer=offers, ctx=contexts())
-@settings(deadline=None)
 def test_an_answer_stays_within_the_limits_and_is_repeatable(name, view, offer, ctx):
     policy = make_policy(name)
     decision = policy.decide(view, offer, ctx)
@@ -122,7 +121,7 @@ def test_an_answer_stays_within_the_limits_and_is_repeatable(name, view, offer, 
     percent=st.integers(1, 100),
     mode=st.sampled_from(["harvest", "observe", "off"]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_over_any_history_the_slot_is_never_granted_beyond_its_limits(name, steps, percent, mode):
     levels = host_levels(8)
     controller = Controller(levels, Predictor(levels, SOLO))

@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
+from support.examplejob import example_job
 
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.engine.sizing import WholeRows
 from windrow_sidecar.finetune.standalone import preview
 from windrow_sidecar.finetune.standalone.preview import Preview
-from windrow_sidecar.testing.examplejob import example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 from huggingface_hub import constants
+from support.filehub import COMMIT, served
 
 from windrow.crd import DatasetSpec
 from windrow.errors import Transient, UserError
@@ -16,7 +17,6 @@ from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.model.loading import find_model
-from windrow_sidecar.testing.filehub import COMMIT, served
 
 
 def lines_of(source, split="train") -> list[str]:

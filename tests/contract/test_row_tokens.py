@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from support.vocabularies import byte_pairs, letters, sentence_pieces
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from windrow.errors import UserError
@@ -17,7 +18,6 @@ from windrow_sidecar.finetune.data.conversation import Conversations
 from windrow_sidecar.finetune.data.records import DatasetRecord
 from windrow_sidecar.finetune.data.rows import row_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
-from windrow_sidecar.testing.vocabularies import byte_pairs, letters, sentence_pieces
 
 FORMS = {
     "letters": letters,

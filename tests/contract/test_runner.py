@@ -13,9 +13,10 @@ from windrow.eventlog import EventLog
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession
-from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.health import StallWatch

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from support.examplejob import example_job
 
 from windrow.conditions import Reason
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.job.device import OwnMemory
 from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
-from windrow_sidecar.testing.examplejob import example_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

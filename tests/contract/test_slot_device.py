@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.queueing_device import QueueingDevice
 
 from windrow.errors import UserError
 from windrow_sidecar import _core
@@ -13,7 +14,6 @@ from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.colocated.slot_device import gpu_partition, slot_device
 from windrow_sidecar.memory.allocator import memory_stats
-from windrow_sidecar.testing.queueing_device import QueueingDevice
 
 WORKER = 7
 SPATIAL, TEMPORAL = Sharing("spatial", "a test"), Sharing("temporal", "a test")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from support.step_seam import RecordingHook, check_calls
 
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.testing.step_seam import RecordingHook, check_calls
 
 FACTS = StepInput(
     step=1, start_ns=1000, batch=2, context_tokens=9, waiting=0, admitted_tokens=9, slack_us=0

@@ -46,9 +46,7 @@ def test_there_are_points_within_every_forward_and_every_backward(untouched, ada
             assert len(points) >= 4
 
 
-@settings(
-    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(stretches=st.lists(st.integers(1, 19), min_size=1, max_size=12))
 def test_tasklets_that_are_broken_off_anywhere_change_nothing(untouched, stretches):
     sizing, expected = untouched

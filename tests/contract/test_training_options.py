@@ -116,9 +116,7 @@ def test_a_job_that_is_judged_to_its_end_says_of_which_step_its_adapter_is():
     assert unjudged.stream.told == "3 steps"
 
 
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=3))
 def test_a_job_that_ends_early_does_so_wherever_it_was_interrupted(cuts):
     evaluation_policy = EvaluationPolicy(eval_every=1, patience=2, min_delta=0.02)

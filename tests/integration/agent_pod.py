@@ -85,7 +85,7 @@ class Agent:
             "--pod-name=decode-0",
             "--pod-uid=pod-uid-1",
             "--grace-seconds=3",
-            "--worker-module=windrow_sidecar.testing.job_worker",
+            "--worker-module=support.job_worker",
             "--no-standby",
             *flags,
         ]
@@ -115,7 +115,7 @@ class Agent:
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = path.read_bytes().split(b"\0")
-                if {b"windrow_sidecar.testing.job_worker", str(self.folder).encode()} <= set(words):
+                if {b"support.job_worker", str(self.folder).encode()} <= set(words):
                     found.append(int(path.parent.name))
         return found
 

@@ -176,6 +176,31 @@ async def test_a_job_that_its_worker_never_took_can_be_stopped_and_is_not_lost(p
     await started(operator, "uid-3", "run", epoch=2)
 
 
+async def test_a_job_that_its_busy_worker_has_not_taken_loses_its_checkpoints_when_deleted(pod):
+    operator, agent, _ = pod
+    await started(operator, "uid-1", "busy")
+    operator.assign({"behave": "run"}, "uid-2")
+    await until(lambda: len(operator.heartbeats[-1].jobs) == 2)
+    operator.command(Ask.STOP, "uid-2", 1, "Deleted")
+    await goes_on(operator, "uid-1")
+    assert end_of(operator, "uid-2") is None  # as long as its worker may still take it
+    operator.command(Ask.RESUME, "uid-1", 1)
+    assert (await until(lambda: end_of(operator, "uid-2"))).detail == "its checkpoints are removed"
+    await goes_on(operator, "uid-1")
+    assert len(agent.worker_pids()) == 1
+
+
+async def test_a_deleted_job_that_its_worker_never_takes_ends_alone_and_says_what_stays():
+    async with attached_pod("--max-jobs=2", "--grace-seconds=1") as (operator, _, _):
+        await started(operator, "uid-1", "deaf")
+        operator.assign({"behave": "run"}, "uid-2")
+        await until(lambda: len(operator.heartbeats[-1].jobs) == 2)
+        operator.command(Ask.STOP, "uid-2", 1, "Deleted")
+        stopped = await until(lambda: end_of(operator, "uid-2"))
+        assert "checkpoints that it has stay" in stopped.detail
+        await goes_on(operator, "uid-1")
+
+
 async def test_ends_that_the_operator_missed_are_told_although_others_came_since(pod):
     operator, agent, _ = pod
     await started(operator, "uid-1", "run")

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.decode_bench import DecodeBench
+from support.faults import FaultyDriver
+from support.step_seam import RecordingHook, check_calls
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
@@ -32,10 +35,7 @@ from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
 from windrow_sidecar.engines.profile import Effort, Point, Subject, host_splits
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
-from windrow_sidecar.testing.decode_bench import DecodeBench
-from windrow_sidecar.testing.faults import FaultyDriver
 from windrow_sidecar.testing.models import save_random_llama
-from windrow_sidecar.testing.step_seam import RecordingHook, check_calls
 
 
 class OneThread:

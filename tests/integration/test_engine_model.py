@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.decode_bench import DecodeBench
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.testing.decode_bench import DecodeBench
 from windrow_sidecar.testing.models import save_random_llama
 from windrow_sidecar.testing.rounding import LogitDistances
 

@@ -183,7 +183,7 @@ import os, signal, sys, time
 from pathlib import Path
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.standalone.run import Together
-from windrow_sidecar.testing.examplejob import example_job
+from support.examplejob import example_job
 
 together = Together([example_job(Path(sys.argv[1]))], 1, None, HostDevice())
 

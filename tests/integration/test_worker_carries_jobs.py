@@ -8,10 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
+from support.filehub import served
 from worker_pod import ROOT, UID, Lending, Pod, until
 
 from windrow_sidecar.finetune.job.runner import Ending
-from windrow_sidecar.testing.filehub import served
 
 EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 

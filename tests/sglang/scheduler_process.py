@@ -419,8 +419,9 @@ def record_steps():
     """Put a hook in place that keeps its calls; returns it."""
     from dataclasses import replace
 
+    from support.step_seam import RecordingHook
+
     from windrow_sidecar.engines.hook import FailClosed
-    from windrow_sidecar.testing.step_seam import RecordingHook
 
     harvest, recording = plugin().harvest, RecordingHook()
     harvest._parts.inner.set_terms(None)  # something new to decide, which nobody takes up
@@ -456,7 +457,7 @@ def plugin():
 
 
 def steps_of(recording) -> int:
-    from windrow_sidecar.testing.step_seam import check_calls
+    from support.step_seam import check_calls
 
     return check_calls(recording.calls)
 

@@ -136,7 +136,7 @@ def choices(graph: LayerGraph, *, gemm_again: bool):
 
 
 @given(graphs(), st.booleans(), st.sampled_from([1e-12, 0.01, 0.3, 5.0, 1e3]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_for_a_price_no_choice_is_better(graph, gemm_again, price):
     plan = plan_at(graph, price, gemm_again=gemm_again)
     again = [graph.ops[op] for op in plan.replayed if graph.ops[op].kind is not OpKind.VIEW]
@@ -146,7 +146,7 @@ def test_for_a_price_no_choice_is_better(graph, gemm_again, price):
 
 
 @given(graphs(), st.integers(0, 60), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_plan_keeps_to_its_budget_and_can_be_followed(graph, budget, gemm_again):
     least = smallest(graph, gemm_again=gemm_again).kept_bytes
     if least > budget:

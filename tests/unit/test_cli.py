@@ -91,6 +91,43 @@ def test_an_unknown_option_and_an_unknown_command_end_with_two(capsys):
 
 
 @pytest.mark.parametrize(
+    ("line", "code", "says"),
+    [
+        ("get --nonsense --json", 2, "nonsense"),  # an option that there is none of
+        ("harvest --json", 2, "harvest"),  # a command that there is none of
+        ("--json", 2, "--json"),
+        ("explain --json", 2, "name"),  # an argument is missing
+        ("describe --json", 2, "name"),
+        ("finetune --json", 2, "MANIFEST"),
+        ("memory --json", 2, "--json"),
+        ("finetune job.yaml --json --units few", 2, "--units"),  # a bad value
+        ("report --since --json", 2, "--since"),
+        ("get --kubeconfig no/file --json", 2, "--kubeconfig"),
+        ("submit no/file --kubeconfig {nowhere} --json", 2, "no/file"),
+        ("plan no/file --json", 2, "no/file"),
+        ("memory dump 0 --json", 2, "0"),
+        ("get --kubeconfig {nowhere} --json", 3, "does not answer"),
+    ],
+)
+def test_a_command_that_is_asked_for_json_answers_an_error_in_json(
+    line, code, says, nowhere, capsys
+):
+    assert cli.run(line.format(nowhere=nowhere).split()) == code
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert said["exit_code"] == code
+    assert says in said["error"]
+    assert says in err  # for people, as ever
+
+
+def test_json_on_standard_output_is_for_commands_that_print_it(tmp_path, capsys):
+    assert cli.run(["demo", "--json", "no/such/dir.json", "--out", str(tmp_path / "o")]) == 2
+    assert cli.run(["run", "--nonsense", "--", "server", "--json"]) == 2
+    assert cli.run(["get", "--nonsense"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"kind": "Job"}, "kind"),

@@ -58,8 +58,8 @@ def metrics_in(expr):
 
 
 def test_the_dashboards_are_made_from_their_description():
-    checked = [sys.executable, str(ROOT / "tools" / "dashboards" / "build.py"), "--check"]
-    assert subprocess.run(checked).returncode == 0, "run `python tools/dashboards/build.py`"
+    checked = [sys.executable, str(ROOT / "tools" / "generate_dashboards.py"), "--check"]
+    assert subprocess.run(checked).returncode == 0, "run `python tools/generate_dashboards.py`"
 
 
 @pytest.mark.parametrize("target", TARGETS)

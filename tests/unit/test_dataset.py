@@ -9,6 +9,7 @@ from functools import cache
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
+from support.vocabularies import letters
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
@@ -17,7 +18,6 @@ from windrow_sidecar.finetune.data.records import DatasetRecord
 from windrow_sidecar.finetune.data.rows import DatasetRow, row_of
 from windrow_sidecar.finetune.data.split import BatchPlan, Example, lengths_of, split
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
-from windrow_sidecar.testing.vocabularies import letters
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 

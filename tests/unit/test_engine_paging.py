@@ -94,7 +94,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestPoolMachine.settings = settings(max_examples=30, stateful_step_count=30)
 
 
 def test_low_pages_are_used_first_so_that_high_chunks_empty():

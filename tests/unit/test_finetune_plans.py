@@ -16,12 +16,6 @@ from windrow_sidecar.finetune.colocated.grants import (
     may_launch,
     memory_delta_bytes,
 )
-from windrow_sidecar.finetune.colocated.lent_layers import (
-    ChunkRun,
-    chunks_needed,
-    runs_of,
-    tokens_that_fit,
-)
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress, tasklet_of
 from windrow_sidecar.finetune.engine.orders import (
     ORDERS,
@@ -31,6 +25,12 @@ from windrow_sidecar.finetune.engine.orders import (
     unfold,
 )
 from windrow_sidecar.finetune.engine.sizing import FRESH, LAST, SETTLED, TRIED, Estimates, Windows
+from windrow_sidecar.finetune.memory.boundaries import (
+    ChunkRun,
+    chunks_needed,
+    runs_of,
+    tokens_that_fit,
+)
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
     TokenWindow,

@@ -5,7 +5,7 @@ import random
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
@@ -119,7 +119,6 @@ def test_a_profile_without_a_level_is_refused():
         Predictor(host_levels(2), {2: SOLO[2]})
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -151,7 +151,7 @@ def test_a_job_of_a_priority_class_that_does_not_exist_waits_until_it_does():
 
 
 def test_a_job_whose_destination_belongs_to_another_is_refused_until_that_one_ends():
-    life = Life(destination_owner="team/first")
+    life = Life(destination_owner="job team/first")
     life.step()
     assert life.condition("Accepted")["reason"] == "DestinationInUse"
     life.job = replace(life.job, destination_owner="")
@@ -368,15 +368,59 @@ def test_a_job_that_was_never_placed_is_suspended_at_once_and_resumes():
     assert life.state == "Placed"
 
 
-def test_a_policy_that_closes_stops_the_job_and_it_waits():
+@pytest.mark.parametrize(
+    ("mode", "why"), [("off", "hours"), ("observe", "policy chat is in mode observe")]
+)
+def test_a_policy_that_closes_stops_the_job_and_it_waits_and_says_why_all_the_while(mode, why):
     life = Life().running()
-    terms = life.slots[KEY].terms
-    life.slots[KEY] = slot(terms=replace(terms, mode="off", why="hours"))
-    assert life.step(run()).commands[0].action == "STOP"
-    life.step(run(RunState.STOPPED, stop_asked_at=NOW))
-    assert life.condition("Placed")["reason"] == "PolicyChanged"
+    open_ = life.slots[KEY]
+    life.slots[KEY] = slot(terms=replace(open_.terms, mode=mode, why=why))
+    (stop,) = life.step(run()).commands
+    said = f"decode-0 may not be harvested now ({why})"
+    assert (stop.action, stop.reason) == ("STOP", said)
+    stopping = life.condition("Running")
+    assert stopping["reason"] == "Stopping"
+    assert stopping["message"] == f"The worker writes a checkpoint and stops: {said}"
+    ended = run(
+        RunState.STOPPED, stop_asked_at=NOW, stop_reason=stop.reason, detail="step 5 is kept"
+    )
+    (event,) = life.step(ended).events
+    assert (event.reason, event.message) == ("PolicyChanged", f"{said}; step 5 is kept")
     life.step()
-    assert life.condition("Placed")["reason"] == "NoSlot"
+    assert (life.state, life.condition("Placed")["reason"]) == ("Pending", "NoSlot")
+    assert life.condition("Placed")["message"] == said
+    assert life.condition("Evicted")["message"] == f"{said}; step 5 is kept"
+    life.slots[KEY] = open_
+    assert life.step().commands[0].action == "ASSIGN"
+
+
+def test_a_job_whose_destination_comes_to_be_anothers_goes_on_and_is_told_once():
+    life = Life().running()
+    life.job = replace(life.job, destination_owner="job team/first, which reaches it by '/b/o'")
+    (event,) = life.step(run()).events
+    assert (event.reason, event.warning) == ("DestinationInUse", True)
+    assert "team/first, which reaches it by '/b/o'" in event.message
+    assert (life.state, life.condition("Placed")["reason"]) == ("Running", "DestinationInUse")
+    assert life.step(run()) == NOTHING
+    life.step(run(RunState.LOST, checkpoint_before=0))
+    life.step(now=later(hours=1))
+    assert (life.state, life.condition("Accepted")["reason"]) == ("Invalid", "DestinationInUse")
+    life.job = replace(life.job, destination_owner="")
+    life.step(now=later(hours=1))
+    assert (life.state, life.condition("Placed")["reason"]) == ("Placed", "Placed")
+
+
+def test_a_running_job_gets_back_the_finalizer_that_somebody_took_and_says_so():
+    life = Life().running()
+    life.job = replace(life.job, has_finalizer=False)
+    actions = life.step(run())
+    assert actions.finalizer is True
+    assert [(e.reason, e.warning) for e in actions.events] == [("FinalizerRestored", True)]
+    assert "windrow.dev/cleanup" in actions.events[0].message
+    assert life.step(run()) == NOTHING
+    life.step(run(RunState.SUCCEEDED))
+    life.job = replace(life.job, has_finalizer=False)  # nobody waits for a finished job
+    assert life.step() == NOTHING
 
 
 # --- the ends of a job ----------------------------------------------------------------------------

@@ -1,13 +1,15 @@
 """The `windrow` command.
 
 Exit codes: 0 done; 1 it failed; 2 the command line, a manifest or a file must be mended; 3
-something is not reachable just now: try again; 130 interrupted.
+something is not reachable just now: try again; 130 interrupted. What ends a command is a line on
+standard error and, where it was asked for `--json`, an object on standard output too.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
 import typer
 
@@ -27,9 +29,13 @@ from windrow.cli import (
     top,
 )
 from windrow.cli import run as running
-from windrow.errors import Transient, UserError, WindrowError
+from windrow.cli.output import EXIT_FAILED, EXIT_TRANSIENT, EXIT_USAGE, print_json, tell
+from windrow.errors import WindrowError
 
-EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
+__all__ = ["EXIT_FAILED", "EXIT_TRANSIENT", "EXIT_USAGE", "app", "main", "run"]
+
+# What the parser raises: typer brings its own click along, and exports only its subclasses.
+_ParserError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,23 +79,43 @@ app.add_typer(memory.app, name="memory")
 
 def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
     """Run one command and return its exit code; `name` is how the program was called."""
+    given = sys.argv[1:] if arguments is None else arguments
     try:
-        app(arguments, prog_name=name)
-    except SystemExit as e:
-        return e.code if isinstance(e.code, int) else EXIT_FAILED
-    except UserError as e:
-        return _tell(e, EXIT_USAGE)
-    except Transient as e:
-        return _tell(e, EXIT_TRANSIENT)
-    except (WindrowError, TimeoutError) as e:
-        return _tell(e, EXIT_FAILED)
-    return 0
+        code = app(arguments, prog_name=name, standalone_mode=False)
+    except _ParserError as error:
+        error.show()
+        problem = {"error": error.format_message(), "field": "", "remedy": ""}
+        code = error.exit_code
+    except (WindrowError, TimeoutError) as error:
+        problem = {
+            "error": str(error),
+            "field": getattr(error, "field", ""),
+            "remedy": getattr(error, "remedy", ""),
+        }
+        code = tell(error)
+    except typer.Abort:
+        return EXIT_FAILED
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else EXIT_FAILED
+    else:
+        return code if isinstance(code, int) else 0
+    if _asked_for_json(given):
+        print_json({**problem, "exit_code": code})
+    return int(code)
 
 
-def _tell(error: Exception, code: int) -> int:
-    if sys.stderr is not None:  # the command was started without one
-        sys.stderr.write(f"windrow: {error}\n")
-    return code
+def _asked_for_json(arguments: list[str]) -> bool:
+    """Whether a command line, a wrong one too, asks for JSON on standard output.
+
+    `--json` of a command that takes a file there, or hands its options on, asks for none.
+    """
+    ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    command: Any = typer.main.get_command(app)
+    for word in ours:
+        command = getattr(command, "commands", {}).get(word, command)
+    options = [each for each in command.params if "--json" in each.opts]
+    known = not hasattr(command, "commands")
+    return "--json" in ours and (all(each.is_flag for each in options) if options else not known)
 
 
 def main() -> None:

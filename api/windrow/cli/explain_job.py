@@ -100,7 +100,8 @@ def _slot(slot: SlotView | None) -> str:
         return f"{slot.name}: nothing is heard of it ({slot.why})"
     objective = f" of {slot.objective_s * 1e3:.1f} ms" if slot.objective_s else ""
     tpot = f"p99 {slot.tpot_p99_s * 1e3:.1f} ms{objective}" if slot.tpot_p99_s else "decode idle"
-    said = f"; {slot.breaker}" if slot.breaker else ""
+    shared = f"; its GPU is shared in {slot.sharing}" if slot.sharing else ""
+    said = f"{shared}; {slot.breaker}" if slot.breaker else shared
     return (
         f"{slot.name} by policy {slot.policy}: {tpot}, batch {slot.batch}, "
         f"{slot.finetune_units} of {slot.compute_units} units and {slot.chunks.lent} of "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windrow.cli.output import Json, drop_output, print_json, print_line
+from windrow.cli.output import Json, drop_output, print_json, print_line, tell
 from windrow.errors import UserError, WindrowError
 
 if TYPE_CHECKING:
@@ -54,12 +54,13 @@ def finetune(
     try:
         code = _finetune(manifests, units, device, seconds, fresh, as_json)
     except WindrowError as error:
-        if as_json:
-            unbegun = [
-                {"name": path.stem, "state": "Failed", "message": str(error)} for path in manifests
-            ]
-            print_json(unbegun[0] if len(unbegun) == 1 else unbegun)
-        raise
+        if not as_json:
+            raise
+        unbegun = [
+            {"name": path.stem, "state": "Failed", "message": str(error)} for path in manifests
+        ]
+        print_json(unbegun[0] if len(unbegun) == 1 else unbegun)
+        code = tell(error)
     if code:
         raise typer.Exit(code)
 

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from windrow.errors import Transient, UserError
+
 if TYPE_CHECKING:
     from windrow.client import WindrowClient
+
+EXIT_FAILED, EXIT_USAGE, EXIT_TRANSIENT = 1, 2, 3
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Namespace = Annotated[
@@ -69,6 +73,15 @@ def print_line(text: str) -> None:
         drop_output()
         if error.errno != errno.EPIPE and sys.stderr is not None:
             sys.stderr.write(f"windrow: standard output cannot be written: {error.strerror}\n")
+
+
+def tell(error: Exception) -> int:
+    """Write an error to standard error, and return the exit code that says who acts."""
+    if sys.stderr is not None:  # the command was started without one
+        sys.stderr.write(f"windrow: {error}\n")
+    if isinstance(error, UserError):
+        return EXIT_USAGE
+    return EXIT_TRANSIENT if isinstance(error, Transient) else EXIT_FAILED
 
 
 def drop_output() -> None:

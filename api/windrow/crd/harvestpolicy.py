@@ -427,7 +427,8 @@ class HarvestPolicySpec(Record):
     objective: ObjectiveSpec = Field(description="What serving must keep.")
     mode: Literal["harvest", "observe", "off"] = Field(
         default="harvest",
-        description="observe: everything but the work, to see what harvesting would give.",
+        description="observe: everything but the work, to see what harvesting would give; a job "
+        "that runs writes a checkpoint and waits, as with off.",
     )
     policy: Literal[
         "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"

@@ -89,6 +89,12 @@ class HarvestSlotStatus(Record):
     policy: str | None = Field(default=None, description="HarvestPolicy that selects the pod.")
     mode: str | None = Field(default=None, description="Its mode as of now (hours and limits).")
     engine_state: str | None = Field(default=None, description="starting, serving or gone.")
+    sharing: str | None = Field(
+        default=None,
+        description="How decode and the worker share the GPU: spatial (both at once) or temporal "
+        "(in turn). Absent on a host.",
+    )
+    sharing_reason: str | None = Field(default=None, description="Why it is shared so.")
     objective: str | None = Field(default=None, description="TPOT objective, for people.")
     tpot_p50: str | None = Field(default=None, description="Median TPOT, for people.")
     tpot_p99: str | None = Field(default=None, description="99th percentile, for people.")

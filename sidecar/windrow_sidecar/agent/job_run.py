@@ -151,6 +151,10 @@ class JobRun:
         self.asked_to_end = self.asked_to_end or ends
         if action == Ask.ABORT and not self._worker.is_shared_by(self):
             self._worker.kill_for(self)
+        elif action == Ask.STOP and reason == Reason.DELETED and self._joined and not self._called:
+            # Checkpoints go with the worker, which takes further jobs between two turns.
+            self.send(agent_pb2.WorkerCommand(action="STOP", reason=reason))
+            self._killer = self._killer or asyncio.create_task(self._let_go_after_grace())
         elif ends and self._joined and not self._called:
             # The worker may be busy with another job; should it still call for this one, it ends.
             self.send(agent_pb2.WorkerCommand(action="ABORT", reason=reason))
@@ -181,6 +185,18 @@ class JobRun:
         await asyncio.sleep(self._settings.grace_s)
         _log.warning("job %s: no end within %.0f s", self.assign.job_uid, self._settings.grace_s)
         self._worker.kill_for(self)
+
+    async def _let_go_after_grace(self) -> None:
+        """Wait for a worker that is to remove checkpoints; other jobs are not killed for that."""
+        await asyncio.sleep(self._settings.grace_s)
+        if self._called:
+            await self._kill_after_grace()
+            return
+        detail = (
+            f"its worker, busy with another job, did not take it within {self._settings.grace_s:g} "
+            "s: checkpoints that it has stay"
+        )
+        await self._end(Event.STOPPED, Reason.STOPPED, detail)
 
     # How it ends
 

@@ -146,11 +146,15 @@ class AttachedOperator(attach_pb2_grpc.AttachServicer):
         self.say(attach_pb2.OperatorMessage(assign=assign))
 
     def command(
-        self, action: attach_pb2.JobCommand.Action, uid: str = "uid-1", epoch: int = 1
+        self,
+        action: attach_pb2.JobCommand.Action,
+        uid: str = "uid-1",
+        epoch: int = 1,
+        reason: str = "test",
     ) -> None:
         """Send a command to a placement."""
         command = attach_pb2.JobCommand(
-            job_uid=uid, epoch=epoch, action=action, reason="test", leader_term=self.term
+            job_uid=uid, epoch=epoch, action=action, reason=reason, leader_term=self.term
         )
         self.say(attach_pb2.OperatorMessage(command=command))
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory, Loaded
 from windrow_sidecar.finetune.colocated.grants import DEFAULT_BOUND_US, GrantGate
-from windrow_sidecar.finetune.colocated.memory import LentBoundaries, LentMemory, TenantBoundaries
-from windrow_sidecar.finetune.colocated.resident_layers import Residents
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, in_time_only
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import (
@@ -24,6 +21,9 @@ from windrow_sidecar.finetune.job.assembly import (
     open_session,
 )
 from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Loaded, Residents
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
+from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.tasklets import MicroLimits

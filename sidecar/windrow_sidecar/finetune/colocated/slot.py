@@ -17,18 +17,17 @@ from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, AttachError
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.fingerprint import model_fingerprint
-from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory
 from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
 from windrow_sidecar.finetune.colocated.job_context import JobContext, Shared
-from windrow_sidecar.finetune.colocated.lent_layers import LentLayers
-from windrow_sidecar.finetune.colocated.memory import LentBoundaries
-from windrow_sidecar.finetune.colocated.resident_layers import Residents
 from windrow_sidecar.finetune.colocated.slot_device import SlotDevice, slot_device
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.assembly import JobSpec, rows_wanted
 from windrow_sidecar.finetune.job.ledger import JobState
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory, Residents
+from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
+from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.model.loading import (
     BaseModel,
     ExportedWeights,

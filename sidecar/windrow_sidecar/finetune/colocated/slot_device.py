@@ -15,7 +15,7 @@ from windrow_sidecar.compute.host_device import HostDevice, available_bytes
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
 from windrow_sidecar.compute.whole_device import WholeDevice
-from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory
 from windrow_sidecar.memory.allocator import LentBudget
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.job.device import Memory
 from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.heap import settle_heap
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class JobHandle:
 
     name: str
     stream: TaskletStream
-    memory: Memory
+    memory: TrainingMemory
     runner: Runner
     failed: Callable[[Exception], Ending]
     ended: Callable[[Ending], None]
@@ -115,7 +115,7 @@ class JobMultiplexer:
     def _begin(self, job: JobHandle) -> None:
         self._act(job, job.runner.begin)
         if job in self._live:
-            job.memory.set_aside()
+            job.memory.offload()
 
     def _whose_turn(self) -> JobHandle | None:
         """Return the job to run now, at home on the device; None: none is left."""
@@ -154,13 +154,13 @@ class JobMultiplexer:
         began_s = self._clock()
         self._leave()
         to.acts()
-        to.memory.bring_back()
+        to.memory.restore()
         self._now, self._turn_began_s = to, self._clock()
         self._switch_s = self._turn_began_s - began_s
 
     def _leave(self) -> None:
         if self._now is not None:
-            self._now.memory.set_aside()
+            self._now.memory.offload()
             self._now = None
 
     def _act(self, job: JobHandle, act: Callable[[], Ending | None]) -> None:

@@ -9,9 +9,10 @@ from enum import IntEnum
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.engine.suspension import BrokenOff
-from windrow_sidecar.finetune.job.device import Gate, Memory
+from windrow_sidecar.finetune.job.gate import Gate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.report import JobReporter, WorkerEvent
+from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING
 from windrow_sidecar.heap import settle_heap
@@ -50,7 +51,7 @@ class Runner:
         self,
         stream: TaskletStream,
         gate: Gate,
-        memory: Memory,
+        memory: TrainingMemory,
         ledger: Ledger,
         reporter: JobReporter,
         job_state: JobState,
@@ -170,7 +171,7 @@ class Runner:
         if self._told_to_pause or self._starving:
             return False
         launched = self._gate.launch(tasklet)
-        if launched and self._memory.bring_back():
+        if launched and self._memory.restore():
             # That took a while: what was granted before it may be gone.
             launched = self._gate.launch(tasklet)
         return launched
@@ -197,7 +198,7 @@ class Runner:
 
     def _wait(self, tasklet: Tasklet) -> Ending | None:
         if self._say_if_long() > SET_ASIDE_AFTER_S:
-            self._memory.set_aside()
+            self._memory.offload()
         self._gate.quiet(tasklet)
         self._note_ran()
         self._gate.wait()

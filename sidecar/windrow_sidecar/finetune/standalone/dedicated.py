@@ -25,8 +25,9 @@ from windrow_sidecar.finetune.job.assembly import (
     open_session,
     read_job,
 )
-from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
+from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.in_flight import Ran
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel, find_model, load_base
 from windrow_sidecar.finetune.model.precision import WeightForm

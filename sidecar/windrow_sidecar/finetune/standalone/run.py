@@ -19,12 +19,13 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
-from windrow_sidecar.finetune.job.device import OpenGate, OwnMemory
 from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import JobHandle, JobMultiplexer, worst
 from windrow_sidecar.finetune.job.report import WorkerEvent
 from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone

@@ -8,12 +8,12 @@ from typing import Any
 from windrow.crd import parse_job_spec
 from windrow_sidecar.finetune.job.assembly import JobSpec
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 
 
-def example_job(folder: Path, *, rows: int = 12, **training: Any) -> JobSpec:  # noqa: ANN401
+def example_job(folder: Path, *, rows: int = 12, **training: Any) -> JobSpec:
     """Make a job of two steps without evaluation that writes below `folder`.
 
     `training`: options that replace these.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from windrow_sidecar._core import Arena, DeviceAllocator, Geometry
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.colocated.allocations import AllocatedMemory
+from windrow_sidecar.finetune.memory.allocated import AllocatedMemory
 from windrow_sidecar.memory.allocator import LentBudget
 
 CHUNKS, BLOCK_BYTES = 6, 2 << 20

@@ -1,18 +1,17 @@
 """Write the chart's dashboards with Grafana's own builder, from `description.py`.
 
-    python tools/dashboards/build.py [--check]
+    python tools/generate_dashboards.py [--check]
 
 `--check` writes nothing and ends 1 when a file is stale.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
-from description import BOARDS, Board, Panel, Query, Variable
+from dashboards.description import BOARDS, Board, Panel, Query, Variable
+from generated import ROOT, write_or_check
 from grafana_foundation_sdk.builders import (
     bargauge,
     common,
@@ -40,7 +39,6 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableRefresh,
 )
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "helm" / "windrow" / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 HEIGHT = 8
@@ -172,23 +170,5 @@ def generated() -> dict[Path, str]:
     }
 
 
-def main() -> int:
-    """Write the files, or check them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="only say which files are stale")
-    check = parser.parse_args().check
-    stale = [
-        (path, text)
-        for path, text in generated().items()
-        if not path.exists() or path.read_text() != text
-    ]
-    for path, text in stale:
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-        print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
-    return 1 if check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_or_check(__doc__, generated)

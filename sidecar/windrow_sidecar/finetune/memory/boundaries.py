@@ -1,8 +1,8 @@
-"""Keep boundary activations in chunks that decode has lent, and give chunks back.
+"""Lay boundary activations out in chunks that decode has lent, and give chunks back.
 
-The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary. A chunk
-that no activation lies in goes at once; for the others the group on its way is spilled: it goes on
-from copies in the worker's own memory, and the next one is formed for what is left.
+The table of owners is the truth: what is DRAINING goes back at the next tasklet boundary, in two
+steps. `must_leave` says whether the group on its way lies in such a chunk; whoever owns the group
+moves it to the worker's own memory then (`lent.LentMemory`). `settle` gives back what is empty.
 
 Jobs that share a worker share its chunks, one after the other: the tenant is the one whose turn it
 is, and what the others do (end, forget, look) leaves its activations alone.
@@ -10,26 +10,17 @@ is, and what the others do (end, forget, look) leaves its activations alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from windrow.errors import InvariantBroken
 from windrow_sidecar._core import Arena
-from windrow_sidecar.compute.host_device import available_bytes
-from windrow_sidecar.finetune.colocated.lent_layers import (
-    LentLayers,
-    aligned,
-    chunks_needed,
-    runs_of,
-    tokens_that_fit,
-)
-from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.job.device import replan_if_short
-from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, Swap
-from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
-from windrow_sidecar.finetune.tasklets import Tasklet
+from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.memory.tensors import arena_tensor
+
+ALIGN_BYTES = 64  # a cache line, and the widest vector register
 
 
 class LentBoundaries:
@@ -98,23 +89,26 @@ class LentBoundaries:
             bytes_per_token=self._bytes_per_token,
         )
 
-    def settle(self, leave: Callable[[], None]) -> bool:
-        """Follow the table: give back what drains, take note of new chunks.
+    def must_leave(self) -> bool:
+        """Whether the group on its way lies in a chunk that is asked back; layers leave at once."""
+        draining = self._arena.draining(self._owner)
+        if self._layers is not None:
+            self._layers.leave(draining)
+        return not self._used.isdisjoint(draining)
 
-        Args:
-            leave: takes the group on its way out of the chunks (and calls `clear`); called where
-                one of them is asked back.
+    def settle(self) -> bool:
+        """Give back what drains and is empty, and take note of new chunks.
+
+        A chunk that is asked back between `must_leave` and here, and is not empty, stays for the
+        next tasklet boundary.
 
         Returns:
             whether the next micro-batch has other memory than was known.
         """
-        draining = self._arena.draining(self._owner)
-        if self._layers is not None:
-            self._layers.leave(draining)
-        if not self._used.isdisjoint(draining):
-            leave()
-        for chunk in draining:
-            self._arena.give_back(chunk, owner=self._owner)
+        in_use = self._used | (self._layers.chunks if self._layers else frozenset())
+        for chunk in self._arena.draining(self._owner):
+            if chunk not in in_use:
+                self._arena.give_back(chunk, owner=self._owner)
         self._held = tuple(self._arena.held(self._owner))
         room = self._without_layers(self._layers) if self._layers else self._held
         changed = room != self._room
@@ -237,70 +231,53 @@ class TenantBoundaries:
             raise InvariantBroken("the lent chunks are another job's")
 
 
-class LentMemory:
-    """The memory of a colocated job on the host (see `device.Memory`).
+@dataclass(frozen=True, slots=True)
+class ChunkRun:
+    """Adjacent chunks: ids [first, end)."""
 
-    Args:
-        lent: what the worker has of decode's memory, shared with other jobs.
-        boundaries: this job's in it.
-        stream: of the job.
-        keeping: what its groups take of the worker's own memory, which the machine may lack.
-        free_bytes: of the host's memory, for boundaries that leave their chunks.
+    first: int
+    end: int
+
+    @property
+    def chunks(self) -> int:
+        """How many."""
+        return self.end - self.first
+
+
+def runs_of(chunks: Sequence[int]) -> tuple[ChunkRun, ...]:
+    """Group ascending chunk ids into runs, highest first: decode asks for the lowest ids first."""
+    runs: list[ChunkRun] = []
+    for chunk in chunks:
+        if runs and runs[-1].end == chunk:
+            runs[-1] = ChunkRun(runs[-1].first, chunk + 1)
+        else:
+            runs.append(ChunkRun(chunk, chunk + 1))
+    return tuple(reversed(runs))
+
+
+def tokens_that_fit(
+    runs: Sequence[ChunkRun], *, chunk_bytes: int, boundaries: int, bytes_per_token: int
+) -> int:
+    """Return the largest micro-batch, in padded tokens, whose boundaries all fit into the runs.
+
+    A boundary lies in one run; each of `boundaries` has tokens * bytes_per_token bytes.
     """
+    low, high = 0, sum(r.chunks for r in runs) * chunk_bytes // (boundaries * bytes_per_token)
+    while low < high:
+        middle = (low + high + 1) // 2
+        size = aligned(middle * bytes_per_token)
+        if sum(r.chunks * chunk_bytes // size for r in runs) >= boundaries:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
-    def __init__(
-        self,
-        lent: LentBoundaries,
-        boundaries: TenantBoundaries,
-        stream: TaskletStream,
-        activation_budget: ActivationBudget,
-        *,
-        free_bytes: Callable[[], int] = available_bytes,
-    ) -> None:
-        self._lent, self._boundaries = lent, boundaries
-        self._stream, self._activation_budget, self._free_bytes = (
-            stream,
-            activation_budget,
-            free_bytes,
-        )
-        self._swap = Swap(stream, free_bytes)
-        self.is_starving = False  # as `starving` last found
 
-    def settle(self) -> None:
-        """Follow the table of owners; what comes next is formed for what is there.
+def chunks_needed(tokens: int, *, chunk_bytes: int, boundaries: int, bytes_per_token: int) -> int:
+    """Return how many adjacent chunks hold the boundaries of that many padded tokens."""
+    return -(-boundaries * aligned(tokens * bytes_per_token) // chunk_bytes)
 
-        To be called on the job whose turn it is.
-        """
-        if self._lent.settle(self._spill):
-            self._stream.replan()
-        replan_if_short(self._stream, self._activation_budget)
 
-    def starving(self, tasklet: Tasklet) -> bool:
-        """Whether a group that has not begun does not fit, in lent chunks or in own memory."""
-        del tasklet
-        group = [micro.padded_tokens for micro in self._stream.group_to_begin]
-        self.is_starving = bool(group) and (
-            max(group) > self._lent.capacity_tokens(len(group))
-            or not self._activation_budget.fits(sum(group))
-        )
-        return self.is_starving
-
-    def asked_back(self) -> bool:
-        """Whether decode waits for a chunk."""
-        return self._lent.asked_back()
-
-    def set_aside(self) -> None:
-        """Move the job's state to the host; chunks that are empty then stay until asked for."""
-        self._swap.out()
-
-    def bring_back(self) -> bool:
-        """Move it back; from now on the chunks are this job's."""
-        self._boundaries.move_in()
-        return self._swap.back()
-
-    def release(self) -> None:
-        """Drop the micro-batch on its way; the chunks are the worker's, for its other jobs."""
-        self._stream.drop()
-
-    def _spill(self) -> None:
-        self._stream.spill(int(SPILL_SHARE * self._free_bytes()))
+def aligned(n_bytes: int) -> int:
+    """Round up to the alignment of boundaries."""
+    return -(-n_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -2,9 +2,10 @@
 
 The same command line as the real worker's. `spec.behave`: `run` until told otherwise, `succeed`
 after a few steps, `fail` with a user error, `crash` without a word, `stubborn` (ignores STOP and
-ABORT), `deaf` (ignores ADD_JOB), `at-work` (as `run`, and notes that it is its turn), `lingering`
-(outlives its agent by a second, as one that writes a checkpoint does), `silent` (lives, and says
-nothing after a few steps). Jobs that it is told to take run on threads of their own.
+ABORT), `deaf` (ignores ADD_JOB), `busy` (takes further jobs once it is told to RESUME), `at-work`
+(as `run`, and notes that it is its turn), `lingering` (outlives its agent by a second, as one that
+writes a checkpoint does), `silent` (lives, and says nothing after a few steps). Jobs that it is
+told to take run on threads of their own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import grpc
 
+from windrow.conditions import Reason
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import PROTOCOL_VERSION, RunDir
 from windrow_sidecar.turn import TurnNote
@@ -40,6 +42,8 @@ class JobWorker:
         self._run_dir, self._job_uid, self._epoch = run_dir, job_uid, epoch
         self._out: queue.Queue[agent_pb2.WorkerReport | None] = queue.Queue()
         self._told_to_end, self._aborted = threading.Event(), False
+        self._forgets = False
+        self._put_off: list[tuple[str, int]] = []  # jobs
         self._taken: list[threading.Thread] = []
 
     def run(self) -> int:
@@ -81,6 +85,7 @@ class JobWorker:
                 return 0
             if self._told_to_end.is_set() and self._behave != "stubborn":
                 how = "aborted" if self._aborted else f"checkpoint of step {step}"
+                how = "its checkpoints are removed" if self._forgets else how
                 self._event("STOPPED", "Stopped", how)
                 return 0
             if step == 5 and self._behave == "succeed":
@@ -96,10 +101,16 @@ class JobWorker:
     def _listen(self, call: Iterator[agent_pb2.WorkerCommand]) -> None:
         try:
             for command in call:
-                if command.action == "ADD_JOB" and self._behave != "deaf":
+                if command.action == "ADD_JOB" and self._behave == "busy":
+                    self._put_off.append((command.job_uid, command.epoch))
+                elif command.action == "ADD_JOB" and self._behave != "deaf":
                     self._take(command.job_uid, command.epoch)
+                elif command.action == "RESUME":
+                    for job in self._put_off:
+                        self._take(*job)
                 elif command.action in ("STOP", "ABORT"):
                     self._aborted = command.action == "ABORT"
+                    self._forgets = command.reason == Reason.DELETED
                     self._told_to_end.set()
                 elif command.action == "PAUSE":
                     self._event("PAUSED", "Paused", command.reason)

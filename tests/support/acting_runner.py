@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from windrow_sidecar.finetune.job.device import Memory
 from windrow_sidecar.finetune.job.multiplexer import JobHandle
 from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 from windrow_sidecar.testing.tinyjob import TinyJob
 
@@ -68,7 +68,9 @@ class ActingRunner:
         self.waited += self.starving
 
 
-def job_handle(runner: ActingRunner, memory: Memory, endings: dict[str, Ending]) -> JobHandle:
+def job_handle(
+    runner: ActingRunner, memory: TrainingMemory, endings: dict[str, Ending]
+) -> JobHandle:
     """Return the job for a carrier; how it ended is left in `endings` by its name."""
     return JobHandle(
         runner.name,

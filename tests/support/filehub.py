@@ -39,7 +39,7 @@ def served(root: Path) -> Iterator[str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    def __init__(self, root: Path, *args: Any) -> None:  # noqa: ANN401 - of the base class
+    def __init__(self, root: Path, *args: Any) -> None:
         self._root = root
         super().__init__(*args)
 
@@ -57,7 +57,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002, ANN401
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
         """Say nothing."""
         del format, args
 
@@ -88,7 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self._send(file.read_bytes(), "application/octet-stream")
 
-    def _send_json(self, value: Any) -> None:  # noqa: ANN401
+    def _send_json(self, value: Any) -> None:
         self._send(json.dumps(value).encode(), "application/json")
 
     def _send(self, content: bytes, kind: str) -> None:

@@ -1,6 +1,6 @@
 """Memory of a colocated job on a GPU: torch allocates everything from lent chunks.
 
-On the host only what is known by name lies in chunks (`memory.LentBoundaries`); here all of the
+On the host only what is known by name lies in chunks (`boundaries.LentBoundaries`); here all of the
 job does, so a chunk that is asked back may hold anything. It is left in steps: first frozen layers
 that take turns, of which files have a copy, as many as need be; then activations of the
 group on its way go to the host, then adapter and moments, then all else but the base's parameters;
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 from windrow.errors import Transient
 from windrow_sidecar.compute.device import ComputeDevice
-from windrow_sidecar.finetune.colocated.resident_layers import Residents
 from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.job.device import replan_if_short
+from windrow_sidecar.finetune.memory.training_memory import replan_if_short
+from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.recompute.activation_budget import GROUP_SHARE, ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.memory.allocator import LentBudget
@@ -34,6 +35,46 @@ def chunks_for(used_bytes: int, group_bytes: int, chunk_bytes: int) -> int:
     return -(-int(used_bytes + _SLACK * group_bytes) // chunk_bytes)
 
 
+class Residents:
+    """The number of frozen layers in memory, which follows what decode lends.
+
+    Args:
+        frozen: them.
+    """
+
+    def __init__(self, frozen: FrozenLayers) -> None:
+        self._frozen = frozen
+
+    @property
+    def layers(self) -> int:
+        """How many are in memory, or on their way there."""
+        return len(self._frozen.resident)
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the fewest layers that can take turns lack of memory."""
+        return max(0, LEAST_LAYERS - self._frozen.slots) * self._frozen.slot_bytes
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What all layers would take besides."""
+        return (self._frozen.depth - self._frozen.slots) * self._frozen.slot_bytes
+
+    def follow(self, room_bytes: int) -> None:
+        """Hold as many as there is room for, two at least; to be called between tasklets.
+
+        `room_bytes`: what further layers may take.
+        """
+        room = self._frozen.slots + room_bytes // self._frozen.slot_bytes
+        wanted = max(LEAST_LAYERS, min(room, self._frozen.depth))
+        if wanted != self._frozen.capacity:
+            self._frozen.resize(wanted)
+
+    def shrink(self) -> None:
+        """Let the memory of one layer go, of that which is needed last; its file has it."""
+        self._frozen.resize(max(0, self._frozen.slots - 1))
+
+
 @dataclass(slots=True)
 class Loaded:
     """A loaded job, with what its memory asks about it."""
@@ -44,7 +85,7 @@ class Loaded:
 
 
 class AllocatedMemory:
-    """Give back chunks that decode revokes, and use new ones (see `device.Memory`).
+    """Give back chunks that decode revokes, and use new ones (see `training_memory`).
 
     Args:
         budget: of the allocator that torch uses.
@@ -136,12 +177,12 @@ class AllocatedMemory:
         """Whether decode waits for a chunk."""
         return self._budget.asked_back()
 
-    def set_aside(self) -> None:
+    def offload(self) -> None:
         """Move the job's state to the host, and give up what is empty then."""
         self._move_out()
         self._budget.settle()
 
-    def bring_back(self) -> bool:
+    def restore(self) -> bool:
         """Move it back."""
         if self._job is None or self._swap is None:
             return False
