@@ -69,6 +69,8 @@ class ClusterState(WatchedObjects):
         super().__init__()
         self.started_at = started_at
         self.preempted: dict[str, str] = {}  # UID of a job: key of the one that is to have its slot
+        # UID of a job: the placement that is to end for a better slot, and why.
+        self.moving: dict[str, tuple[int, str]] = {}
         self.slots: dict[str, LiveSlot] = {}  # by key
         self.runs: dict[str, JobPlacement] = {}  # newest by job UID
         self.health = SlotHealth()
@@ -82,6 +84,7 @@ class ClusterState(WatchedObjects):
         self._slots_of_pod.clear()
         self.runs.clear()
         self.preempted.clear()
+        self.moving.clear()
         self.usage.clear()
         self.health = SlotHealth()
         self._slot_views.clear()
@@ -94,6 +97,7 @@ class ClusterState(WatchedObjects):
         super().drop_job(uid)
         self.runs.pop(uid, None)
         self._job_views.pop(uid, None)
+        self.moving.pop(uid, None)
 
     # --- views for decisions ----------------------------------------------------------------------
 
@@ -237,6 +241,7 @@ class ClusterState(WatchedObjects):
             self.priorities.get(priority_class),
             priority_class in self.patient,
             self.preempted.get(uid, ""),
+            self.moving.get(uid),
             owner,
         )
         known = self._job_views.get(uid)
@@ -252,6 +257,7 @@ class ClusterState(WatchedObjects):
         deleted = metadata.get("deletionTimestamp")
         uid = metadata["uid"]
         priority_class = (spec and spec.priority_class_name) or ""
+        epoch, moves = self.moving.get(uid, (0, ""))
         return Job(
             namespace=metadata["namespace"],
             name=metadata["name"],
@@ -267,6 +273,7 @@ class ClusterState(WatchedObjects):
             priority=self.priorities.get(priority_class, 0),
             may_preempt=priority_class in self.priorities and priority_class not in self.patient,
             preempted_by=self.preempted.get(uid, ""),
+            moves=moves if epoch == int(status.get("epoch") or 0) else "",
             priority_class_missing="" if priority_class in self.priorities else priority_class,
             namespace_labels=self.namespaces.get(metadata["namespace"], {}),
             destination_owner=self._named(owner, body, spec) if owner != uid and spec else "",

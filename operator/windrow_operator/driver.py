@@ -23,6 +23,7 @@ from windrow_operator.job_steps import PROGRESS_INTERVAL, JobSteps
 from windrow_operator.kube import ApiError, Kube
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
+from windrow_operator.moving import Moves
 from windrow_operator.policy_status import PolicyStatus
 from windrow_operator.reconcile import Timeouts
 from windrow_operator.sidecars import Sidecars
@@ -104,6 +105,7 @@ class Driver:
             timeouts=timeouts,
             clock=clock,
         )
+        self._moves = Moves()
         self._registration: WebhookRegistration | None = None
         self._clock_passed: datetime | None = None
         self._counted: tuple[datetime, int] | None = None  # when, after how many policies changed
@@ -240,6 +242,22 @@ class Driver:
         self._cluster.preempted = after
         self._cluster.changed_jobs.mark_all(before.keys() ^ after.keys())
 
+    def _move(self, now: datetime) -> None:
+        """Choose which jobs move to a slot that promises much more; what was chosen stays so."""
+        held = (uid for uids in self._cluster.index.held.values() for uid in uids)
+        for uid, words in self._moves.due(self._cluster.job_views(held), self._slots, now).items():
+            if uid not in self._cluster.moving:
+                epoch = int((self._cluster.jobs[uid].get("status") or {}).get("epoch") or 0)
+                self._cluster.moving[uid] = (epoch, words)
+                self._cluster.changed_jobs.mark(uid)
+        self._cluster.moving = {
+            uid: move
+            for uid, move in self._cluster.moving.items()
+            if (view := self._cluster.jobs.get(uid)) is not None
+            and (view.get("status") or {}).get("slot")
+            and int(view["status"].get("epoch") or 0) == move[0]
+        }
+
     def _look_again(self, uid: str, after: timedelta) -> None:
         """Let a job have a turn after a while."""
         at = time.monotonic() + max(0.0, after.total_seconds())
@@ -257,6 +275,7 @@ class Driver:
         await self._register()
         if not self._counts_now(now):
             return
+        self._move(now)
         self._policies.charge(now)
         await self._policies.write(now)
         self._cluster.forget_unused_slots()

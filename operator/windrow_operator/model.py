@@ -259,6 +259,7 @@ class Job:
     priority: int = 0
     may_preempt: bool = False  # jobs of lower priority give their slot to it
     preempted_by: str = ""  # key of the job that is to have its slot
+    moves: str = ""  # why it is to move to a better slot
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # an older job that writes to the same place, in words

@@ -303,7 +303,8 @@ def _after(
     message = ("" if name in why else f"{name}: ") + f"{why}{run.detail or 'stopped'}"
     reason = Reason.SLOT_LOST
     if run.stop_asked_at and not pod_gone:
-        reason = Reason.PREEMPTED if job.preempted_by else Reason.POLICY_CHANGED
+        reason = Reason.DECODE_BUSY if job.moves else Reason.POLICY_CHANGED
+        reason = Reason.PREEMPTED if job.preempted_by else reason
     return Actions(
         status=status.unplaced(job, run, reason, message, now),
         events=(Event(reason, message),),
@@ -411,7 +412,7 @@ def _stop_reason(job: Job, slot: Slot) -> str:
         who = f"job {job.preempted_by}" if mine else "a job of another namespace"
         return f"{who} of higher priority takes the slot"
     refusal = admission_refusal(job, slot)
-    return f"{name_in(job.slot)} {refusal}" if refusal else ""
+    return f"{name_in(job.slot)} {refusal}" if refusal else job.moves
 
 
 def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Timeouts) -> Actions:

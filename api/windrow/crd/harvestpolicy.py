@@ -97,8 +97,8 @@ def _hours(text: str) -> str:
     except ValueError as error:
         raise invalid(
             f"{text!r}: {error}",
-            "Write it like Mon-Fri 20:00-08:00 Europe/Berlin (no days: all; no zone: UTC), or leave "
-            "it out for always.",
+            "Write it like Mon-Fri 20:00-08:00 Europe/Berlin (no days: all; no zone: UTC), or "
+            "leave it out for always.",
         ) from error
     return text
 
