@@ -241,9 +241,10 @@ class SlotWriter:
             view = self._cluster.slot_view(live, now)
             notable = _notable(live, view)
             seen = self._seen.get(key)
-            can_wait = seen is not None and seen[0] == notable
-            if can_wait and (now - seen[1] < interval or not self._budget.take(now)):
-                continue
+            if seen is not None and seen[0] == notable:
+                waits = now - seen[1] < interval or not self._budget.take(now)
+                if waits:
+                    continue
             del self._unwritten[key]  # before the write: what changes meanwhile comes again
             try:
                 await self._write(live, view, now)
