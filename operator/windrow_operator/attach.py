@@ -100,6 +100,9 @@ class Listener(Protocol):
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """A latency profile of a pod came."""
 
+    def profile_for(self, pod: Pod) -> pb.StoredProfile | None:
+        """Return the latency profile that a new pod may start from; None: there is none."""
+
 
 @dataclass
 class Session:
@@ -436,6 +439,9 @@ class AttachServer(pb_grpc.AttachServicer):
         now = self._clock()
         if hello.slots:
             session.expect_first(now)
+        elif first and self._listener is not None:
+            if (stored := self._listener.profile_for(session.pod)) is not None:
+                session.send(pb.OperatorMessage(profile=stored))
         stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
         if self._listener is not None:

@@ -1,9 +1,7 @@
-"""Keeps HarvestSlot and LatencyProfile objects as sidecars report them."""
+"""Keeps HarvestSlot objects as sidecars report them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping
@@ -15,16 +13,13 @@ from windrow.conditions import Reason, Status, set_condition, timestamp
 from windrow.crd import (
     API_VERSION,
     HARVEST_SLOT,
-    LATENCY_PROFILE,
     format_duration,
-    parse_profile_spec,
 )
-from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
-from windrow_operator.model import Pod, Slot
+from windrow_operator.model import Slot
 
 log = logging.getLogger(__name__)
 
@@ -301,31 +296,6 @@ class SlotWriter:
             epoch = (body.get("status") or {}).get("epoch", 0)
             jobs.append({**job, "uid": holder.uid, "epoch": epoch})
         return jobs
-
-    async def store_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
-        """Keep a latency profile. All pods of one kind share it; the newest stays."""
-        try:
-            spec = json.loads(report.profile_json)
-            parse_profile_spec(spec)
-        except (ValueError, UserError) as error:
-            log.warning("pod %s/%s sent a broken profile: %s", pod.namespace, pod.name, error)
-            return
-        name = profile_name(report.key)
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": LATENCY_PROFILE.kind,
-            "metadata": {"name": name, "namespace": pod.namespace},
-            "spec": spec,
-        }
-        try:
-            await self._kube.apply(kind_path(LATENCY_PROFILE, pod.namespace, name), body)
-        except ApiError as error:
-            log.warning("profile %s could not be stored: %s", name, error)
-
-
-def profile_name(key: str) -> str:
-    """Return the name of the profile of a key."""
-    return f"lp-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _facts(spec: Mapping[str, Any]) -> pb.SlotFacts:
