@@ -439,13 +439,18 @@ class AttachServer(pb_grpc.AttachServicer):
         now = self._clock()
         if hello.slots:
             session.expect_first(now)
-        elif first and self._listener is not None:
-            if (stored := self._listener.profile_for(session.pod)) is not None:
-                session.send(pb.OperatorMessage(profile=stored))
+        elif first:
+            self._send_profile(session)
         stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
         if self._listener is not None:
             self._listener.on_news()
+
+    def _send_profile(self, session: Session) -> None:
+        """Give a pod whose engine has not called yet what it may start from."""
+        stored = self._listener.profile_for(session.pod) if self._listener else None
+        if stored is not None:
+            session.send(pb.OperatorMessage(profile=stored))
 
     def _end_stale(self, session: Session, stale: list[pb.JobCommand]) -> None:
         for command in stale:
