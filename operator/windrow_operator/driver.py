@@ -42,8 +42,9 @@ _RETRY_SECONDS = 1.0
 _WORKERS = 4
 # What counts everything is done the more seldom the more there is: so many objects a second.
 _COUNTED_PER_SECOND = 500.0
-# A look at all waiting jobs takes this part of the time at most.
-_WAITING_SHARE = 0.2
+# To give all waiting jobs a turn takes this part of the time at most; their steps take as much as
+# five times that.
+_WAITING_SHARE = 0.05
 
 
 @dataclass

@@ -487,7 +487,7 @@ def _deadline_words(job: Job) -> str:
 
 
 def _wake_by(step: Actions, due: datetime | None) -> Actions:
-    if due is None or step.status is not None:
+    if due is None:
         return step
     return replace(step, wake_at=min(due, step.wake_at) if step.wake_at else due)
 
