@@ -34,8 +34,10 @@ log = logging.getLogger(__name__)
 # send no more messages than one process can take.
 _HEARTBEATS_PER_SECOND = 500
 _SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
-# A slot on which nothing runs and nothing changes is heard of so often.
-_REST_S: Final = 20.0
+# Likewise those at rest, on which nothing runs and nothing changes that placement looks at: people
+# look at them now and then.
+_RESTING_PER_SECOND = 50
+_LONGEST_REST_S: Final = 20.0
 MISSED_HEARTBEATS: Final = 3
 # Until the first heartbeat: an engine that has just called has its sidecar busy.
 _FIRST_HEARTBEAT = timedelta(seconds=15)
@@ -364,7 +366,7 @@ class AttachServer(pb_grpc.AttachServicer):
         if earlier is not None:
             earlier.close()
         interval = self._interval(hello)
-        rest = max(interval, timedelta(seconds=_REST_S)) if hello.rests else interval
+        rest = max(interval, self._rest()) if hello.rests else interval
         session = Session(pod, self._leadership.term, interval, rest)
         self.sessions[pod.uid] = session
         self._metrics.streams.set(len(self.sessions))
@@ -373,9 +375,17 @@ class AttachServer(pb_grpc.AttachServicer):
 
     def _interval(self, hello: pb.SidecarHello) -> timedelta:
         """Return how often a sidecar reports: as the load allows, and as it can."""
-        ours = len(self.sessions) / _HEARTBEATS_PER_SECOND
+        ours = self._expected() / _HEARTBEATS_PER_SECOND
         wanted = max(_SHORTEST_HEARTBEAT_S, ours, hello.heartbeat_seconds)
         return timedelta(seconds=min(wanted, _LONGEST_HEARTBEAT_S))
+
+    def _rest(self) -> timedelta:
+        """Return how often a sidecar reports of a slot at rest."""
+        return timedelta(seconds=min(self._expected() / _RESTING_PER_SECOND, _LONGEST_REST_S))
+
+    def _expected(self) -> int:
+        """Return how many streams there are or will be: those that come first stay for long."""
+        return max(len(self.sessions), len(self._cluster.pods))
 
     def _closed(self, session: Session) -> None:
         if self.sessions.get(session.pod.uid) is not session:
