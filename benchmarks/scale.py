@@ -73,7 +73,13 @@ def main() -> None:
         metavar="FILE",
         help="profile the operator until it is at rest, and end there; figures are of no use",
     )
+    parser.add_argument(
+        "--docs", type=Path, metavar="FILE", help="write FILE's table and plot from --json; no run"
+    )
     options = parser.parse_args()
+    if options.docs:
+        document(_known(options.json, []), options.docs)
+        return
     if options.quick:
         options.slots, options.rest = [min(options.slots[0], 50)], 5.0
     env = environment()
@@ -114,6 +120,32 @@ def plot(results: list[Result], to: Path) -> None:
         ]
         panels.append(Panel(title, {"operator": sorted(points)}))
     draw(panels, "What a slot costs the operator, over the number of slots", to)
+
+
+def document(results: list[Result], path: Path) -> None:
+    """Write the table between the markers of a document, and the plot into its images."""
+    columns = sorted({int(result.name.split()[0]) for result in results})
+    found = {result.name: result for result in results}
+    names = list(dict.fromkeys(result.name.partition(": ")[2] for result in results))
+    head = ["", "goal", *(f"{slots:,} slots" for slots in columns)]
+    lines = [head, ["---", *("--:" for _ in head[1:])]]
+    for name in names:
+        row = [found.get(f"{slots} slots: {name}") for slots in columns]
+        first = next(result for result in row if result is not None)
+        goal = "" if first.goal is None else f"{first.goal:g} {first.unit}".strip()
+        lines.append([name, goal, *map(_cell, row)])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- scale -->\n")
+    after = rest.partition("<!-- /scale -->")[2]
+    path.write_text(f"{before}{begin}{table}\n<!-- /scale -->{after}", encoding="utf-8")
+    plot(results, path.parent.parent / "images" / "scale.svg")
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "not measured"
+    said = f"{result.value:.3g} {result.unit}".strip()
+    return f"**{said}**" if result.met is False else said
 
 
 async def measure(plane: ControlPlane, slots: int, options: argparse.Namespace) -> list[Result]:
