@@ -121,7 +121,8 @@ class SlotTable(Mapping[str, Slot]):
             return False
         self.room += 1
         self._unlink(before)
-        self._count_on_node(before, None)
+        for other in self._count_on_node(before, None):
+            self._link(self._slots[other])
         return True
 
     def reserve(self, key: str, holder: Holder) -> None:

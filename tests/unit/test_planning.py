@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -127,6 +128,40 @@ def test_a_reserved_place_is_nobody_elses_until_it_is_released():
     assert table.release("v") == one.key
     table.put(replace(one, predicted_tokens_per_second=6.0))
     assert place(job(), table).slot.key == one.key
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_that_is_kept_chooses_as_one_that_is_made_anew(seed):
+    dice = random.Random(seed)
+    shared = EffectivePolicy(policy(), "harvest")
+    table, truth = SlotTable(), {}
+    for _ in range(300):
+        key = f"s{dice.randrange(12):02}"
+        if dice.random() < 0.1:
+            table.remove(f"team/{key}")
+            truth.pop(f"team/{key}", None)
+            continue
+        held = [Holder(f"u{n}", f"team/u{n}", BASE) for n in range(dice.choice((0, 0, 0, 1, 2)))]
+        one = slot(
+            key,
+            dice.randrange(1, 20) * 100,
+            terms=shared,
+            node=dice.choice(("", "n1", "n2", "n3")),
+            model=dice.choice(("/m", "/other")),
+            holders=tuple(held),
+            max_jobs=dice.choice((1, 3)),
+            attached=dice.random() < 0.9,
+            failed_jobs=frozenset(dice.choice(((), ("u",)))),
+        )
+        table.put(one)
+        truth[one.key] = one
+        fresh = SlotTable(truth.values())
+        assert len(table) == len(fresh)
+        kept, made = place(job(), table), place(job(), fresh)
+        assert (type(kept), getattr(kept, "slot", None)) == (
+            type(made),
+            getattr(made, "slot", None),
+        )
 
 
 def test_news_that_make_no_room_wake_nobody_who_waits():
