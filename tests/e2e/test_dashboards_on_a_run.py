@@ -123,8 +123,8 @@ def test_no_panel_is_empty_and_its_figures_are_possible(scraped, farm, board):
         if target.title in AT_MOST_ONE:
             assert max(values) <= 1.05, target.title
         if target.unit == "s" and "TPOT" in target.title:
-            # The objective is some tens of steps long.
-            assert 1e-4 < max(values) <= farm.objective_ms / 1e3 + 0.5
+            # Seconds they are, not milliseconds, on a machine however busy.
+            assert 1e-4 < max(values) <= farm.objective_ms / 1e3 + 5
     assert empty == []
 
 
