@@ -301,6 +301,9 @@ class AttachServer(pb_grpc.AttachServicer):
             raise Refused(grpc.StatusCode.UNAUTHENTICATED, "no bearer token")
         try:
             namespace, name, uid = await self._review(token)
+            known = self._cluster.pods.get(uid)
+            if known is not None and known.sidecar.prepared and not known.ending:
+                return known  # as the watch has it; thousands come at once to a new leader
             body = await self._kube.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
         except ObjectNotFound:
             # A deleted pod's token stays valid for some seconds.

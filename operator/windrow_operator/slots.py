@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # How often it is looked at what has changed. What decisions hang on is written at once.
 LOOK_SECONDS = 2.0
+# So long after another replica has come to lead, a slot that is not attached yet is not said to be.
+_COMES_BACK = timedelta(seconds=60)
+_OURS = ("name", "namespace", "ownerReferences")
 # Figures that change every second are for Prometheus; here they are for people, and are written as
 # the budget for what can wait allows.
 
@@ -216,6 +219,10 @@ class SlotWriter:
                 facts=_facts(spec),
             )
             self._cluster.put_slot(live)
+            self._written[key] = {
+                **{name: body[name] for name in ("apiVersion", "kind", "spec") if name in body},
+                "metadata": {name: metadata.get(name) for name in _OURS},
+            }
             self._status[key] = status = body.get("status") or {}
             self._cluster.health.take_up(key, status.get("health"))
 
@@ -234,8 +241,12 @@ class SlotWriter:
                 self._forget(key)
                 continue
             view = self._cluster.slot_view(live, now)
+            if view.awaited and now - self._cluster.started_at < _COMES_BACK:
+                continue  # most slots are attached again before anybody has read that they were not
             notable = _notable(live, view)
             seen = self._seen.get(key)
+            if seen is None and self._says_the_same(live, view, now):
+                seen = self._seen[key] = (notable, now)
             if seen is not None and seen[0] == notable:
                 waits = now - seen[1] < interval or not self._budget.take(now)
                 if waits:
@@ -253,11 +264,7 @@ class SlotWriter:
         wanted = slot_object(live)
         if self._written.get(live.key) != wanted and live.attached:
             await self._write_object(live, wanted)
-        before = self._status.get(live.key, {})
-        held = before.get("conditions") or []
-        after = slot_status(live, view, self._jobs(live, view), held, now)
-        if (health := self._cluster.health.status_of(live.key)) is not None:
-            after["health"] = health
+        before, after = self._status.get(live.key, {}), self._status_of(live, view, now)
         if after == before:
             return
         path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
@@ -269,6 +276,19 @@ class SlotWriter:
             self._forget(live.key)
             return
         self._status[live.key] = after
+
+    def _status_of(self, live: LiveSlot, view: Slot, now: datetime) -> Body:
+        held = self._status.get(live.key, {}).get("conditions") or []
+        status = slot_status(live, view, self._jobs(live, view), held, now)
+        health = self._cluster.health.status_of(live.key)
+        return status if health is None else {**status, "health": health}
+
+    def _says_the_same(self, live: LiveSlot, view: Slot, now: datetime) -> bool:
+        """Return whether what an earlier leader has written is true but for figures."""
+        before, after = self._status.get(live.key), self._status_of(live, view, now)
+        same = self._written.get(live.key) == slot_object(live)
+        told = ("conditions", "policy", "mode", "jobs", "health", "breaker")
+        return same and before is not None and all(before.get(k) == after.get(k) for k in told)
 
     async def _write_object(self, live: LiveSlot, wanted: Body) -> None:
         try:
