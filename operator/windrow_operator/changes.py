@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 
@@ -26,8 +27,14 @@ class Changes:
         for changed in self._changed.values():
             changed.update(new)
 
-    def take(self, reader: str) -> list[str]:
-        """Return what has changed since `reader` last asked."""
-        changed = list(self._changed[reader])
-        self._changed[reader].clear()
-        return changed
+    def waits(self, reader: str) -> bool:
+        """Return whether something has changed since `reader` last asked."""
+        return bool(self._changed[reader])
+
+    def take(self, reader: str, at_most: int | None = None) -> list[str]:
+        """Return what has changed since `reader` last asked, or so much of it."""
+        changed = self._changed[reader]
+        taken = list(itertools.islice(changed, at_most))
+        for key in taken:
+            del changed[key]
+        return taken

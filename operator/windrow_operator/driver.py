@@ -40,6 +40,8 @@ _CLOCK_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 # Steps at a time. Each mostly waits for the API server, which has others to serve as well.
 _WORKERS = 4
+# So many slots and jobs are looked at in one go; admission and streams have their turn in between.
+_AT_ONCE = 200
 # What counts everything is done the more seldom the more there is: so many objects a second.
 _COUNTED_PER_SECOND = 500.0
 # To give all waiting jobs a turn takes this part of the time at most; their steps take as much as
@@ -143,6 +145,8 @@ class Driver:
     async def turn(self) -> None:
         """Look once, take every step that is due, and keep house."""
         self._look()
+        while self._cluster.changed_slots.waits("driver"):
+            self._look()
         async with asyncio.TaskGroup() as tasks:
             workers = [tasks.create_task(self._work()) for _ in range(self._n_workers)]
             await self._queue.drained()
@@ -195,8 +199,12 @@ class Driver:
         due = dict.fromkeys(self._take_slots(now))
         self._preempt()
         due |= dict.fromkeys(self._schedule.take_due(time.monotonic()))
-        due |= dict.fromkeys(self._cluster.changed_jobs.take("driver"))
+        due |= dict.fromkeys(self._cluster.changed_jobs.take("driver", _AT_ONCE))
         self._give_turns(due)
+        if self._cluster.changed_slots.waits("driver") or self._cluster.changed_jobs.waits(
+            "driver"
+        ):
+            self.wake()
         self._metrics.liveness.looked(len(self._queue))
 
     def _give_turns(self, due: dict[str, None]) -> None:
@@ -220,7 +228,7 @@ class Driver:
     def _take_slots(self, now: datetime) -> list[str]:
         """Take up the slots that have changed; return the jobs on them."""
         touched: list[str] = []
-        for key in self._cluster.changed_slots.take("driver"):
+        for key in self._cluster.changed_slots.take("driver", _AT_ONCE):
             view = self._cluster.slot_of(key, now)
             changed = self._slots.put(view) if view is not None else self._slots.remove(key)
             if changed:

@@ -27,7 +27,7 @@ _MERGE = "application/merge-patch+json"
 _STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 _TIMEOUT_S = 10.0
-_PIECE = 500  # objects of one answer to a listing
+_PIECE = 250  # objects of one answer to a listing
 # Asked to come back later, a request does so by itself, if it is soon and not for ever.
 _BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 # So long after another replica has come to lead, a slot that is not attached yet is not said to be.
 _COMES_BACK = timedelta(seconds=60)
+_AT_ONCE = 100  # looked at in one go; admission and streams have their turn in between
 _OURS = ("name", "namespace", "ownerReferences")
 # Figures that change every second are for Prometheus; here they are for people, and are written as
 # the budget for what can wait allows.
@@ -199,9 +201,9 @@ class SlotWriter:
         self._cluster, self._kube = cluster, kube
         self._written: dict[str, Body] = {}  # facts by key
         self._status: dict[str, Body] = {}
-        # By key: what was notable when the status was last written, and when that was.
-        self._seen: dict[str, tuple[tuple[object, ...], datetime]] = {}
-        self._unwritten: dict[str, None] = {}  # keys of slots that have changed since
+        self._seen: dict[str, tuple[object, ...]] = {}  # what was notable when it was written
+        self._later: dict[str, None] = {}  # keys of slots that are looked at the next time
+        self._row: dict[str, None] = {}  # keys of slots of which figures have changed since
         self._budget = WriteBudget(FIGURES_PER_SECOND)
 
     async def load(self) -> None:
@@ -229,36 +231,45 @@ class SlotWriter:
     async def write(self, now: datetime) -> None:
         """Write the slots that changed; one that fails is written the next time.
 
-        What decisions hang on goes at once. The others keep their places in the row, so that each
-        one has its turn.
+        What decisions hang on goes at once. Slots of which only figures have changed stand in a row
+        and are written from its front, as the budget allows.
         """
-        self._unwritten |= dict.fromkeys(self._cluster.changed_slots.take("writer"))
-        interval = max(timedelta(seconds=LOOK_SECONDS), self._budget.interval(len(self._seen)))
-        for key in list(self._unwritten):
+        keys = dict.fromkeys([*self._later, *self._cluster.changed_slots.take("writer")])
+        self._later.clear()
+        for number, key in enumerate(keys):
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
             live = self._cluster.slots.get(key)
             if live is None:
-                del self._unwritten[key]
                 self._forget(key)
                 continue
             view = self._cluster.slot_view(live, now)
             if view.awaited and now - self._cluster.started_at < _COMES_BACK:
-                continue  # most slots are attached again before anybody has read that they were not
+                self._later[key] = None  # most come back before anybody has read it
+                continue
             notable = _notable(live, view)
-            seen = self._seen.get(key)
-            if seen is None and self._says_the_same(live, view, now):
-                seen = self._seen[key] = (notable, now)
-            if seen is not None and seen[0] == notable:
-                waits = now - seen[1] < interval or not self._budget.take(now)
-                if waits:
-                    continue
-            del self._unwritten[key]  # before the write: what changes meanwhile comes again
-            try:
-                await self._write(live, view, now)
-                self._seen[key] = (notable, now)
-            except ApiError as error:
-                self._written.pop(key, None)
-                self._unwritten[key] = None
-                log.warning("slot %s could not be written: %s", key, error)
+            if key not in self._seen and self._says_the_same(live, view, now):
+                self._seen[key] = notable
+            if self._seen.get(key) == notable:
+                self._row[key] = None
+            else:
+                await self._try_to_write(live, view, now)
+        while self._row and self._budget.take(now):
+            key = next(iter(self._row))
+            del self._row[key]
+            if (live := self._cluster.slots.get(key)) is not None:
+                await self._try_to_write(live, self._cluster.slot_view(live, now), now)
+
+    async def _try_to_write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
+        self._row.pop(live.key, None)
+        try:
+            await self._write(live, view, now)
+            self._seen[live.key] = _notable(live, view)
+        except ApiError as error:
+            self._written.pop(live.key, None)
+            self._seen.pop(live.key, None)
+            self._later[live.key] = None
+            log.warning("slot %s could not be written: %s", live.key, error)
 
     async def _write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
         wanted = slot_object(live)
@@ -303,6 +314,7 @@ class SlotWriter:
         self._written.pop(key, None)
         self._status.pop(key, None)
         self._seen.pop(key, None)
+        self._row.pop(key, None)
 
     def _jobs(self, live: LiveSlot, view: Slot) -> list[Body]:
         """Return what stands in `status.jobs`; what other tenants call their jobs is not said."""
