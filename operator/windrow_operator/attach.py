@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib.metadata import version
 from typing import Final, Protocol
@@ -19,14 +18,15 @@ import grpc
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
-from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION, TOKEN_AUDIENCE
+from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION
 from windrow_operator import reports
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
-from windrow_operator.kube import ApiError, Kube, ObjectNotFound
+from windrow_operator.identity import Identity, Refused
+from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import STALE_AFTER, Pod
 from windrow_operator.pki import KeyPair
-from windrow_operator.pods import pod_of
+from windrow_operator.session import MISSED_HEARTBEATS, Session
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +38,6 @@ _SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
 # look at them now and then.
 _RESTING_PER_SECOND = 50
 _LONGEST_REST_S: Final = 20.0
-MISSED_HEARTBEATS: Final = 3
-# Until the first heartbeat: an engine that has just called has its sidecar busy.
-_FIRST_HEARTBEAT = timedelta(seconds=15)
 # A peer that does not answer at all, a stopped process or a dead node, is found within 10 s.
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -52,17 +49,6 @@ _SERVER_OPTIONS: Final = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
-_POD_NAME = "authentication.kubernetes.io/pod-name"
-_POD_UID = "authentication.kubernetes.io/pod-uid"
-_ACCOUNT = "system:serviceaccount:"
-
-
-class Refused(Exception):
-    """The stream is not who it says, speaks another version, or came to the wrong replica."""
-
-    def __init__(self, code: grpc.StatusCode, message: str, leader: str = "") -> None:
-        self.code, self.leader = code, leader
-        super().__init__(message)
 
 
 class Leadership(Protocol):
@@ -106,59 +92,6 @@ class Listener(Protocol):
         """Return the latency profile that a new pod may start from; None: there is none."""
 
 
-@dataclass
-class Session:
-    """One attached sidecar."""
-
-    pod: Pod
-    term: int  # of the leader whose stream it is
-    interval: timedelta  # of heartbeats, as agreed on
-    rest: timedelta  # of heartbeats of a slot at rest; `interval`: no other was agreed on
-    due: datetime | None = None  # when it counts as silent; None: nothing is expected of it
-    outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
-    config: pb.PolicyConfig | None = None  # as last sent
-
-    def send(self, message: pb.OperatorMessage) -> None:
-        """Queue a message; it is lost when the stream ends, and then the next pass sees that."""
-        match message.WhichOneof("message"):
-            case "assign":
-                message.assign.leader_term = self.term
-            case "command":
-                message.command.leader_term = self.term
-        self.outbox.put_nowait(message)
-
-    def expect_first(self, now: datetime) -> None:
-        """Note that a first heartbeat is to come, unless one is expected already."""
-        self.due = self.due or now + max(_FIRST_HEARTBEAT, MISSED_HEARTBEATS * self.interval)
-
-    def expect_next(self, now: datetime, *, at_rest: bool = False) -> None:
-        """Note that a heartbeat has come, so that the next one is due."""
-        self.due = now + self.patience(at_rest=at_rest)
-
-    def expect_soon(self, now: datetime) -> None:
-        """Note that a slot is not at rest any more: it was given a job."""
-        if self.due is not None:
-            self.due = min(self.due, now + self.patience(at_rest=False))
-
-    def patience(self, *, at_rest: bool) -> timedelta:
-        """Return how long a sidecar may be silent."""
-        return MISSED_HEARTBEATS * (self.rest if at_rest else self.interval)
-
-    def configure(self, config: pb.PolicyConfig) -> None:
-        """Tell the sidecar its policy if that has changed."""
-        if self.config != config:
-            self.config = config
-            self.send(pb.OperatorMessage(policy=config))
-
-    def command(self, command: pb.JobCommand) -> None:
-        """Queue a command."""
-        self.send(pb.OperatorMessage(command=command))
-
-    def close(self) -> None:
-        """End the stream after what is queued."""
-        self.outbox.put_nowait(None)
-
-
 class AttachServer(pb_grpc.AttachServicer):
     """Serves `Attach` and keeps the sessions.
 
@@ -177,7 +110,8 @@ class AttachServer(pb_grpc.AttachServicer):
         *,
         clock: Callable[[], datetime],
     ) -> None:
-        self._cluster, self._kube, self._metrics, self._clock = cluster, kube, metrics, clock
+        self._cluster, self._metrics, self._clock = cluster, metrics, clock
+        self._identity = Identity(cluster, kube)
         self._leadership: Leadership = _NoLeader()
         self._listener: Listener | None = None
         self.sessions: dict[str, Session] = {}  # by pod UID
@@ -233,7 +167,8 @@ class AttachServer(pb_grpc.AttachServicer):
         """Serve one sidecar until one of both sides ends the stream."""
         try:
             self._require_leading()
-            pod = await self._identify(context)
+            metadata = dict(context.invocation_metadata() or ())
+            pod = await self._identity.identify({k: str(v) for k, v in metadata.items()})
             hello = await self._hello(requests, pod)
             self._require_leading()  # it may have taken a while
         except Refused as refused:
@@ -290,56 +225,6 @@ class AttachServer(pb_grpc.AttachServicer):
         """End a stream from this side; its slots count as detached from this moment."""
         session.close()
         self._closed(session)
-
-    # --- who it is --------------------------------------------------------------------------------
-
-    async def _identify(self, context: grpc.aio.ServicerContext) -> Pod:
-        """Return the live pod that the bearer token is bound to."""
-        metadata = dict(context.invocation_metadata() or ())
-        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "no bearer token")
-        try:
-            namespace, name, uid = await self._review(token)
-            known = self._cluster.pods.get(uid)
-            if known is not None and known.sidecar.prepared and not known.ending:
-                return known  # as the watch has it; thousands come at once to a new leader
-            body = await self._kube.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-        except ObjectNotFound:
-            # A deleted pod's token stays valid for some seconds.
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the pod is gone") from None
-        except ApiError as error:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-        if body["metadata"]["uid"] != uid:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED, f"another pod is now named {namespace}/{name}"
-            )
-        if not pod_of(body).sidecar.prepared:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"pod {namespace}/{name} was not made harvestable: it lacks what the webhook adds",
-            )
-        return self._cluster.put_pod(body)
-
-    async def _review(self, token: str) -> tuple[str, str, str]:
-        review = await self._kube.create(
-            "/apis/authentication.k8s.io/v1/tokenreviews",
-            {
-                "apiVersion": "authentication.k8s.io/v1",
-                "kind": "TokenReview",
-                "spec": {"token": token, "audiences": [TOKEN_AUDIENCE]},
-            },
-        )
-        status = review.get("status") or {}
-        if not status.get("authenticated") or TOKEN_AUDIENCE not in status.get("audiences", ()):
-            why = status.get("error") or f"it is not for audience {TOKEN_AUDIENCE}"
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"the token is not valid: {why}")
-        user = status["user"]
-        extra = user.get("extra") or {}
-        if not user["username"].startswith(_ACCOUNT) or not extra.get(_POD_UID):
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the token is bound to no pod")
-        namespace = user["username"].removeprefix(_ACCOUNT).partition(":")[0]
-        return namespace, extra[_POD_NAME][0], extra[_POD_UID][0]
 
     async def _hello(self, requests: AsyncIterator[pb.SidecarMessage], pod: Pod) -> pb.SidecarHello:
         first = await anext(aiter(requests), None)

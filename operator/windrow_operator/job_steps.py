@@ -199,7 +199,7 @@ class JobSteps:
         if command.action == "ASSIGN":
             self._cluster.assign(job.uid, command.epoch, command.slot, now)
             self._sidecars.configure(session, now)  # what a job may take is known before the job
-            assign = _assignment(job, command, self._slots[command.slot], live.facts.index)
+            assign = assignment(job, command, self._slots[command.slot], live.facts.index)
             assign.dataset_secret.update(secrets.dataset)
             assign.output_secret.update(secrets.output)
             session.expect_soon(now)
@@ -217,7 +217,8 @@ class JobSteps:
         )
 
 
-def _assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
+def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
+    """Return what the sidecar of a slot is told: the spec as it was decided on."""
     return pb.Assign(
         slot=index,
         job_namespace=job.namespace,

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies
-from windrow_operator.attach import AttachServer, Session
+from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
 from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
@@ -16,6 +16,7 @@ from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import EffectivePolicy, Pod
 from windrow_operator.reconcile import Event
+from windrow_operator.session import Session
 
 log = logging.getLogger(__name__)
 
