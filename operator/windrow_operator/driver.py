@@ -172,7 +172,9 @@ class Driver:
                 log.warning("a step was not taken: %s", error)
                 await asyncio.sleep(_RETRY_SECONDS)
             finally:
-                self._queue.done(uid)
+                if self._queue.done(uid):
+                    # Not at once: the step may have freed a slot for one of higher priority.
+                    self._cluster.changed_jobs.mark(uid)
                 self._metrics.liveness.stepped()
             self.wake()  # what was written is looked at, too
 

@@ -10,14 +10,15 @@ from typing import Any
 class WorkQueue:
     """Keys that are due, the smallest rank first.
 
-    A key that is added while a worker has it comes again when that worker is done.
+    A key that is added while a worker has it is told of when that worker is done: what it is about
+    may have changed by the worker's doing, so that its place is to be found anew.
     """
 
     def __init__(self) -> None:
         self._due: dict[str, Any] = {}  # rank by key
         self._heap: list[tuple[Any, str]] = []
         self._busy: set[str] = set()
-        self._again: dict[str, Any] = {}  # rank by key that is busy
+        self._again: set[str] = set()  # of those that are busy
         self._some, self._idle = asyncio.Event(), asyncio.Event()
         self._idle.set()
 
@@ -28,7 +29,7 @@ class WorkQueue:
     def add(self, key: str, rank: Any) -> None:  # noqa: ANN401 - anything with an order
         """Let `key` have a turn; nothing changes where it waits for one already."""
         if key in self._busy:
-            self._again[key] = rank
+            self._again.add(key)
         elif key not in self._due:
             self._due[key] = rank
             heapq.heappush(self._heap, (rank, key))
@@ -45,13 +46,14 @@ class WorkQueue:
         self._busy.add(key)
         return key
 
-    def done(self, key: str) -> None:
-        """Give a key back."""
+    def done(self, key: str) -> bool:
+        """Give a key back; return whether it was added meanwhile and is to be added again."""
         self._busy.discard(key)
-        if key in self._again:
-            self.add(key, self._again.pop(key))
+        again = key in self._again
+        self._again.discard(key)
         if not len(self):
             self._idle.set()
+        return again
 
     async def drained(self) -> None:
         """Wait until nothing is due and no worker has anything."""

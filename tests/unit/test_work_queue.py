@@ -13,15 +13,16 @@ async def test_the_smallest_rank_has_its_turn_first_and_a_key_is_there_once():
     assert [await queue.take(), await queue.take()] == ["high", "low"]
 
 
-async def test_a_key_that_a_worker_has_comes_again_when_it_is_given_back():
+async def test_a_key_that_a_worker_has_is_told_of_when_it_is_given_back():
     queue = WorkQueue()
     queue.add("a", 1)
     assert await queue.take() == "a"
     queue.add("a", 1)
     queue.add("b", 2)
     assert await queue.take() == "b", "nobody else has `a` meanwhile"
-    queue.done("a")
-    assert await queue.take() == "a"
+    assert queue.done("a")
+    assert not queue.done("b")
+    await queue.drained()
 
 
 async def test_a_worker_waits_for_work_and_whoever_waits_for_the_end_for_the_last_one():
