@@ -102,7 +102,7 @@ class Metrics:
             )
 
     def show(self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime) -> None:
-        """Show what a pass of the driver saw."""
+        """Show what there is."""
         self._jobs.clear()
         jobs = Tally(
             (body["metadata"]["namespace"], state_word(body)) for body in cluster.jobs.values()
