@@ -191,9 +191,8 @@ class Driver:
     def _look(self) -> None:
         """Give a turn to each job that something has changed for, or whose time has come."""
         now = self._clock()
-        if self._clock_passed is None or (now - self._clock_passed).total_seconds() >= (
-            _CLOCK_SECONDS
-        ):
+        passed = timedelta(seconds=_CLOCK_SECONDS)
+        if self._clock_passed is None or now - self._clock_passed >= passed:
             self._clock_passed = now
             self._cluster.pass_time(now)
             self._sidecars.end_sessions(now)
@@ -203,9 +202,8 @@ class Driver:
         due |= dict.fromkeys(self._schedule.take_due(time.monotonic()))
         due |= dict.fromkeys(self._cluster.changed_jobs.take("driver", _AT_ONCE))
         self._give_turns(due)
-        if self._cluster.changed_slots.waits("driver") or self._cluster.changed_jobs.waits(
-            "driver"
-        ):
+        marks = (self._cluster.changed_slots, self._cluster.changed_jobs)
+        if any(changes.waits("driver") for changes in marks):
             self.wake()
         self._metrics.liveness.looked(len(self._queue))
 

@@ -104,6 +104,8 @@ class JobSteps:
 
     async def _take(self, job: Job) -> None:
         now = self._clock()
+        if job.slot and (view := self._cluster.slot_of(job.slot, now)) is not None:
+            self._slots.put(view)  # as new as what is known of the run
         run = self._cluster.run_of(job)
         actions = reconcile(job, run, self._slots, now, self._timeouts)
         for command in actions.commands:
