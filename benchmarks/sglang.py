@@ -6,7 +6,7 @@ alternate with blocks of the plugin's, and of each of its parts alone, every 0.1
 same machine and the same requests. A step's cost is CPU time of the scheduler's thread, so that
 other work on the machine counts only through caches and clocks. In "idle" there is a run directory
 and no sidecar; in "lending" chunks are lent and taken back at random every third iteration.
-`--soak 10000` and `--demo 60` run those parts instead.
+`--only start` runs one part; `--soak 10000` and `--demo 60` run those instead.
 
 Example: python -m benchmarks.sglang --json /tmp/sglang.json
 """
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,25 +50,28 @@ TEXT = b"The for statement is used to iterate over the elements of a sequence su
 def main() -> int:
     """Run the parts that were asked for; print and write the figures."""
     parser = arguments(__doc__)
+    parser.add_argument("--only", choices=("steps", "start", "answers"), help="only this part")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="only: N requests")
     parser.add_argument("--demo", type=float, default=0, metavar="S", help="only: demos of S s")
     options = parser.parse_args()
     if not PYTHON.exists():
         print("sglang: skipped, there is no SGLang here (make sglang)")
         return 0
-    env = environment()
+    env, quick = environment(), options.quick
     if options.soak:
         write("sglang-soak", _soak(options.soak), env, options.json)
     elif options.demo:
         write("sglang-demo", _demos(options.demo), env, options.json)
     else:
-        quick = options.quick
-        results = _step_cost(5 if quick else 100)
-        write("sglang, steps", results, env, options.json)
-        results += _start_cost(1 if quick else 4)
-        write("sglang, steps and start", results, env, options.json)
-        results += _answers(40 if quick else 200)
-        write("sglang", results, env, options.json)
+        parts: dict[str, Callable[[], list[Result]]] = {
+            "steps": lambda: _step_cost(5 if quick else 50),
+            "start": lambda: _start_cost(1 if quick else 3),
+            "answers": lambda: _answers(40 if quick else 200),
+        }
+        results: list[Result] = []
+        for part in [options.only] if options.only else parts:
+            results += parts[part]()
+            write("sglang", results, env, options.json)
     return 0
 
 
@@ -81,7 +85,7 @@ def _step_cost(rounds: int) -> list[Result]:
         for n in range(BATCH)
     ]
     script = {"server": DECODE, "requests": requests, "timed": True, "alternate": BLOCK}
-    done = _run({**script, "at_most_s": STEPS_S}, plugin=True)
+    done = _run({**script, "at_most_s": STEPS_S}, run_dir="run")
     if done["off"]:
         raise RuntimeError(f"the plugin was off: {done['off']}")
     found = blocks(done["iterations_us"][WARM_UP_STEPS:])
@@ -144,9 +148,9 @@ def _start_cost(pairs: int) -> list[Result]:
     extra = []
     for number in range(pairs):
         script = {"server": DECODE, "requests": [{"n": 0, "at": 3, "tokens": 4, "prompt": [65]}]}
-        arms = [False, True] if number % 2 == 0 else [True, False]
-        done = {plugin: _run(script, plugin=plugin)["started_cpu_s"] for plugin in arms}
-        extra.append(done[True] - done[False])
+        arms = ["", "run"] if number % 2 == 0 else ["run", ""]
+        done = {arm: _run(script, run_dir=arm)["started_cpu_s"] for arm in arms}
+        extra.append(done["run"] - done[""])
     value, spread = middle(extra)
     return [
         Result(
@@ -162,10 +166,11 @@ def _start_cost(pairs: int) -> list[Result]:
 
 def _answers(n: int) -> list[Result]:
     script = {"server": DECODE, "requests": _conversation(n, 5), "at_most_s": 500}
-    stock = _run(script, plugin=False)
+    stock = _run(script, run_dir="")
     results = []
-    for arm, chaos in (("idle", 0), ("lending", 3)):
-        ours = _run({**script, "chaos": chaos}, plugin=True)
+    # "off": the run directory is not there, so the plugin says so and serves on.
+    for arm, chaos, run_dir in (("off", 0, "missing"), ("idle", 0, "run"), ("lending", 3, "run")):
+        ours = _run({**script, "chaos": chaos}, run_dir=run_dir)
         differ = sum(ours["tokens"].get(rid) != found for rid, found in stock["tokens"].items())
         results += [
             Result(f"answers of {n} that differ from stock, {arm}", differ, "", "lower", goal=0),
@@ -183,17 +188,19 @@ def _answers(n: int) -> list[Result]:
 def _soak(n: int) -> list[Result]:
     """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
     chance = random.Random(7)
-    requests = _conversation(n, 11, longest=100, every=7)  # nearly 8 at once, all that it takes
+    requests = _conversation(n, 11, longest=32, every=3)  # as many at once as it takes
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
     script = {
-        "server": {**DECODE, "max_total_tokens": 1024},
+        "server": {**DECODE, "max_total_tokens": 768},
         "requests": requests,
         "aborts": aborts,
         "health_every": 500,
         "at_most_s": 3000,
     }
-    stock = _run(script, plugin=False)
-    ours = _run({**script, "chaos": 5}, plugin=True)
+    with ThreadPoolExecutor() as both:  # neither is timed
+        of_stock = both.submit(_run, script, run_dir="")
+        of_ours = both.submit(_run, {**script, "chaos": 5}, run_dir="run")
+        stock, ours = of_stock.result(), of_ours.result()
     results = []
     for arm, done in (("stock", stock), ("lending", ours)):
         results += [
@@ -297,15 +304,16 @@ def _conversation(n: int, seed: int, *, longest: int = 60, every: int = 6) -> li
     ]
 
 
-def _run(script: dict[str, Any], *, plugin: bool) -> dict[str, Any]:
+def _run(script: dict[str, Any], *, run_dir: str) -> dict[str, Any]:
+    """Play a script. `run_dir`: "": stock SGLang; "run": the plugin; any other: one not there."""
     with tempfile.TemporaryDirectory(prefix="wr-") as name:
         folder = Path(name)
         (folder / "script.json").write_text(json.dumps(script))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("WINDROW_RUN_DIR", None)
-        if plugin:
-            (folder / "run").mkdir()
-            environment["WINDROW_RUN_DIR"] = str(folder / "run")
+        (folder / "run").mkdir()
+        if run_dir:
+            environment["WINDROW_RUN_DIR"] = str(folder / run_dir)
         command = [str(PYTHON), str(DRIVER), "script.json", "result.json"]
         done = subprocess.run(
             command, cwd=folder, env=environment, capture_output=True, text=True, check=False

@@ -28,6 +28,7 @@ void require_fits(const Driver& driver, const Geometry& geometry) {
                         std::to_string(whole / geometry.chunk_bytes()) + " chunks of " +
                         std::to_string(geometry.chunk_bytes()) + " fit");
   }
+  require_mappable(driver, geometry);
   // One for each memory, and its copy for those who attach.
   require_descriptors(2 * memories_of(driver, geometry) + kOtherDescriptors);
 }

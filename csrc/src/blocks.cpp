@@ -5,6 +5,22 @@
 #include "windrow/error.h"
 
 namespace windrow {
+namespace {
+
+// Linux gives a process 65,530 mappings, and a worker needs others as well.
+constexpr std::int64_t kMostPieces = 32'768;
+
+}  // namespace
+
+void require_mappable(const Driver& driver, const Geometry& geometry) {
+  const std::int64_t pieces = geometry.arena_bytes() / geometry.moving_bytes();
+  if (driver.maps_parts() && geometry.layout == KvLayout::kPerLayer && pieces > kMostPieces) {
+    throw GeometryError(std::to_string(geometry.chunks) + " chunks of " +
+                        std::to_string(2 * geometry.layers) + " blocks are " +
+                        std::to_string(pieces) + " mappings in a worker, of which it may have " +
+                        std::to_string(kMostPieces) + "; choose larger blocks or a smaller arena");
+  }
+}
 
 std::size_t memories_of(const Driver& driver, const Geometry& geometry) {
   if (driver.maps_parts()) {
@@ -21,7 +37,7 @@ std::unique_ptr<Blocks> Blocks::create(Driver& driver, const Geometry& geometry)
   for (std::size_t i = 0; i < count; ++i) {
     memories.push_back(driver.create(bytes, "windrow-arena"));
   }
-  const bool by_layer = !driver.maps_parts() && geometry.layout == KvLayout::kPerLayer;
+  const bool by_layer = geometry.layout == KvLayout::kPerLayer;
   return std::unique_ptr<Blocks>(new Blocks(driver, geometry,
                                             by_layer ? Order::kByLayer : Order::kByChunk,
                                             Mapped::kAll, std::move(memories)));
@@ -53,7 +69,7 @@ Blocks::Blocks(Driver& driver, const Geometry& geometry, Order order, Mapped map
   if (mapped == Mapped::kOnDemand) {
     mapped_.resize(static_cast<std::size_t>(geometry_.chunks));
   } else {
-    range->map_run(0, pieces(0, memories_.size()), Access::kReadWrite);
+    range->map_run(0, pieces(0, geometry_.chunks), Access::kReadWrite);
   }
   mapping_ = std::make_shared<LeasedMapping>(std::move(range));
 }
@@ -63,27 +79,32 @@ void Blocks::map_chunks(std::int64_t first, std::int64_t last) {
     return;
   }
   const auto chunk_bytes = static_cast<std::size_t>(geometry_.chunk_bytes());
-  const std::size_t per_chunk = memories_.size() / mapped_.size();
-  for (auto chunk = static_cast<std::size_t>(first); chunk <= static_cast<std::size_t>(last);
-       ++chunk) {
-    if (!mapped_[chunk]) {
-      mapping_->reservation().map_run(chunk * chunk_bytes, pieces(chunk * per_chunk, per_chunk),
-                                      Access::kReadWrite);
-      mapped_[chunk] = true;
+  for (std::int64_t chunk = first; chunk <= last; ++chunk) {
+    const auto place = static_cast<std::size_t>(chunk);
+    if (!mapped_[place]) {
+      mapping_->reservation().map_run(place * chunk_bytes, pieces(chunk, 1), Access::kReadWrite);
+      mapped_[place] = true;
     }
   }
 }
 
-// Memories as they lie in the range: from its `first` place on.
-std::vector<Piece> Blocks::pieces(std::size_t first, std::size_t count) const {
+// What backs the range from a chunk's beginning on. Where layers come before chunks, only all of
+// them are a range. Pieces side by side in one memory are one.
+std::vector<Piece> Blocks::pieces(std::int64_t first, std::int64_t chunks) const {
+  const auto bytes = static_cast<std::size_t>(geometry_.moving_bytes());
+  const std::int64_t per_chunk = geometry_.chunk_bytes() / geometry_.moving_bytes();
   std::vector<Piece> found;
-  found.reserve(count);
-  const auto chunks = static_cast<std::size_t>(geometry_.chunks);
-  const std::size_t per_chunk = memories_.size() / chunks;
-  for (std::size_t place = first; place < first + count; ++place) {
-    const std::size_t memory =
-        order_ == Order::kByChunk ? place : place % chunks * per_chunk + place / chunks;
-    found.push_back({memories_[memory].get(), 0, memories_[memory]->bytes()});
+  for (std::int64_t place = first * per_chunk; place < (first + chunks) * per_chunk; ++place) {
+    const bool by_chunk = order_ == Order::kByChunk;
+    const std::int64_t chunk = by_chunk ? place / per_chunk : place % geometry_.chunks;
+    const std::int64_t block = by_chunk ? place % per_chunk : place / geometry_.chunks;
+    const Backing at = backing(chunk, block);
+    if (!found.empty() && found.back().memory == at.memory &&
+        found.back().offset + found.back().bytes == at.offset) {
+      found.back().bytes += bytes;
+    } else {
+      found.push_back({at.memory, at.offset, bytes});
+    }
   }
   return found;
 }
@@ -128,7 +149,11 @@ KvView Blocks::kv_view(std::int64_t layer, bool value) const {
 }
 
 Backing Blocks::backing(std::int64_t chunk, std::int64_t block) const {
-  const std::int64_t at = chunk * geometry_.chunk_bytes() + block * geometry_.block_bytes;
+  // One memory lies as decode maps it: by layer, or else by chunk. Several are in chunks' order.
+  const bool by_layer = memories_.size() == 1 && geometry_.layout == KvLayout::kPerLayer;
+  const std::int64_t at = by_layer
+                              ? (block * geometry_.chunks + chunk) * geometry_.block_bytes
+                              : chunk * geometry_.chunk_bytes() + block * geometry_.block_bytes;
   return {memories_[static_cast<std::size_t>(at / memory_bytes())].get(),
           static_cast<std::size_t>(at % memory_bytes())};
 }

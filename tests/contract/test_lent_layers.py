@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from chunk_tensors import chunk_tensor
 from support.examplejob import MODEL, example_job
 
 from windrow_sidecar._core import Arena, Geometry
@@ -13,7 +14,6 @@ from windrow_sidecar.finetune.memory.boundaries import LentBoundaries
 from windrow_sidecar.finetune.memory.lent_layers import LentLayers
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.standalone.dedicated import open_alone
-from windrow_sidecar.memory.tensors import arena_tensor
 from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
 
 MIB, WORKER, CHUNKS = 1 << 20, 3, 12
@@ -126,12 +126,7 @@ def test_what_is_learnt_is_the_same_whatever_comes_and_goes(slot, tmp_path):
         # KV writes to what is free: a layer that stayed there would be spoilt.
         taken = [slot.decode.take_kv() for _ in range(slot.decode.counts()[0])]
         for chunk in taken:
-            at = slot.decode.chunk_offset(chunk)
-            spoil(slot.decode, at)
+            chunk_tensor(slot.decode, chunk, torch.uint8).fill_(255)
             slot.decode.return_kv(chunk)
     assert seen >= {OWN, OWN + 1, 6}
     assert bit_equal(adapter_of(session), adapter_of(whole))
-
-
-def spoil(arena: Arena, at: int) -> None:
-    arena_tensor(arena, at, (arena.geometry.chunk_bytes,), torch.uint8).fill_(255)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -117,12 +119,14 @@ class Slot:
         self.arena = Arena.create(geometry, reserved_chunks=1)
         self.page, self.cores, self.epoch = self.arena.page, Cores(), 0
         self.estimates = Estimates()
+        self.now_ns = 0  # besides the time that passes
         self.gate = GrantGate(
             self.page,
             self.cores,
             self.estimates,
             lambda: OfferFacts(1),
             decode_lives=lambda: True,
+            clock=lambda: time.monotonic_ns() + self.now_ns,
         )
 
     def give(self, **fields) -> None:
@@ -177,6 +181,84 @@ def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched
     assert slot.cores.units[0] == 2
     assert slot.cores.units[-1] == 1  # fewer cores are taken in the middle of a layer, too
     assert bit_equal(adapter_of(job), expected)
+
+
+def test_a_tasklet_that_is_longer_than_what_each_step_grants_runs_in_parts(untouched):
+    sizing, expected = untouched
+    slot, parts, passed = Slot(), 0, 0
+
+    def next_step() -> bool:
+        """Runs while the worker is held up: decode's next step grants as much again."""
+        nonlocal parts
+        assert slot.offer.in_flight_us == 0
+        parts += 1
+        slot.give(action=Action.GO, finetune_units=1, budget_us=2_000)
+        return False
+
+    suspension = Suspension(slot.gate, StallWatch(), next_step)
+
+    def point(*_) -> None:
+        nonlocal passed
+        passed += 1
+        slot.now_ns += 1_500_000  # a stretch takes longer than half of what is granted
+        suspension.point()
+
+    job = job_with(point, sizing)
+    learned = job.stream.peek()
+    for units in slot.cores.levels():
+        slot.estimates.learn(learned, units, 6_000.0)
+    while (tasklet := job.stream.peek()) is not None:
+        slot.give(action=Action.GO, finetune_units=1, budget_us=2_000)
+        if tasklet.phase not in (Phase.FORWARD, Phase.BACKWARD):
+            slot.go(1)
+        assert slot.gate.launch(tasklet)
+        job.stream.run(tasklet)
+        slot.gate.landed(tasklet)
+        slot.gate.take_ran()
+    assert parts > passed // 3  # two stretches at most in each
+    assert bit_equal(adapter_of(job), expected)
+
+
+def test_a_gap_takes_a_part_of_a_tasklet_that_was_cut_for_more():
+    slot = Slot()
+    job = tiny_job()
+    tasklet = job.stream.peek()
+    for units in slot.cores.levels():
+        slot.estimates.learn(tasklet, units, 60_000.0)
+
+    def gap(us: int) -> bool:
+        ends_ns = time.monotonic_ns() + slot.now_ns + us * 1000
+        slot.give(
+            action=Action.GO, finetune_units=1, gap_until_ns=ends_ns, in_flight_bound_us=10_000_000
+        )
+        return slot.gate.launch(tasklet)
+
+    assert not gap(50_000)  # as long as the grant asks for: it is to fit whole
+    slot.gate.quiet(tasklet)
+    ends_ns = time.monotonic_ns() + slot.now_ns + 50_000_000
+    slot.give(action=Action.GO, finetune_units=1, gap_until_ns=ends_ns, in_flight_bound_us=20_000)
+    assert slot.gate.launch(tasklet)
+    assert not slot.gate.revoked()
+    slot.now_ns += 60_000_000
+    assert slot.gate.revoked()
+
+
+def test_a_grant_into_which_a_tasklet_has_run_is_used_by_so_much():
+    slot = Slot()
+    job = tiny_job()
+    tasklet = job.stream.peek()
+    for units in slot.cores.levels():
+        slot.estimates.learn(tasklet, units, 6_000.0)
+    slot.go(1)
+    assert slot.gate.launch(tasklet)
+    slot.give(action=Action.GO, finetune_units=1, budget_us=2_000)
+    assert not slot.gate.revoked()  # has seen it
+    slot.now_ns += 1_500_000
+    assert not slot.gate.revoked()
+    slot.gate.landed(tasklet)
+    assert not slot.gate.launch(tasklet)  # half a millisecond is left: no part for that
+    slot.give(action=Action.GO, finetune_units=1, budget_us=2_000)
+    assert slot.gate.launch(tasklet)
 
 
 def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():

@@ -134,13 +134,21 @@ TEST_P(ArenaTest, EveryTokenOfEveryLayerHasAPlaceOfItsOwn) {
   EXPECT_THROW(static_cast<void>(arena->kv_view(-1, false)), std::out_of_range);
 }
 
-TEST_P(ArenaTest, OnAGpuEnginesSeeEachLayerAsOneRowOfTokens) {
-  if (inner().maps_parts()) {
-    GTEST_SKIP() << "the host maps chunk by chunk";
-  }
+// Whatever the device: an engine's kernel that strides over other layers misses caches and TLB.
+TEST_P(ArenaTest, EnginesSeeEachLayerAsOneRowOfTokens) {
   const auto arena = Arena::create(inner(), geometry(), 0);
   const KvView view = arena->kv_view(1, true);
   EXPECT_EQ(view.chunk_stride, geometry().slots_per_chunk() * view.slot_stride);
+}
+
+TEST_P(ArenaTest, AnArenaThatAWorkerCannotMapIsRefusedBeforeItIsMade) {
+  Geometry many = geometry();
+  many.chunks = 8193;  // of four blocks
+  if (inner().maps_parts() && many.layout == KvLayout::kPerLayer) {
+    EXPECT_THROW(static_cast<void>(Arena::create(inner(), many, 0)), GeometryError);
+    many.chunks = 8192;
+    EXPECT_NO_THROW(static_cast<void>(Arena::create(inner(), many, 0)));
+  }
 }
 
 TEST_P(ArenaTest, APeerSeesEveryBlockWhereItsOwnViewSays) {
@@ -166,7 +174,7 @@ TEST_P(ArenaTest, APeerSeesEveryBlockWhereItsOwnViewSays) {
   }
 }
 
-// On the host a worker maps the arena once, whole: there the kernel's one memory has no parts.
+// On the host a worker maps the whole arena at once, however many parts of it that takes.
 TEST_P(ArenaTest, OnADeviceAWorkerMapsWhatItIsLentAndNothingElse) {
   const auto owner = Arena::create(inner(), geometry(), 1);
   owner->serve(path_);
@@ -179,7 +187,9 @@ TEST_P(ArenaTest, OnADeviceAWorkerMapsWhatItIsLentAndNothingElse) {
     return peer->mapping_of(peer->chunk_offset(chunk), geometry().chunk_bytes());
   };
   if (inner().maps_parts()) {
-    EXPECT_EQ(at_start, 2) << "the control region and the arena";
+    const bool whole = geometry().layout == KvLayout::kTokenMajor;
+    EXPECT_EQ(at_start, 1 + (whole ? 1 : geometry().arena_bytes() / geometry().block_bytes))
+        << "the control region and the arena";
     EXPECT_NO_THROW(static_cast<void>(reach(kv)));
     return;
   }

@@ -18,6 +18,7 @@ from array import array
 from pathlib import Path
 from pkgutil import resolve_name
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # of support: pytest is not here
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
 SERVER = {

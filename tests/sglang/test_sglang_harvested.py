@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from safetensors import safe_open
 
@@ -46,6 +49,7 @@ SERVER = [
     "--sleep-on-idle",
     "--host=127.0.0.1",
 ]
+STOPPED_S, TOKENS = 5.0, 48
 QUESTIONS = ["The for statement", "A list is", "To open a file", "When an exception is raised"]
 
 
@@ -98,7 +102,7 @@ async def pod(run_dir):
     ]
     try:
         await until(lambda: any(h.slots for h in operator.hellos), 300)
-        yield operator, f"http://127.0.0.1:{port}", run_dir
+        yield operator, f"http://127.0.0.1:{port}", run_dir, psutil.Process(running[1].pid)
     finally:
         for process in reversed(running):
             process.terminate()
@@ -108,7 +112,7 @@ async def pod(run_dir):
         print((run_dir / "pod.log").read_text()[-6000:])
 
 
-async def answer(client: httpx.AsyncClient, question: str, tokens: int = 48) -> str:
+async def answer(client: httpx.AsyncClient, question: str, tokens: int = TOKENS) -> str:
     params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
     got = await client.post("/generate", json={"text": question, "sampling_params": params})
     got.raise_for_status()
@@ -120,7 +124,7 @@ async def answers(client: httpx.AsyncClient) -> list[str]:
 
 
 async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod):
-    operator, url, folder = pod
+    operator, url, folder, sidecar = pod
     async with httpx.AsyncClient(base_url=url, timeout=120) as client:
         await healthy(client)
         before = await answers(client)
@@ -133,10 +137,13 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
             max_memory_percent=50,
         )
         operator.assign(job(folder))
-        beside = []
+        beside, stops = [], []
         while not (end := operator.event(Event.SUCCEEDED) or operator.event(Event.FAILED)):
             beside.append(await answers(client))
             assert len(beside) < 2000, "the job does not end"
+            if len(stops) < 2 and is_lending(folder):
+                stopped = sidecar if stops else worker_of(sidecar)
+                stops.append(await answers_while_stopped(client, stopped, beside))
         assert end.kind == Event.SUCCEEDED, end.detail
         assert (await client.get("/health")).status_code == 200
     assert all(found == before for found in beside)
@@ -144,6 +151,54 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
     with safe_open(adapter, framework="pt") as file:
         assert any("lora_B" in name for name in file.keys())  # noqa: SIM118
     assert_shared(folder)
+    assert len(stops) == 2, "nothing was stopped while chunks were lent"
+    assert_never_held_up(folder, *stops[0])
+    assert_never_held_up(folder, *stops[1])
+    assert not [t for t in events_of(folder, TaskletEvent) if within(t, *stops[0])]
+
+
+def worker_of(sidecar: psutil.Process) -> psutil.Process:
+    (worker,) = [
+        p for p in sidecar.children() if "windrow_sidecar.finetune" in " ".join(p.cmdline())
+    ]
+    return worker
+
+
+async def answers_while_stopped(
+    client: httpx.AsyncClient, process: psutil.Process, found: list[list[str]]
+) -> tuple[int, int]:
+    """Ask while a process does nothing. A step that waited for it would have no end.
+
+    Returns from when to when (ns of CLOCK_MONOTONIC).
+    """
+    process.send_signal(signal.SIGSTOP)
+    began_ns = time.monotonic_ns()
+    try:
+        while time.monotonic_ns() - began_ns < STOPPED_S * 1e9:
+            found.append(await answers(client))
+    finally:
+        ended_ns = time.monotonic_ns()
+        process.send_signal(signal.SIGCONT)
+    return began_ns, ended_ns
+
+
+def events_of(folder: Path, kind: type) -> list:
+    return [event for _, event in read_events(folder) if isinstance(event, kind)]
+
+
+def is_lending(folder: Path) -> bool:
+    steps = events_of(folder, StepEvent)
+    return bool(steps) and steps[-1].chunks_lent > 0
+
+
+def within(event: StepEvent | TaskletEvent, began_ns: int, ended_ns: int) -> bool:
+    return began_ns < event.start_ns and event.end_ns < ended_ns
+
+
+def assert_never_held_up(folder: Path, began_ns: int, ended_ns: int) -> None:
+    steps = [s for s in events_of(folder, StepEvent) if within(s, began_ns, ended_ns)]
+    assert len(steps) >= TOKENS - 1
+    assert any(step.chunks_lent for step in steps)
 
 
 async def healthy(client: httpx.AsyncClient) -> None:
@@ -159,9 +214,7 @@ async def healthy(client: httpx.AsyncClient) -> None:
 
 def assert_shared(folder: Path) -> None:
     """Tasklets ran while steps did, chunks were lent, and decode was put aside for them."""
-    events = [event for _, event in read_events(folder)]
-    steps = [e for e in events if isinstance(e, StepEvent)]
-    tasklets = [e for e in events if isinstance(e, TaskletEvent)]
+    steps, tasklets = events_of(folder, StepEvent), events_of(folder, TaskletEvent)
     assert any(step.chunks_lent for step in steps)
     beside = [step for step in steps if step.finetune_units]
     assert beside

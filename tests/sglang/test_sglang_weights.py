@@ -10,6 +10,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
@@ -48,6 +49,7 @@ MODELS = {
     "qwen2": lambda folder: made(Qwen2Config(**SIZES), folder),
     "qwen3": lambda folder: made(Qwen3Config(**SIZES, head_dim=32), folder),
     "mistral": lambda folder: made(MistralConfig(**SIZES, head_dim=32), folder),
+    "gemma": lambda folder: made(GemmaConfig(**SIZES, head_dim=32), folder),
 }
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import psutil
 
+# Of the machine: before this process leaves cores to what it measures.
+_CORES = len(os.sched_getaffinity(0))
 _PACKAGES = ("windrow", "torch", "transformers", "peft", "numpy")
 
 
@@ -17,7 +19,7 @@ def environment() -> dict[str, Any]:
     """Return processor, memory, GPU, versions and the load of the moment."""
     return {
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": _CORES,
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "gpu": _gpu(),
         "kernel": platform.release(),

@@ -30,10 +30,13 @@ struct KvView {
 // KV which was never lent has no address in that process. A chunk that went home stays mapped, as
 // idle aliases do: the worker's kernels may still run over it, and it will be lent again.
 //
-// How many memories: one in all where a driver maps parts of a memory; else as many as move alone:
-// a block (per-layer layout) or a chunk (token-major). In which order they are mapped: chunk by
-// chunk, so that a chunk is one range; save that decode, where it has a memory for each block, maps
-// each layer's K and V on its own, as engines want them: chunk after chunk of the same layer.
+// In which order: a worker maps chunk by chunk, so that a chunk is one range. So does decode with
+// the token-major layout; with the per-layer one it maps each layer's K and V on its own, as
+// engines want them: chunk after chunk of the same layer.
+//
+// How many memories: one in all where a driver maps parts of a memory, in decode's order, so that
+// decode has one mapping and the worker, with the per-layer layout, one for each block; else as
+// many as move alone: a block (per-layer layout) or a chunk (token-major).
 //
 // map_chunks() by one thread at a time; the rest by any.
 class Blocks final : public ChunkMemory {
@@ -72,7 +75,7 @@ class Blocks final : public ChunkMemory {
   enum class Mapped { kAll, kOnDemand };
   Blocks(Driver& driver, const Geometry& geometry, Order order, Mapped mapped,
          std::vector<std::unique_ptr<Memory>> memories);
-  [[nodiscard]] std::vector<Piece> pieces(std::size_t first, std::size_t count) const;
+  [[nodiscard]] std::vector<Piece> pieces(std::int64_t first, std::int64_t chunks) const;
   [[nodiscard]] std::int64_t memory_bytes() const;
 
   Geometry geometry_;
@@ -81,6 +84,9 @@ class Blocks final : public ChunkMemory {
   std::shared_ptr<LeasedMapping> mapping_;
   std::vector<bool> mapped_;  // by chunk; empty: all are, since the start
 };
+
+// Throws GeometryError where a worker would need more mappings than a process may have.
+void require_mappable(const Driver& driver, const Geometry& geometry);
 
 // How many memories an arena of that geometry has on that driver.
 [[nodiscard]] std::size_t memories_of(const Driver& driver, const Geometry& geometry);

@@ -8,6 +8,7 @@ never reaches decode: `FailClosed` switches it off and gives everything back.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +16,8 @@ from typing import Protocol
 from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
+
+_LONGEST_GAP_NS = 1_000_000_000  # whatever a grant says
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,17 @@ class StepHook(Protocol):
     def close(self) -> None:
         """The engine ends: revoke what is granted. Nothing is called afterwards."""
         ...
+
+
+def wait_for_turn(grant: Grant, clock: Callable[[], int]) -> None:
+    """Leave the device to the worker until the grant's gap is over; a second at most.
+
+    `clock`: nanoseconds of CLOCK_MONOTONIC.
+    """
+    if grant.gap_until_ns:
+        left_ns = min(grant.gap_until_ns - clock(), _LONGEST_GAP_NS)
+        if left_ns > 0:
+            time.sleep(left_ns / 1e9)
 
 
 class NullHook:

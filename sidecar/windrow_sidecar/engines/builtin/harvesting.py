@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from windrow.eventlog import EventLog, MarkEvent
-from windrow.proto import agent_pb2
-from windrow.rundir import PROTOCOL_VERSION, RunDir
-from windrow_sidecar._core import Arena, driver
+from windrow.rundir import RunDir
+from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.builtin.device import EngineDevice
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.hello import engine_hello
 from windrow_sidecar.engines.hook import FailClosed
 from windrow_sidecar.engines.profile import Subject
 
@@ -64,7 +64,14 @@ def start(
     arena.serve(str(run_dir.arena_socket()))
     link = EngineAgentLink(
         run_dir.agent_socket,
-        _hello(settings, run_dir, arena, device, subject),
+        engine_hello(
+            subject,
+            arena,
+            device,
+            run_dir,
+            model=str(settings.model_path),
+            endpoint=f"http://{settings.host}:{settings.port}",
+        ),
         inner,
         Profile(subject.key, json.dumps(profile)) if profile else None,
     )
@@ -79,37 +86,6 @@ def write_profile(run_dir: RunDir, profile: Mapping[str, Any]) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(profile))
     os.replace(draft, path)
-
-
-def _hello(
-    settings: EngineSettings,
-    run_dir: RunDir,
-    arena: Arena,
-    device: EngineDevice,
-    subject: Subject,
-) -> agent_pb2.EngineHello:
-    return agent_pb2.EngineHello(
-        protocol_version=PROTOCOL_VERSION,
-        slot=0,
-        pid=os.getpid(),
-        engine=subject.engine,
-        engine_version=subject.engine_version,
-        model=str(settings.model_path),
-        model_fingerprint=subject.model_fingerprint,
-        device=subject.device,
-        driver=subject.driver,
-        compute_units=device.units,
-        finetune_levels=device.finetune_levels,
-        chunk_bytes=arena.geometry.chunk_bytes,
-        chunks=arena.geometry.chunks,
-        tensor_parallel=subject.tensor_parallel,
-        endpoint=f"http://{settings.host}:{settings.port}",
-        arena_socket=str(run_dir.arena_socket()),
-        weights_manifest=str(run_dir.weights_manifest()),
-        sharing=device.sharing.mode if device.sharing else "",
-        sharing_reason=device.sharing.reason if device.sharing else "",
-        device_uuid=driver(device.driver).facts["uuid"],
-    )
 
 
 def _mark(log: EventLog | None, what: str, detail: str) -> None:

@@ -72,7 +72,7 @@ def make_arena(settings: EngineSettings, config: LlamaConfig, device: EngineDevi
         raise UserError(
             str(error),
             field="--block-bytes",
-            remedy="Leave it out: the default fits the device.",
+            remedy="Leave it out: the default fits the device. Or lower --arena-bytes.",
             reason="BlockDoesNotDivide",
         ) from error
 

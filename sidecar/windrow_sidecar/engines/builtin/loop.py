@@ -7,7 +7,6 @@ times that its StepEvent carries.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
-from windrow_sidecar.engines.hook import FailClosed, StepInput
+from windrow_sidecar.engines.hook import FailClosed, StepInput, wait_for_turn
 from windrow_sidecar.qos.view import Grant
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
@@ -33,7 +32,6 @@ IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
 # short against a step.
 _STARVED_WAIT_S = 0.001
 _STEPS_PER_COLLECTION = 4096
-_LONGEST_GAP_NS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +111,7 @@ class DecodeLoop:
         decision = self._take_share(parts.hook.before_step(facts))
         self._hold_until_ns = decision.hold_admission_until_ns
         hook_ns = self._hook_ns + parts.clock_ns() - asked_ns
-        if decision.gap_until_ns:
-            _wait_until(decision.gap_until_ns, parts.clock_ns)
+        wait_for_turn(decision, parts.clock_ns)
 
         if prefill is not None:
             parts.model.prefill(prefill[1], prefill[0].kv)
@@ -232,13 +229,6 @@ class DecodeLoop:
                     error=error,
                 )
             )
-
-
-def _wait_until(at_ns: int, clock_ns: Callable[[], int]) -> None:
-    """Leave the device to the worker until then; a second at most, whatever the grant says."""
-    left_ns = at_ns - clock_ns()
-    if left_ns > 0:
-        time.sleep(min(left_ns, _LONGEST_GAP_NS) / 1e9)
 
 
 def least_slack_us(batch: Iterable[EngineRequest], now_ns: int, objective_us: int) -> int:

@@ -120,10 +120,8 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
     backend = args.disaggregation_transfer_backend
     if mode == "decode" and args.device == "cpu" and backend != "fake":
-        # SGLang hands out K and V of a layer as one run of pages; here chunks lie between them, and
-        # a transfer would write into other layers, or into what is lent.
         raise UserError(
-            f"on cores, K and V of a layer do not lie as {backend} transfers them",
+            f"nobody has tried transfers by {backend} into the memory of cores beside lent chunks",
             field="--disaggregation-transfer-backend",
             remedy="Use fake, or decode on a GPU.",
         )

@@ -20,7 +20,7 @@ from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
-from windrow_sidecar.engines.hook import FailClosed, StepInput
+from windrow_sidecar.engines.hook import FailClosed, StepInput, wait_for_turn
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.engines.sglang.learning import SoloLearner
 from windrow_sidecar.qos.levels import Partitioning
@@ -113,6 +113,7 @@ class SchedulerHarvest:
             units = self._units_of(decision)
             hook_ns = self._clock() - now_ns
             self._step = _Step(facts, decision, units, hook_ns, facts.admitted_tokens)
+        wait_for_turn(decision, self._clock)
 
     def after_batch(self, batch: Any) -> None:  # noqa: ANN401
         """The tokens of a batch have been delivered."""

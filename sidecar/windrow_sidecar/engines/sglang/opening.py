@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,9 +18,7 @@ import torch
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog
-from windrow.proto import agent_pb2
-from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, PROTOCOL_VERSION, RunDir
-from windrow_sidecar import _core
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import Partition
@@ -29,6 +26,7 @@ from windrow_sidecar.compute.sharing import Sharing
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
+from windrow_sidecar.engines.hello import engine_hello
 from windrow_sidecar.engines.hook import FailClosed
 from windrow_sidecar.engines.profile import Subject, host_splits
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
@@ -63,6 +61,11 @@ class _Ground:
     background_threads: Callable[[], AbstractContextManager[None]]
     sharing: Sharing | None = None  # of a GPU
 
+    @property
+    def units(self) -> int:
+        """Cores or SMs."""
+        return self.splits.units
+
 
 def open_harvest(
     opened: Opened,
@@ -90,11 +93,21 @@ def open_harvest(
     log_dir = environment.get(ENV_LOG_DIR)
     source = environment.get(ENV_POD_NAME) or f"sglang-{args.port}"
     log = EventLog(Path(log_dir) / f"{source}.events.jsonl", source=source) if log_dir else None
-    settings = HarvestSettings(max_batch=opened.scheduler.max_running_requests)
+    # On a GPU with overlap scheduling the step before still runs when the next one is launched: to
+    # launch that later would leave no turn to the worker.
+    gaps = ground.driver == "host" or bool(args.disable_overlap_schedule)
+    settings = HarvestSettings(max_batch=opened.scheduler.max_running_requests, gaps=gaps)
     inner = HarvestHook(arena, ground.splits, profile, settings, log=log)
     hook = FailClosed(inner, on_failure=on_failure)
     reported = Profile(subject.key, json.dumps(profile)) if profile else None
-    hello = _hello(opened, run_dir, subject, ground)
+    hello = engine_hello(
+        subject,
+        arena,
+        ground,
+        run_dir,
+        model=str(args.model_path),
+        endpoint=f"http://{args.host}:{args.port}",
+    )
     link = EngineAgentLink(run_dir.agent_socket, hello, inner, reported)
     parts = HarvestParts(
         inner=inner,
@@ -144,32 +157,6 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
             f"the KV allocator does not count as SGLang's: {total} tokens, {left} less a page, "
             f"{after} with it again"
         )
-
-
-def _hello(opened: Opened, run_dir: RunDir, subject: Subject, ground: _Ground) -> Any:  # noqa: ANN401
-    args, geometry = opened.args, opened.arena.geometry
-    return agent_pb2.EngineHello(
-        protocol_version=PROTOCOL_VERSION,
-        slot=0,
-        pid=os.getpid(),
-        engine=subject.engine,
-        engine_version=subject.engine_version,
-        model=str(args.model_path),
-        model_fingerprint=subject.model_fingerprint,
-        device=subject.device,
-        driver=subject.driver,
-        compute_units=ground.splits.units,
-        finetune_levels=ground.finetune_levels,
-        chunk_bytes=geometry.chunk_bytes,
-        chunks=geometry.chunks,
-        tensor_parallel=1,
-        endpoint=f"http://{args.host}:{args.port}",
-        arena_socket=str(run_dir.arena_socket()),
-        weights_manifest=str(run_dir.weights_manifest()),
-        sharing=ground.sharing.mode if ground.sharing else "",
-        sharing_reason=ground.sharing.reason if ground.sharing else "",
-        device_uuid=_core.driver(ground.driver).facts["uuid"],
-    )
 
 
 def _ground(driver: str) -> _Ground:

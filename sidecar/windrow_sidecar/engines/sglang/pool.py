@@ -13,9 +13,10 @@ from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memor
 from windrow_sidecar.memory.kv import kv_tensor
 
 _PAGE_BYTES = 4096
-# On a GPU what its virtual memory maps; on the host a chunk of some hundred tokens.
+# On a GPU what its virtual memory maps; on the host a chunk of some hundred tokens, or more where
+# the blocks would be more than a worker's process should map.
 _GPU_BLOCK_BYTES = 2 << 20
-_HOST_TOKENS_PER_CHUNK = 256
+_HOST_TOKENS_PER_CHUNK, _HOST_BLOCKS = 256, 16_384
 
 
 def check_pool(pool: Any) -> None:  # noqa: ANN401
@@ -39,20 +40,20 @@ def check_pool(pool: Any) -> None:  # noqa: ANN401
 def plan_geometry(pool: Any) -> Geometry:  # noqa: ANN401
     """The smallest arena that holds the pool, its padding page included.
 
-    On a GPU K and V of a layer are contiguous, as kernels and transfers want them. On the host each
-    token is one row with K and V of all layers: there a layer's chunks do not follow each other.
+    K and V of each layer are contiguous in decode, as kernels and transfers want them.
 
     Raises:
         UserError: a page of this many tokens does not fit into blocks.
     """
     shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.store_dtype.itemsize)
-    entry, page = shape.entry_bytes, pool.page_size
+    entry, page, tokens = shape.entry_bytes, pool.page_size, pool.size + pool.page_size
     if torch.device(pool.device).type == "cuda":
-        block, layout = _GPU_BLOCK_BYTES, "per-layer"
+        block = _GPU_BLOCK_BYTES
     else:
         # Whole pages of memory and whole pages of KV.
         unit = _PAGE_BYTES * entry * page // gcd(_PAGE_BYTES, entry * page)
-        block, layout = unit * ceil(_HOST_TOKENS_PER_CHUNK * entry / unit), "token-major"
+        of_a_chunk = max(_HOST_TOKENS_PER_CHUNK, ceil(tokens * 2 * shape.layers / _HOST_BLOCKS))
+        block = unit * ceil(of_a_chunk * entry / unit)
     slots = block // entry
     if slots % page:
         raise UserError(
@@ -60,17 +61,8 @@ def plan_geometry(pool: Any) -> Geometry:  # noqa: ANN401
             field="--page-size",
             remedy="Use a power of two.",
         )
-    chunks = max(2, ceil((pool.size + page) / slots))
-    plain = geometry_for(shape, block_bytes=block, arena_bytes=chunks * 2 * shape.layers * block)
-    return Geometry(
-        layers=plain.layers,
-        kv_heads=plain.kv_heads,
-        head_dim=plain.head_dim,
-        dtype_bytes=plain.dtype_bytes,
-        block_bytes=plain.block_bytes,
-        chunks=plain.chunks,
-        layout=layout,
-    )
+    chunks = max(2, ceil(tokens / slots))
+    return geometry_for(shape, block_bytes=block, arena_bytes=chunks * 2 * shape.layers * block)
 
 
 def driver_of(device: str) -> str:

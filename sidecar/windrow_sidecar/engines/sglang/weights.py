@@ -3,6 +3,8 @@
 SGLang fuses q, k and v, and gate and up, by rows, and pads the vocabulary; so every tensor of the
 checkpoint is still a run of rows of one parameter. Which one is found by name and shape, and proved
 by value: what differs from the checkpoint in a first, middle or last row is not shared at all.
+Vectors are compared whole, and one that differs lies beside the others as the checkpoint has it:
+SGLang adds one to Gemma's norms when it loads them.
 """
 
 from __future__ import annotations
@@ -66,12 +68,12 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
     """Move the parameters of a loaded model into sealed memory of the driver's device.
 
     Raises:
-        UserError: a tensor of the checkpoint is not in the model as it is in the file. The model is
+        UserError: a matrix of the checkpoint is not in the model as it is in the file. The model is
             as it was then.
     """
     parameters = dict(model.named_parameters())
     places = _find(folder, {name: tuple(p.shape) for name, p in parameters.items()})
-    _prove(folder, parameters, places)
+    changed = _prove(folder, parameters, places)
     offsets: dict[int, int] = {}  # of a parameter's storage; tied parameters have one
     end = 0
     for parameter in parameters.values():
@@ -81,17 +83,24 @@ def share_model(model: Any, folder: Path, driver: str) -> SharedModel:  # noqa: 
         if at not in offsets:
             offsets[at] = end
             end += -(-parameter.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    beside: dict[str, int] = {}  # where the checkpoint's values of a changed vector begin
+    for name, vector in changed.items():
+        beside[name] = end
+        end += -(-vector.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
     shared = SharedWeights.create(end, driver=driver)
     storage = from_dlpack(shared.tensor())
     tensors = {}
     for name, rows in places.items():
         parameter = parameters[rows.parameter]
         row_bytes = parameter.stride(0) * parameter.element_size()
+        lies_within = offsets[parameter.data_ptr()] + rows.first * row_bytes
         tensors[name] = {
-            "offset": offsets[parameter.data_ptr()] + rows.first * row_bytes,
+            "offset": beside.get(name, lies_within),
             "shape": list(rows.shape),
             "dtype": str(parameter.dtype).removeprefix("torch."),
         }
+    for name, vector in changed.items():
+        storage[beside[name] : beside[name] + vector.nbytes].view(vector.dtype).copy_(vector)
     for parameter in parameters.values():
         offset = offsets[parameter.data_ptr()]
         view = storage[offset : offset + parameter.nbytes].view(parameter.dtype)
@@ -137,16 +146,29 @@ def _fused_place(name: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str,
     return name, 0
 
 
-def _prove(folder: Path, parameters: Mapping[str, Any], places: Mapping[str, FusedRows]) -> None:
-    """Compare rows of every tensor with the checkpoint's."""
+def _prove(
+    folder: Path, parameters: Mapping[str, Any], places: Mapping[str, FusedRows]
+) -> dict[str, torch.Tensor]:
+    """Compare rows of every tensor with the checkpoint's, and all of a vector.
+
+    Returns the checkpoint's values of vectors that are served with others. Raises UserError for any
+    other tensor that is.
+    """
+    changed = {}
     for file, name in _checkpoint(folder):
         rows = places[name]
         n = rows.shape[0]
         stored, held = file.get_slice(name), parameters[rows.parameter].data
+        if len(rows.shape) == 1:
+            whole = stored[:].to(held.device, held.dtype)
+            if not torch.equal(whole, held[rows.first : rows.first + n]):
+                changed[name] = whole
+            continue
         for row in sorted({0, n // 2, n - 1}):
             wanted = stored[row : row + 1].to(held.device, held.dtype)
             if not torch.equal(wanted, held[rows.first + row : rows.first + row + 1]):
                 raise _cannot(f"{name} is served with other values than the checkpoint has")
+    return changed
 
 
 def _checkpoint(folder: Path) -> Iterator[tuple[Any, str]]:

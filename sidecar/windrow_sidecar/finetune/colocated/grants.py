@@ -30,6 +30,9 @@ WAIT_S = 0.2
 # How long a tasklet waits in its middle before it is given up, so that commands are heard.
 PATIENCE_NS = 2_000_000_000
 _DECODE, _WORKER = 0, 1
+# A tasklet that can be held up in its middle is run in parts where a grant is shorter than it; less
+# than this is left unused, since caches are cold at the start of a part.
+LEAST_PART_US = 1_000
 # Until decode says otherwise: a quarter of an objective of 20 ms.
 DEFAULT_BOUND_US = 5_000
 
@@ -88,10 +91,12 @@ def may_launch(
     decode_silent_ns: int,
     now_ns: int = 0,
     least_units: int = 1,
+    part_us: int | None = None,
 ) -> bool:
     """Decide whether a tasklet of that estimate, begun now, may run under the grant.
 
-    `least_units`: see `_units_of`.
+    `estimate_us`: of as much of it as must fit into a gap; `part_us`: into the microseconds of the
+    grant; None: the same. `least_units`: see `_units_of`.
     """
     if decode_silent_ns > DECODE_STALE_NS:
         return False
@@ -101,7 +106,8 @@ def may_launch(
         return False
     if grant.gap_until_ns and now_ns + max(1, estimate_us) * 1000 > grant.gap_until_ns:
         return False
-    return not (grant.budget_us and used.us + estimate_us > grant.budget_us)
+    part_us = estimate_us if part_us is None else part_us
+    return not (grant.budget_us and used.us + part_us > grant.budget_us)
 
 
 class GrantGate:
@@ -113,7 +119,7 @@ class GrantGate:
         estimates: shown in offers.
         facts: what else offers say, asked at each.
         decode_lives: whether the decode process is there, asked once it has been silent for long.
-        device: that runs tasklets.
+        device: that runs tasklets. One that does not queue them runs layers in parts.
         clock: nanoseconds of CLOCK_MONOTONIC.
     """
 
@@ -137,12 +143,17 @@ class GrantGate:
         self._used = Used()
         self._launched = 0
         self._active = 0  # units of what was launched last
-        self._in_flight = InFlight(device or HostDevice(clock), self._ended)
+        runs_on = device or HostDevice(clock)
+        self._in_flight, self._in_parts = InFlight(runs_on, self._ended), not runs_on.queues
+        self._part_ns = 0  # when the part began that runs
+        self._spent_seq = -1  # grant of which all microseconds are used
         self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
         self._unheeded = False
         # Of a grant that was seen in the middle of a tasklet.
         self._glanced, self._glanced_units, self._glanced_gap_ns = 0, 0, 0
+        self._glanced_ns, self._ran_into_us = 0, 0.0
+        self._ends_ns = 0  # when the microseconds of that grant are used; 0: it has no such bound
 
     def latest(self) -> Grant:
         """Read the page; return the newest grant."""
@@ -184,6 +195,7 @@ class GrantGate:
         self._running = tasklet if claimed else None
         if claimed:
             self._in_flight.begin()
+            self._begin_part(self._grant.budget_us - self._used.us)
         return claimed
 
     def revoked(self) -> bool:
@@ -194,18 +206,39 @@ class GrantGate:
         if self._running is None:
             return False
         if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
-            return self._glanced_units < self._active or self._gap_is_over()
+            return self._glanced_units < self._active or self._time_is_over()
         self._glanced = self._page.grant_seq
         glanced = Grant._make(self._page.read_grant())
         self._glanced_units = _units_of(glanced, self._least_units)
         self._glanced_gap_ns = glanced.gap_until_ns
-        if self._gap_is_over():
+        if self._glanced != self._seq:
+            self._glanced_ns = self._clock()
+            self._ends_ns = self._end_of(glanced, glanced.budget_us)
+        if self._time_is_over():
             return True
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
 
-    def _gap_is_over(self) -> bool:
-        return bool(self._glanced_gap_ns) and self._clock() > self._glanced_gap_ns
+    def _time_is_over(self) -> bool:
+        """Whether the gap has ended, or the microseconds of the grant are used."""
+        if not (self._glanced_gap_ns or self._ends_ns):
+            return False
+        now_ns = self._clock()
+        if self._ends_ns and now_ns > self._ends_ns:
+            self._spent_seq = self._glanced
+            return True
+        return bool(self._glanced_gap_ns) and now_ns > self._glanced_gap_ns
+
+    def _begin_part(self, left_us: float) -> None:
+        """Note that a tasklet, or a part of one, begins with so much left of its grant."""
+        self._part_ns = self._clock()
+        self._ends_ns = self._end_of(self._grant, left_us)
+
+    def _end_of(self, grant: Grant, left_us: float) -> int:
+        # What has no estimate yet is run whole, so that it has one afterwards.
+        if not (self._in_parts and grant.budget_us and self._launched_us):
+            return 0
+        return self._clock() + round(left_us * 1000)
 
     def hold(self, give_up: Callable[[], bool]) -> bool:
         """In the middle of a tasklet, say that nothing runs and wait until it may go on.
@@ -228,8 +261,8 @@ class GrantGate:
         return True
 
     def _may_go_on(self, grant: Grant) -> bool:
-        """Whether what runs may run on, whatever it has used."""
-        return self._allows(grant, Used(), 0)
+        """Whether what runs may run on: what it has used counts where its part was cut by that."""
+        return self._seq != self._spent_seq and self._allows(grant, Used(), 0)
 
     def _rejoin(self, tasklet: Tasklet) -> bool:
         """Take the units that are granted now, no more than before, and say that it runs again."""
@@ -241,6 +274,7 @@ class GrantGate:
             self._launched_us = self._estimates.estimate_us(tasklet, units)
             self._publish(tasklet, in_flight_us=max(1, self._launched_us))
             if not self._read():
+                self._begin_part(self._grant.budget_us)
                 return True
         return False
 
@@ -248,11 +282,14 @@ class GrantGate:
         """Move to as many of the granted units as are of use, and say what is about to run."""
         units = self._estimates.useful_units(tasklet, self.units)
         estimate = self._estimates.estimate_us(tasklet, units)
-        if not self._allows(self._grant, self._used, estimate):
+        bound_us = self._grant.in_flight_bound_us or DEFAULT_BOUND_US
+        gap_us = part_us = estimate
+        if self._in_parts and tasklet.phase in (Phase.FORWARD, Phase.BACKWARD):
+            # What was cut for the grant fits a gap whole; what was not would wait for ever.
+            gap_us, part_us = min(estimate, bound_us), min(estimate, LEAST_PART_US)
+        if not self._allows(self._grant, self._used, gap_us, part_us):
             return False
-        self._in_flight.wait_until_fits(
-            estimate, self._grant.in_flight_bound_us or DEFAULT_BOUND_US
-        )
+        self._in_flight.wait_until_fits(estimate, bound_us)
         self._partition.activate(units)
         self._active, self._launched_us = units, estimate
         self._publish(tasklet, in_flight_us=max(1, self._in_flight.estimate_us + estimate))
@@ -261,6 +298,7 @@ class GrantGate:
     def landed(self, tasklet: Tasklet) -> None:
         """All of a tasklet is queued; `take_ran` returns it when it has ended."""
         self._used.tasklets += 1
+        used_us = self._used.us
         self._used.us += self._launched_us
         self._launched += 1
         self._running = None
@@ -272,6 +310,10 @@ class GrantGate:
             grant=self._seq,
         )
         self._in_flight.settle()
+        if self._in_parts:  # its grant has paid for the last part only
+            now_ns = self._clock()
+            self._used.us = used_us + (now_ns - self._part_ns) / 1e3
+            self._ran_into_us = (now_ns - self._glanced_ns) / 1e3
 
     def take_ran(self) -> list[Ran]:
         """Return the tasklets that have ended since the last time."""
@@ -309,9 +351,13 @@ class GrantGate:
         self._seq = seq
         self._grant = Grant._make(self._page.read_grant())
         self._used = Used()
+        if self._in_parts and seq == self._glanced:  # a tasklet has run into it
+            self._used.us = self._ran_into_us
         return True
 
-    def _allows(self, grant: Grant, used: Used, estimate_us: int) -> bool:
+    def _allows(
+        self, grant: Grant, used: Used, estimate_us: int, part_us: int | None = None
+    ) -> bool:
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         # What is queued already comes before it.
         ahead_us = self._in_flight.estimate_us if grant.gap_until_ns and estimate_us else 0
@@ -322,6 +368,7 @@ class GrantGate:
             decode_silent_ns=silent_ns,
             now_ns=self._clock(),
             least_units=self._least_units,
+            part_us=part_us,
         )
 
     def _publish(self, tasklet: Tasklet | None, *, in_flight_us: int) -> None:

@@ -1,0 +1,81 @@
+"""What an engine says of itself to its pod's agent when it connects, the same for every engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Protocol
+
+from windrow.proto import agent_pb2
+from windrow.rundir import PROTOCOL_VERSION, RunDir
+from windrow_sidecar._core import Arena, driver
+from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.engines.profile import Subject
+
+
+class SharedDevice(Protocol):
+    """The device that decode runs on, and the shares of it that a worker may have."""
+
+    @property
+    def driver(self) -> str:
+        """Of the arena: "host", "cuda:0"."""
+        ...
+
+    @property
+    def units(self) -> int:
+        """Cores or SMs."""
+        ...
+
+    @property
+    def finetune_levels(self) -> Sequence[int]:
+        """Units that a worker can be given."""
+        ...
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """How two processes share a GPU; None on the host."""
+        ...
+
+
+def engine_hello(
+    subject: Subject,
+    arena: Arena,
+    device: SharedDevice,
+    run_dir: RunDir,
+    *,
+    model: str,
+    endpoint: str,
+) -> agent_pb2.EngineHello:
+    """Build the hello of an engine of this process.
+
+    Args:
+        subject: what its latency profile is about.
+        arena: of its KV.
+        device: that it runs on.
+        run_dir: that it shares with the agent.
+        model: path or name of the served model.
+        endpoint: URL at which it serves.
+    """
+    sharing = device.sharing
+    return agent_pb2.EngineHello(
+        protocol_version=PROTOCOL_VERSION,
+        slot=0,
+        pid=os.getpid(),
+        engine=subject.engine,
+        engine_version=subject.engine_version,
+        model=model,
+        model_fingerprint=subject.model_fingerprint,
+        device=subject.device,
+        driver=subject.driver,
+        compute_units=device.units,
+        finetune_levels=device.finetune_levels,
+        chunk_bytes=arena.geometry.chunk_bytes,
+        chunks=arena.geometry.chunks,
+        tensor_parallel=subject.tensor_parallel,
+        endpoint=endpoint,
+        arena_socket=str(run_dir.arena_socket()),
+        weights_manifest=str(run_dir.weights_manifest()),
+        sharing=sharing.mode if sharing else "",
+        sharing_reason=sharing.reason if sharing else "",
+        device_uuid=driver(device.driver).facts["uuid"],
+    )
