@@ -27,7 +27,7 @@ PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test check e2e test-sglang node test-node images soak lint bench docs proto figures constraints clean
+.PHONY: help setup demo sglang test check e2e test-sglang node test-node chart images packages soak lint bench docs proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
@@ -39,6 +39,8 @@ help:
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
+	@echo "make chart   the chart against the schemas of three Kubernetes versions"
+	@echo "make packages   as root: the Debian packages without which some tests skip"
 	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
 	@echo "make docs   the site, into build/site, built strictly"
 	@echo "make lint | bench | proto | figures | clean"
@@ -132,6 +134,14 @@ test-node: setup
 	[ $$status -eq 0 ] || exit $$status; \
 	$(MAKE) $(OPERATOR_IMAGE) || exit 1; \
 	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
+
+# Every object that the chart can make, by kubeconform; the schemas come from Go's module proxy.
+chart: setup
+	$(PY) tools/kubeconform/check_chart.py
+
+# What tests look for and pip cannot bring: without it they say so and skip.
+packages:
+	tools/install_packages.sh
 
 soak: setup
 	@mkdir -p $(SANITIZED)

@@ -2,26 +2,28 @@
 
 In place, matrix products and a walk through more memory than the caches hold come between any two
 decisions, as a decode step does: caches are cold then. Decided anew each time; a decision that
-stands is measured apart. Example: python -m benchmarks.decision --json /tmp/decision.json
+stands is measured apart, and so is what two readings of the clock take there. The same decisions as
+they read in Python run beside it. Example: python -m benchmarks.decision --json /tmp/decision.json
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.harness import Baseline, Result, arguments, environment, middle, write
 from windrow_sidecar.engines.harvest import HarvestSettings
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
-from windrow_sidecar.qos.control import EAGER
+from windrow_sidecar.qos.control import EAGER, Controller
 from windrow_sidecar.qos.levels import Partitioning, host_levels, overlapping_levels
-from windrow_sidecar.qos.policies import POLICIES, Context, make_policy
+from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms
@@ -83,22 +85,36 @@ def _predictor(repeats: int, levels: Partitioning, what: str) -> list[Result]:
 
 
 def _policies(repeats: int) -> list[Result]:
-    predictor = Predictor(GPU, SOLO)
-    predicted, solo = predictor.predict(6, 7000)
-    ctx = Context(GPU, len(GPU.splits), 132, predicted, 0.08, 3, 1 << 60, False, 5000, solo, 32)
+    """A whole decision of each policy in a warm interpreter, as it runs and as it reads."""
     view = View(batch=6, context_tokens=7000, objective_us=20_000)
     results = []
     for name in sorted(POLICIES):
-        decide = make_policy(name).decide
-        timed = _timed(partial(_decide, decide, view, ctx), repeats)
-        results.append(_result(f"policy {name}, 8 levels", timed))
+        terms = HarvestTerms("bench", name, "harvest", objective_us=20_000)
+        runs, reads = (
+            CompiledController(GPU, Predictor(GPU, SOLO)),
+            Controller(GPU, Predictor(GPU, SOLO)),
+        )
+        timed = []
+        for controller in (runs, reads):
+            controller.set_terms(terms)
+            timed.append(_timed(partial(_decide, controller, view, count(1)), repeats))
+        baseline = Baseline("as it reads", round(timed[1][0], 3))
+        results.append(
+            Result(
+                f"decision of {name}, warm, 8 levels",
+                round(timed[0][0], 3),
+                "us",
+                "lower",
+                1.0,
+                round(timed[0][1], 3),
+                baseline,
+            )
+        )
     return results
 
 
-def _decide(
-    decide: Callable[[View, Offer, Context], Grant], view: View, ctx: Context, _: int
-) -> Grant:
-    return decide(view, EAGER, ctx)
+def _decide(controller: Controller, view: View, clock_ns: Iterator[int], _: int) -> Grant:
+    return controller.decide(view, EAGER, next(clock_ns), present=True)
 
 
 def _hook(repeats: int) -> list[Result]:
@@ -118,45 +134,74 @@ def _hook(repeats: int) -> list[Result]:
 
 
 def _in_place(steps: int) -> list[Result]:
-    """The hook and the decision inside of it, each time after what a decode step does to caches."""
-    pollute = _decode_like()
-    results = []
-    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
-        engine = SteppingEngine(Path(folder), HarvestSettings(steady_ns=0))
-        engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", objective_us=12_000))
-        decide, decisions_ns = engine.hook.controller.decide, []
+    """The hook and the decision inside of it, each time after what a decode step does to caches.
 
-        def timed(*args: Any, **kwargs: Any) -> Grant:
+    In turns: as it runs, as it reads (the same decisions in Python), and an engine whose decision
+    stands; so what the machine does meanwhile meets all three alike.
+    """
+    pollute = _decode_like()
+    anew = HarvestSettings(steady_ns=0)
+    # Without a handover the readable controller decides; nothing else differs where units rest.
+    readable = HarvestSettings(steady_ns=0, without=frozenset({"handover"}))
+    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
+        slots = [
+            _Slot(Path(folder) / str(i), settings)
+            for i, settings in enumerate((anew, readable, HarvestSettings()))
+        ]
+        nothing_ns = []
+        for i in range(steps):
+            for slot in slots:
+                slot.step(i, pollute)
+            pollute()
             begin_ns = time.perf_counter_ns()
-            grant = decide(*args, **kwargs)
-            decisions_ns.append(time.perf_counter_ns() - begin_ns)
+            nothing_ns.append(time.perf_counter_ns() - begin_ns)
+        for slot in slots:
+            slot.close()
+    runs, reads, kept = slots
+    return [
+        *_quantiles("decision in place, anew", runs.decisions_ns, (5.0, 15.0), reads.decisions_ns),
+        *_quantiles("before_step in place, anew", runs.hooks_ns, baseline_ns=reads.hooks_ns),
+        *_quantiles("before_step in place, kept", kept.hooks_ns),
+        *_quantiles("two readings of the clock in place", nothing_ns),
+    ]
+
+
+class _Slot:
+    """An engine that steps beside a worker whose offers change, and what its decisions took."""
+
+    def __init__(self, folder: Path, settings: HarvestSettings) -> None:
+        folder.mkdir()
+        self._engine = SteppingEngine(folder, settings)
+        self._engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", 12_000))
+        self.decisions_ns: list[int] = []
+        self.hooks_ns: list[int] = []
+        controller = self._engine.hook.controller
+        decide, decisions_ns, clock = controller.decide, self.decisions_ns, time.perf_counter_ns
+
+        def timed(
+            view: View, offer: Offer, now_ns: int, *, present: bool, chunks: int = 0
+        ) -> Grant:
+            begin_ns = clock()
+            grant = decide(view, offer, now_ns, present=present, chunks=chunks)
+            decisions_ns.append(clock() - begin_ns)
             return grant
 
-        engine.hook.controller.decide = timed  # type: ignore[method-assign]
-        hooks_ns = _steps(engine, steps, pollute)
-        engine.close()
-        results += _quantiles("decision in place, anew", decisions_ns, (5.0, 15.0))
-        results += _quantiles("before_step in place, anew", hooks_ns)
-    with tempfile.TemporaryDirectory(prefix="wr-") as folder:
-        engine = SteppingEngine(Path(folder))
-        engine.hook.set_terms(HarvestTerms("bench", "windrow", "harvest", objective_us=12_000))
-        results += _quantiles("before_step in place, kept", _steps(engine, steps, pollute))
-        engine.close()
-    return results
+        controller.decide = timed  # type: ignore[method-assign]
 
-
-def _steps(engine: SteppingEngine, steps: int, pollute: Callable[[], None]) -> list[int]:
-    """Nanoseconds of `before_step`, beside a worker whose offers change."""
-    page, hook, took_ns = engine.arena.page, engine.hook, []
-    for i in range(steps):
+    def step(self, i: int, pollute: Callable[[], None]) -> None:
+        """One step after `pollute`; only the hook is timed."""
+        page, hook = self._engine.arena.page, self._engine.hook
         facts = StepInput(i, time.monotonic_ns(), 4, 2000 + i, 0, 0, 0)
         page.publish_offer(Offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
         pollute()
         begin_ns = time.perf_counter_ns()
         hook.before_step(facts)
-        took_ns.append(time.perf_counter_ns() - begin_ns)
+        self.hooks_ns.append(time.perf_counter_ns() - begin_ns)
         hook.after_step(time.monotonic_ns(), 5000)
-    return took_ns
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._engine.close()
 
 
 def _decode_like() -> Callable[[], None]:
@@ -175,19 +220,24 @@ def _decode_like() -> Callable[[], None]:
 
 
 def _quantiles(
-    name: str, took_ns: Sequence[int], goals: tuple[float | None, float | None] = (None, None)
+    name: str,
+    took_ns: Sequence[int],
+    goals: tuple[float | None, float | None] = (None, None),
+    baseline_ns: Sequence[int] | None = None,
 ) -> list[Result]:
-    ordered = sorted(took_ns[len(took_ns) // 10 :])  # the first find nothing compiled or mapped
-    return [
-        Result(
-            f"{name}, p{percent}",
-            round(ordered[len(ordered) * percent // 100] / 1e3, 2),
-            "us",
-            "lower",
-            goal,
+    results = []
+    for percent, goal in zip((50, 99), goals, strict=True):
+        baseline = baseline_ns and Baseline("as it reads", _percentile_us(baseline_ns, percent))
+        value = _percentile_us(took_ns, percent)
+        results.append(
+            Result(f"{name}, p{percent}", value, "us", "lower", goal, None, baseline or None)
         )
-        for percent, goal in zip((50, 99), goals, strict=True)
-    ]
+    return results
+
+
+def _percentile_us(took_ns: Sequence[int], percent: int) -> float:
+    ordered = sorted(took_ns[len(took_ns) // 10 :])  # the first find nothing compiled or mapped
+    return round(ordered[len(ordered) * percent // 100] / 1e3, 2)
 
 
 def _hook_without_worker(hook: StepHook, repeats: int) -> tuple[float, float]:

@@ -240,8 +240,12 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of a demo to compare with")
     parser.add_argument("--docs", type=Path, help="write tables and plots into that document")
     parser.add_argument("--no-speed", action="store_true", help="leave the hour of 1,000 GPUs out")
+    parser.add_argument("--speed-only", action="store_true", help="that hour and nothing else")
     asked = parser.parse_args()
     before = environment()
+    if asked.speed_only:
+        write("simulate-speed", speed(60.0 if asked.quick else 3600.0), before, asked.json)
+        return
     results = [] if asked.no_speed else speed(60.0 if asked.quick else 3600.0)
     found_bounds = simulator({}, "--bounds")
     results += bounds(found_bounds)

@@ -1,12 +1,13 @@
-"""Write the pages of docs/ that are made from the code: metrics, resources, command line, Python.
+"""Write the pages that are made from the code: metrics, chart, resources, command line, Python.
 
-docs/metrics.md is committed, and `--check` writes nothing and ends 1 when it is stale. Those below
-docs/reference/ are made for each build of the site (`make docs`).
+docs/metrics.md and the chart's README.md are committed, and `--check` writes nothing and ends 1
+when one is stale. Those below docs/reference/ are made for each build of the site (`make docs`).
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,56 @@ def _fields(schema: Mapping[str, Any], above: str) -> Iterator[str]:
             yield from _fields(inner, f"{path}{'[]' if inner is not field else ''}.")
 
 
+# --- the chart ------------------------------------------------------------------------------------
+
+CHART = ROOT / "deploy" / "helm" / "windrow"
+CHART_HEAD = """# The chart
+
+Made from `values.yaml` by `tools/generate_docs.py`: change the comments there.
+
+    helm upgrade --install windrow deploy/helm/windrow -n windrow-system --create-namespace \\
+        --set image.repository=REGISTRY/windrow/operator
+
+It makes the operator (a Deployment, its Service, its rights, a disruption budget where there are
+several replicas), the webhook's registration, and the definitions of the resources, which stay on
+uninstall. `helm test` asks the operator whether it serves. A value that is not in this table, or
+out of its range, is refused. [What a reviewer looks for](../../../docs/operations/chart-review.md)
+stands with the test that holds it.
+
+| value | default | meaning |
+|---|---|---|
+"""
+
+
+def chart_markdown() -> str:
+    """Return the chart's README: each value with its default and the comment above it."""
+    text = (CHART / "values.yaml").read_text()
+    root = yaml.compose(text)
+    rows = [
+        f"| `{path}` | `{default}` | {said.replace('|', chr(92) + '|')} |"
+        for path, default, said in _values(root, text.splitlines(), "")
+    ]
+    return CHART_HEAD + "\n".join(rows) + "\n"
+
+
+def _values(node: yaml.MappingNode, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
+    for key, value in node.value:
+        path = f"{above}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
+            yield from _values(value, lines, f"{path}.")
+            continue
+        default = json.dumps(yaml.safe_load(yaml.serialize(value)))
+        yield path, default, _comment_above(lines, key.start_mark.line)
+
+
+def _comment_above(lines: list[str], line: int) -> str:
+    said: list[str] = []
+    while line and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        said.insert(0, lines[line].lstrip().removeprefix("#").strip())
+    return " ".join(said)
+
+
 # --- command line ---------------------------------------------------------------------------------
 
 
@@ -208,7 +259,10 @@ def _doc(thing: object) -> list[str]:
 
 def committed() -> dict[Path, str]:
     """Return the wanted content of the pages that are committed."""
-    return {ROOT / "docs" / "metrics.md": metrics_markdown()}
+    return {
+        ROOT / "docs" / "metrics.md": metrics_markdown(),
+        CHART / "README.md": chart_markdown(),
+    }
 
 
 def generated() -> dict[Path, str]:

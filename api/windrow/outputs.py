@@ -82,21 +82,27 @@ def check_within(destination: Path, trees: Sequence[Path]) -> Path:
     return actual
 
 
+def place_here(bucket: str) -> Path:
+    """Return the directory of this user for what a job that writes to a bucket leaves here.
+
+    That is its log, report and TensorBoard files, and each checkpoint until it is uploaded.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "windrow", "buckets", path_of(bucket).partition("://")[2])
+
+
 def check_alone(place: str) -> Path:
     """Return the directory that a worker alone on a machine writes to.
 
     Args:
-        place: as the job names it.
+        place: as the job names it; for a bucket see `place_here`.
 
     Raises:
-        UserError: it is a bucket, it is relative and leads by a link out of the working directory,
-            or it is the root of the file system.
+        UserError: it is relative and leads by a link out of the working directory, or it is the
+            root of the file system.
     """
     if is_bucket(place):
-        raise _refusal(
-            f"{place} is not on this machine, and a job without a cluster writes here",
-            "Name a directory, and copy it when the job has ended.",
-        )
+        return place_here(place)
     destination = Path(path_of(place))
     actual, here = destination.resolve(), Path.cwd().resolve()
     if actual == Path(actual.anchor):

@@ -14,9 +14,8 @@ DEFAULT_RUN_DIR = Path("/run/windrow")
 # Set by the webhook on the injected sidecar (S) and the decode container (D).
 ENV_RUN_DIR = "WINDROW_RUN_DIR"  # S D
 ENV_OPERATOR_ADDRESS = "WINDROW_OPERATOR_ADDRESS"  # S: host:port of the Attach service
-ENV_OPERATOR_CA = (
-    "WINDROW_OPERATOR_CA"  # S: PEM of the authority that signed the operator's certificate
-)
+ENV_OPERATOR_CA = "WINDROW_OPERATOR_CA"  # S: PEM of the authorities that the operator may have
+ENV_OPERATOR_CA_FILE = "WINDROW_OPERATOR_CA_FILE"  # S: more of them, read at each dialling
 ENV_POD_NAMESPACE = "WINDROW_POD_NAMESPACE"  # S, downward API
 ENV_POD_NAME = "WINDROW_POD_NAME"  # S D, downward API
 ENV_POD_UID = "WINDROW_POD_UID"  # S, downward API

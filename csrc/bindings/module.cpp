@@ -59,6 +59,7 @@ NB_MODULE(_core, module) {
   windrow::bindings::bind_partition(module);
   windrow::bindings::bind_drivers(module);
   windrow::bindings::bind_page(module);
+  windrow::bindings::bind_decision(module);
   windrow::bindings::bind_arena(module);
   windrow::bindings::bind_inspection(module);
   windrow::bindings::bind_weights(module);

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Build images with buildah and leave each as an OCI archive below build/images.
+# Build images with buildah and leave each as an OCI archive below build/images, with its digest and a list
+# of its Python packages (CycloneDX).
 #   deploy/images/build.sh operator [sidecar]
 # BASE=IMAGE names the base; BASE=debian makes one from packages, where no registry is at hand.
 # ARGS=... are handed to buildah, like --build-arg TORCH=cu130.
@@ -42,6 +43,10 @@ for name in "${@:-operator}"; do
   # shellcheck disable=SC2086
   buildah bud -q "${flags[@]}" ${ARGS:-} -f "deploy/images/$name/Dockerfile" -t "$image" .
   rm -f "$out/$name.tar"
-  buildah push -q "$image" "oci-archive:$out/$name.tar:$image"
-  echo "$out/$name.tar ($image, $(du -h "$out/$name.tar" | cut -f1))"
+  buildah push -q --digestfile "$out/$name.digest" "$image" "oci-archive:$out/$name.tar:$image"
+  # Beside the archive, what is also in the image: its Python packages, as CycloneDX.
+  made=$(buildah from --pull-never "$image")
+  cp "$(buildah mount "$made")/opt/windrow/sbom.cdx.json" "$out/$name.cdx.json"
+  buildah rm "$made" >/dev/null
+  echo "$out/$name.tar ($image@$(cat "$out/$name.digest"), $(du -h "$out/$name.tar" | cut -f1))"
 done

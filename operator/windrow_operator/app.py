@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 from aiohttp import web
 
 from windrow.errors import UserError
-from windrow_operator import handlers, pki, prerequisites, webhook
+from windrow_operator import handlers, prerequisites, webhook
 from windrow_operator.attach import AttachServer
+from windrow_operator.certificates import Certificates, TrustPublisher
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
 from windrow_operator.injection import SidecarTemplate
@@ -89,9 +90,9 @@ class _Served:
     ports: Ports
     attach: AttachServer
     lease: LeaderLease
-    template: SidecarTemplate
+    template: Callable[[], SidecarTemplate]
     client: dict[str, Any]  # of the webhook's registration
-    authority: bytes
+    certificates: Certificates
 
 
 class App:
@@ -135,6 +136,7 @@ class App:
                 asyncio.create_task(lease.run(), name="lease"),
                 asyncio.create_task(self._lead(served), name="leader"),
                 asyncio.create_task(self._compare(), name="compare"),
+                asyncio.create_task(served.certificates.keep(), name="certificates"),
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
             stack.push_async_callback(lease.release)
@@ -181,7 +183,7 @@ class App:
             return
         kube = self._kube.variant(may_write=lease.require)
         registration = webhook.WebhookRegistration(
-            kube, served.client, served.authority, self._settings.namespace
+            kube, served.client, lambda: served.certificates.trusted, self._settings.namespace
         )
         self._leading = Leading(
             self.cluster,
@@ -190,6 +192,7 @@ class App:
             served.attach,
             registration,
             served.template,
+            TrustPublisher(kube, served.certificates, utc_now),
             timeouts=self._settings.timeouts,
             clock=utc_now,
         )
@@ -277,18 +280,23 @@ class App:
 
     async def _listen(self, stack: AsyncExitStack, metrics_port: int) -> _Served:
         settings = self._settings
-        authority = await pki.load_authority(self._kube, settings.namespace, utc_now())
         hosts = [settings.advertise_address, *_LOOPBACK]
         if settings.webhook_service:
             hosts.append(f"{settings.webhook_service}.{settings.namespace}.svc")
-        server = pki.make_server(authority, hosts, utc_now())
-        for which, pair in (("authority", authority), ("server", server)):
-            self.metrics.certificate(which, pki.ends_at(pair))
+        certificates = Certificates(
+            self._kube,
+            settings.namespace,
+            hosts,
+            self.metrics,
+            clock=utc_now,
+            spread=settings.trust_spread,
+        )
+        await certificates.load()
         attach = AttachServer(self.cluster, self._kube, self.metrics, clock=utc_now)
         port = await self._bind(
             "attach",
             settings.attach_port,
-            lambda port: attach.start(settings.host, port, server),
+            lambda port: attach.start(settings.host, port, certificates.of_grpc()),
         )
         stack.push_async_callback(attach.stop)
         lease = LeaderLease(
@@ -301,30 +309,35 @@ class App:
         attach.connect(lease)
         template = SidecarTemplate(
             operator_address=f"{settings.advertise_address}:{port}",
-            operator_ca=authority.certificate.decode(),
+            operator_ca="",
             image=settings.sidecar_image,
             command=settings.sidecar_command,
             metrics_port=settings.sidecar_metrics_port,
             cpu=settings.sidecar_cpu,
             memory=settings.sidecar_memory,
         )
+
+        def template_now() -> SidecarTemplate:
+            return replace(template, operator_ca=certificates.trusted.decode())
+
         hook = webhook.Webhook(
             self.cluster,
             self._kube,
-            lambda: template,
+            template_now,
             self.metrics,
             self.recorder.record,
             settings.prepulled,
         )
-        context = pki.server_context(server)
         webhook_port = await self._bind(
             "webhook",
             settings.webhook_port,
-            lambda port: _serve_http(stack, hook.application(), settings.host, port, context),
+            lambda port: _serve_http(
+                stack, hook.application(), settings.host, port, certificates.context
+            ),
         )
         client = _webhook_client(settings, webhook_port)
         ports = Ports(port, webhook_port, metrics_port)
-        return _Served(ports, attach, lease, template, client, authority.certificate)
+        return _Served(ports, attach, lease, template_now, client, certificates)
 
     async def _bind(self, name: str, port: int, listen: Any) -> int:  # noqa: ANN401
         """Listen on `port`; for 0 on that of an earlier life if it is free, else on any."""

@@ -24,9 +24,13 @@ from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.identity import Identity, Refused
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
+<<<<<<< HEAD
 from windrow_operator.model import STALE_AFTER, Pod
 from windrow_operator.pki import KeyPair
 from windrow_operator.session import MISSED_HEARTBEATS, Session
+=======
+from windrow_operator.model import Pod
+>>>>>>> main
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +137,7 @@ class AttachServer(pb_grpc.AttachServicer):
         self.sessions.clear()
         self._metrics.streams.set(0)
 
-    async def start(self, host: str, port: int, pair: KeyPair) -> int:
+    async def start(self, host: str, port: int, credentials: grpc.ServerCredentials) -> int:
         """Listen with TLS; return the port.
 
         Raises:
@@ -141,7 +145,6 @@ class AttachServer(pb_grpc.AttachServicer):
         """
         server = grpc.aio.server(options=_SERVER_OPTIONS)
         pb_grpc.add_AttachServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        credentials = grpc.ssl_server_credentials([(pair.key, pair.certificate)])
         try:
             bound = server.add_secure_port(f"{host}:{port}", credentials)
         except RuntimeError as error:

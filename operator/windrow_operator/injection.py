@@ -31,6 +31,9 @@ RUN_VOLUME_SIZE = "256Mi"
 TOKEN_VOLUME = "windrow-token"
 TOKEN_DIR = "/var/run/secrets/windrow.dev"
 TOKEN_FILE = "token"
+# Beside the token, re-read when it changes: the authorities of the operator.
+TRUST_CONFIG_MAP = "windrow-operator-ca"
+TRUST_FILE = "ca.crt"
 # The kubelet renews it long before; an hour bounds what a stolen one is worth.
 TOKEN_SECONDS = 3600
 # As the operator's image: the sidecar runs in decode's own, which holds this package.
@@ -47,7 +50,7 @@ class SidecarTemplate:
 
     Attributes:
         operator_address: host:port of the Attach service.
-        operator_ca: PEM of the authority that signed the operator's certificate.
+        operator_ca: PEM of the authorities to trust, until the pod has its file of them.
         image: of the sidecar; `decode` stands for the image of the pod's decode container.
         cpu: request and limit of a native sidecar; an ephemeral container can have neither.
         memory: likewise.
@@ -368,7 +371,10 @@ def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
         "expirationSeconds": TOKEN_SECONDS,
         "path": TOKEN_FILE,
     }
-    projected = {"sources": [{"serviceAccountToken": token}]}
+    # Optional: a ConfigMap that is not there yet keeps no pod from starting.
+    items = [{"key": TRUST_FILE, "path": TRUST_FILE}]
+    trust = {"name": TRUST_CONFIG_MAP, "optional": True, "items": items}
+    projected = {"sources": [{"serviceAccountToken": token}, {"configMap": trust}]}
     _merge(wanted, {"name": TOKEN_VOLUME, "projected": projected})
     for volume in volumes:
         source = volume.model_dump(
@@ -451,6 +457,7 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
         {"name": rundir.ENV_RUN_DIR, "value": str(rundir.DEFAULT_RUN_DIR)},
         {"name": rundir.ENV_OPERATOR_ADDRESS, "value": template.operator_address},
         {"name": rundir.ENV_OPERATOR_CA, "value": template.operator_ca},
+        {"name": rundir.ENV_OPERATOR_CA_FILE, "value": f"{TOKEN_DIR}/{TRUST_FILE}"},
         {"name": rundir.ENV_TOKEN_FILE, "value": f"{TOKEN_DIR}/{TOKEN_FILE}"},
         {"name": rundir.ENV_METRICS_PORT, "value": str(_metrics_port(pod))},
         _field(rundir.ENV_POD_NAMESPACE, "metadata.namespace"),

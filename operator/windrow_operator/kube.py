@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -149,7 +149,7 @@ class Kube:
             found |= {body["metadata"]["uid"]: body for body in piece}
         return list(found.values())
 
-    async def pieces(self, path: str, *, labels: str = "") -> AsyncIterator[list[Body]]:
+    async def pieces(self, path: str, *, labels: str = "") -> AsyncIterator[Sequence[Body]]:
         """Yield the objects of a collection, so that thousands hold nothing else up for long.
 
         Where the version that is listed is kept no longer, it begins anew: objects come twice.

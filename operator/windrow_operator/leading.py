@@ -12,6 +12,7 @@ from datetime import datetime
 
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.attach import AttachServer
+from windrow_operator.certificates import TrustPublisher
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.deploy import Deployments
 from windrow_operator.driver import Driver
@@ -43,6 +44,7 @@ class Leading:
         attach: where sidecars come.
         registration: of the webhook.
         template: of a sidecar.
+        trust: tells sidecars which authorities to trust.
         timeouts: for decisions.
         clock: the time, aware.
     """
@@ -54,14 +56,20 @@ class Leading:
         metrics: Metrics,
         attach: AttachServer,
         registration: WebhookRegistration,
-        template: SidecarTemplate,
+        template: Callable[[], SidecarTemplate],
+        trust: TrustPublisher,
         *,
         timeouts: Timeouts,
         clock: Callable[[], datetime],
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
+<<<<<<< HEAD
         self._registration = registration
         self._recorder = recorder = Recorder(kube, clock)
+=======
+        self._registration, self._trust = registration, trust
+        recorder = Recorder(kube, clock)
+>>>>>>> main
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
@@ -134,7 +142,12 @@ class Leading:
     async def _keep_registered(self) -> None:
         while True:
             try:
+                await self._publish_trust()
                 await self._registration.compare()
             except (ApiError, NotLeading) as error:
                 log.warning("the webhook's registration could not be compared: %s", error)
             await asyncio.sleep(_REGISTRATION_CHECKED_S)
+
+    async def _publish_trust(self) -> None:
+        asked = {policy.namespace for policy in self._cluster.policies.values()}
+        await self._trust.publish(asked | {pod.namespace for pod in self._cluster.pods.values()})

@@ -35,7 +35,10 @@ class NotLeading(Transient):
 
 @dataclass(frozen=True, slots=True)
 class LeaseTimes:
-    """In seconds. Another takes over `duration` + `retry` after the last renewal at the latest.
+    """In seconds. Another takes over `duration` + 2 `retry` after the last renewal at the latest.
+
+    It sees the renewal at its next look, and that it is old enough at a later one; what the API
+    server takes to answer comes on top.
 
     Attributes:
         duration: so long after the last change that was seen, the Lease may be taken.

@@ -140,6 +140,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
     if terms is None or terms.policy.spec is None:
         return pb.PolicyConfig(name="", mode="off")
     spec = terms.policy.spec
+    deferral = spec.objective.deferral_bound
     return pb.PolicyConfig(
         name=terms.policy.name,
         policy=spec.policy,
@@ -150,6 +151,7 @@ def config_of(terms: EffectivePolicy | None) -> pb.PolicyConfig:
         max_compute_percent=spec.limits.max_sm_percent,
         max_memory_percent=spec.limits.max_memory_percent,
         generation=terms.policy.generation,
+        deferral_seconds=deferral.total_seconds() if deferral else 0.0,
     )
 
 

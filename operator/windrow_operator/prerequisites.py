@@ -20,9 +20,10 @@ from windrow.crd import (
     VERSION,
 )
 from windrow.errors import UserError
+from windrow_operator.certificates import SECRET
+from windrow_operator.injection import TRUST_CONFIG_MAP
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.lease import LEASE
-from windrow_operator.pki import SECRET
 from windrow_operator.webhook import CONFIGURATION
 
 _REVIEWS = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
@@ -59,7 +60,8 @@ RIGHTS: tuple[Right, ...] = (
     Right(("list", "watch", "get"), "namespaces"),
     Right(("create",), "events"),
     Right(("create",), "secrets", own=True),
-    Right(("get",), "secrets", name=SECRET, own=True),
+    Right(("get", "update"), "secrets", name=SECRET, own=True),
+    Right(("create", "patch"), "configmaps", name=TRUST_CONFIG_MAP),
     Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
     Right(("create",), "tokenreviews", "authentication.k8s.io"),
     Right(("create",), "leases", "coordination.k8s.io", own=True),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from windrow_operator.certificates import TRUST_SPREAD
 from windrow_operator.injection import DECODE_IMAGE
 from windrow_operator.reconcile import Timeouts
 
@@ -39,6 +40,7 @@ class Settings:
     prepulled: str
     namespaces: tuple[str, ...]  # empty: all
     timeouts: Timeouts
+    trust_spread: timedelta  # until everyone trusts a new authority
     log_json: bool
     verbose: bool
 
@@ -126,6 +128,13 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         parser.add_argument(
             f"--{name}-seconds", type=float, default=value.total_seconds(), help=text
         )
+    parser.add_argument(
+        "--trust-spread-seconds",
+        type=float,
+        default=TRUST_SPREAD.total_seconds(),
+        help="how long it may take until API server and sidecars trust a new authority; only then "
+        "does it sign",
+    )
     parser.add_argument("--log-json", action="store_true", help="one JSON object per log line")
     parser.add_argument("--verbose", action="store_true", help="log debug messages")
     in_pod = "KUBERNETES_SERVICE_HOST" in environ
@@ -165,6 +174,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
             stop_timeout=timedelta(seconds=options.stop_timeout_seconds),
             backoff_base=timedelta(seconds=options.backoff_base_seconds),
         ),
+        trust_spread=timedelta(seconds=options.trust_spread_seconds),
         log_json=options.log_json,
         verbose=options.verbose,
     )

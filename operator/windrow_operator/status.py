@@ -65,8 +65,13 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     before.pop("retryAt", None)
     if get_condition(before.get("conditions"), T.EVICTED) is not None:
         words = "The job has a slot again"
-        again = ((kind, "False", Reason.PLACED, words) for kind in (T.EVICTED, T.REQUEUED))
-        before = _with(job, before, now, *again)
+        before = _with(
+            job,
+            before,
+            now,
+            (T.EVICTED, "False", Reason.PLACED, words),
+            (T.REQUEUED, "False", Reason.PLACED, words),
+        )
     return _with(
         job,
         before,

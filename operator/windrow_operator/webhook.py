@@ -59,7 +59,7 @@ def webhook_configuration(
 
     Args:
         client: where the webhook serves, `url` or `service` of a WebhookClientConfig.
-        ca: the authority that signed its certificate, PEM.
+        ca: the authorities that may have signed its certificate, PEM.
         own_namespace: is exempt, as kube-system is.
         namespaces: those that have a HarvestPolicy.
     """
@@ -122,8 +122,11 @@ def webhook_configuration(
 class WebhookRegistration:
     """Keeps the API server's list of when to call the webhook, whatever others do to it."""
 
-    def __init__(self, kube: Kube, client: Body, ca: bytes, own_namespace: str) -> None:
+    def __init__(
+        self, kube: Kube, client: Body, ca: Callable[[], bytes], own_namespace: str
+    ) -> None:
         self._kube, self._client, self._ca, self._own = kube, client, ca, own_namespace
+        self._namespaces: Collection[str] = ()
         self._wanted: Body | None = None  # as last registered; None: not yet
 
     async def keep(self, namespaces: Collection[str]) -> None:
@@ -132,7 +135,8 @@ class WebhookRegistration:
         Raises:
             ApiError: the API server did not take it; what was registered before holds.
         """
-        wanted = webhook_configuration(self._client, self._ca, self._own, namespaces)
+        self._namespaces = namespaces
+        wanted = webhook_configuration(self._client, self._ca(), self._own, namespaces)
         if wanted != self._wanted:
             await self._apply(wanted)
 
@@ -144,6 +148,7 @@ class WebhookRegistration:
         """
         if self._wanted is None:
             return
+        await self.keep(self._namespaces)  # the authorities may have changed
         try:
             found = await self._kube.get(f"{_COLLECTION}/{CONFIGURATION}")
         except ObjectNotFound:

@@ -4,7 +4,7 @@ Hot paths of both: no system call, no lock, no allocation. Everything here may b
 one thread at a time; the table and the page are shared with other processes and hold their own order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from windrow_sidecar.qos.view import Grant, Offer, View
@@ -14,6 +14,7 @@ LEVELS_MAX: int
 VIEW_FIELDS: tuple[str, ...]  # names of the shared page's records, in their order
 OFFER_FIELDS: tuple[str, ...]
 GRANT_FIELDS: tuple[str, ...]
+DECISION_FIGURES: tuple[str, ...]  # constants that a Decider is given
 
 class Error(Exception):
     """Base of what the core raises; the message says what to do."""
@@ -282,6 +283,80 @@ class SharedWeights:
         """Zero-copy uint8 tensor over all of it; read-only once sealed: a write is SIGSEGV."""
     def seal(self) -> None:
         """No more writes by anyone, through mappings old or new. Idempotent."""
+
+class Decider:
+    """What `engines.harvest.compiled` runs before a step: `qos.control.Controller.decide`, compiled.
+
+    It learns nothing; it is told. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        figures: Mapping[str, float],  # those of DECISION_FIGURES; KeyError where one is missing
+        units: int,
+        splits: Sequence[tuple[int, int]],  # units of the worker and of decode
+        offered: Sequence[int],  # units of `Offer.estimates_us`, in their order
+        layers: int,
+        chunk_bytes: int,
+        gaps: bool,
+        pause_epoch: int,
+        grant_type: type[Grant],
+    ) -> None: ...
+    def set_models(self, models: Sequence[tuple[float, float, float]], /) -> None:
+        """Stage 1 by split (c0, b0, k0 in microseconds). What `correct` told is forgotten."""
+    def learned(
+        self, b1: float, k1: float, margin: float, most_batch: int, most_context: int, /
+    ) -> None: ...
+    def correct(
+        self, batch_bits: int, context: int, phase: int, split: int, ratio: float, /
+    ) -> None: ...
+    def set_idle(self, why: str, /) -> None:
+        """Nothing is harvested: "no policy", "off" or "no latency profile"."""
+    def set_terms(
+        self,
+        *,
+        policy: str,
+        option: bool,
+        observing: bool,
+        per_request: bool,
+        refused: bool,
+        objective_us: int,
+        deferral_us: int,
+        allowed: int,
+        idle_units: int,
+    ) -> None: ...
+    def set_guard(
+        self,
+        extra: float,
+        extra_at_ns: int,
+        paused_until_ns: int,
+        open_until_ns: int,
+        open: bool,
+        /,
+    ) -> None: ...
+    def use_guard(self, begin_trial: Callable[[], None], /) -> None:
+        """The next decision is the first that this guard sees; an open breaker calls the method."""
+    def decide(
+        self, view: View, offer: Offer, now_ns: int, present: bool, chunks: int, /
+    ) -> Grant: ...
+    def during(self) -> tuple[int, int, int, bool, int, bool, bool, int, int]:
+        """The fields of `qos.control.DuringStep`."""
+    # Of the last decision.
+    @property
+    def why(self) -> str: ...
+    @property
+    def margin(self) -> float: ...
+    @property
+    def alone_us(self) -> float: ...
+    @property
+    def would_units(self) -> float: ...
+    @property
+    def extrapolated(self) -> bool: ...
+    @property
+    def settled(self) -> bool: ...
+    @property
+    def current(self) -> int: ...
 
 class Page:
     """The shared page: view and grant (decode writes), offer (worker writes); seqlocks and a futex.

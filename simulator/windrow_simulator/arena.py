@@ -45,6 +45,10 @@ class SimulatedPage:
         """Ask the worker."""
         return self._offer()
 
+    def beat(self, side: int) -> None:
+        """Nobody is silent."""
+        del side
+
     def heartbeat_age_ns(self, side: int) -> int:
         """Nobody is silent."""
         del side

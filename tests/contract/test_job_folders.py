@@ -13,7 +13,12 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.remote import Credentials, storage_options
-from windrow_sidecar.finetune.job.bucket import BucketFolder, BucketSilent, _file_system
+from windrow_sidecar.finetune.job.bucket import (
+    BucketFolder,
+    BucketSilent,
+    OwnBucketFolder,
+    _file_system,
+)
 from windrow_sidecar.finetune.training.checkpoint import Fenced, JobFolder, Position
 
 UID = "a-job"
@@ -241,3 +246,76 @@ def test_a_secret_that_lacks_a_key_is_named():
 
 def test_credentials_are_never_shown():
     assert "hidden" not in repr(Credentials("s3", {"AWS_SECRET_ACCESS_KEY": "hidden"}))
+
+
+def figures(folder, *steps):
+    with (folder.root / "metrics.jsonl").open("a") as out:
+        out.writelines(f'{{"step": {step}}}\n' for step in steps)
+
+
+@pytest.fixture
+def alone(bucket, tmp_path):
+    """Folders of workers without a cluster, each on a machine of its own."""
+    url, secret = bucket
+
+    def folder(machine, **how):
+        system = _file_system(url, Credentials("s3", secret))
+        return OwnBucketFolder(url, UID, system, tmp_path / machine, **how)
+
+    return folder
+
+
+def test_a_worker_alone_goes_on_from_the_bucket_and_the_one_before_writes_no_more(alone):
+    first = alone("a")
+    first.claim()
+    said = first.save(Position(1), TENSORS, keep=2)
+    assert said.startswith(f"{first.place}/.windrow/{UID}/checkpoints/step-00000001")
+    second = alone("b")
+    second.claim()
+    assert second.newest().path == said
+    with pytest.raises(Fenced, match="epoch 2 of the job has started"):
+        first.save(Position(2), TENSORS, keep=2)
+    with pytest.raises(Fenced):
+        first.put_adapter(adapter(b"old"), last="adapter_config.json")
+    again = alone("a")  # the machine of before, with what was left there
+    again.claim()
+    again.save(Position(3), TENSORS, keep=2)
+    assert again.epoch == 3
+    anew = alone("a", anew=True)
+    anew.claim()
+    assert anew.newest() is None
+
+
+def test_the_figures_of_all_workers_of_a_job_are_in_its_bucket(bucket, alone, tmp_path):
+    url, secret = bucket
+    system = _file_system(url, Credentials("s3", secret))
+
+    def steps():
+        lines = system.cat_file(f"{url}/.windrow/{UID}/metrics.jsonl").decode().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    first = BucketFolder(url, UID, 1, system, tmp_path / "pod-1")
+    first.claim()
+    figures(first, 1, 2)
+    first.save(Position(2), TENSORS, keep=1)
+    assert steps() == [1, 2]
+    figures(first, 3)  # lost with its pod: no checkpoint came after it
+    second = BucketFolder(url, UID, 2, system, tmp_path / "pod-2")
+    second.claim()
+    figures(second, 3, 4)
+    second.keep_figures()
+    assert steps() == [1, 2, 3, 4]
+    first.keep_figures()
+    assert steps() == [1, 2, 3, 4], "of a worker that was fenced nothing is uploaded"
+    own = alone("a")
+    own.claim()
+    figures(own, 5)
+    own._system = Failing(own._system, 4)
+    own.save(Position(5), TENSORS, keep=1)  # the last of its uploads is that of the figures
+    assert own.newest().position == Position(5), "a checkpoint does not depend on figures"
+    assert steps() == [1, 2, 3, 4]
+    anew = alone("a", anew=True)
+    anew.claim()
+    figures(anew, 1)
+    anew.keep_figures()
+    assert steps() == [1]

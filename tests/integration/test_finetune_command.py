@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import yaml
+
+from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 
 ROWS = Path(__file__).resolve().parents[2] / "examples" / "support-tone" / "train.jsonl"
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
@@ -198,3 +202,46 @@ def test_a_manifest_that_is_wrong_starts_nothing(tmp_path):
     assert done.returncode == 2
     assert done.stderr.startswith(f"windrow: {path}: spec.training.colour: unknown field")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_job_writes_to_a_bucket_and_goes_on_from_there_on_another_machine(bucket, tmp_path):
+    url, secret = bucket
+    system = fsspec.filesystem("s3", **storage_options(url, Credentials("s3", secret)))
+    path = manifest(tmp_path)
+
+    def run(machine: str, *options: str) -> tuple[int, dict]:
+        home = {"XDG_CACHE_HOME": str(tmp_path / machine)}
+        command = [*COMMAND, path, "--output", url, "--units", "1", "--json", *options]
+        done = subprocess.run(
+            command, env=os.environ | secret | home, stdout=subprocess.PIPE, text=True, timeout=240
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    code, said = run("here")
+    assert (code, said["state"], said["adapter"]) == (0, "Succeeded", url), said
+    assert said["checkpoint"].startswith(f"{url}/.windrow/job/checkpoints/step-00000003")
+    assert Path(said["report"]).is_relative_to(tmp_path / "here")
+    assert not (tmp_path / "out").exists()
+    assert system.exists(f"{url}/adapter_model.safetensors")
+
+    path.write_text(path.read_text().replace("maxSteps: 3", "maxSteps: 4"))
+    code, said = run("there")
+    assert (code, said["step"], said["total_steps"]) == (0, 4, 4), said
+    written = system.cat_file(f"{url}/.windrow/job/metrics.jsonl").decode().splitlines()
+    steps = [entry["step"] for entry in map(json.loads, written) if "loss" in entry]
+    assert steps == [1, 2, 3, 4]
+    assert not list(tmp_path.rglob("*.safetensors")), "what is uploaded takes no disk here"
+
+    code, said = run("there", "--fresh", "--output", f"{url}-elsewhere")
+    assert (code, said["step"], said["adapter"]) == (0, 4, f"{url}-elsewhere"), said
+
+
+def test_a_bucket_without_credentials_is_told_with_what_to_set(bucket, tmp_path):
+    url, secret = bucket
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "here"), "HOME": str(tmp_path)}
+    env |= {"AWS_ENDPOINT_URL": secret["AWS_ENDPOINT_URL"], "AWS_EC2_METADATA_DISABLED": "true"}
+    command = [*COMMAND, manifest(tmp_path), "--output", url, "--units", "1", "--json"]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=240)
+    said = json.loads(done.stdout)
+    assert (done.returncode, said["state"]) == (2, "Failed")
+    assert "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in said["message"]

@@ -174,7 +174,7 @@ def parsed(spec):
         ("objective", {"tpot": "999999999999999h"}, "tpot must be between 100us and 1m"),
         ("objective", {"tpot": "40ms", "percentile": 0.001}, "greater than or equal to 50"),
         ("objective", {"tpot": "40ms", "ttft": "1s"}, "ttft is not supported yet"),
-        ("objective", {"tpot": "40ms", "deferralBound": "1s"}, "deferralBound is not supported"),
+        ("objective", {"tpot": "40ms", "deferralBound": "2m"}, "deferralBound must be between"),
         ("selector", {"matchLabels": {"-app": "chat"}}, "no label key"),
         ("selector", {"matchLabels": {"app": "no spaces"}}, "should match"),
         (

@@ -214,6 +214,8 @@ def test_narrowing_decode_is_immediate():
         ({"percentile": 0.0}, "spec.objective.percentile"),
         ({"max_compute_percent": 0}, "spec.limits.maxSmPercent"),
         ({"max_memory_percent": 101}, "spec.limits.maxMemoryPercent"),
+        ({"deferral_seconds": 61.0}, "spec.objective.deferralBound"),
+        ({"deferral_seconds": float("nan")}, "spec.objective.deferralBound"),
     ],
 )
 def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
@@ -230,6 +232,8 @@ def test_terms_that_cannot_be_kept_are_refused_by_field(changes, field):
     terms = make_terms(**asked)
     assert (terms.objective_us, terms.percentile) == (40_000, 95.0)
     assert (terms.max_compute_percent, terms.max_memory_percent) == (60, 0)
+    assert terms.deferral_us == 400_000
+    assert make_terms(**asked, deferral_seconds=0.3).deferral_us == 300_000
     assert make_terms(**{**asked, "name": ""}) is None
     with pytest.raises(UserError) as refused:
         make_terms(**{**asked, **changes})

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.util
+import json
 import re
 import shutil
 import subprocess
 import sys
+import types
+import typing
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog import plugins
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from windrow.metrics import METRICS
 
@@ -60,6 +68,65 @@ def metrics_in(expr):
 def test_the_dashboards_are_made_from_their_description():
     checked = [sys.executable, str(ROOT / "tools" / "generate_dashboards.py"), "--check"]
     assert subprocess.run(checked).returncode == 0, "run `python tools/generate_dashboards.py`"
+
+
+def dropped(given, kept, path=""):
+    """Return what of a JSON document was not taken over."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        unknown = [f"{path}.{name}" for name in given if name not in kept]
+        both = (name for name in given if name in kept)
+        return unknown + [x for n in both for x in dropped(given[n], kept[n], f"{path}.{n}")]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        pairs = enumerate(zip(given, kept, strict=True))
+        return [x for n, (a, b) in pairs for x in dropped(a, b, f"{path}[{n}]")]
+    return [] if given == kept else [f"{path}: {given!r} became {kept!r}"]
+
+
+def mistyped(value, hint, path=""):
+    """Return what of an object has another type than Grafana's schema says."""
+    within = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case typing.Union | types.UnionType:
+            found = [mistyped(value, one, path) for one in within]
+            return [] if [] in found else min(found, key=len)
+        case builtins.list:
+            if not isinstance(value, list):
+                return [f"{path} is no list: {value!r}"]
+            return [
+                x for n, one in enumerate(value) for x in mistyped(one, within[0], f"{path}[{n}]")
+            ]
+        case builtins.dict:
+            if not isinstance(value, dict):
+                return [f"{path} is no object: {value!r}"]
+            return [x for n, one in value.items() for x in mistyped(one, within[1], f"{path}.{n}")]
+        case typing.Literal:
+            return [] if value in within else [f"{path}: {value!r} is none of {within}"]
+    if hint in (typing.Any, object):
+        return []
+    if issubclass(hint, Enum):
+        values = [one.value for one in hint]
+        return [] if value in values else [f"{path}: {value!r} is none of {values}"]
+    wanted = (int, float) if hint is float else hint
+    if not isinstance(value, wanted) or (isinstance(value, bool) and hint is not bool):
+        return [f"{path}: {value!r} is no {hint.__name__}"]
+    if not type(value).__module__.startswith("grafana_foundation_sdk"):
+        return []
+    hints = typing.get_type_hints(type(value))
+    return [x for n, one in hints.items() for x in mistyped(getattr(value, n), one, f"{path}.{n}")]
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.stem)
+def test_a_dashboard_fits_the_schema_that_grafana_publishes(board):
+    # The types of Grafana's own SDK are made from that schema, panels and queries included.
+    plugins.register_default_plugins()
+    given = json.loads(board.read_text())
+    read = Dashboard.from_json(given)
+    kept = json.loads(JSONEncoder().encode(read))
+    assert dropped(given, kept) == []
+    assert mistyped(read, Dashboard) == []
+    wrong = Dashboard.from_json({**given, "panels": [{"type": "stat", "gridPos": {"h": "8"}}]})
+    assert mistyped(wrong, Dashboard)
+    assert dropped({**given, "panelz": []}, kept) == [".panelz"]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from windrow_sidecar.qos.guard import SECOND_NS, Guard, GuardSettings
-from windrow_sidecar.qos.view import View
+from windrow_sidecar.qos.view import Offer, View
 
 MS = 1_000_000
 
@@ -170,15 +170,15 @@ SANE = View(batch=4, context_tokens=2000, objective_us=10_000, start_ns=NOW_NS -
     ],
 )
 def test_figures_that_cannot_be_are_no_ground_for_a_decision(view, predicted_us, doubt):
-    assert Guard().doubt(view, predicted_us, NOW_NS) == doubt
+    assert Guard().doubt(view, Offer(), predicted_us, NOW_NS) == doubt
 
 
 def test_a_clock_that_stands_or_runs_back_is_no_ground_either():
     guard = Guard()
-    answers = [guard.doubt(SANE, [4000.0], NOW_NS) for _ in range(4)]
+    answers = [guard.doubt(SANE, Offer(), [4000.0], NOW_NS) for _ in range(4)]
     assert answers == ["", "", "", "the clock stands still"]
-    assert guard.doubt(SANE, [4000.0], NOW_NS - 1) == "the clock stands still"
-    assert guard.doubt(SANE, [4000.0], NOW_NS + 1) == ""
+    assert guard.doubt(SANE, Offer(), [4000.0], NOW_NS - 1) == "the clock stands still"
+    assert guard.doubt(SANE, Offer(), [4000.0], NOW_NS + 1) == ""
 
 
 def test_a_latency_that_cannot_be_pauses_for_a_while():

@@ -115,5 +115,10 @@ def test_alone_the_root_of_the_file_system_is_refused_also_by_a_link(tmp_path):
 def test_a_bucket_has_one_name_and_is_below_no_volume_that_it_needs():
     assert path_of("s3://team//out/./tone/") == "s3://team/out/tone"
     assert is_below((), "s3://team/out")
-    with pytest.raises(UserError, match="s3://team/out is not on this machine"):
-        check_alone("s3://team/out")
+
+
+def test_what_a_job_alone_leaves_here_of_a_bucket_has_a_place_by_the_buckets_name(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/me")
+    place = Path("/var/cache/me/windrow/buckets/team/out/tone")
+    assert check_alone("s3://team//out/./tone/") == place
+    assert check_alone("s3://team/out/tone") == place

@@ -193,3 +193,18 @@ def test_a_kind_of_step_that_the_line_does_not_fit_is_corrected_and_no_other():
     assert predictor.predict(12, 5000, 1)[0][1] == pytest.approx(line, rel=0.01)
     assert predictor.predict(12, 5000)[0][1] == pytest.approx(1.05 * line, rel=0.02)
     assert predictor.predict(40, 5000, 3)[0][1] == pytest.approx(1.05 * other, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("form", "factor_moves", "records_move"),
+    [("windrow", True, True), ("llmstation", False, True), ("harli", False, False)],
+)
+def test_the_papers_forms_learn_what_the_papers_learn(form, factor_moves, records_move):
+    predictor = Predictor(host_levels(2), SOLO, form=form)
+    first = predictor.predict_us(8, 4000)[1]
+    for _ in range(40):
+        predictor.observe(1, batch=8, context_tokens=4000, latency_us=1.2 * first)
+    assert (predictor.co_run != CoRunFactors()) == factor_moves
+    assert bool(predictor.records.all_known()) == records_move
+    moved = predictor.predict_us(8, 4000)[1] / first
+    assert moved == pytest.approx(1.0 if form == "harli" else 1.2, rel=0.02)

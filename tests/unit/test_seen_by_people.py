@@ -66,7 +66,7 @@ def job(
 
 def shown(slots, jobs=(), history=None, sort="name", width=140):
     console = Console(record=True, width=width, file=io.StringIO())
-    console.print(top.screen(slots, jobs, history or {}, sort))
+    console.print(top.Screen(slots, jobs, history or {}, sort))
     return console.export_text()
 
 

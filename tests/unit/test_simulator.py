@@ -11,9 +11,9 @@ import pytest
 from windrow.errors import UserError
 from windrow.local.trace import TraceRequest
 from windrow_operator import planning
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve
-from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.terms import HarvestTerms
@@ -180,7 +180,7 @@ def test_a_model_of_its_own_is_swapped_in_as_fast_as_the_host_gives_it():
 def test_the_decisions_are_those_of_production():
     slot = build(SMALL).slot(1, 12.0)
     assert type(slot.hook) is HarvestHook
-    assert type(slot.hook.controller) is Controller
+    assert type(slot.hook.controller) is CompiledController
     asked = []
     demand = reserve.traffic_bytes
 
@@ -189,15 +189,15 @@ def test_the_decisions_are_those_of_production():
         return demand(of)
 
     slot.set_terms(HarvestTerms("p", "windrow", "harvest", 12_000))
-    decide = Controller.decide
+    decide = CompiledController.decide
     calls = []
     try:
-        Controller.decide = lambda self, *a, **k: calls.append(1) or decide(self, *a, **k)
+        CompiledController.decide = lambda self, *a, **k: calls.append(1) or decide(self, *a, **k)
         reserve.FORMULAS["traffic"] = seen
         slot.submit(request(1, 0.0, prompt=500, output=50))
         slot.run_until(3 * SECOND_NS)
     finally:
-        Controller.decide = decide
+        CompiledController.decide = decide
         reserve.FORMULAS["traffic"] = demand
     assert calls
     assert asked

@@ -63,12 +63,16 @@ def _lines(series: list[Series], unit: str, *, stacked: bool) -> go.Figure:
             stackgroup="all" if stacked else None,
             line={"width": 1 if stacked else 2, "color": _COLOURS[index % len(_COLOURS)]},
         )
-    figure.update_yaxes(rangemode="tozero", tickformat=_tick(unit))
+    highest = max((value for one in series for _, value in one.points), default=0.0)
+    figure.update_yaxes(rangemode="tozero", tickformat=_tick(unit, highest))
     return figure
 
 
-def _tick(unit: str) -> str:
-    return {"percentunit": ".0%", "s": "~s", "bytes": "~s"}.get(unit, "~s")
+def _tick(unit: str, highest: float) -> str:
+    if unit == "percentunit":
+        return ".0%"
+    # Thousands get a letter; a half of a slot is no 500m.
+    return "~s" if highest >= 1000 or unit == "s" else "~g"
 
 
 def _bars(series: list[Series], unit: str) -> go.Figure:
@@ -151,11 +155,13 @@ def _panel(panel: dict[str, Any], targets: list[PanelTarget], asking: Asking) ->
             height=height - 28,
             margin={"l": 10, "r": 10, "t": 4, "b": 4},
             template="plotly_white",
-            legend={"orientation": "h", "y": -0.15, "font": {"size": 10}},
+            legend={"orientation": "h", "y": -0.2, "font": {"size": 10}},
             showlegend=panel["type"] == "timeseries",
             font={"size": 11},
         )
         figure.update_yaxes(automargin=True)
+        if panel["type"] != "bargauge":  # of one run: its day would only be cut off
+            figure.update_xaxes(automargin=True, tickformat="%H:%M:%S", nticks=5)
         inner = figure.to_html(full_html=False, include_plotlyjs=False, config={"staticPlot": True})
     return f'<div class=panel style="{style}"><h3>{title}</h3>{inner}</div>'
 

@@ -41,18 +41,26 @@ def finetune(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Forget the checkpoints of earlier runs.")
     ] = False,
+    output: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PLACE",
+            help="Of one job: a directory or s3://bucket/folder, instead of its "
+            "spec.output.destination.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Finetune here, with the engine that runs beside decode. The same command resumes.
 
     Leaves a peft adapter in spec.output.destination, and below it in .windrow/: checkpoints,
     metrics.jsonl and report.html with the curves. Of several jobs each has its own, and one that
-    fails does not end the others.
+    fails does not end the others. With a bucket for a destination, log and report stay here.
 
     Example: windrow finetune examples/finetunejob.yaml
     """
     try:
-        code = _finetune(manifests, units, device, seconds, fresh, as_json)
+        code = _finetune(manifests, units, device, seconds, fresh, output, as_json)
     except WindrowError as error:
         if not as_json:
             raise
@@ -71,6 +79,7 @@ def _finetune(
     device: str,
     seconds: float | None,
     fresh: bool,
+    output: str | None,
     as_json: bool,
 ) -> int:
     """Run the jobs and return the exit code.
@@ -86,13 +95,21 @@ def _finetune(
             field="--seconds",
             remedy="Write a number above zero.",
         )
-    jobs = [local.read_local_job(manifest) for manifest in manifests]
+    if output is not None and manifests[1:]:
+        raise UserError(
+            f"{len(manifests)} jobs cannot write to one place",
+            field="--output",
+            remedy="Give each job a spec.output.destination of its own.",
+        )
+    jobs = [local.read_local_job(manifest, output) for manifest in manifests]
     local.check_apart(jobs)
     arguments = ["--device", device] if units is None else ["--device", device, f"--units={units}"]
+    arguments += [] if output is None else ["--output", output]
     if seconds is not None:
         _measure(jobs, [*arguments, "--seconds", str(seconds)])
         return 0
     if fresh:
+        arguments.append("--fresh")
         for job in jobs:
             local.forget(job, (lambda line: None) if as_json else print_line)
     for job in jobs if not as_json else ():

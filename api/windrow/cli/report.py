@@ -32,7 +32,7 @@ td {{ font-variant-numeric: tabular-nums }} p {{ color: #555 }}
 <h1>What was harvested, {begin} to {end}</h1>
 <table><tr>{head}</tr>{rows}</table>
 {plots}
-<p>From {source}. Device hours: time that workers had a device beside decode.</p>
+<p>From {source}. Device hours: time that workers had a device beside decode.{price}</p>
 </body></html>
 """
 
@@ -78,8 +78,11 @@ def write_page(report: UsageReport, path: Path) -> None:
                     row=row,
                     col=1,
                 )
-        figure.update_layout(barmode="stack", height=560, template="plotly_white")
-        plots = figure.to_html(full_html=False, include_plotlyjs="inline")
+        margin = {"l": 50, "r": 10, "t": 40, "b": 30}
+        figure.update_layout(barmode="stack", height=480, template="plotly_white", margin=margin)
+        plots = figure.to_html(
+            full_html=False, include_plotlyjs="inline", config={"displayModeBar": False}
+        )
     cells = [row_of(one) for one in (*report.tenants, report.total)]
     path.write_text(
         _PAGE.format(
@@ -92,6 +95,7 @@ def write_page(report: UsageReport, path: Path) -> None:
             ),
             plots=plots,
             source=html.escape(report.source),
+            price=f" Worth: at {report.price:g} for each." if report.price is not None else "",
         ),
         encoding="utf-8",
     )

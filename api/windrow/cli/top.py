@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import sys
 import termios
@@ -10,6 +11,7 @@ import time
 import tty
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,7 +20,7 @@ from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line,
 from windrow.errors import Transient, UserError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
     from rich.text import Text
 
@@ -31,6 +33,9 @@ HEAD = (
 _TICKS = "▁▂▃▄▅▆▇█"
 _HISTORY = 24  # looks that the small line shows
 _BAR = 12
+_DIM = "bright_black"
+# Lines around slots and jobs: head, two heads of tables, notes of what is left out, legend, keys.
+_FRAME_LINES = 8
 # The small line's top; the objective is at four fifths of it.
 _LINE_TOP = 1.25
 
@@ -90,6 +95,26 @@ def row_of(slot: SlotView) -> tuple[str, ...]:
 # --- live -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Columns:
+    """What fits into a terminal's width: figures are never cut, drawings get smaller."""
+
+    width: int
+    line: int  # looks in the small line, at least as wide as its head
+    bar: int
+    name: int
+    figures: int  # with the space between all columns
+    full: bool  # with what a narrow terminal has no room for
+
+    @classmethod
+    def of(cls, width: int) -> _Columns:
+        if width >= 140:
+            return cls(width, _HISTORY, _BAR, 32, 48, full=True)
+        if width >= 110:
+            return cls(width, 15, 8, 26, 48, full=True)
+        return cls(width, 8, 6, 17, 30, full=False)
+
+
 def sparkline(ratios: Sequence[float]) -> Text:
     """Return a small line of TPOT over the objective; red where it was broken."""
     from rich.text import Text
@@ -101,7 +126,7 @@ def sparkline(ratios: Sequence[float]) -> Text:
     return line
 
 
-def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
+def bar(parts: Sequence[tuple[float, str]], total: float, width: int = _BAR) -> Text:
     """Return shares of `total` as a bar; each part has a style, the rest is dim."""
     from rich.text import Text
 
@@ -109,90 +134,148 @@ def bar(parts: Sequence[tuple[float, str]], total: float) -> Text:
     reached = 0.0
     for amount, style in parts:
         reached += amount
-        cells = round(_BAR * reached / total) - drawn if total else 0
+        cells = round(width * reached / total) - drawn if total else 0
         line.append("█" * cells, style=style)
         drawn += cells
-    line.append("░" * (_BAR - drawn), style="bright_black")
+    line.append("░" * (width - drawn), style="bright_black")
     return line
 
 
-def screen(
-    slots: Sequence[SlotView], jobs: Sequence[JobView], history: History, sort: str
-) -> RenderableType:
-    """Return what the live display shows."""
-    from rich.console import Group
+def _end_of(name: str, width: int) -> str:
+    """Return a pod's name in `width` characters: it is its end that tells it from its siblings."""
+    return name if len(name) <= width else f"…{name[1 - width :]}"
+
+
+class Screen:
+    """What the live display shows, as wide as there is room.
+
+    Args:
+        slots: all of them.
+        jobs: likewise.
+        history: ratios of TPOT to the objective, by namespace/slot, the newest last.
+        sort: a name of an order.
+        height: lines that there are; None: as many as it takes.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[SlotView],
+        jobs: Sequence[JobView],
+        history: History,
+        sort: str,
+        height: int | None = None,
+    ) -> None:
+        self._slots = sorted(slots, key=_SORTS[sort])
+        # Those that go on first; of the ended ones the newest few.
+        ended = [job for job in jobs if job.finished]
+        self._jobs = [*(job for job in jobs if not job.finished), *ended[-5:]]
+        self._history, self._sort, self._height = history, sort, height
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw it."""
+        from rich.text import Text
+
+        columns = _Columns.of(options.max_width)
+        slots, jobs = self._rooms()
+        harvesting = sum(bool(slot.job) for slot in self._slots)
+        rate = sum(job.tokens_per_second for job in self._jobs if not job.finished)
+        count = len(self._slots)
+        yield Text.assemble(
+            ("windrow top  ", "bold"),
+            f"{count} {'slot' if count == 1 else 'slots'}, {harvesting} harvesting, ",
+            (f"{rate:,.0f} tokens/s", "bold green"),
+        )
+        yield Text()
+        yield _slots(self._slots[:slots], self._history, columns)
+        yield _more(count - slots, "slot")
+        yield _jobs(self._jobs[:jobs], columns)
+        yield _more(len(self._jobs) - jobs, "job")
+        yield Text.assemble(
+            ("█ decode / KV  ", "cyan"), ("█ finetune / lent  ", "yellow"), ("░ free", _DIM)
+        )
+        yield Text(f"sorted by {self._sort}   s: another order   q: quit", style=_DIM)
+
+    def _rooms(self) -> tuple[int, int]:
+        """Return how many slots and jobs there is room for."""
+        slots, jobs = len(self._slots), len(self._jobs)
+        if self._height is None:
+            return slots, jobs
+        room = max(2, self._height - _FRAME_LINES)
+        jobs = min(jobs, max(room - slots, room // 3))
+        return min(slots, room - jobs), jobs
+
+
+def _more(count: int, what: str) -> Text:
     from rich.text import Text
 
-    ordered = sorted(slots, key=_SORTS[sort])
-    harvesting = sum(bool(slot.job) for slot in slots)
-    rate = sum(job.tokens_per_second for job in jobs if not job.finished)
-    head = Text.assemble(
-        ("windrow top  ", "bold"),
-        f"{len(slots)} {'slot' if len(slots) == 1 else 'slots'}, {harvesting} harvesting, ",
-        (f"{rate:,.0f} tokens/s", "bold green"),
-    )
-    keys = Text(f"sorted by {sort}   s: another order   q: quit", style="bright_black")
-    legend = Text.assemble(
-        ("█ decode / KV  ", "cyan"), ("█ finetune / lent  ", "yellow"), ("░ free", "bright_black")
-    )
-    return Group(head, Text(), _slots(ordered, history), Text(), _jobs(jobs), Text(), legend, keys)
+    said = f"… {count} more {what}{'s' if count > 1 else ''}, for which there is no room"
+    return Text(said if count > 0 else "", style=_DIM)
 
 
-def _slots(slots: Sequence[SlotView], history: History) -> Table:
+def _table(*columns: tuple[str, bool], room: int | None = None) -> Table:
+    """Return an empty table; the last column has what is left of `room` characters."""
     from rich.table import Table
+
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style=f"bold {_DIM}")
+    for name, right in columns:
+        made.add_column(name, justify="right" if right else "left", no_wrap=True)
+    made.columns[-1].overflow = "ellipsis"
+    made.columns[-1].max_width = room
+    return made
+
+
+def _slots(slots: Sequence[SlotView], history: History, columns: _Columns) -> Table:
     from rich.text import Text
 
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold bright_black")
-    made.add_column("SLOT", no_wrap=True, overflow="ellipsis", min_width=8)
-    for name in ("TPOT P99", "OBJECTIVE"):
-        made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("P99 / OBJECTIVE", no_wrap=True)
-    made.add_column("OVER", justify="right", no_wrap=True)
-    made.add_column("COMPUTE", no_wrap=True)
-    made.add_column("MEMORY", no_wrap=True)
-    made.add_column("BATCH", justify="right", no_wrap=True)
-    made.add_column("JOB", overflow="ellipsis", no_wrap=True)
+    full = columns.full
+    heads = [("SLOT", False), ("TPOT P99", True), ("OBJECTIVE", True), ("P99 / OBJECTIVE", False)]
+    heads += [("OVER", True), ("COMPUTE", False), ("MEMORY", False), ("BATCH", True)]
+    if not full:
+        heads = [("SLOT", False), ("P99", True), ("OBJ.", True), ("TREND", False)]
+        heads += [("COMP.", False), ("MEM.", False)]
+    name_width = min(columns.name, max((len(slot.name) for slot in slots), default=0))
+    taken = name_width + columns.line + 2 * columns.bar + columns.figures
+    made = _table(*heads, ("JOB", False), room=max(8, columns.width - taken))
     for slot in slots:
+        name = _end_of(slot.name, name_width)
         if not slot.reported:
-            blank = [Text("-")] * 7
-            made.add_row(slot.name, *blank, Text(slot.why, style="yellow"))
+            blank = ["-"] * (len(heads) - 1)
+            made.add_row(name, *blank, Text(slot.why, style="yellow"))
             continue
         chunks = slot.chunks
-        late = "red" if ratio_of(slot) > 1 else ""
+        looks = list(history.get(f"{slot.namespace}/{slot.name}", ()))[-columns.line :]
+        compute = bar(
+            [(slot.decode_units, "cyan"), (slot.finetune_units, "yellow")],
+            max(slot.compute_units, slot.decode_units + slot.finetune_units),
+            columns.bar,
+        )
+        lent = chunks.lent + chunks.draining
         made.add_row(
-            slot.name,
-            Text(_ms(slot.tpot_p99_s), style=late),
+            name,
+            Text(_ms(slot.tpot_p99_s), style="red" if ratio_of(slot) > 1 else ""),
             _ms(slot.objective_s),
-            sparkline(history.get(f"{slot.namespace}/{slot.name}", ())),
-            _over(slot),
-            bar(
-                [(slot.decode_units, "cyan"), (slot.finetune_units, "yellow")],
-                max(slot.compute_units, slot.decode_units + slot.finetune_units),
-            ),
-            bar([(chunks.kv, "cyan"), (chunks.lent + chunks.draining, "yellow")], chunks.total),
-            str(slot.batch),
+            sparkline(looks),
+            *([_over(slot)] if full else []),
+            compute,
+            bar([(chunks.kv, "cyan"), (lent, "yellow")], chunks.total, columns.bar),
+            *([str(slot.batch)] if full else []),
             Text(_doing(slot), style="" if slot.job else "yellow" if slot.breaker else ""),
         )
     return made
 
 
-def _jobs(jobs: Sequence[JobView]) -> Table:
-    from rich.table import Table
-
+def _jobs(jobs: Sequence[JobView], columns: _Columns) -> Table:
     from windrow.cli.jobs import row_of as job_row
 
-    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold bright_black")
-    for name in ("JOB", "STATE", "PROGRESS", "STEP", "LOSS", "TOKENS/S", "ETA", "SLOT"):
-        right = name in ("STEP", "LOSS", "TOKENS/S", "ETA")
-        made.add_column(name, justify="right" if right else "left", no_wrap=True)
-    # Those that go on first; of the ended ones the newest few.
-    going = [job for job in jobs if not job.finished]
-    ended = [job for job in jobs if job.finished][-5:]
-    for job in (*going, *ended):
+    heads = ["JOB", "STATE", "PROGRESS", "STEP", "LOSS", "TOKENS/S", "ETA", "SLOT"]
+    shown = heads if columns.full else heads[:-1]
+    made = _table(*((name, name in ("STEP", "LOSS", "TOKENS/S", "ETA")) for name in shown))
+    for job in jobs:
         name, state, step, loss, rate, eta, slot, _ = job_row(job)
-        done = bar([(job.step, "green")], job.total_steps)
+        done = bar([(job.step, "green")], job.total_steps, columns.bar)
+        cells: list[Text | str] = [f"{job.namespace}/{name}", state, done, step, loss, rate, eta]
         made.add_row(
-            f"{job.namespace}/{name}", state, done, step, loss, rate, eta, slot.rpartition("/")[2]
+            *cells, *([_end_of(slot.rpartition("/")[2], columns.name)] if columns.full else [])
         )
     return made
 
@@ -209,10 +292,12 @@ class _Keys:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
 
     def within(self, seconds: float) -> str:
-        """Return a key that comes within that time, or nothing."""
-        if not select.select([sys.stdin], [], [], seconds)[0]:
+        """Return the keys that come within that time; nothing where none does."""
+        file = sys.stdin.fileno()
+        if not select.select([file], [], [], seconds)[0]:
             return ""
-        return sys.stdin.read(1)
+        # Not by sys.stdin: it would keep further keys to itself, where select does not see them.
+        return os.read(file, 64).decode(errors="ignore") or "q"  # nothing more: the terminal ended
 
 
 def _live(
@@ -226,25 +311,31 @@ def _live(
     with contextlib.suppress(KeyboardInterrupt), _Keys() as keys, Live(screen=True) as live:
         slots: list[SlotView] = []
         jobs: list[JobView] = []
-        due = 0.0
+        due, away = 0.0, ""
         while True:
             if time.monotonic() >= due:
                 due = time.monotonic() + every_s
                 try:
                     slots, jobs = look()
+                    away = ""
                 except Transient as error:
-                    live.update(Text(f"{error}", style="red"), refresh=True)
+                    away = str(error)
                 else:
-                    _remember(history, slots)
-            live.update(screen(slots, jobs, history, sort), refresh=True)
-            key = keys.within(max(0.0, due - time.monotonic()))
-            if key == "q":
-                return
-            if key == "s":
-                sort = orders[(orders.index(sort) + 1) % len(orders)]
+                    remember(history, slots)
+            if away:
+                live.update(Text(away, style="red"), refresh=True)
+            else:
+                height = live.console.size.height
+                live.update(Screen(slots, jobs, history, sort, height), refresh=True)
+            for key in keys.within(max(0.0, due - time.monotonic())):
+                if key == "q":
+                    return
+                if key == "s":
+                    sort = orders[(orders.index(sort) + 1) % len(orders)]
 
 
-def _remember(history: dict[str, deque[float]], slots: Sequence[SlotView]) -> None:
+def remember(history: dict[str, deque[float]], slots: Sequence[SlotView]) -> None:
+    """Add a look to the small lines of the slots."""
     for slot in slots:
         if slot.reported:
             line = history.setdefault(f"{slot.namespace}/{slot.name}", deque(maxlen=_HISTORY))

@@ -38,6 +38,7 @@ PATH_PATTERN: Final = r"^(/[^/:]+)+$"
 _PATH_MAX: Final = 512
 _SHORTEST_TPOT: Final = timedelta(microseconds=100)
 _LONGEST_TPOT: Final = timedelta(minutes=1)
+_SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(milliseconds=1), timedelta(minutes=1)
 
 _DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _DAY: Final = f"({'|'.join(_DAYS)})"
@@ -122,7 +123,11 @@ class ObjectiveSpec(Record):
                     "tpot must be between 100us and 1m",
                 ),
                 cel("!has(self.ttft)", "ttft is not supported yet: leave it out"),
-                cel("!has(self.deferralBound)", "deferralBound is not supported yet: leave it out"),
+                cel(
+                    "!has(self.deferralBound) || (duration(self.deferralBound) >= duration('1ms') "
+                    "&& duration(self.deferralBound) <= duration('1m'))",
+                    "deferralBound must be between 1ms and 1m",
+                ),
             ]
         }
     )
@@ -147,8 +152,8 @@ class ObjectiveSpec(Record):
     )
     deferral_bound: Duration | None = Field(
         default=None,
-        description="How long a policy that defers may hold a request back. v1alpha1 has no such "
-        "policy yet.",
+        description="How long a policy that defers (fineinfer) may hold a request back before it "
+        "is admitted, 1ms to 1m. 400ms where it is left out.",
     )
 
     @field_validator("tpot")
@@ -161,7 +166,17 @@ class ObjectiveSpec(Record):
             )
         return tpot
 
-    @field_validator("ttft", "deferral_bound")
+    @field_validator("deferral_bound")
+    @classmethod
+    def _a_bound(cls, bound: timedelta | None) -> timedelta | None:
+        if bound is not None and not _SHORTEST_DEFERRAL <= bound <= _LONGEST_DEFERRAL:
+            raise invalid(
+                f"{format_duration(bound)} is no time that a request may be held back",
+                "Write one between 1ms and 1m, like 400ms, or leave it out.",
+            )
+        return bound
+
+    @field_validator("ttft")
     @classmethod
     def _not_yet(cls, length: timedelta | None) -> timedelta | None:
         if length is not None:

@@ -84,6 +84,11 @@ class LatencyProfileSpec(Record):
         description="How far steps of one point scatter around their median (half of the "
         "interquartile range). Above 15 the profile is not used again.",
     )
+    roofline: bool = Field(
+        default=False,
+        description="Made of the device's rates and the model's sizes, not of measured steps: "
+        "every step counts as beyond it until such steps have been seen.",
+    )
     samples: list[ProfileSample] = Field(
         default_factory=list, description="What was measured, for those who want to fit again."
     )

@@ -20,7 +20,7 @@ from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
-from windrow.outputs import check_alone
+from windrow.outputs import check_alone, is_bucket, path_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -44,8 +44,14 @@ class LocalJob:
     manifest: Path
     name: str
     folder: Path  # checkpoints, metrics.jsonl, worker.log, report.html
-    destination: Path
+    destination: Path  # of a bucket: what stands for it on this machine
     spec: FinetuneJobSpec
+
+    @property
+    def place(self) -> str:
+        """Where the adapter goes, as people name it."""
+        named = self.spec.output.destination
+        return path_of(named) if is_bucket(named) else str(self.destination)
 
 
 @dataclass(frozen=True)
@@ -75,8 +81,8 @@ class RunSummary:
     tokens_at_first: int | None = field(default=None, repr=False)
 
 
-def read_local_job(manifest: Path) -> LocalJob:
-    """Check a manifest as `submit` does.
+def read_local_job(manifest: Path, output: str | None = None) -> LocalJob:
+    """Check a manifest as `submit` does; `output`: instead of its destination.
 
     Raises:
         UserError: it is none, or its spec is wrong.
@@ -84,7 +90,12 @@ def read_local_job(manifest: Path) -> LocalJob:
     body = read_manifest(manifest)
     try:
         check_head(body, FINETUNE_JOB)
-        spec = parse_job_spec(body.get("spec", {}))
+        given = body.get("spec", {})
+        if output is not None and isinstance(given, dict):
+            stated = given.get("output")
+            kept = stated if isinstance(stated, dict) else {}
+            given = {**given, "output": {**kept, "destination": output}}
+        spec = parse_job_spec(given)
     except UserError as error:
         where = f"{manifest}: {error.field}"
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
@@ -104,8 +115,16 @@ def without_cluster(spec: FinetuneJobSpec) -> list[str]:
     """Say which fields of a spec mean nothing here, where it has any."""
     fields = FinetuneJobSpec.model_fields
     named = [name for name in _OF_CLUSTER if getattr(spec, name) != fields[name].default]
-    listed = ", ".join(f"spec.{fields[name].alias}" for name in named)
-    return [f"without a cluster, nothing follows from {listed}"] if named else []
+    listed = ", ".join(
+        [
+            *(f"spec.{fields[name].alias}" for name in named),
+            *(["spec.output.secretRef"] if spec.output.secret_ref else []),
+            *(["spec.dataset.secretRef"] if spec.dataset.secret_ref else []),
+        ]
+    )
+    if not listed:
+        return []
+    return [f"without a cluster, nothing follows from {listed}"]
 
 
 def forget(job: LocalJob, tell: Callable[[str], None] = lambda line: None) -> None:
@@ -262,7 +281,7 @@ def check_apart(jobs: Sequence[LocalJob]) -> None:
     for job in jobs:
         if (other := seen.setdefault(job.destination.resolve(), job)) is not job:
             raise UserError(
-                f"{other.manifest} and {job.manifest} would both write to {job.destination}",
+                f"{other.manifest} and {job.manifest} would both write to {job.place}",
                 field="spec.output.destination",
                 remedy="Give each job a destination of its own.",
             )

@@ -95,6 +95,7 @@ class Prometheus:
         cluster: directory of the cluster.
         data: folder for its configuration, log and samples; they stay.
         port: of its API and pages; 0: any free one.
+        rules: file with rules; default: those of the source tree.
 
     Attributes:
         url: of its API and pages.
@@ -102,9 +103,9 @@ class Prometheus:
 
     url: str
 
-    def __init__(self, cluster: Path, data: Path, port: int = 0) -> None:
+    def __init__(self, cluster: Path, data: Path, port: int = 0, rules: Path | None = None) -> None:
         self._cluster, self._data = cluster, data.absolute()
-        self._port = port
+        self._port, self._rules = port, rules or rules_file()
         self._keeper: Keeper | None = None
         self._child: Child | None = None
 
@@ -119,7 +120,7 @@ class Prometheus:
         self._data.mkdir(parents=True, exist_ok=True)
         self.find_targets()
         config = self._data / "prometheus.yaml"
-        config.write_text(yaml.safe_dump(configuration(self._targets_file, rules_file())))
+        config.write_text(yaml.safe_dump(configuration(self._targets_file, self._rules)))
         with ReservedPort(self._port, field="--port") as reserved:
             port = reserved.number
         self.url = f"http://{LOOPBACK}:{port}"

@@ -153,7 +153,7 @@ class EngineWorker(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class EnginePolicy(_message.Message):
-    __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name")
+    __slots__ = ("policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "name", "deferral_seconds")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class EnginePolicy(_message.Message):
     MAX_COMPUTE_PERCENT_FIELD_NUMBER: _ClassVar[int]
     MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    DEFERRAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     mode: str
     objective_seconds: float
@@ -170,7 +171,8 @@ class EnginePolicy(_message.Message):
     max_compute_percent: int
     max_memory_percent: int
     name: str
-    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    deferral_seconds: float
+    def __init__(self, policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., name: _Optional[str] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("hello", "progress", "event")

@@ -114,7 +114,7 @@ class OperatorHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ..., rest_heartbeat_seconds: _Optional[float] = ...) -> None: ...
 
 class PolicyConfig(_message.Message):
-    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation")
+    __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds")
     NAME_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
@@ -124,6 +124,7 @@ class PolicyConfig(_message.Message):
     MAX_COMPUTE_PERCENT_FIELD_NUMBER: _ClassVar[int]
     MAX_MEMORY_PERCENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
+    DEFERRAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     name: str
     policy: str
     mode: str
@@ -133,7 +134,8 @@ class PolicyConfig(_message.Message):
     max_compute_percent: int
     max_memory_percent: int
     generation: int
-    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ...) -> None: ...
+    deferral_seconds: float
+    def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
 
 class StoredProfile(_message.Message):
     __slots__ = ("slot", "profile_json")

@@ -18,6 +18,7 @@ from windrow.rundir import (
     ENV_NODE_NAME,
     ENV_OPERATOR_ADDRESS,
     ENV_OPERATOR_CA,
+    ENV_OPERATOR_CA_FILE,
     ENV_OUTPUT_TREES,
     ENV_POD_NAME,
     ENV_POD_NAMESPACE,
@@ -54,6 +55,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         run_dir=RunDir(Path(args.run_dir)),
         operator_address=args.operator_address,
         operator_ca=args.operator_ca,
+        operator_ca_file=Path(args.operator_ca_file) if args.operator_ca_file else None,
         operator_server_name=args.operator_server_name,
         token_file=Path(args.token_file) if args.token_file else None,
         pod_namespace=args.pod_namespace,
@@ -97,6 +99,8 @@ class _Flags:
             metavar="X",
             help=f"certificate of the operator's authority: PEM or a file [{ENV_OPERATOR_CA}]",
         )
+        where = "more of them, read at each dialling"
+        self._add("--operator-ca-file", ENV_OPERATOR_CA_FILE, where)
         self.parser.add_argument(
             "--operator-server-name",
             default="",

@@ -27,6 +27,7 @@ class AgentSettings:
     run_dir: RunDir
     operator_address: str = ""  # empty: nobody to attach to; nothing is harvested
     operator_ca: str = ""  # PEM, or the path of a file that holds it
+    operator_ca_file: Path | None = None  # more of them, kept up to date from outside
     operator_server_name: str = ""  # name in the operator's certificate, when not the address
     token_file: Path | None = None
     pod_namespace: str = ""
@@ -69,8 +70,9 @@ class AgentSettings:
                 field=ENV_MAX_JOBS,
                 remedy="Give 1 for one job at a time, or how many may take turns.",
             )
-        if self.operator_address and not (self.operator_ca and self.token_file):
-            missing = ENV_OPERATOR_CA if not self.operator_ca else ENV_TOKEN_FILE
+        known = self.operator_ca or self.operator_ca_file
+        if self.operator_address and not (known and self.token_file):
+            missing = ENV_OPERATOR_CA if not known else ENV_TOKEN_FILE
             raise UserError(
                 "an operator's address needs its authority and a token",
                 field=missing,
@@ -83,11 +85,22 @@ class AgentSettings:
         return self.metrics_host or ("0.0.0.0" if self.metrics_port else "127.0.0.1")
 
     def operator_ca_pem(self) -> bytes:
-        """The authority's certificate.
+        """The certificates of the operator's authorities, as they are now.
 
         Raises:
-            UserError: it is neither PEM nor a readable file.
+            UserError: what was given is neither PEM nor a readable file.
         """
+        return self._given_ca_pem() + self._kept_ca_pem()
+
+    def _kept_ca_pem(self) -> bytes:
+        # The pod may have started before its ConfigMap was written: then there is no file yet.
+        if self.operator_ca_file is None or not self.operator_ca_file.is_file():
+            return b""
+        return b"\n" + self.operator_ca_file.read_bytes()
+
+    def _given_ca_pem(self) -> bytes:
+        if not self.operator_ca:
+            return b""
         if self.operator_ca.lstrip().startswith("-----BEGIN"):
             return self.operator_ca.encode()
         try:

@@ -145,6 +145,7 @@ class Sidecar:
             scope=policy.scope,
             max_compute_percent=policy.max_compute_percent,
             max_memory_percent=policy.max_memory_percent,
+            deferral_seconds=policy.deferral_seconds,
         )
         for slot in self._slots.values():
             slot.set_policy(self._policy)

@@ -16,7 +16,7 @@ from typing import Any
 from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunSample, fit_co_run
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, spread_shares
-from windrow_sidecar.qos.solo import SoloSample, fit_solo
+from windrow_sidecar.qos.solo import SoloSample, SoloStepModel, fit_solo
 
 _QUICK_BATCHES = (1, 4, 8, 16, 32)
 _FULL_BATCHES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -231,6 +231,27 @@ def document(
             "medianAbsErrorPercent": error,
         }
     return {
+        **_of(subject, taken_at),
+        "solo": [
+            {**_solo_row(units, fit.model), "medianAbsErrorPercent": fit.median_abs_error_percent}
+            for units, fit in fits.items()
+        ],
+        **beside,
+        "noisePercent": noise_percent,
+        "samples": [*_rows(samples), *_rows_beside(co_run)],
+    }
+
+
+def prior_document(
+    subject: Subject, models: Mapping[int, SoloStepModel], *, taken_at: datetime
+) -> dict[str, Any]:
+    """Return a LatencyProfileSpec, as a mapping, of a device that was never profiled."""
+    solo = [_solo_row(units, model) for units, model in sorted(models.items())]
+    return {**_of(subject, taken_at), "solo": solo, "roofline": True}
+
+
+def _of(subject: Subject, taken_at: datetime) -> dict[str, Any]:
+    return {
         "key": subject.key,
         "device": subject.device,
         "driver": subject.driver,
@@ -238,20 +259,16 @@ def document(
         "engineVersion": subject.engine_version,
         "modelFingerprint": subject.model_fingerprint,
         "tensorParallel": subject.tensor_parallel,
-        "solo": [
-            {
-                "units": units,
-                "c0Us": fit.model.c0_us,
-                "b0Us": fit.model.b0_us,
-                "k0NsPerToken": fit.model.k0_us * 1000,
-                "medianAbsErrorPercent": fit.median_abs_error_percent,
-            }
-            for units, fit in fits.items()
-        ],
-        **beside,
-        "noisePercent": noise_percent,
-        "samples": [*_rows(samples), *_rows_beside(co_run)],
         "takenAt": taken_at.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def _solo_row(units: int, model: SoloStepModel) -> dict[str, Any]:
+    return {
+        "units": units,
+        "c0Us": model.c0_us,
+        "b0Us": model.b0_us,
+        "k0NsPerToken": model.k0_us * 1000,
     }
 
 

@@ -98,6 +98,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="PID",
         help="who starts it: when that process ends, it writes a checkpoint and ends as well",
     )
+    own.add_argument("--output", metavar="PLACE", help="instead of the job's output.destination")
+    own.add_argument(
+        "--fresh", action="store_true", help="forget what earlier runs left in a bucket"
+    )
     own.add_argument("--log-dir", type=Path, help="event log goes there")
     options = parser.parse_args(argv)
     if options.standalone:

@@ -43,7 +43,7 @@ class Decided(NamedTuple):
     extrapolated: bool  # batch or context lie outside of what was profiled
 
 
-class _During(NamedTuple):
+class DuringStep(NamedTuple):
     """What a step runs under, to judge it by afterwards."""
 
     split: int = 0  # that the worker had throughout; 0: none, or not throughout
@@ -66,13 +66,13 @@ EAGER = Offer(job_epoch=1)
 class Controller:
     """Decides for one slot, step by step. One thread, but for `headroom_units`.
 
+    This is how it reads. What engines run is `engines.harvest.compiled.CompiledController`: the
+    same answers in a tenth of the time.
+
     `pause_epoch`: of the grant before its first (see `Handover`).
 
     Attributes:
-        why_paused: in a few words, while the worker is paused; "" while it may run.
         refusal: why no harvesting is possible under these terms; "" where it is.
-        would_units: what the policy gives the worker, on average over the step; in mode `observe`,
-            what it would.
     """
 
     def __init__(
@@ -93,12 +93,27 @@ class Controller:
         self._policy: Policy | None = None
         self._allowed, self._idle_units = 1, 0
         self._current, self._switched_ns = 0, 0
-        self._during = _During()
-        self.why_paused = "no policy"
+        self._during = DuringStep()
+        self._why_paused = "no policy"
         # Of the last decision.
         self._margin, self._alone_us, self._extrapolated = 0.0, 0.0, False
         self.refusal = ""
-        self.would_units = 0.0
+        self._would_units = 0.0
+
+    @property
+    def why_paused(self) -> str:
+        """In a few words, while the worker is paused; "" while it may run."""
+        return self._why_paused
+
+    @property
+    def would_units(self) -> float:
+        """What the policy gives the worker, on average over the step; in `observe`, would give."""
+        return self._would_units
+
+    @property
+    def during(self) -> DuringStep:
+        """What the step that was decided last runs under."""
+        return self._during
 
     @property
     def terms(self) -> HarvestTerms | None:
@@ -148,7 +163,7 @@ class Controller:
         settled = handover.decode_units == wish.decode_units
         runs = wish.action != Action.PAUSE and view.batch > 0 and settled
         in_part = runs and is_for_one_step(wish)
-        self._during = _During(
+        self._during = DuringStep(
             self._current if runs and not in_part else 0,
             view.batch,
             view.context_tokens,
@@ -179,7 +194,7 @@ class Controller:
     @property
     def is_settled(self) -> bool:
         """Whether the last decision is in force as it was wished: no units are changing hands."""
-        return self._during.settled
+        return self.during.settled
 
     def observe(self, now_ns: int, latency_us: float) -> float | None:
         """Judge the step that was decided last, and learn from it. Belongs after the step.
@@ -187,7 +202,7 @@ class Controller:
         Returns how far the step was from its prediction, relative to that; None: it ran without a
         worker, or between two partitions.
         """
-        during, terms = self._during, self._terms
+        during, terms = self.during, self._terms
         if terms is None or during.batch == 0:
             return None
         if not 0 < latency_us < IMPOSSIBLE_US:
@@ -228,7 +243,7 @@ class Controller:
             grant,
             self._margin,
             self._alone_us,
-            self.why_paused,
+            self._why_paused,
             self._extrapolated,
         )
 
@@ -250,12 +265,12 @@ class Controller:
         terms, policy, predictor = self._terms, self._policy, self._predictor
         if terms is None or policy is None or predictor is None:
             self._switch_to(0, now_ns)
-            self.why_paused = _why_nothing(terms, predictor)
+            self._why_paused = why_nothing(terms, predictor)
             return Grant(Action.PAUSE, 0, self._levels.units)
         observing = terms.mode == "observe"
         if not present and not observing:
             self._switch_to(0, now_ns)
-            self.why_paused = "no worker"
+            self._why_paused = "no worker"
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
         self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
@@ -264,11 +279,11 @@ class Controller:
         since_ns = now_ns - self._switched_ns
         ctx = self._context(terms, predictor, margin, view, since_ns, offer.phase)
         self._margin, self._alone_us = margin, ctx.solo_us[0]
-        doubt = self.guard.doubt(view, ctx.predicted_us, now_ns)
+        doubt = self.guard.doubt(view, offer, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
             self._switch_to(0, now_ns)
-            self.would_units = 0.0
-            self.why_paused = doubt or "objective"
+            self._would_units = 0.0
+            self._why_paused = doubt or "objective"
             return Grant(Action.PAUSE, 0, self._levels.units)
         wish = policy.decide(view, EAGER if observing else offer, ctx)
         if wish.action != Action.PAUSE:
@@ -277,7 +292,7 @@ class Controller:
             latest_ns = (view.start_ns or now_ns) + terms.deferral_us * 1000
             hold_ns = min(wish.hold_admission_until_ns, latest_ns)
             wish = wish._replace(gap_until_ns=0, hold_admission_until_ns=hold_ns)
-            self.why_paused = "starving" if offer.starving and not observing else "objective"
+            self._why_paused = "starving" if offer.starving and not observing else "objective"
         if wish.action == Action.PAUSE:
             self._switch_to(0, now_ns)
         elif wish.gap_until_ns:
@@ -288,9 +303,9 @@ class Controller:
         else:
             index = self._levels.index_of(wish.finetune_units, wish.decode_units)
             self._switch_to(index, now_ns)
-        self.would_units = effective_units(wish, view, EAGER if observing else offer, ctx)
+        self._would_units = effective_units(wish, view, EAGER if observing else offer, ctx)
         if observing:
-            self.why_paused = "observe"
+            self._why_paused = "observe"
             return alone(ctx)
         return wish
 
@@ -299,7 +314,7 @@ class Controller:
     ) -> Grant:
         """The wish, unless the guard forbids it or it passes a hard limit."""
         if not self.guard.may_run(now_ns):
-            self.why_paused = "breaker" if self.guard.reason else "guard"
+            self._why_paused = "breaker" if self.guard.reason else "guard"
             return alone(ctx)
         most = self._levels.splits[self._allowed - 1].finetune_units
         if view.batch == 0 or wish.gap_until_ns:
@@ -311,9 +326,9 @@ class Controller:
         latest_hold_ns = begun_ns + terms.deferral_us * 1000
         kept = self.guard.allows(wish, most, latest_gap_ns, latest_hold_ns)
         if not kept or wish.action != Action.GO:
-            self.why_paused = "limits"
+            self._why_paused = "limits"
             return alone(ctx)
-        self.why_paused = ""
+        self._why_paused = ""
         return wish
 
     def _context(
@@ -364,7 +379,8 @@ def _below_decode(terms: HarvestTerms | None, predictor: Predictor | None) -> st
     )
 
 
-def _why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
+def why_nothing(terms: HarvestTerms | None, predictor: Predictor | None) -> str:
+    """Why nothing is harvested at all under these terms, of which there is none, or it is off."""
     if terms is None:
         return "no policy"
     return "off" if predictor else "no latency profile"

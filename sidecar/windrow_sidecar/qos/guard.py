@@ -14,9 +14,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from windrow_sidecar.qos.view import Grant, View
+from windrow_sidecar.qos.view import Grant, Offer, View
 
 SECOND_NS = 1_000_000_000
+# Beyond these a worker's figures cannot be meant: no model has as many layers, no tasklet as many
+# tokens, no device as many bytes. Products of figures below them fit 64 bits.
+OFFERED_LAYERS, OFFERED_TOKENS, OFFERED_BYTES = 1 << 20, 1 << 31, 1 << 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,7 @@ class Guard:
         age = (now_ns - self._extra_at_ns) / self._settings.widen_half_life_ns
         return self._extra * 2.0**-age if age < 10 else 0.0
 
-    def doubt(self, view: View, predicted_us: Sequence[float], now_ns: int) -> str:
+    def doubt(self, view: View, offer: Offer, predicted_us: Sequence[float], now_ns: int) -> str:
         """Why nothing can be decided on these figures, in a few words; "" where it can."""
         settings = self._settings
         self._standing = 0 if now_ns > self._last_now_ns else self._standing + 1
@@ -113,6 +116,14 @@ class Guard:
         for step_us in predicted_us:
             if not 0 < step_us < settings.longest_step_us:
                 return "the prediction is impossible"
+        if not (
+            0 <= offer.layer_begin < OFFERED_LAYERS
+            and 0 <= offer.layer_end < OFFERED_LAYERS
+            and 0 <= offer.tokens < OFFERED_TOKENS
+            and offer.memory_delta_bytes < OFFERED_BYTES
+            and all(0 <= us < settings.longest_step_us for us in offer.estimates_us)
+        ):
+            return "the offer holds impossible figures"
         return ""
 
     def allows(self, wish: Grant, most_units: int, most_gap_ns: int, most_hold_ns: int) -> bool:
@@ -135,10 +146,24 @@ class Guard:
         if now_ns < self._paused_until_ns:
             return False
         if self.reason and now_ns >= self._open_until_ns:
-            # Half-open: a trial, judged by a fresh window of its own.
-            self.reason = ""
-            self._beside.clear()
+            self.begin_trial()
         return not self.reason
+
+    def begin_trial(self) -> None:
+        """Half-open: the worker runs again on trial, judged by a fresh window of its own."""
+        self.reason = ""
+        self._beside.clear()
+
+    @property
+    def state(self) -> tuple[float, int, int, int, bool]:
+        """What a decision needs of it: margin added and when, paused until, open until, open."""
+        return (
+            self._extra,
+            self._extra_at_ns,
+            self._paused_until_ns,
+            self._open_until_ns,
+            bool(self.reason),
+        )
 
     def observe(
         self, now_ns: int, *, latency_us: float, objective_us: int, harvested: bool

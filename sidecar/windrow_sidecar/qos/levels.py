@@ -68,12 +68,17 @@ class Partitioning:
                 return index
         return 0
 
+    @property
+    def offered(self) -> list[int]:
+        """Units of the worker's estimates, in the order of `Offer.estimates_us`."""
+        return [*dict.fromkeys(s.finetune_units for s in self.splits[1:]), self.units]
+
     def offered_index(self, finetune_units: int) -> int:
         """Place of the worker's estimate for so many units among `Offer.estimates_us`.
 
         The worker shows its shares by growing units, and the whole device last.
         """
-        shares = [*dict.fromkeys(s.finetune_units for s in self.splits[1:]), self.units]
+        shares = self.offered
         index = bisect_left(shares, finetune_units)
         return min(index, len(shares) - 1, LEVELS_MAX - 1)
 

@@ -2,13 +2,14 @@
 
 Stage 1 (`solo.py`) is fitted from a profile. Stage 2 (`co_run.py`) multiplies it by what a worker
 costs, with one (b1, k1) for all batches and phases, which recursive least squares follows online.
-In front of both stands what steps of the same kind took (`records.py`).
+In front of both stands what steps of the same kind took (`records.py`). The papers' own forms stay
+as options: `harli` keeps the factors that were profiled, `llmstation` moves the records only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
@@ -16,6 +17,8 @@ from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.records import RecordCache
 from windrow_sidecar.qos.solo import BATCH_FLOOR, SoloStepModel, profiled_range, solo_models
 
+# What steps teach: both stages' factors and the records; nothing (Harli); the records (LLMStation).
+PredictorForm = Literal["windrow", "harli", "llmstation"]
 # Beyond the profile the margin is wider by this: what a line that fits within 8% may be off by when
 # it is followed to twice as far, with both coefficients wrong in the same direction.
 BEYOND_MARGIN = 0.08
@@ -50,6 +53,7 @@ class Predictor:
         co_run: CoRunFactors | None = None,
         *,
         profiled: tuple[int, int] | None = None,
+        form: PredictorForm = "windrow",
     ) -> None:
         missing = [s.decode_units for s in levels.splits if s.decode_units not in solo]
         if missing:
@@ -62,6 +66,7 @@ class Predictor:
         self._alone = [(m.c0_us, m.b0_us, m.k0_us) for m in self._solo]
         self._most_batch, self._most_context = profiled or (1 << 62, 1 << 62)
         self._records = RecordCache(len(levels.splits))
+        self._form = form
         self._beyond = 0  # steps that lay outside of that
         self._shares = [
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
@@ -71,7 +76,8 @@ class Predictor:
         # Information about (b1, k1), symmetric; the prior counts as much as one step.
         self._i00, self._i01, self._i11 = 1.0, 0.0, 1.0
         self.margin = START_MARGIN
-        self._fold()
+        self._folded = (0.0, 0.0)  # (b1, k1) that the stretches are of
+        self._stretches: list[float] = []
 
     @property
     def co_run(self) -> CoRunFactors:
@@ -92,7 +98,7 @@ class Predictor:
         """
         b = batch if batch > BATCH_FLOOR else BATCH_FLOOR
         alone = [c0 + b0 * b + k0 * context_tokens for c0, b0, k0 in self._alone]
-        beside = [us * stretch for us, stretch in zip(alone, self._stretch, strict=True)]
+        beside = [us * by for us, by in zip(alone, self._stretch, strict=True)]
         if known := self._records.corrections(batch, context_tokens, phase):
             # Whatever was measured, a worker never makes decode faster.
             beside = [
@@ -103,6 +109,21 @@ class Predictor:
     def extrapolates(self, batch: int, context_tokens: int) -> bool:
         """Whether batch or context lie beyond what was profiled, or seen often enough since."""
         return batch > self._most_batch or context_tokens > self._most_context
+
+    @property
+    def models(self) -> list[tuple[float, float, float]]:
+        """Stage 1 by split: c0, b0 and k0 in microseconds."""
+        return self._alone
+
+    @property
+    def learned(self) -> tuple[float, float, float, int, int]:
+        """What steps have taught: b1, k1, the margin, and the batch and context it reaches to."""
+        return self._b1, self._k1, self.margin, self._most_batch, self._most_context
+
+    @property
+    def records(self) -> RecordCache:
+        """What steps of each kind took, over what the linear model says."""
+        return self._records
 
     @property
     def least_step_us(self) -> float:
@@ -133,15 +154,17 @@ class Predictor:
         """
         self._widen_range(batch, context_tokens)
         alone_us = self._solo[split].predict_us(batch, context_tokens)
-        linear_us = expected = alone_us * self._stretch[split]
+        linear_us = expected = alone_us * self._stretch_of(split)
         if split and (known := self._records.corrections(batch, context_tokens, phase)):
             expected = max(alone_us, expected * known[split])
         residual = (latency_us - expected) / expected
         if split:
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
-            ratio = latency_us / linear_us
-            self._records.add(split, batch, context_tokens, phase, ratio=ratio)
-            self._learn(split, latency_us / alone_us, weight)
+            if self._form != "harli":
+                ratio = latency_us / linear_us
+                self._records.add(split, batch, context_tokens, phase, ratio=ratio)
+            if self._form == "windrow":
+                self._learn(split, latency_us / alone_us, weight)
             self._move_margin(residual, weight)
         return residual
 
@@ -159,7 +182,6 @@ class Predictor:
         pull = weight * error / (i00 * i11 - i01 * i01)
         self._b1 += pull * (i11 * x0 - i01 * x1)
         self._k1 += pull * (i00 * x1 - i01 * x0)
-        self._fold()
 
     def _move_margin(self, residual: float, weight: float) -> None:
         """Follow the 95th percentile of the relative residual."""
@@ -169,10 +191,18 @@ class Predictor:
         else:
             self.margin = max(MARGIN_MIN, self.margin - pace * (1 - MARGIN_QUANTILE))
 
-    def _fold(self) -> None:
-        co_run = self.co_run
-        self._stretch = [co_run.factor(*shares) for shares in self._shares]
-        self._stretch[0] = 1.0  # decode alone, whatever stage 2 says of s_ft = 0
+    def _stretch_of(self, split: int) -> float:
+        return self.co_run.factor(*self._shares[split]) if split else 1.0
+
+    @property
+    def _stretch(self) -> list[float]:
+        """Stage 2 by split; folded when a prediction asks and it has moved since."""
+        if self._folded != (self._b1, self._k1):
+            self._folded = (self._b1, self._k1)
+            co_run = self.co_run
+            self._stretches = [co_run.factor(*shares) for shares in self._shares]
+            self._stretches[0] = 1.0  # decode alone, whatever stage 2 says of s_ft = 0
+        return self._stretches
 
     def _widen_range(self, batch: int, context_tokens: int) -> None:
         """A batch or context that has been seen often is no extrapolation any more."""
@@ -186,7 +216,10 @@ class Predictor:
 
 
 def predictor_of(
-    levels: Partitioning, profile: Mapping[str, Any], kind: type[Predictor] = Predictor
+    levels: Partitioning,
+    profile: Mapping[str, Any],
+    kind: type[Predictor] = Predictor,
+    form: PredictorForm = "windrow",
 ) -> Predictor:
     """The predictor, of that class, that a latency profile makes.
 
@@ -194,4 +227,4 @@ def predictor_of(
         UserError: it lacks a share that decode would have beside a worker.
     """
     solo, range_ = solo_models(profile), profiled_range(profile)
-    return kind(levels, solo, co_run_model(profile), profiled=range_)
+    return kind(levels, solo, co_run_model(profile), profiled=range_, form=form)

@@ -13,7 +13,7 @@ _WEIGHT, _ENOUGH = 0.05, 16
 # A correction beyond this is a model that does not fit, which the margin is for.
 _MOST = 1.25
 _CAPACITY = 1024
-_CONTEXT_BITS = 12
+CONTEXT_BITS = 12
 
 
 class RecordCache:
@@ -24,14 +24,16 @@ class RecordCache:
         self._ratios: dict[tuple[int, int, int], list[float]] = {}
         self._seen: dict[tuple[int, int, int], list[int]] = {}
         self._known: dict[tuple[int, int, int], list[float]] = {}
+        # The last correction that changed: batch bits, context, phase, split, ratio.
+        self.newest: tuple[int, int, int, int, float] | None = None
 
     def corrections(self, batch: int, context_tokens: int, phase: int) -> list[float] | None:
         """By which each split's prediction is to be multiplied; None: a miss."""
-        return self._known.get(((batch - 1).bit_length(), context_tokens >> _CONTEXT_BITS, phase))
+        return self._known.get(((batch - 1).bit_length(), context_tokens >> CONTEXT_BITS, phase))
 
     def add(self, split: int, batch: int, context_tokens: int, phase: int, *, ratio: float) -> None:
         """Keep how long a step took, over what the linear model says."""
-        key = ((batch - 1).bit_length(), context_tokens >> _CONTEXT_BITS, phase)
+        key = ((batch - 1).bit_length(), context_tokens >> CONTEXT_BITS, phase)
         ratios = self._ratios.get(key)
         if ratios is None:
             if len(self._ratios) >= _CAPACITY:
@@ -46,3 +48,12 @@ class RecordCache:
         if seen[split] >= _ENOUGH:
             known = self._known.setdefault(key, [1.0] * self._splits)
             known[split] = ratios[split]
+            self.newest = (*key, split, ratios[split])
+
+    def all_known(self) -> list[tuple[int, int, int, int, float]]:
+        """Every correction, as `newest` has them."""
+        return [
+            (*key, split, ratio)
+            for key, ratios in self._known.items()
+            for split, ratio in enumerate(ratios)
+        ]

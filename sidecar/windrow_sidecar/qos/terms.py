@@ -42,11 +42,12 @@ def make_terms(
     scope: str,
     max_compute_percent: int,
     max_memory_percent: int,
+    deferral_seconds: float = 0.0,
 ) -> HarvestTerms | None:
     """Check what came over the wire; None when no HarvestPolicy selects the pod.
 
     The operator writes every number, so 0 is what the policy says: of the arena, that nothing may
-    be lent.
+    be lent. `deferral_seconds` is 0 where the policy leaves it out.
 
     Raises:
         UserError: an unknown policy, mode or scope, or a number out of its range.
@@ -80,6 +81,12 @@ def make_terms(
                 field=field,
                 remedy=f"Give a number from {least} to 100.",
             )
+    if not 0 <= deferral_seconds <= 60:
+        raise UserError(
+            f"{deferral_seconds} s is no time that a request may be held back",
+            field="spec.objective.deferralBound",
+            remedy="Give one between 1ms and 1m, for example 400ms, or leave it out.",
+        )
     terms = HarvestTerms(
         name=name,
         policy=policy,
@@ -89,6 +96,7 @@ def make_terms(
         per_request=scope == "perRequest",
         max_compute_percent=max_compute_percent,
         max_memory_percent=max_memory_percent,
+        deferral_us=round(deferral_seconds * 1e6) or DEFAULT_DEFERRAL_US,
     )
     terms.make_policy()
     return terms

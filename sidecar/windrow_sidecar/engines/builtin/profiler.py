@@ -21,11 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
 from windrow.errors import UserError
 from windrow.rundir import RunDir
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loop import LoopParts
+from windrow_sidecar.engines.builtin.rates import measure_rates, step_size
 from windrow_sidecar.engines.profile import (
     CHECK_LIMIT_PERCENT,
     EFFORTS,
@@ -40,14 +43,17 @@ from windrow_sidecar.engines.profile import (
     file_name,
     plan,
     plan_co_run,
+    prior_document,
 )
 from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.roofline import roofline_models
 from windrow_sidecar.qos.solo import SoloSample, solo_models
 
 _log = logging.getLogger(__name__)
 
 _CHECK_STEPS = 12
+_PRIOR_CONTEXT = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +145,20 @@ class Profiler:
         )
         return profile
 
+    def prior(self, config: LlamaConfig, device: str, dtype: torch.dtype) -> Mapping[str, Any]:
+        """Measure rates, and one kind of step; the profile says that it is made of them."""
+        size, partition = step_size(config, dtype), self.parts.partition
+        shares = dict.fromkeys(split.decode_units for split in self.splits.splits)
+        try:
+            rates = measure_rates(partition, shares, size, device, dtype)
+        finally:
+            partition.activate(self.parts.units)
+        context = min(_PRIOR_CONTEXT, self.bounds.max_context // 2, self.bounds.max_tokens)
+        few = Effort(1, _CHECK_STEPS - WARM_UP_STEPS, (), (), soft_limit_s=5.0)
+        anchors = profiling.measure(self.parts, [Point(n, 1, context) for n in shares], few)
+        models = roofline_models(rates, size, anchors.samples)
+        return prior_document(self.subject, models, taken_at=datetime.now(UTC))
+
     def _beside(self, effort: Effort, config: LlamaConfig) -> list[CoRunSample]:
         points = plan_co_run(self.splits, effort, **asdict(self.bounds))
         if not points or self.subject.driver != "host":
@@ -148,6 +168,8 @@ class Profiler:
 
     def _check(self, profile: Mapping[str, Any]) -> None:
         """Compare a few steps on the whole device with what the profile says of them."""
+        if profile.get("roofline"):
+            raise UserError("it is made of rates, not of measured steps")
         noise = float(profile.get("noisePercent", 0.0))
         if noise > NOISE_LIMIT_PERCENT:
             raise UserError(f"it is of a noisy machine: steps scatter by {noise:.0f}%")

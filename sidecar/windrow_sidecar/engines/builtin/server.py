@@ -37,7 +37,6 @@ from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.heap import settle_heap
-from windrow_sidecar.qos.levels import Partitioning
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.builtin.harvesting import Harvesting
@@ -146,7 +145,7 @@ def _run(
             settings, parts, arena, device, subject, max_context, config, log
         )
     else:
-        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context, config)
+        profile = _take_profile(settings, parts, arena, device, subject, max_context, config)
         if settings.profile_only is not None and profile is not None:
             settings.profile_only.write_text(json.dumps(profile, indent=1))
             return 0
@@ -185,7 +184,7 @@ def _start_harvesting(
     try:
         from windrow_sidecar.engines.builtin import harvesting
 
-        profile = _take_profile(settings, parts, arena, device.splits, subject, max_context, config)
+        profile = _take_profile(settings, parts, arena, device, subject, max_context, config)
         if profile is not None:
             harvesting.write_profile(settings.run_dir, profile)
         return harvesting.start(
@@ -228,7 +227,7 @@ def _take_profile(
     settings: EngineSettings,
     parts: LoopParts,
     arena: Arena,
-    splits: Partitioning,
+    device: EngineDevice,
     subject: Subject,
     max_context: int,
     config: LlamaConfig,
@@ -243,9 +242,11 @@ def _take_profile(
         max_tokens=arena.geometry.chunks * arena.geometry.slots_per_chunk // 2,
         max_context=max_context,
     )
-    profiler = Profiler(parts, splits, subject, bounds, store)
+    profiler = Profiler(parts, device.splits, subject, bounds, store)
     if not settings.profile_only and (stored := profiler.read_back()) is not None:
         return stored
+    if settings.profile == "roofline":
+        return profiler.prior(config, str(device.torch_device), device.dtype)
     return profiler.take(settings.profile, config)
 
 

@@ -47,7 +47,7 @@ class EngineSettings:
     reserve_tokens: int
     context_length: int  # 0: the model's own
     threads: int  # at most so many compute a step; 0: as many as are found to be useful
-    profile: str  # "none", "quick", "full"
+    profile: str  # "none", "roofline", "quick", "full"
     disaggregated: bool  # prompts may arrive with their KV
     run_dir: RunDir | None  # None: an ordinary decode server, nothing is harvested
     log_dir: Path | None
@@ -165,8 +165,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--profile",
-        choices=["none", "quick", "full"],
-        help="measure decode's latency before serving; default: quick in a decode pod, else none",
+        choices=["none", "roofline", "quick", "full"],
+        help="measure decode's latency before serving (roofline: the device's rates only, within a "
+        "second); default: quick in a decode pod, else none",
     )
     add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
     add(

@@ -9,6 +9,7 @@ from typing import Any
 from windrow.eventlog import EventLog, MarkEvent
 from windrow_sidecar._core import Arena
 from windrow_sidecar.engines.harvest.ablation import NoGuard, NoHandover, NoPredictor
+from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.engines.harvest.lending import LendingCounts, LendingManager
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
@@ -24,6 +25,7 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
 _NOBODY = Offer()
+_DECODE = 0  # a writer of the page
 
 
 class HarvestHook:
@@ -57,16 +59,23 @@ class HarvestHook:
         solo: dict[int, SoloStepModel] = solo_models(profile) if profile else {}
         without = self._settings.without
         self._predictor_type = NoPredictor if "predictor" in without else Predictor
-        predictor = predictor_of(levels, profile, self._predictor_type) if profile else None
+        predictor = self._predictor_of(profile) if profile else None
         geometry, pause_epoch = arena.geometry, arena.page.pause_epoch
-        self.controller = Controller(
-            levels,
-            predictor,
-            NoGuard() if "guard" in without else None,
-            pause_epoch=pause_epoch,
-            handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
-            engine=EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes),
-        )
+        engine = EngineTraits(geometry.layers, self._settings.gaps, geometry.chunk_bytes)
+        self.controller: Controller
+        if without & {"guard", "predictor", "handover"}:
+            self.controller = Controller(
+                levels,
+                predictor,
+                NoGuard() if "guard" in without else None,
+                pause_epoch=pause_epoch,
+                handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
+                engine=engine,
+            )
+        else:
+            self.controller = CompiledController(
+                levels, predictor, pause_epoch=pause_epoch, engine=engine
+            )
         self._lending = LendingManager(arena, self._settings, log)
         self._stats = StepStats()
         self._rate = HarvestRate(profile, solo, levels.units)
@@ -117,7 +126,7 @@ class HarvestHook:
             UserError: it lacks a share that decode would have beside a worker.
         """
         solo = solo_models(profile)
-        self.controller.set_predictor(predictor_of(self._levels, profile, self._predictor_type))
+        self.controller.set_predictor(self._predictor_of(profile))
         self._rate = HarvestRate(profile, solo, self._levels.units)
         self._steady_until_ns = 0
 
@@ -143,7 +152,9 @@ class HarvestHook:
             and not (facts.admitted_tokens or facts.waiting or facts.prefill_tokens)
             and not self._new_terms
         ):
-            self._page.publish_view(self._view_of(facts, begin_ns))
+            # What the worker heeds of decode between two decisions is that it lives.
+            self._page.beat(_DECODE)
+            self._waiting_since_ns = 0
             decision = self._granted
         else:
             decision = self._decide_anew(facts, begin_ns)
@@ -237,6 +248,10 @@ class HarvestHook:
         """What a worker would get here now; called once a second, with each new snapshot."""
         would = self.controller.headroom_units(snapshot.view)
         return self._rate.update(snapshot.unit_seconds, snapshot.tokens_done, would)
+
+    def _predictor_of(self, profile: Mapping[str, Any]) -> Predictor:
+        form = self._settings.predictor
+        return predictor_of(self._levels, profile, self._predictor_type, form)
 
     def _view_of(self, facts: StepInput | None, now_ns: int) -> View:
         """Return what the page shows of a step; None: the engine runs nothing."""

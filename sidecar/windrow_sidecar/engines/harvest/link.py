@@ -173,6 +173,7 @@ class EngineAgentLink:
                 scope=policy.scope,
                 max_compute_percent=policy.max_compute_percent,
                 max_memory_percent=policy.max_memory_percent,
+                deferral_seconds=policy.deferral_seconds,
             )
         except UserError as error:
             _log.warning("policy %s is not in force: %s", policy.name, error)

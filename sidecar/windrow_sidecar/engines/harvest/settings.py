@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from windrow.rundir import RunDir
 from windrow_sidecar.engines.harvest.ablation import Protection
+from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.reserve import ReserveFormula
 
 
@@ -25,6 +26,7 @@ class HarvestSettings:
             new. What it may miss meanwhile is a worker that starves, wants chunks or falls silent.
         lending_every_ns: how often lending is planned while nothing presses.
         run_dir: where the decisions are kept for `windrow explain`; None: nowhere.
+        predictor: what steps teach it (`qos.predictor`).
         without: protections that are off, for tests and benchmarks that show what each is for.
         gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
     """
@@ -39,4 +41,5 @@ class HarvestSettings:
     lending_every_ns: int = 20_000_000
     run_dir: RunDir | None = None
     gaps: bool = False
+    predictor: PredictorForm = "windrow"
     without: frozenset[Protection] = frozenset()

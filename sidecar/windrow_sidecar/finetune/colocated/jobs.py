@@ -279,13 +279,17 @@ class WorkerJobs:
                 *(stream, slot.gate, context.memory, ledger, pending.agent, job_state),
                 expected_s=lambda tasklet: estimates.expected_s(tasklet, weights),
             ),
-            failed=lambda error: self._tell_failure(pending, error),
+            failed=lambda error: self._fell(pending, folder, error),
             ended=lambda ending: self._left(slot, context, pending, ending),
             acts=self._turn_of(pending),
         )
 
     def _turn_of(self, pending: PendingJob) -> Callable[[], None]:
         return self._turn.of(pending.order.job_uid, pending.order.epoch)
+
+    def _fell(self, pending: PendingJob, folder: JobFolder, error: Exception) -> Ending:
+        folder.keep_figures()
+        return self._tell_failure(pending, error)
 
     def _tell_failure(self, pending: PendingJob, error: Exception) -> Ending:
         event, ending = failure(error, pending.job_state.last_checkpoint)

@@ -86,8 +86,12 @@ class JobSpec:
         return check_within(Path(path_of(place)), self.outputs)
 
 
-def read_job(path: Path) -> JobSpec:
+def read_job(path: Path, output: str | None = None) -> JobSpec:
     """Read a job as the agent writes it, or a FinetuneJob manifest (YAML or JSON).
+
+    Args:
+        path: of the file.
+        output: the destination, instead of that of the spec.
 
     Raises:
         UserError: the file cannot be read, or the spec in it cannot be honoured.
@@ -95,6 +99,10 @@ def read_job(path: Path) -> JobSpec:
     document = read_document(path, "Name a FinetuneJob manifest.")
     if not isinstance(document.get("spec"), dict):
         raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
+    if output is not None:
+        stated = document["spec"].get("output")
+        kept = stated if isinstance(stated, dict) else {}
+        document["spec"]["output"] = {**kept, "destination": output}
     about = document.get("metadata") or document
     outputs = document.get("outputs")
     return JobSpec(

@@ -5,11 +5,13 @@ worker's own disk, its files are uploaded, and its manifest comes last: a checkp
 not there. Of the adapter, its configuration comes last. Below `<destination>/.windrow/<job uid>/`
 each worker puts `epochs/NNNNNNNN` when it claims the job, and looks for a higher one before each
 manifest and adapter. A worker that was passed by between looking and writing leaves one more
-checkpoint of the same job, which is as good as any.
+checkpoint of the same job, which is as good as any. The figures of all steps, `metrics.jsonl`, go
+along with each checkpoint and with the end of the job.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
+from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import is_bucket, path_of
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
@@ -32,6 +35,7 @@ from windrow_sidecar.finetune.data.remote import (
     storage_options,
 )
 from windrow_sidecar.finetune.job.assembly import JobSpec
+from windrow_sidecar.finetune.job.scalars import METRICS_FILE
 from windrow_sidecar.finetune.training.checkpoint import (
     MANIFEST,
     STATE,
@@ -45,7 +49,13 @@ from windrow_sidecar.finetune.training.checkpoint import (
 )
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 
+log = logging.getLogger(__name__)
+
 _FIELD = "spec.output.destination"
+_BY_SECRET = (
+    "Name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in spec.output.secretRef."
+)
+_BY_ENVIRONMENT = "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile of AWS."
 
 
 class BucketSilent(Transient):
@@ -67,6 +77,25 @@ def open_folder(job: JobSpec) -> JobFolder:
         url = path_of(destination)
         return BucketFolder(url, job.uid, job.epoch, _file_system(url, job.output_credentials))
     return JobFolder(job.destination, job.uid, job.epoch)
+
+
+def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> JobFolder:
+    """Return the folder of a job that a worker alone on a machine runs.
+
+    Args:
+        job: the job.
+        parent: the process with whose end the worker ends; 0: there is none.
+        anew: whether what earlier runs left in a bucket goes once it is claimed.
+
+    Raises:
+        UserError: the job may not write there, or this worker has no client for it.
+    """
+    place = job.spec.output.destination
+    if not is_bucket(place):
+        return JobFolder(job.destination, job.uid, job.epoch, parent)
+    url = path_of(place)
+    system = _file_system(url, job.output_credentials)
+    return OwnBucketFolder(url, job.uid, system, job.destination, parent, anew=anew)
 
 
 class BucketFolder(JobFolder):
@@ -110,6 +139,7 @@ class BucketFolder(JobFolder):
         with self._asking():
             self._check_epochs()
             self._system.pipe_file(f"{self._url}/epochs/{self.epoch:08d}", b"")
+            self._fetch_figures()
 
     def save(
         self,
@@ -134,9 +164,27 @@ class BucketFolder(JobFolder):
                 self._check_epochs()
                 self._system.put_file(str(local / MANIFEST), f"{target}/{MANIFEST}")
                 self._prune(local.name, keep)
+            self.keep_figures()
         finally:
             shutil.rmtree(local, ignore_errors=True)
         return target
+
+    def keep_figures(self) -> None:
+        """Upload the figures of all steps so far; what the bucket refuses is logged."""
+        figures = self.root / METRICS_FILE
+        try:
+            with self._uploading():
+                if figures.exists():
+                    self._check_epochs()
+                    self._system.put_file(str(figures), f"{self._url}/{METRICS_FILE}")
+        except (OSError, Fenced) as error:
+            log.warning("%s is not uploaded: %s", METRICS_FILE, error)
+
+    def _fetch_figures(self) -> None:
+        """Have the figures that earlier workers uploaded, so that those of this one follow them."""
+        source, figures = f"{self._url}/{METRICS_FILE}", self.root / METRICS_FILE
+        if not figures.exists() and self._system.exists(source):
+            self._system.get_file(source, str(figures))
 
     def newest(self) -> Checkpoint | None:
         """Download the newest good checkpoint; for broken and foreign ones see `passed_over`.
@@ -234,16 +282,15 @@ class BucketFolder(JobFolder):
                 raise
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception) -> UserError | BucketSilent:
+    def _failed(self, error: Exception, credentials: str = _BY_SECRET) -> UserError | BucketSilent:
         said = " ".join(str(error).split())
         if answers_later(error):
             return BucketSilent(f"{self.place} does not answer: {said}")
         remedy = (
-            "Name a Secret with AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-            "spec.output.secretRef."
+            credentials
             if lacks_credentials(error)
             else "Name a bucket that there is, with credentials that may list, read, write and "
-            "delete below the folder (spec.output.secretRef)."
+            "delete below the folder."
         )
         return UserError(
             f"{self.place} cannot be written: {said}",
@@ -261,6 +308,82 @@ class BucketFolder(JobFolder):
             if not (isinstance(error, OSError) or is_of_client(error)):
                 raise
             raise NotUploaded(f"{self.place} cannot be written: {error}") from error
+
+
+class OwnBucketFolder(BucketFolder):
+    """The folder of one job in a bucket, as a worker alone on some machine sees it.
+
+    Nobody hands out epochs there: a worker takes the next one, so that a run on another machine
+    that was thought dead writes no more. On one machine a second run is refused, as with a disk.
+
+    Args:
+        url, job_uid, system: see `BucketFolder`.
+        here: the directory on this machine for this bucket folder.
+        parent: the process with whose end the worker ends; 0: there is none.
+        anew: whether what earlier runs left in the bucket goes once it is claimed.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        job_uid: str,
+        system: Any,  # noqa: ANN401 - fsspec's
+        here: Path,
+        parent: int = 0,
+        *,
+        anew: bool = False,
+    ) -> None:
+        super().__init__(url, job_uid, 0, system)
+        JobFolder.__init__(self, here, job_uid, 0, parent)
+        self.place, self._anew = url, anew
+
+    def claim(
+        self,
+        waits_for: Callable[[str], None] = lambda who: None,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Take the job on this machine, and the next epoch in the bucket.
+
+        Raises:
+            UserError, BucketSilent: see `BucketFolder.claim`.
+            Fenced: another process of this machine has the job.
+        """
+        holder = self.root / f"{HOLDER}here"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            wait_for_orphan(holder, waits_for, alive)
+            hold(holder, parent=self._parent)
+        except AlreadyHeld as held:
+            raise Fenced(
+                f"{held} is training this job, in {self.place}. Wait until it ends, or stop it"
+            ) from held
+        except OSError as error:
+            raise UserError(
+                f"{self.root} cannot be written: {error.strerror}",
+                field=_FIELD,
+                remedy="Name a directory that you may write in XDG_CACHE_HOME.",
+                reason=Reason.OUTPUT_NOT_WRITABLE,
+            ) from error
+        with self._asking():
+            self.epoch = 1 + max((int(name) for name in self._list("epochs")), default=0)
+        super().claim(waits_for, alive)
+        if self._anew:
+            self.forget_checkpoints()
+            self.checkpoints.mkdir(exist_ok=True)
+
+    def _remove_older(self) -> None:
+        """The directory is that of all runs on this machine."""
+
+    def _fetch_figures(self) -> None:
+        """The bucket's are of all machines; a run that begins anew leaves them behind."""
+        (self.root / METRICS_FILE).unlink(missing_ok=True)
+        if not self._anew:
+            super()._fetch_figures()
+
+    def _failed(
+        self, error: Exception, credentials: str = _BY_ENVIRONMENT
+    ) -> UserError | BucketSilent:
+        return super()._failed(error, credentials)
 
 
 def _read(folder: Path, job_uid: str) -> Checkpoint:
@@ -287,6 +410,7 @@ def _file_system(url: str, credentials: Credentials) -> Any:  # noqa: ANN401 - f
         raise UserError(
             f"{url}: this worker has no client for {scheme}:// ({error})",
             field=_FIELD,
-            remedy=f"Install windrow[{scheme}] in the sidecar's image, or name a path on a volume.",
+            remedy=f"Install windrow[{scheme}] where the worker runs (on a cluster the sidecar's "
+            "image), or name a path.",
             reason=Reason.OUTPUT_NOT_WRITABLE,
         ) from error

@@ -49,7 +49,7 @@ def measure_alone(options: argparse.Namespace) -> int:
     units = take_units(device, options.units)
     if len(options.job) > 1:
         raise UserError("--seconds and --steps measure one job", remedy="Name one.")
-    job = read_job(options.job[0])
+    job = read_job(options.job[0], options.output)
     job = replace(job, spec=endless(job.spec))
     events = event_log(job, options.log_dir)
     base = base_of(job, device, random_weights=options.random_weights)

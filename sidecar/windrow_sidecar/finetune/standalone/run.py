@@ -8,7 +8,7 @@ import os
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.sizing import Estimates
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
+from windrow_sidecar.finetune.job.bucket import open_own_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
@@ -51,9 +52,10 @@ def run_together(options: argparse.Namespace) -> int:
     """
     device = find_device(options.device)
     units = take_units(device, options.units)
-    jobs = [read_job(path) for path in options.job]
+    jobs = [read_job(path, options.output) for path in options.job]
     check_apart(jobs)
-    return int(Together(jobs, units, options.log_dir, device, options.parent).run())
+    together = Together(jobs, units, options.log_dir, device, options.parent, anew=options.fresh)
+    return int(together.run())
 
 
 def check_apart(jobs: Sequence[JobSpec]) -> None:
@@ -67,7 +69,7 @@ def check_apart(jobs: Sequence[JobSpec]) -> None:
         other = seen.setdefault(job.destination.resolve(), job)
         if other is not job:
             raise UserError(
-                f"{other.name} and {job.name} would both write to {job.destination}",
+                f"{other.name} and {job.name} would both write to {job.spec.output.destination}",
                 field="spec.output.destination",
                 remedy="Give each job a destination of its own.",
             )
@@ -86,6 +88,7 @@ class Together:
         log_dir: of the event logs; None: in each job's folder.
         device: that computes.
         parent: the process with whose end they stop; 0: there is none.
+        anew: whether what earlier runs left in a bucket is forgotten.
     """
 
     def __init__(
@@ -95,7 +98,10 @@ class Together:
         log_dir: Path | None,
         device: ComputeDevice,
         parent: int = 0,
+        *,
+        anew: bool = False,
     ) -> None:
+        self._anew = anew
         self._jobs, self._log_dir, self._device = jobs, log_dir, device
         self._parent, self._loading = parent, True
         self._estimates = Estimates()
@@ -166,7 +172,7 @@ class Together:
     def _job_handle(
         self, n: int, job: JobSpec, base: BaseModel, reporter: LineReporter, events: EventLog
     ) -> JobHandle:
-        folder = JobFolder(job.destination, job.uid, job.epoch, self._parent)
+        folder = open_own_folder(job, self._parent, anew=self._anew)
         job_state = self._standings[n]
 
         def waits_for(who: str) -> None:
@@ -175,6 +181,7 @@ class Together:
 
         with job_state.stall.during(TAKING_FOLDER):
             folder.claim(waits_for, job_state.stall.renew)
+        job = replace(job, epoch=folder.epoch)
         with job_state.stall.during(READING):
             session = open_alone(job, self._device, base, self._estimates, job_state.stall.renew)
         stream = session.stream
@@ -189,11 +196,15 @@ class Together:
                 *(stream, self._gate, memory, ledger, reporter, job_state),
                 expected_s=lambda tasklet: self._estimates.expected_s(tasklet, weights),
             ),
-            failed=lambda error: self._failed(n, reporter, error),
+            failed=lambda error: self._failed(n, reporter, error, folder),
             ended=lambda ending: self._endings.update({n: ending}),
         )
 
-    def _failed(self, n: int, reporter: LineReporter, error: Exception) -> Ending:
+    def _failed(
+        self, n: int, reporter: LineReporter, error: Exception, folder: JobFolder | None = None
+    ) -> Ending:
+        if folder is not None:
+            folder.keep_figures()
         event, ending = failure(error, self._standings[n].last_checkpoint)
         reporter.event(event)
         return ending

@@ -304,6 +304,9 @@ class JobFolder:
         with self.writing():
             shutil.rmtree(self.checkpoints, ignore_errors=True)
 
+    def keep_figures(self) -> None:
+        """Have the figures of all steps so far last; those of a directory do already."""
+
     def newest(self) -> Checkpoint | None:
         """Return the newest good checkpoint; for broken and foreign ones see `passed_over`."""
         self.passed_over = ()

@@ -11,7 +11,7 @@ from windrow_sidecar.qos.view import Action, Grant, Offer, Phase, View
 # `Context.current` while decode and worker take turns on the whole device.
 IN_TURNS = -1
 # One forward, and a backward that costs twice as much: what a micro-batch does in each layer.
-_PASSES = 3
+PASSES = 3
 
 
 class Context(NamedTuple):
@@ -54,9 +54,19 @@ class Context(NamedTuple):
 
 
 class Policy(Protocol):
-    """Decides before a step of decode, in the decode process: it has microseconds."""
+    """Decides before a step of decode, in the decode process: it has microseconds.
+
+    What runs there is its twin in `csrc/src/policies.cpp`, which a test holds equal to it.
+
+    Attributes:
+        option: the variant that was asked for instead of the default; "" where it is the default.
+    """
 
     name: ClassVar[str]
+
+    @property
+    def option(self) -> str:  # noqa: D102 - see above
+        ...
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Answer without side effects, and never with more than `ctx` allows."""
@@ -87,7 +97,7 @@ def iteration_us(offer: Offer, ctx: Context) -> float:
     if layers < 1 or not ctx.idle_units:
         return 0.0
     weight = 2 if offer.phase == Phase.BACKWARD else 1
-    return _PASSES * ctx.layers * tasklet_us(offer, ctx, ctx.idle_units) / (layers * weight)
+    return PASSES * ctx.layers * tasklet_us(offer, ctx, ctx.idle_units) / (layers * weight)
 
 
 def alone(ctx: Context) -> Grant:

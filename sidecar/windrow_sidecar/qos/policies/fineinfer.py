@@ -32,6 +32,11 @@ class FineInfer:
     def __init__(self, switch: Literal["tasklet", "iteration"] = "tasklet") -> None:
         self._whole_iterations = switch == "iteration"
 
+    @property
+    def option(self) -> str:
+        """The variant that was asked for."""
+        return "iteration" if self._whole_iterations else ""
+
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Hold admission until the request that has waited longest is due."""
         if not has_work(offer):

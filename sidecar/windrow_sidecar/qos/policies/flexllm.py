@@ -34,6 +34,7 @@ class FlexLlm:
     """One window through all layers beside every step."""
 
     name: ClassVar[str] = "flexllm"
+    option: ClassVar[str] = ""
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Invert f for each split and take the largest window; decode alone where none fits."""

@@ -28,6 +28,11 @@ class Harli:
     def __init__(self, repick: Literal["invalid", "step"] = "invalid") -> None:
         self._keep_valid = repick == "invalid"
 
+    @property
+    def option(self) -> str:
+        """The variant that was asked for."""
+        return "" if self._keep_valid else "step"
+
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Pick a pair; (all, 0) when the worker starves or nothing is feasible."""
         if not has_work(offer):

@@ -45,6 +45,7 @@ class LlmStation:
     """Eq. 1 before every step."""
 
     name: ClassVar[str] = "llmstation"
+    option: ClassVar[str] = ""
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Plan N_p for each split and take the best; decode alone where no tasklet fits."""
@@ -75,4 +76,4 @@ def _that_fit(view: View, offer: Offer, ctx: Context) -> int:
     """How many tasklets' memory is free, where the worker's tensors lie in lent chunks."""
     if not (offer.held_chunks and ctx.chunk_bytes and offer.memory_delta_bytes > 0):
         return 1 << 30
-    return view.free_chunks * ctx.chunk_bytes // offer.memory_delta_bytes
+    return max(0, view.free_chunks) * ctx.chunk_bytes // offer.memory_delta_bytes

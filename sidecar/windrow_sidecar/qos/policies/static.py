@@ -15,6 +15,7 @@ class Static:
     """The largest share that `maxSmPercent` allows, whatever decode does, also while it idles."""
 
     name: ClassVar[str] = "static"
+    option: ClassVar[str] = ""
 
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Always the same split while the worker has work."""

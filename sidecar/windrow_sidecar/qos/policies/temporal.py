@@ -34,6 +34,11 @@ class Temporal:
     def __init__(self, unit: Literal["gap", "iteration"] = "gap") -> None:
         self._whole_iterations = unit == "iteration"
 
+    @property
+    def option(self) -> str:
+        """The variant that was asked for."""
+        return "iteration" if self._whole_iterations else ""
+
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """The worker before the step or not at all."""
         if not has_work(offer):

@@ -64,6 +64,11 @@ class Windrow:
     def __init__(self, *, turns: bool = False) -> None:
         self._turns = turns
 
+    @property
+    def option(self) -> str:
+        """The variant that was asked for."""
+        return "turns" if self._turns else ""
+
     def decide(self, view: View, offer: Offer, ctx: Context) -> Grant:
         """Pick shares, a part of a step or turns; everything for the worker when decode idles."""
         if not has_work(offer):
