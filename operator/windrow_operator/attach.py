@@ -24,13 +24,8 @@ from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.identity import Identity, Refused
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
-<<<<<<< HEAD
 from windrow_operator.model import STALE_AFTER, Pod
-from windrow_operator.pki import KeyPair
 from windrow_operator.session import MISSED_HEARTBEATS, Session
-=======
-from windrow_operator.model import Pod
->>>>>>> main
 
 log = logging.getLogger(__name__)
 

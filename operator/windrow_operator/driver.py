@@ -110,23 +110,12 @@ class Driver:
         )
         self._moves = Moves()
         self._registration: WebhookRegistration | None = None
-<<<<<<< HEAD
         self._clock_passed: datetime | None = None
         self._counted: tuple[datetime, int] | None = None  # when, after how many policies changed
         self._room = -1  # of the table when all waiting jobs were looked at
         self._waiting_due = 0.0  # before then they are not looked at again
         cluster.changed_jobs.mark_all(cluster.jobs)
         cluster.changed_slots.mark_all([*cluster.index.held, *cluster.slots])
-=======
-        self._template: Callable[[], SidecarTemplate] | None = None
-        self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
-        self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
-        self._alarm = _Alarm()
-        self._progress_written: dict[str, datetime] = {}  # by job UID
-        self._usage_written: dict[str, datetime] = {}  # by policy key
-        self._charged_at: datetime | None = None
-        self._kept_house: datetime | None = None
->>>>>>> main
 
     def connect(self, attach: AttachServer) -> None:
         """Say through whom sidecars are reached."""
@@ -253,7 +242,6 @@ class Driver:
         before = self._cluster.preempted
         if not before and not self._cluster.index.with_priority:
             return
-<<<<<<< HEAD
         waiting = self._cluster.job_views(self._cluster.index.waiting)
         urgent = [job for job in waiting if job.may_preempt]
         held = (uid for uids in self._cluster.index.held.values() for uid in uids)
@@ -264,21 +252,6 @@ class Driver:
         } | preemption.victims(placed, self._slots, self._cluster.runs, urgent)
         self._cluster.preempted = after
         self._cluster.changed_jobs.mark_all(before.keys() ^ after.keys())
-=======
-        path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
-        body = await self._kube.get(path)
-        container = attached_sidecar(self._template(), body, terms.policy.spec.sidecar)
-        patch = {
-            # Another pod of the name, or one that changed since: refused, and decided again.
-            "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},
-            "spec": {"ephemeralContainers": [container]},
-        }
-        after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
-        self._cluster.put_pod(after)
-        self._asked[pod.uid] = now
-        message = f"Container {container['name']} added, by policy {terms.policy.name}"
-        await self._recorder.record(after, Event("SidecarAttached", message))
->>>>>>> main
 
     def _move(self, now: datetime) -> None:
         """Choose which jobs move to a slot that promises much more; what was chosen stays so."""

@@ -63,13 +63,8 @@ class Leading:
         clock: Callable[[], datetime],
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
-<<<<<<< HEAD
-        self._registration = registration
-        self._recorder = recorder = Recorder(kube, clock)
-=======
         self._registration, self._trust = registration, trust
-        recorder = Recorder(kube, clock)
->>>>>>> main
+        self._recorder = recorder = Recorder(kube, clock)
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)

@@ -47,7 +47,7 @@ class Sidecars:
         self._cluster, self._kube, self._recorder, self._metrics = cluster, kube, recorder, metrics
         self._look_again = look_again
         self._attach: AttachServer | None = None
-        self._template: SidecarTemplate | None = None
+        self._template: Callable[[], SidecarTemplate] | None = None
         self._asked: dict[str, datetime] = {}  # by pod UID: when a sidecar was added
         self._refused: dict[str, datetime] = {}  # by pod UID: not asked about before then
         self._configs: dict[str, tuple[EffectivePolicy, pb.PolicyConfig]] = {}  # by policy key
@@ -56,7 +56,7 @@ class Sidecars:
         """Say where the streams are."""
         self._attach = attach
 
-    def prepare(self, template: SidecarTemplate) -> None:
+    def prepare(self, template: Callable[[], SidecarTemplate]) -> None:
         """Say what a sidecar is made of."""
         self._template = template
 
@@ -142,7 +142,7 @@ class Sidecars:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         body = await self._kube.get(path)
-        container = attached_sidecar(self._template, body, terms.policy.spec.sidecar)
+        container = attached_sidecar(self._template(), body, terms.policy.spec.sidecar)
         patch = {
             # Another pod of the name, or one that changed since: refused, and decided again.
             "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},
