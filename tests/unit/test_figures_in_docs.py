@@ -76,7 +76,7 @@ SAID = {
         f"{GUARD.longest_break_ns / 1e9:.0f} s at most)",
         f"widen the margin by {predictor.BEYOND_MARGIN * 100:.0f} points until "
         f"{predictor._SEEN_OFTEN} such steps",
-        f"its bound ({terms.DEFAULT_DEFERRAL_US / 1e3:.0f} ms)",
+        f"`spec.objective.deferralBound`, {terms.DEFAULT_DEFERRAL_US / 1e3:.0f} ms by default",
     ],
     "docs/runbooks/breaker-open.md": [
         f"({GUARD.first_break_ns / 1e9:.0f} s, doubled up to {GUARD.longest_break_ns / 1e9:.0f} s)"
