@@ -1,221 +1,161 @@
 """The operator as a process with many slots, on a real API server.
 
-Pods are objects that no kubelet runs; each has a sidecar of its own: a gRPC stream with a token
-that is reviewed, which takes jobs and reports them as a real one does and trains nothing. All of
-them run beside the operator on this machine, so figures include the load that they make.
+Pods are objects that no kubelet runs; each has a sidecar of its own, a light client in this process
+(`benchmarks.operator_load`). All of them, the API server and etcd run beside the operator on this
+machine, so figures include the load that they make. For each number of slots there is a new API
+server and a new operator. A plot of the cost of a slot is left beside FILE (.svg).
 
-Example: python -m benchmarks.scale --slots 200 --jobs 40 --json /tmp/scale.json
+Example: python -m benchmarks.scale --slots 200 1000 --json /tmp/scale.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
-import contextlib
 import json
-import random
+import pstats
 import ssl
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import grpc.aio
-import psutil
-from google.protobuf.message import Message
-from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.engine.drawing import Panel, draw
 from benchmarks.harness import Result, arguments, environment, write
-from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, LABEL_DECODE
+from benchmarks.operator_load import (
+    MODELS,
+    NAMESPACE,
+    Operator,
+    Sidecar,
+    Watch,
+    authority_of,
+    create_pod,
+    in_parallel,
+    job_of,
+    pod_of,
+    policy,
+    token_of,
+    until,
+)
+from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
 from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.crds import apply_crds
 from windrow.local.progress import LineProgress
-from windrow.proto import attach_pb2 as pb
-from windrow.proto import attach_pb2_grpc as pb_grpc
-from windrow.rundir import TOKEN_AUDIENCE
-from windrow_operator.injection import RUN_VOLUME
-from windrow_operator.kube import ApiError, Kube, kind_path
+from windrow_operator.kube import Kube, kind_path
 
-NAMESPACE = "default"
-OWN_NAMESPACE = "windrow-system"
-MODELS = ("/models/a", "/models/b", "/models/c")
-WITHIN_S = 300.0
-AT_ONCE = 50  # requests of ours at a time
+# Of the figures, those that should grow with the number of slots and no faster.
+_PER_SLOT = {
+    "memory with all streams": ("memory with all streams, KiB a slot", 1024.0),
+    "at rest: share of one core": ("at rest, millionths of a core a slot", 1e6),
+    "all sidecars attached for the first time": ("attached for the first time, ms a slot", 1e3),
+}
 
 
 def main() -> None:
-    """Measure one number of slots; print and write the figures."""
+    """Measure some numbers of slots; print and write the figures."""
     parser = arguments(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--slots", type=int, default=200)
+    parser.add_argument("--slots", type=int, nargs="+", default=[200, 1000, 5000])
     parser.add_argument("--jobs", type=int, default=0, help="default: a fifth of the slots")
     parser.add_argument("--rate", type=float, default=20.0, help="jobs a second")
     parser.add_argument("--rest", type=float, default=20.0, help="seconds at rest")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what FILE has of other numbers of slots"
+    )
+    parser.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="profile the operator until it is at rest, and end there; figures are of no use",
+    )
+    parser.add_argument(
+        "--docs", type=Path, metavar="FILE", help="write FILE's table and plot from --json; no run"
+    )
     options = parser.parse_args()
+    if options.docs:
+        document(_known(options.json, []), options.docs)
+        return
     if options.quick:
-        options.slots, options.rest = min(options.slots, 50), 5.0
-    options.jobs = options.jobs or max(10, options.slots // 5)
+        options.slots, options.rest = [min(options.slots[0], 50)], 5.0
     env = environment()
     tools = ensure_tools(LineProgress(print))
-    with ControlPlane(ControlPlaneSettings(tools)) as plane:
-        with plane.client() as client:
-            apply_crds(client)
-        results = asyncio.run(measure(plane, options))
-    write("scale", results, env, options.json)
+    results = _known(options.json, options.slots) if options.add and options.json else []
+    for slots in options.slots:
+        with ControlPlane(ControlPlaneSettings(tools)) as plane:
+            with plane.client() as client:
+                apply_crds(client)
+            results += asyncio.run(measure(plane, slots, options))
+        if options.json and not options.profile:  # also of what ended before a larger number did
+            write("scale", results, env, options.json)
+            plot(results, options.json.with_suffix(".svg"))
+    if options.profile:
+        pstats.Stats(str(options.profile)).sort_stats("tottime").print_stats(30)
+    elif not options.json:
+        write("scale", results, env, None)
 
 
-class Operator:
-    """`python -m windrow_operator` as users run it, with what can be read of it from outside."""
+def _known(path: Path, slots: list[int]) -> list[Result]:
+    """Return what a file has of other numbers of slots."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))["results"]
+    kept = [entry for entry in found if int(entry["name"].split()[0]) not in slots]
+    return [Result(**{name: v for name, v in e.items() if name != "met"}) for e in kept]
 
-    def __init__(self, kubeconfig: Path, folder: Path) -> None:
-        self._folder, self.state_file = folder, folder / "state.json"
-        ports = [f"--{name}-port=0" for name in ("attach", "webhook", "metrics")]
-        self._command = [
-            *(sys.executable, "-m", "windrow_operator", f"--kubeconfig={kubeconfig}"),
-            *("--attach-host=127.0.0.1", "--advertise-address=127.0.0.1", "--identity=scale"),
-            *(*ports, f"--namespace={OWN_NAMESPACE}", f"--state-file={self.state_file}"),
+
+def plot(results: list[Result], to: Path) -> None:
+    """Draw what a slot costs over the number of slots: level where nothing looks at all."""
+    panels = []
+    for name, (title, factor) in _PER_SLOT.items():
+        points = [
+            (float(slots), factor * result.value / slots)
+            for result in results
+            for slots, of in [(int(result.name.split()[0]), result.name.partition(": ")[2])]
+            if of == name
         ]
-        self.process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> float:
-        """Start it; return the seconds until it leads."""
-        began = time.monotonic()
-        with (self._folder / "operator.log").open("ab") as log:
-            self.process = await asyncio.create_subprocess_exec(
-                *self._command, stdout=log, stderr=log
-            )
-        pid = self.process.pid
-        await until("it leads", lambda: self.state.get("leads") and self.state["pid"] == pid)
-        return time.monotonic() - began
-
-    async def end(self, *, kill: bool) -> None:
-        """End it, by force or not."""
-        assert self.process is not None
-        self.process.kill() if kill else self.process.terminate()
-        await self.process.wait()
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What it writes of itself."""
-        return dict(json.loads(self.state_file.read_text())) if self.state_file.exists() else {}
-
-    def ps(self) -> psutil.Process:
-        """The process."""
-        assert self.process is not None
-        return psutil.Process(self.process.pid)
-
-    async def metrics(self, http: aiohttp.ClientSession) -> dict[str, float]:
-        """Sums of its series by name; of calls to the API server, of those that write."""
-        async with http.get(f"http://127.0.0.1:{self.state['metricsPort']}/metrics") as answer:
-            text = await answer.text()
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                reads = sample.labels.get("method") == "GET"
-                name = f"{sample.name}:reads" if reads else sample.name
-                sums[name] = sums.get(name, 0.0) + sample.value
-        return sums
+        panels.append(Panel(title, {"operator": sorted(points)}))
+    draw(panels, "What a slot costs the operator, over the number of slots", to)
 
 
-class Sidecar:
-    """One stream: attaches, takes what it is given, reports it at the agreed interval."""
-
-    def __init__(self, pod: dict[str, Any], token: str, model: str) -> None:
-        self._pod, self._token, self._model = pod, token, model
-        self._jobs: dict[str, pb.RunningJob] = {}
-        self._term = 0
-        self.attached = False
-
-    async def run(self, operator: Operator, authority: bytes) -> None:
-        """Attach, again and again."""
-        pause_s = 0.5
-        while True:
-            with contextlib.suppress(
-                grpc.RpcError, asyncio.InvalidStateError, KeyError, ValueError
-            ):
-                await self._attach(operator, authority)
-            pause_s = 0.5 if self.attached else min(2 * pause_s, 10.0)
-            self.attached = False
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-
-    async def _attach(self, operator: Operator, authority: bytes) -> None:
-        credentials = grpc.ssl_channel_credentials(authority)
-        address = f"127.0.0.1:{operator.state['attachPort']}"
-        async with grpc.aio.secure_channel(address, credentials) as channel:
-            stub = pb_grpc.AttachStub(channel)  # type: ignore[no-untyped-call]
-            call = stub.Attach(metadata=(("authorization", f"Bearer {self._token}"),))
-            await call.write(pb.SidecarMessage(hello=self._hello()))
-            first = await call.read()
-            if first is grpc.aio.EOF:
-                return
-            self._term, self.attached = first.hello.leader_term, True
-            beats = asyncio.create_task(self._beat(call, first.hello.heartbeat_seconds))
-            try:
-                while (message := await call.read()) is not grpc.aio.EOF:
-                    await self._obey(call, message)
-            finally:
-                beats.cancel()
-
-    def _hello(self) -> pb.SidecarHello:
-        facts = pb.SlotFacts(
-            index=0, model=self._model, compute_units=2, tensor_parallel=1, output_trees=["/out"]
-        )
-        return pb.SidecarHello(
-            protocol_version=1,
-            pod_uid=self._pod["metadata"]["uid"],
-            slots=[facts],
-            running=self._jobs.values(),
-            leader_term=self._term,
-        )
-
-    async def _beat(self, call: Any, seconds: float) -> None:
-        while True:
-            for job in self._jobs.values():
-                job.progress.step += 1
-            beat = pb.SlotHeartbeat(
-                engine_state="serving",
-                predicted_tokens_per_second=random.randint(5000, 10000),
-                tpot_p99_seconds=random.uniform(0.01, 0.03),
-                chunks_free=100,
-                jobs=self._jobs.values(),
-            )
-            await call.write(pb.SidecarMessage(heartbeat=beat))
-            await asyncio.sleep(seconds)
-
-    async def _obey(self, call: Any, message: pb.OperatorMessage) -> None:
-        kind = pb.JobEvent.STARTED
-        match message.WhichOneof("message"):
-            case "assign":
-                order: Message = message.assign
-                uid, epoch = message.assign.job_uid, message.assign.epoch
-                progress = pb.Progress(step=1, total_steps=100_000, loss=2.0)
-                self._jobs[uid] = pb.RunningJob(job_uid=uid, epoch=epoch, progress=progress)
-            case "command":
-                order, uid, epoch = message.command, message.command.job_uid, message.command.epoch
-                kind = pb.JobEvent.STOPPED
-                self._jobs.pop(uid, None)
-            case _:
-                return
-        assert order is not None
-        event = pb.JobEvent(kind=kind, job_uid=uid, epoch=epoch)
-        await call.write(pb.SidecarMessage(job_event=event))
+def document(results: list[Result], path: Path) -> None:
+    """Write the table between the markers of a document, and the plot into its images."""
+    columns = sorted({int(result.name.split()[0]) for result in results})
+    found = {result.name: result for result in results}
+    names = list(dict.fromkeys(result.name.partition(": ")[2] for result in results))
+    head = ["", "goal", *(f"{slots:,} slots" for slots in columns)]
+    lines = [head, ["---", *("--:" for _ in head[1:])]]
+    for name in names:
+        row = [found.get(f"{slots} slots: {name}") for slots in columns]
+        first = next(result for result in row if result is not None)
+        goal = "" if first.goal is None else f"{first.goal:g} {first.unit}".strip()
+        lines.append([name, goal, *map(_cell, row)])
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- scale -->\n")
+    after = rest.partition("<!-- /scale -->")[2]
+    path.write_text(f"{before}{begin}{table}\n<!-- /scale -->{after}", encoding="utf-8")
+    plot(results, path.parent.parent / "images" / "scale.svg")
 
 
-async def measure(plane: ControlPlane, options: argparse.Namespace) -> list[Result]:
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "not measured"
+    said = f"{result.value:.3g} {result.unit}".strip()
+    return f"**{said}**" if result.met is False else said
+
+
+async def measure(plane: ControlPlane, slots: int, options: argparse.Namespace) -> list[Result]:
     """Return the figures of one number of slots."""
     kube = await Kube.connect(plane.kubeconfig)
     with tempfile.TemporaryDirectory() as folder:
-        operator = Operator(plane.kubeconfig, Path(folder))
+        operator = Operator(plane.kubeconfig, Path(folder), options.profile)
         async with aiohttp.ClientSession() as http:
             try:
-                return [r async for r in _phases(kube, operator, http, options)]
+                return [r async for r in _phases(kube, operator, http, slots, options)]
             except BaseException:
                 print((Path(folder) / "operator.log").read_text()[-6000:])
                 raise
@@ -226,18 +166,24 @@ async def measure(plane: ControlPlane, options: argparse.Namespace) -> list[Resu
 
 
 async def _phases(
-    kube: Kube, operator: Operator, http: aiohttp.ClientSession, options: argparse.Namespace
+    kube: Kube,
+    operator: Operator,
+    http: aiohttp.ClientSession,
+    slots: int,
+    options: argparse.Namespace,
 ) -> Any:
-    slots, jobs = options.slots, options.jobs
+    jobs = options.jobs or max(10, slots // 5)
 
     def result(name: str, value: float, unit: str, goal: float | None = None) -> Result:
-        return Result(f"{slots} slots: {name}", round(value, 4), unit, "lower", goal)
+        found = Result(f"{slots} slots: {name}", round(value, 4), unit, "lower", goal)
+        print(f"{found.name}: {found.value:g} {unit}", flush=True)
+        return found
 
-    pods = await in_parallel([_create_pod(kube, i) for i in range(slots)])
-    await kube.create(kind_path(HARVEST_POLICY, NAMESPACE), _policy())
+    pods = await in_parallel([create_pod(kube, i) for i in range(slots)])
+    await kube.create(kind_path(HARVEST_POLICY, NAMESPACE), policy())
     yield result("ready after a cold start with their pods", await operator.start(), "s", 10)
-    authority = await _authority(kube)
-    tokens = await in_parallel([_token(kube, pod) for pod in pods])
+    authority = await authority_of(kube)
+    tokens = await in_parallel([token_of(kube, pod) for pod in pods])
     sidecars = [
         Sidecar(pod, token, MODELS[i % len(MODELS)])
         for i, (pod, token) in enumerate(zip(pods, tokens, strict=True))
@@ -251,12 +197,15 @@ async def _phases(
         watching = asyncio.create_task(watch.run())
         await until("it watches", lambda: watch.ready)
         waits = await _arrivals(kube, watch, jobs, options.rate)
-        yield result(f"{jobs} jobs at {options.rate:g}/s: created to Placed, p50", waits[0], "s")
-        yield result(f"{jobs} jobs at {options.rate:g}/s: created to Placed, p99", waits[1], "s", 1)
+        yield result(f"jobs at {options.rate:g}/s: created to Placed, p50", waits[0], "s")
+        yield result(f"jobs at {options.rate:g}/s: created to Placed, p99", waits[1], "s", 1)
         waits = await _arrivals(kube, watch, 20, 1.0, prefix="single")
         yield result("one job a second: created to Placed, p99", waits[1], "s", 0.15)
         async for figure in _at_rest(operator, http, options.rest, result):
             yield figure
+        if options.profile:
+            await operator.end(kill=False)
+            return
         yield result("memory with all streams", operator.ps().memory_info().rss / 2**20, "MiB", 700)
         before = await _epochs(kube)
         await operator.end(kill=True)
@@ -271,34 +220,24 @@ async def _phases(
         moved = sum(after[name] != epoch for name, epoch in before.items())
         yield result("killed: jobs that moved", moved, "jobs", 0)
         watching.cancel()
+        async for figure in _after_a_mass_disconnect(operator, tasks, result):
+            yield figure
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Watch:
-    """When each job was first seen with a slot, as a client of the API server sees it."""
-
-    def __init__(self, kube: Kube, http: aiohttp.ClientSession) -> None:
-        self._kube, self._http = kube, http
-        self.placed: dict[str, float] = {}
-        self.ready = False
-
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        access = await self._kube.credentials()
-        context = ssl.create_default_context(cafile=access.ca_path)
-        headers = {"Authorization": f"{access.scheme or 'Bearer'} {access.token}"}
-        url = f"{access.server}{kind_path(FINETUNE_JOB)}?watch=true"
-        async with self._http.get(
-            url, headers=headers, ssl=context, timeout=aiohttp.ClientTimeout(total=None)
-        ) as stream:
-            self.ready = True
-            async for line in stream.content:
-                body = json.loads(line)["object"]
-                if (body.get("status") or {}).get("slot"):
-                    self.placed.setdefault(body["metadata"]["name"], time.monotonic())
+async def _after_a_mass_disconnect(
+    operator: Operator, tasks: list[asyncio.Task[None]], result: Callable[..., Result]
+) -> Any:
+    """End all streams at once; yield what stays in memory of them."""
+    yield result("memory after all came back", operator.ps().memory_info().rss / 2**20, "MiB", 700)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(10)
+    yield result("memory after all went away", operator.ps().memory_info().rss / 2**20, "MiB", 700)
 
 
 async def _arrivals(
@@ -311,7 +250,7 @@ async def _arrivals(
         await asyncio.sleep(number / rate)
         name = f"{prefix}-{number}"
         created[name] = time.monotonic()
-        await kube.create(kind_path(FINETUNE_JOB, NAMESPACE), _job(name, number))
+        await kube.create(kind_path(FINETUNE_JOB, NAMESPACE), job_of(name, number))
 
     await asyncio.gather(*(create(number) for number in range(count)))
     await until("all are placed", lambda: created.keys() <= watch.placed.keys())
@@ -348,7 +287,7 @@ async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:
 
     async def ask(number: int) -> None:
         await asyncio.sleep(number / 100)
-        pod = _pod(number)
+        pod = pod_of(number)
         pod["metadata"]["labels"] = {"app": "chat", "windrow.dev/inject": "enabled"}
         pod["spec"].pop("volumes")
         review = {"request": {"uid": str(number), "namespace": NAMESPACE, "object": pod}}
@@ -364,97 +303,6 @@ async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:
 async def _epochs(kube: Kube) -> dict[str, int]:
     found = await kube.list(kind_path(FINETUNE_JOB))
     return {body["metadata"]["name"]: body["status"]["epoch"] for body in found}
-
-
-async def until(what: str, holds: Callable[[], object]) -> None:
-    """Return once something holds."""
-    deadline = time.monotonic() + WITHIN_S
-    while not holds():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"not within {WITHIN_S:g} s: {what}")
-        await asyncio.sleep(0.02)
-
-
-async def in_parallel(calls: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Do all of them, some at a time; return what they return."""
-    places = asyncio.Semaphore(AT_ONCE)
-
-    async def one(call: Awaitable[Any]) -> Any:
-        async with places:
-            return await call
-
-    return list(await asyncio.gather(*map(one, calls)))
-
-
-async def _create_pod(kube: Kube, number: int) -> dict[str, Any]:
-    return await kube.create(f"/api/v1/namespaces/{NAMESPACE}/pods", _pod(number))
-
-
-def _pod(number: int) -> dict[str, Any]:
-    """Return a decode pod as the webhook leaves it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"decode-{number}",
-            "labels": {"app": "chat", LABEL_DECODE: "true"},
-        },
-        "spec": {
-            "containers": [
-                {
-                    "name": "decode",
-                    "image": "none",
-                    "args": ["--disaggregation-mode", "decode"],
-                }
-            ],
-            "volumes": [{"name": RUN_VOLUME, "emptyDir": {"medium": "Memory"}}],
-        },
-    }
-
-
-async def _token(kube: Kube, pod: dict[str, Any]) -> str:
-    bound = {"apiVersion": "v1", "kind": "Pod"}
-    bound |= {name: pod["metadata"][name] for name in ("name", "uid")}
-    body = {
-        "apiVersion": "authentication.k8s.io/v1",
-        "kind": "TokenRequest",
-        "spec": {"audiences": [TOKEN_AUDIENCE], "expirationSeconds": 7200, "boundObjectRef": bound},
-    }
-    path = f"/api/v1/namespaces/{NAMESPACE}/serviceaccounts/default/token"
-    return str((await kube.create(path, body))["status"]["token"])
-
-
-async def _authority(kube: Kube) -> bytes:
-    path = f"/api/v1/namespaces/{OWN_NAMESPACE}/secrets/windrow-operator-ca"
-    for _ in range(100):
-        try:
-            return base64.b64decode((await kube.get(path))["data"]["tls.crt"])
-        except ApiError:
-            await asyncio.sleep(0.1)
-    raise TimeoutError("the operator has made no authority")
-
-
-def _policy() -> dict[str, Any]:
-    return {
-        "apiVersion": "windrow.dev/v1alpha1",
-        "kind": "HarvestPolicy",
-        "metadata": {"name": "chat"},
-        "spec": {"selector": {"matchLabels": {"app": "chat"}}, "objective": {"tpot": "40ms"}},
-    }
-
-
-def _job(name: str, number: int) -> dict[str, Any]:
-    return {
-        "apiVersion": "windrow.dev/v1alpha1",
-        "kind": "FinetuneJob",
-        "metadata": {"name": name, "labels": {"at": datetime.now(UTC).strftime("%H%M%S")}},
-        "spec": {
-            "model": {"name": MODELS[number % len(MODELS)]},
-            "dataset": {"source": "/d/rows.jsonl"},
-            "training": {"maxSteps": 100_000, "learningRate": "2e-4"},
-            "output": {"destination": f"/out/{name}"},
-        },
-    }
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class ConditionType(StrEnum):
     SUSPENDED = "Suspended"
     CHECKPOINTED = "Checkpointed"
     EVICTED = "Evicted"
+    REQUEUED = "Requeued"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     DEPLOYED = "Deployed"
@@ -51,6 +52,7 @@ class Reason(StrEnum):
     REJECTED = "Rejected"
     POLICY_CHANGED = "PolicyChanged"
     PREEMPTED = "Preempted"
+    DECODE_BUSY = "DecodeBusy"
     FINISHED = "Finished"
     # Running
     STARTED = "Started"
@@ -209,7 +211,39 @@ LIFECYCLE: Final = (
     ConditionRow(T.EVICTED, "True", R.SUSPENDED, "`spec.suspend` was set."),
     ConditionRow(T.EVICTED, "True", R.BACK_OFF, "The worker failed; tried again at `retryAt`."),
     ConditionRow(T.EVICTED, "True", R.REJECTED, "The sidecar did not take the job."),
+    ConditionRow(
+        T.EVICTED,
+        "True",
+        R.DECODE_BUSY,
+        "Decode left the job little for minutes, and another slot had much more; the message has "
+        "both figures.",
+    ),
     ConditionRow(T.EVICTED, "False", R.PLACED, "The job has a slot again."),
+    *(
+        ConditionRow(
+            T.REQUEUED,
+            "True",
+            reason,
+            "The job waits for a slot again; the message counts how often and why.",
+        )
+        for reason in (
+            R.SLOT_LOST,
+            R.POLICY_CHANGED,
+            R.PREEMPTED,
+            R.DECODE_BUSY,
+            R.BACK_OFF,
+            R.REJECTED,
+        )
+    ),
+    ConditionRow(T.REQUEUED, "False", R.PLACED, "The job has a slot again."),
+    ConditionRow(T.REQUEUED, "False", R.SUSPENDED, "The job waits for nothing: it is suspended."),
+    ConditionRow(T.REQUEUED, "False", R.FINISHED, "The job has ended."),
+    ConditionRow(
+        T.PLACED,
+        "False",
+        R.DECODE_BUSY,
+        "Decode left the job little here, and another slot has much more. Resumes elsewhere.",
+    ),
     ConditionRow(
         T.PLACED,
         "False",

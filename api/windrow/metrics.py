@@ -447,7 +447,7 @@ PASS_SECONDS: Final = _of_operator(
     "windrow_operator_pass_seconds",
     _HISTOGRAM,
     "seconds",
-    "Time of one pass over all jobs.",
+    "Time of one look at what has changed and what is due.",
     buckets=_CALL_BUCKETS_SECONDS,
 )
 LAST_EVENT: Final = _of_operator(

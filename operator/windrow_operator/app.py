@@ -125,7 +125,7 @@ class App:
                 ),
             )
             self._write_state(metricsPort=metrics_port, ready=False)
-            if not await self._load_patiently(metrics_port):
+            if not await self._patiently(self._check_and_load, self._waits):
                 return
             # First, so that it ends last: kopf waits for every task that was made after its start.
             watching = await self._watch(stack)
@@ -179,7 +179,8 @@ class App:
         self.cluster.begin_term(utc_now())
         # The watches may lag behind what the leader before has written. Known before a sidecar
         # speaks, for a placement that is newer than what is known would look stale.
-        await self._patiently(self._load)
+        if not await self._patiently(self._load, _nobody):
+            return
         kube = self._kube.variant(may_write=lease.require)
         registration = webhook.WebhookRegistration(
             kube, served.client, lambda: served.certificates.trusted, self._settings.namespace
@@ -195,7 +196,8 @@ class App:
             timeouts=self._settings.timeouts,
             clock=utc_now,
         )
-        await self._patiently(self._leading.begin)
+        if not await self._patiently(self._leading.begin, _nobody):
+            return
         self._write_state(leads=True, term=lease.term)
         await self._leading.run()
 
@@ -214,16 +216,29 @@ class App:
                 log.warning("the watches had missed %s", missed)
                 self._wake()
 
-    async def _patiently(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Do `act` again for as long as the API server does not answer."""
+    async def _patiently(
+        self, act: Callable[[], Awaitable[None]], said: Callable[[str], None]
+    ) -> bool:
+        """Do `act` again until the cluster lets it; return False when asked to end before that.
+
+        Args:
+            act: raises ApiError or UserError for what the cluster lacks.
+            said: told each time what that is.
+        """
         pause_s = _FIRST_PAUSE_S
-        while True:
+        while not self._stop.is_set():
             try:
-                return await act()
-            except ApiError as error:
-                log.warning("%s; tried again in %.1f s", error, pause_s)
-            await asyncio.sleep(pause_s)
+                await act()
+            except (UserError, ApiError) as error:
+                lacks = prerequisites.explain(error, self._kube.server)
+            else:
+                return True
+            log.warning("not ready, looked at again in %.1f s: %s", pause_s, lacks)
+            said(lacks)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return False
 
     async def _note(self, about: dict[str, Any], event: Event) -> None:
         """Write an event that every replica would write: the one that leads does."""
@@ -234,24 +249,14 @@ class App:
         if self._leading is not None:
             self._leading.on_news()
 
-    async def _load_patiently(self, metrics_port: int) -> bool:
-        """Load once the cluster has what the operator needs; return False when asked to end."""
-        pause_s = _FIRST_PAUSE_S
-        while not self._stop.is_set():
-            try:
-                await prerequisites.check(self._kube, self._settings.namespace)
-                await self._load()
-            except (UserError, ApiError) as error:
-                lacks = prerequisites.explain(error, self._kube.server)
-            else:
-                return True
-            log.warning("not ready, looked at again in %.1f s: %s", pause_s, lacks)
-            self.metrics.waits(lacks)
-            self._write_state(metricsPort=metrics_port, ready=False, lacks=lacks)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return False
+    async def _check_and_load(self) -> None:
+        await prerequisites.check(self._kube, self._settings.namespace)
+        await self._load()
+
+    def _waits(self, lacks: str) -> None:
+        """Say what the cluster lacks before this replica can serve."""
+        self.metrics.waits(lacks)
+        self._write_state(ready=False, lacks=lacks)
 
     def _take_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -363,6 +368,10 @@ class App:
     def _write_state(self, **facts: Any) -> None:  # noqa: ANN401 - JSON
         self._facts |= facts
         self._state.write(self._facts)
+
+
+def _nobody(_: str) -> None:
+    """Tell nobody: the log has it."""
 
 
 def _webhook_client(settings: Settings, port: int) -> dict[str, Any]:

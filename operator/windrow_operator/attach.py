@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib.metadata import version
 from typing import Final, Protocol
@@ -19,12 +18,14 @@ import grpc
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
-from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION, TOKEN_AUDIENCE
+from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION
 from windrow_operator import reports
-from windrow_operator.cluster_state import ClusterState, pod_of
-from windrow_operator.kube import ApiError, Kube, ObjectNotFound
+from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
+from windrow_operator.identity import Identity, Refused
+from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import Pod
+from windrow_operator.model import STALE_AFTER, Pod
+from windrow_operator.session import MISSED_HEARTBEATS, Session
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +33,10 @@ log = logging.getLogger(__name__)
 # send no more messages than one process can take.
 _HEARTBEATS_PER_SECOND = 500
 _SHORTEST_HEARTBEAT_S, _LONGEST_HEARTBEAT_S = 1.0, 10.0
-MISSED_HEARTBEATS: Final = 3
-# Until the first heartbeat: an engine that has just called has its sidecar busy.
-_FIRST_HEARTBEAT = timedelta(seconds=15)
+# Likewise those at rest, on which nothing runs and nothing changes that placement looks at: people
+# look at them now and then.
+_RESTING_PER_SECOND = 50
+_LONGEST_REST_S: Final = 20.0
 # A peer that does not answer at all, a stopped process or a dead node, is found within 10 s.
 _SERVER_OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
@@ -46,17 +48,6 @@ _SERVER_OPTIONS: Final = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
-_POD_NAME = "authentication.kubernetes.io/pod-name"
-_POD_UID = "authentication.kubernetes.io/pod-uid"
-_ACCOUNT = "system:serviceaccount:"
-
-
-class Refused(Exception):
-    """The stream is not who it says, speaks another version, or came to the wrong replica."""
-
-    def __init__(self, code: grpc.StatusCode, message: str, leader: str = "") -> None:
-        self.code, self.leader = code, leader
-        super().__init__(message)
 
 
 class Leadership(Protocol):
@@ -96,48 +87,8 @@ class Listener(Protocol):
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """A latency profile of a pod came."""
 
-
-@dataclass
-class Session:
-    """One attached sidecar."""
-
-    pod: Pod
-    term: int  # of the leader whose stream it is
-    interval: timedelta  # of heartbeats, as agreed on
-    due: datetime | None = None  # when it counts as silent; None: nothing is expected of it
-    outbox: asyncio.Queue[pb.OperatorMessage | None] = field(default_factory=asyncio.Queue)
-    config: pb.PolicyConfig | None = None  # as last sent
-
-    def send(self, message: pb.OperatorMessage) -> None:
-        """Queue a message; it is lost when the stream ends, and then the next pass sees that."""
-        match message.WhichOneof("message"):
-            case "assign":
-                message.assign.leader_term = self.term
-            case "command":
-                message.command.leader_term = self.term
-        self.outbox.put_nowait(message)
-
-    def expect_first(self, now: datetime) -> None:
-        """Note that a first heartbeat is to come, unless one is expected already."""
-        self.due = self.due or now + max(_FIRST_HEARTBEAT, MISSED_HEARTBEATS * self.interval)
-
-    def expect_next(self, now: datetime) -> None:
-        """Note that a heartbeat has come, so that the next one is due."""
-        self.due = now + MISSED_HEARTBEATS * self.interval
-
-    def configure(self, config: pb.PolicyConfig) -> None:
-        """Tell the sidecar its policy if that has changed."""
-        if self.config != config:
-            self.config = config
-            self.send(pb.OperatorMessage(policy=config))
-
-    def command(self, command: pb.JobCommand) -> None:
-        """Queue a command."""
-        self.send(pb.OperatorMessage(command=command))
-
-    def close(self) -> None:
-        """End the stream after what is queued."""
-        self.outbox.put_nowait(None)
+    def profile_for(self, pod: Pod) -> pb.StoredProfile | None:
+        """Return the latency profile that a new pod may start from; None: there is none."""
 
 
 class AttachServer(pb_grpc.AttachServicer):
@@ -158,7 +109,8 @@ class AttachServer(pb_grpc.AttachServicer):
         *,
         clock: Callable[[], datetime],
     ) -> None:
-        self._cluster, self._kube, self._metrics, self._clock = cluster, kube, metrics, clock
+        self._cluster, self._metrics, self._clock = cluster, metrics, clock
+        self._identity = Identity(cluster, kube)
         self._leadership: Leadership = _NoLeader()
         self._listener: Listener | None = None
         self.sessions: dict[str, Session] = {}  # by pod UID
@@ -213,7 +165,8 @@ class AttachServer(pb_grpc.AttachServicer):
         """Serve one sidecar until one of both sides ends the stream."""
         try:
             self._require_leading()
-            pod = await self._identify(context)
+            metadata = dict(context.invocation_metadata() or ())
+            pod = await self._identity.identify({k: str(v) for k, v in metadata.items()})
             hello = await self._hello(requests, pod)
             self._require_leading()  # it may have taken a while
         except Refused as refused:
@@ -250,6 +203,7 @@ class AttachServer(pb_grpc.AttachServicer):
                 protocol_version=PROTOCOL_VERSION,
                 operator_version=version("windrow"),
                 heartbeat_seconds=session.interval.total_seconds(),
+                rest_heartbeat_seconds=session.rest.total_seconds(),
                 leader_term=session.term,
             )
         )
@@ -258,10 +212,9 @@ class AttachServer(pb_grpc.AttachServicer):
         """End the streams of sidecars that are silent; return when the next one would be."""
         for session in list(self.sessions.values()):
             if session.due is not None and session.due <= now:
-                seconds = session.interval.total_seconds()
                 log.warning(
-                    "sidecar of pod %s missed %d heartbeats of %g s: its stream is ended",
-                    *(session.pod.key, MISSED_HEARTBEATS, seconds),
+                    "sidecar of pod %s missed %d heartbeats: its stream is ended",
+                    *(session.pod.key, MISSED_HEARTBEATS),
                 )
                 self.end(session)
         return min((s.due for s in self.sessions.values() if s.due is not None), default=None)
@@ -270,53 +223,6 @@ class AttachServer(pb_grpc.AttachServicer):
         """End a stream from this side; its slots count as detached from this moment."""
         session.close()
         self._closed(session)
-
-    # --- who it is --------------------------------------------------------------------------------
-
-    async def _identify(self, context: grpc.aio.ServicerContext) -> Pod:
-        """Return the live pod that the bearer token is bound to."""
-        metadata = dict(context.invocation_metadata() or ())
-        scheme, _, token = str(metadata.get("authorization", "")).partition(" ")
-        if scheme.lower() != "bearer" or not token:
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, "no bearer token")
-        try:
-            namespace, name, uid = await self._review(token)
-            body = await self._kube.get(f"/api/v1/namespaces/{namespace}/pods/{name}")
-        except ObjectNotFound:
-            # A deleted pod's token stays valid for some seconds.
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the pod is gone") from None
-        except ApiError as error:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, str(error)) from error
-        if body["metadata"]["uid"] != uid:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED, f"another pod is now named {namespace}/{name}"
-            )
-        if not pod_of(body).sidecar.prepared:
-            raise Refused(
-                grpc.StatusCode.PERMISSION_DENIED,
-                f"pod {namespace}/{name} was not made harvestable: it lacks what the webhook adds",
-            )
-        return self._cluster.put_pod(body)
-
-    async def _review(self, token: str) -> tuple[str, str, str]:
-        review = await self._kube.create(
-            "/apis/authentication.k8s.io/v1/tokenreviews",
-            {
-                "apiVersion": "authentication.k8s.io/v1",
-                "kind": "TokenReview",
-                "spec": {"token": token, "audiences": [TOKEN_AUDIENCE]},
-            },
-        )
-        status = review.get("status") or {}
-        if not status.get("authenticated") or TOKEN_AUDIENCE not in status.get("audiences", ()):
-            why = status.get("error") or f"it is not for audience {TOKEN_AUDIENCE}"
-            raise Refused(grpc.StatusCode.UNAUTHENTICATED, f"the token is not valid: {why}")
-        user = status["user"]
-        extra = user.get("extra") or {}
-        if not user["username"].startswith(_ACCOUNT) or not extra.get(_POD_UID):
-            raise Refused(grpc.StatusCode.PERMISSION_DENIED, "the token is bound to no pod")
-        namespace = user["username"].removeprefix(_ACCOUNT).partition(":")[0]
-        return namespace, extra[_POD_NAME][0], extra[_POD_UID][0]
 
     async def _hello(self, requests: AsyncIterator[pb.SidecarMessage], pod: Pod) -> pb.SidecarHello:
         first = await anext(aiter(requests), None)
@@ -345,7 +251,9 @@ class AttachServer(pb_grpc.AttachServicer):
         earlier = self.sessions.get(pod.uid)
         if earlier is not None:
             earlier.close()
-        session = Session(pod, self._leadership.term, self._interval(hello))
+        interval = self._interval(hello)
+        rest = max(interval, self._rest()) if hello.rests else interval
+        session = Session(pod, self._leadership.term, interval, rest)
         self.sessions[pod.uid] = session
         self._metrics.streams.set(len(self.sessions))
         log.info("sidecar of pod %s attached", pod.key)
@@ -353,9 +261,17 @@ class AttachServer(pb_grpc.AttachServicer):
 
     def _interval(self, hello: pb.SidecarHello) -> timedelta:
         """Return how often a sidecar reports: as the load allows, and as it can."""
-        ours = len(self.sessions) / _HEARTBEATS_PER_SECOND
+        ours = self._expected() / _HEARTBEATS_PER_SECOND
         wanted = max(_SHORTEST_HEARTBEAT_S, ours, hello.heartbeat_seconds)
         return timedelta(seconds=min(wanted, _LONGEST_HEARTBEAT_S))
+
+    def _rest(self) -> timedelta:
+        """Return how often a sidecar reports of a slot at rest."""
+        return timedelta(seconds=min(self._expected() / _RESTING_PER_SECOND, _LONGEST_REST_S))
+
+    def _expected(self) -> int:
+        """Return how many streams there are or will be: those that come first stay for long."""
+        return max(len(self.sessions), len(self._cluster.pods))
 
     def _closed(self, session: Session) -> None:
         if self.sessions.get(session.pod.uid) is not session:
@@ -388,29 +304,49 @@ class AttachServer(pb_grpc.AttachServicer):
             case "hello":
                 self._take_hello(session, message.hello, first=False)
             case "heartbeat":
-                session.expect_next(now)
                 name = slot_name(session.pod.name, message.heartbeat.slot)
                 live = self._cluster.slots.get(f"{session.pod.namespace}/{name}")
                 if live is not None and live.pod_uid == session.pod.uid:
+                    self._expect_next(session, live, message.heartbeat, now)
                     stale = reports.take_heartbeat(self._cluster, live, message.heartbeat, now)
                     self._end_stale(session, stale)
                     listener.on_heartbeat()
             case "job_event":
-                mine = [live.key for live in reports.slots_of(self._cluster, session.pod)]
+                mine = [live.key for live in self._cluster.slots_of(session.pod.uid)]
                 stale = reports.take_event(self._cluster, mine, message.job_event, now)
                 self._end_stale(session, stale)
                 listener.on_news()
             case "profile":
                 listener.on_profile(session.pod, message.profile)
 
+    def _expect_next(
+        self, session: Session, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
+    ) -> None:
+        """Note when the pod's next heartbeat is due: soon, while a job is on one of its slots."""
+        alone = len(self._cluster.slots_of(session.pod.uid)) == 1
+        at_rest = alone and not jobs_of(beat) and live.key not in self._cluster.index.held
+        session.expect_next(now, at_rest=at_rest)
+        # Figures are not of now any more once a heartbeat is missing, and never after ten seconds
+        # where one comes each second.
+        interval = session.rest if at_rest else session.interval
+        live.stale_after = max(STALE_AFTER, 2 * interval)
+
     def _take_hello(self, session: Session, hello: pb.SidecarHello, *, first: bool) -> None:
         now = self._clock()
         if hello.slots:
             session.expect_first(now)
+        elif first:
+            self._send_profile(session)
         stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
         if self._listener is not None:
             self._listener.on_news()
+
+    def _send_profile(self, session: Session) -> None:
+        """Give a pod whose engine has not called yet what it may start from."""
+        stored = self._listener.profile_for(session.pod) if self._listener else None
+        if stored is not None:
+            session.send(pb.OperatorMessage(profile=stored))
 
     def _end_stale(self, session: Session, stale: list[pb.JobCommand]) -> None:
         for command in stale:

@@ -19,9 +19,10 @@ import aiohttp
 
 from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
-from windrow_operator import policies, status
+from windrow_operator import status
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
+from windrow_operator.finalizers import set_finalizer
 from windrow_operator.injection import option_of, serving_container
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Job, key_of
@@ -154,7 +155,7 @@ class Deployments:
         async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
             servers = Servers(session)
             while True:
-                for job in self._cluster.job_views():
+                for job in self._cluster.job_views(list(self._cluster.index.with_adapters)):
                     await self._tend(job, servers)
                 self._look_at = {u: t for u, t in self._look_at.items() if u in self._cluster.jobs}
                 await asyncio.sleep(_ROUND_SECONDS)
@@ -191,7 +192,9 @@ class Deployments:
             return
         body = job.body
         if FINALIZER_ADAPTER not in (body["metadata"].get("finalizers") or ()):
-            body = await self._set_finalizer(job, present=True)
+            body = await set_finalizer(
+                self._kube, self._cluster, dict(body), FINALIZER_ADAPTER, present=True
+            )
         path = str(job.status["adapter"]["path"])
         try:
             await servers.load_everywhere(found, name, path, pinned=job.spec.output.deploy.pinned)
@@ -212,13 +215,14 @@ class Deployments:
                 # Whoever deletes a job must not wait for a server that does not answer; the next
                 # start of that server begins without the adapter.
                 log.warning("job %s: the adapter stays loaded: %s", job.key, error)
-        await self._set_finalizer(job, present=False)
+        body = dict(job.body)
+        await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
 
     async def _pods(self, job: Job) -> list[dict[str, Any]]:
         """Return the pods of the namespaces whose policies let the job load adapters."""
         namespaces = set()
         for pod in self._cluster.pods.values():
-            policy = policies.select(pod, self._cluster.policies.values())
+            policy = self._cluster.policy_of(pod)
             access = policy.spec.access if policy and policy.spec else None
             labels = dict(job.namespace_labels)
             if access and access.adapters and access.namespace_selector.matches(labels):
@@ -239,21 +243,6 @@ class Deployments:
         self._cluster.put_job(written)
         event = Event(reason, message, warning=reason is not Reason.LOADED)
         await self._recorder.record(written, event)
-
-    async def _set_finalizer(self, job: Job, *, present: bool) -> dict[str, Any]:
-        metadata = job.body["metadata"]
-        others = [f for f in metadata.get("finalizers") or () if f != FINALIZER_ADAPTER]
-        wanted = {
-            "resourceVersion": metadata["resourceVersion"],
-            "finalizers": [*others, FINALIZER_ADAPTER] if present else others,
-        }
-        path = kind_path(FINETUNE_JOB, job.namespace, job.name)
-        written = await self._kube.merge(path, {"metadata": wanted})
-        if job.deleted_at is not None and not wanted["finalizers"]:
-            self._cluster.drop_job(job.uid)
-        else:
-            self._cluster.put_job(written)
-        return written
 
 
 def _is_wanted(job: Job) -> bool:

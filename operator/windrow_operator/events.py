@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import uuid
@@ -11,6 +12,7 @@ from typing import Any
 
 from windrow.conditions import timestamp
 from windrow_operator.kube import ApiError, Kube
+from windrow_operator.lease import NotLeading
 from windrow_operator.reconcile import Event
 
 log = logging.getLogger(__name__)
@@ -18,6 +20,7 @@ log = logging.getLogger(__name__)
 COMPONENT = "windrow-operator"
 # The API server refuses longer ones.
 _MESSAGE_MAX = 1024
+_WAITING_MAX = 10_000  # of those that wait to be written
 # The same words about the same object are news again after a while.
 _REPEAT = timedelta(minutes=1)
 
@@ -28,6 +31,26 @@ class Recorder:
     def __init__(self, kube: Kube, clock: Callable[[], datetime]) -> None:
         self._kube, self._clock = kube, clock
         self._said: dict[tuple[str, str, str], datetime] = {}
+        self._forgotten_at = clock()
+        self._queue: asyncio.Queue[tuple[Mapping[str, Any], Event]] = asyncio.Queue(_WAITING_MAX)
+
+    def put(self, about: Mapping[str, Any] | None, event: Event) -> None:
+        """Let `run` record an event, so that nobody waits for it. Too many: it is only logged."""
+        if about is None:
+            return
+        try:
+            self._queue.put_nowait((about, event))
+        except asyncio.QueueFull:
+            log.warning("event %s of %s was dropped", event.reason, about["metadata"]["name"])
+
+    async def run(self) -> None:
+        """Record what was put, until cancelled."""
+        while True:
+            about, event = await self._queue.get()
+            try:
+                await self.record(about, event)
+            except NotLeading as error:
+                log.info("event %s was not written: %s", event.reason, error)
 
     async def record(self, about: Mapping[str, Any] | None, event: Event) -> None:
         """Record `event` about an object (None: it is gone, nothing happens)."""
@@ -50,9 +73,11 @@ class Recorder:
 
     def _is_news(self, uid: str, event: Event) -> bool:
         now = self._clock()
-        self._said = {key: at for key, at in self._said.items() if now - at < _REPEAT}
+        if now - self._forgotten_at > _REPEAT:
+            self._forgotten_at = now
+            self._said = {key: at for key, at in self._said.items() if now - at < _REPEAT}
         key = (uid, event.reason, event.message)
-        if key in self._said:
+        if (said := self._said.get(key)) is not None and now - said < _REPEAT:
             return False
         self._said[key] = now
         return True

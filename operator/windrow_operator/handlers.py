@@ -109,7 +109,7 @@ class Handlers:
         """Take up a namespace's labels."""
         metadata = _plain(event)["metadata"]
         if event["type"] == "DELETED":
-            self._cluster.namespaces.pop(metadata["name"], None)
+            self._cluster.drop_namespace(metadata["name"])
         else:
             self._cluster.put_namespace({"metadata": metadata})
         self._seen()
@@ -118,7 +118,7 @@ class Handlers:
         """Take up a PriorityClass."""
         body = _plain(event)
         if event["type"] == "DELETED":
-            self._cluster.priorities.pop(body["metadata"]["name"], None)
+            self._cluster.drop_priority_class(body["metadata"]["name"])
         else:
             self._cluster.put_priority_class(body)
         self._seen()

@@ -2,14 +2,17 @@
 
 One job that fails says little about the slot. Jobs of several owners that fail there, one after the
 other and without one that got further in between, say that it is the slot: a device that errs, a
-volume that is not mounted. It then rests, longer each time, and says so.
+volume that is not mounted. It then rests, longer each time, and says so. What is known stands in
+the slot's status, so that another leader goes on from it; jobs are named there by their UIDs, for
+whoever may read a slot need not know what other tenants call their jobs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Final
+from typing import Any, Final
 
 from windrow.conditions import timestamp
 
@@ -20,34 +23,38 @@ _REMEMBERED: Final = timedelta(hours=1)
 _FIRST_REST, _LONGEST_REST = timedelta(minutes=10), timedelta(hours=2)
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    namespace: str
+    at: datetime
+
+
 @dataclass
 class _Record:
-    failures: dict[str, datetime] = field(default_factory=dict)  # when, by the job's key
+    failures: dict[str, _Failure] = field(default_factory=dict)  # by the job's UID
     rests: int = 0  # in a row
     until: datetime | None = None
     why: str = ""
 
 
 class SlotHealth:
-    """What failed where, since this replica leads."""
+    """What failed where."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
-    def failed(self, slot: str, job: str, now: datetime) -> None:
-        """Note that a placement of `job` (namespace/name) ended on `slot` and got no further."""
+    def failed(self, slot: str, namespace: str, uid: str, now: datetime) -> None:
+        """Note that a placement of a job ended on `slot` and got no further."""
         record = self._records.setdefault(slot, _Record())
-        record.failures = {
-            key: at for key, at in record.failures.items() if now - at < _REMEMBERED
-        } | {job: now}
-        owners = {key.partition("/")[0] for key in record.failures}
+        recent = {u: f for u, f in record.failures.items() if now - f.at < _REMEMBERED}
+        record.failures = {**recent, uid: _Failure(namespace, now)}
+        owners = {failure.namespace for failure in record.failures.values()}
         if len(owners) < _OWNERS and len(record.failures) < _JOBS:
             return
-        rest = min(_FIRST_REST * 2**record.rests, _LONGEST_REST)
+        record.until = now + min(_FIRST_REST * 2**record.rests, _LONGEST_REST)
         record.rests += 1
-        record.until = now + rest
-        names = sorted(record.failures)
-        record.why = f"workers of {', '.join(names[:-1])} and {names[-1]} failed on it"
+        of = f" of {len(owners)} namespaces" if owners - {namespace} else ""
+        record.why = f"workers of {len(record.failures)} jobs{of} failed on it"
         record.failures = {}
 
     def worked(self, slot: str) -> None:
@@ -62,10 +69,42 @@ class SlotHealth:
         return f"until {timestamp(record.until)}: {record.why}"
 
     def failed_jobs(self, slot: str) -> frozenset[str]:
-        """Return the jobs that failed on `slot` lately: another slot is tried before it."""
+        """Return UIDs of the jobs that failed on `slot` lately: another slot is tried first."""
         record = self._records.get(slot)
         return frozenset(record.failures) if record else frozenset()
+
+    def known(self) -> list[str]:
+        """Return the slots of which something is known."""
+        return list(self._records)
 
     def forget(self, slot: str) -> None:
         """Drop what is known of a slot that is gone."""
         self._records.pop(slot, None)
+
+    def status_of(self, slot: str) -> dict[str, Any] | None:
+        """Return what a slot's status says of it; None: nothing."""
+        record = self._records.get(slot)
+        if record is None:
+            return None
+        failures = [
+            {"jobUid": uid, "namespace": failure.namespace, "time": timestamp(failure.at)}
+            for uid, failure in record.failures.items()
+        ]
+        rest = {"rests": record.rests, "restReason": record.why} if record.rests else {}
+        until = {"restsUntil": timestamp(record.until)} if record.until else {}
+        return {**rest, **until, **({"failures": failures} if failures else {})}
+
+    def take_up(self, slot: str, status: Mapping[str, Any] | None) -> None:
+        """Go on from what an earlier leader wrote into a slot's status."""
+        if not status:
+            return
+        until = status.get("restsUntil")
+        self._records[slot] = _Record(
+            failures={
+                entry["jobUid"]: _Failure(entry["namespace"], datetime.fromisoformat(entry["time"]))
+                for entry in status.get("failures") or ()
+            },
+            rests=int(status.get("rests") or 0),
+            until=datetime.fromisoformat(until) if until else None,
+            why=str(status.get("restReason") or ""),
+        )

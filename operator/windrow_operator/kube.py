@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,7 @@ _MERGE = "application/merge-patch+json"
 _STRATEGIC = "application/strategic-merge-patch+json"
 _APPLY = "application/apply-patch+yaml"
 _TIMEOUT_S = 10.0
-_PIECE = 500  # objects of one answer to a listing
+_PIECE = 250  # objects of one answer to a listing
 # Asked to come back later, a request does so by itself, if it is soon and not for ever.
 _BUSY_TRIES, _LONGEST_BUSY_S = 4, 5.0
 
@@ -143,28 +143,34 @@ class Kube:
         return await self._request("GET", path)
 
     async def list(self, path: str, *, labels: str = "") -> list[Body]:
-        """Return the objects of a collection; none when its kind is unknown.
+        """Return the objects of a collection; none when its kind is unknown."""
+        found: dict[str, Body] = {}
+        async for piece in self.pieces(path, labels=labels):
+            found |= {body["metadata"]["uid"]: body for body in piece}
+        return list(found.values())
 
-        In pieces, so that reading thousands of objects holds nothing else up for long.
+    async def pieces(self, path: str, *, labels: str = "") -> AsyncIterator[Sequence[Body]]:
+        """Yield the objects of a collection, so that thousands hold nothing else up for long.
+
+        Where the version that is listed is kept no longer, it begins anew: objects come twice.
         """
         selector = {"labelSelector": labels} if labels else {}
-        found: list[Body] = []
         token = ""
         while True:
             query = {**selector, "limit": _PIECE, **({"continue": token} if token else {})}
             try:
                 piece = await self._request("GET", f"{path}?{urlencode(query)}")
             except ObjectNotFound:
-                return []
+                return
             except ApiError as error:
                 if error.status != 410 or not token:
                     raise
-                found, token = [], ""  # the version that was listed is no longer kept: anew
+                token = ""
                 continue
-            found += piece.get("items") or ()
+            yield list(piece.get("items") or ())
             token = (piece.get("metadata") or {}).get("continue") or ""
             if not token:
-                return found
+                return
 
     async def create(self, path: str, body: Mapping[str, Any]) -> Body:
         """Create an object; raise Conflict when it exists."""

@@ -22,6 +22,7 @@ from windrow_operator.kube import ApiError, Kube
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Pod
+from windrow_operator.profiles import Profiles
 from windrow_operator.reconcile import Timeouts
 from windrow_operator.slots import LOOK_SECONDS, SlotWriter
 from windrow_operator.webhook import WebhookRegistration
@@ -63,13 +64,14 @@ class Leading:
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
         self._registration, self._trust = registration, trust
-        recorder = Recorder(kube, clock)
+        self._recorder = recorder = Recorder(kube, clock)
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
         self._slots = SlotWriter(cluster, kube)
         self._deployments = Deployments(cluster, kube, recorder, clock)
-        self._profiles: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
+        self._profiles = Profiles(cluster, kube)
+        self._reports: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
 
     async def begin(self) -> None:
         """Be ready to act: know the slots there are, be asked about pods, take sidecars.
@@ -78,6 +80,7 @@ class Leading:
             ApiError: the API server does not answer; to be called again.
         """
         await self._slots.load()
+        await self._profiles.load()
         await self._registration.keep({p.namespace for p in self._cluster.policies.values()})
         # Sidecars can come back from now on, so their grace begins here.
         self._cluster.started_at = self._clock()
@@ -88,6 +91,7 @@ class Leading:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._driver.run(), name="driver")
+                tasks.create_task(self._recorder.run(), name="events")
                 tasks.create_task(self._write_slots(), name="slots")
                 tasks.create_task(self._store_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")
@@ -105,7 +109,11 @@ class Leading:
 
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """Store a latency profile."""
-        self._profiles.put_nowait((pod, report))
+        self._reports.put_nowait((pod, report))
+
+    def profile_for(self, pod: Pod) -> pb.StoredProfile | None:
+        """Return what a pod whose engine has not called yet may start from."""
+        return self._profiles.for_new(pod)
 
     async def _write_slots(self) -> None:
         while True:
@@ -117,14 +125,14 @@ class Leading:
 
     async def _store_profiles(self) -> None:
         while True:
-            pod, report = await self._profiles.get()
+            pod, report = await self._reports.get()
             try:
-                await self._slots.store_profile(pod, report)
+                await self._profiles.store(pod, report)
             except (ApiError, NotLeading) as error:
                 # It took its pod a minute to measure: not lost over an API server that restarts.
                 log.warning("the profile of %s could not be stored yet: %s", pod, error)
                 await asyncio.sleep(_STORE_AGAIN_S)
-                self._profiles.put_nowait((pod, report))
+                self._reports.put_nowait((pod, report))
 
     async def _keep_registered(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -15,15 +14,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from windrow import metrics as names
 from windrow.conditions import ConditionType as T
 from windrow.conditions import get_condition, is_true
-from windrow_operator.cluster_state import ClusterState, state_word
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.liveness import Liveness
 from windrow_operator.model import CheckedPolicy, Job, Slot
 from windrow_operator.slots import readiness
-
-# A driver that leads takes a step every few seconds. One that waits for a slow API server does so
-# for 55 s at most (four tries of ten seconds and the pauses between them), and is not hung.
-LIVE_WITHIN_SECONDS = 120.0
-# So many comparisons in a row that found what a watch ought to have told: it is stuck.
-_STUCK_AFTER = 3
 
 
 class Metrics:
@@ -53,9 +47,7 @@ class Metrics:
         self._api_seconds = self._histogram(names.API_SECONDS)
         self._certificates = self._gauge(names.CERTIFICATE_EXPIRY)
         self._watch_missed = self._counter(names.WATCH_MISSED)
-        self._moved = time.monotonic()
-        self._leads = False
-        self._missed_in_a_row = 0
+        self.liveness = Liveness()
         self._lacks = "the operator starts"  # empty: it is ready
 
     def _gauge(self, metric: names.Metric) -> Gauge:
@@ -110,7 +102,7 @@ class Metrics:
             )
 
     def show(self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime) -> None:
-        """Show what a pass of the driver saw."""
+        """Show what there is."""
         self._jobs.clear()
         jobs = Tally(
             (body["metadata"]["namespace"], state_word(body)) for body in cluster.jobs.values()
@@ -126,7 +118,9 @@ class Metrics:
         self._used.clear()
         self._quota.clear()
         for key, policy in cluster.policies.items():
-            self._used.labels(policy.namespace, policy.name).set(cluster.used_today(key, now))
+            self._used.labels(policy.namespace, policy.name).set(
+                cluster.usage.today(key, now).seconds
+            )
             if policy.spec is not None and policy.spec.access.gpu_seconds_per_day is not None:
                 quota = policy.spec.access.gpu_seconds_per_day
                 self._quota.labels(policy.namespace, policy.name).set(quota)
@@ -135,17 +129,12 @@ class Metrics:
 
     def leads(self, term: int) -> None:
         """Note that this replica leads, and under which term; 0: it does not."""
-        self._leads = bool(term)
-        self._leader.set(self._leads)
-        self.moved()
-
-    def moved(self) -> None:
-        """Note that the driver has taken a step."""
-        self._moved = time.monotonic()
+        self.liveness.leads(yes=bool(term))
+        self._leader.set(bool(term))
 
     def missed(self, objects: Mapping[str, int]) -> None:
         """Note how many objects a comparison found that the watches ought to have told of."""
-        self._missed_in_a_row = self._missed_in_a_row + 1 if objects else 0
+        self.liveness.compared(objects)
         for kind, count in objects.items():
             self._watch_missed.labels(kind).inc(count)
 
@@ -163,8 +152,7 @@ class Metrics:
         self._certificates.labels(which).set(ends.timestamp())
 
     def passed(self, seconds: float) -> None:
-        """Note a pass of the driver."""
-        self.moved()
+        """Note a look of the driver at what is due."""
         self._pass_seconds.observe(seconds)
 
     def waits(self, lacks: str) -> None:
@@ -174,15 +162,6 @@ class Metrics:
     def works(self) -> None:
         """Note that the operator is at work."""
         self._lacks = ""
-
-    def stalled(self) -> str:
-        """Return what does not move any more and a restart would mend; empty: nothing."""
-        still_s = time.monotonic() - self._moved
-        if self._leads and still_s > LIVE_WITHIN_SECONDS:
-            return f"the driver has taken no step for {still_s:.0f} s"
-        if self._missed_in_a_row >= _STUCK_AFTER:
-            return f"the watches told nothing for {self._missed_in_a_row} comparisons"
-        return ""
 
     def application(self) -> web.Application:
         """Return the HTTP application: `/metrics`, `/healthz` and `/readyz`."""
@@ -201,7 +180,7 @@ class Metrics:
         return web.Response(status=503 if self._lacks else 200, text=self._lacks or "ok")
 
     async def _health(self, _: web.Request) -> web.Response:
-        stalled = self.stalled()
+        stalled = self.liveness.stalled()
         return web.Response(status=503 if stalled else 200, text=stalled or "ok")
 
 
@@ -215,6 +194,11 @@ def resource_of(path: str) -> str:
     if words[:1] == ["namespaces"] and len(words) > 2:
         words = words[2:]
     return "/".join(words[:1] + words[2:3])
+
+
+def state_word(body: Mapping[str, Any]) -> str:
+    """Return the printed state of a job object."""
+    return str((body.get("status") or {}).get("state") or "Pending")
 
 
 def _waits_since(job: Job) -> datetime:

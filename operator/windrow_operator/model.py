@@ -209,6 +209,11 @@ class Holder:
     name: str = "that is unknown"  # for messages
     base: Base | None = None  # None: not known, or not to be shared
 
+    @property
+    def is_known(self) -> bool:
+        """Return whether the name is that of a job, by which its namespace is known."""
+        return "/" in self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -216,11 +221,12 @@ class Slot:
 
     key: str
     pod_uid: str = ""
+    node: str = ""
     model: str = ""
     tensor_parallel: int = 1
     engine_state: str = "serving"
     breaker: str = ""
-    predicted_tokens_per_second: float = 0.0
+    predicted_tokens_per_second: float = 0.0  # over the last minutes
     memory_full: bool = False
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
@@ -228,7 +234,7 @@ class Slot:
     awaited: bool = False  # not attached yet since the operator came to lead
     pod_gone: bool = False  # or on its way
     resting: str = ""  # until when it takes no job, and why
-    failed_jobs: frozenset[str] = frozenset()  # keys of jobs that failed on it lately
+    failed_jobs: frozenset[str] = frozenset()  # UIDs of jobs that failed on it lately
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
@@ -253,6 +259,7 @@ class Job:
     priority: int = 0
     may_preempt: bool = False  # jobs of lower priority give their slot to it
     preempted_by: str = ""  # key of the job that is to have its slot
+    moves: str = ""  # why it is to move to a better slot
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # an older job that writes to the same place, in words

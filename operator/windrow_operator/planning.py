@@ -1,22 +1,31 @@
-"""Where a job goes: the slot with the most predicted headroom among those that can take it.
+"""Where a job goes: the slot with the best score among those that can take it.
 
-Free slots come first, and among them those that serve the job's own model, since there the frozen
-weights are shared. Where no slot is free, jobs over one base model share a worker, which carries
-them in turns. Every refusal is one sentence, so that a job that waits can say why.
+Free slots come first. Among them the score is the tokens a second that the slot's decode is
+predicted to leave, by what it left in the last minutes; it counts more where decode serves the
+job's own model, since there the frozen weights are shared, and less for each job on another device
+of the node, since those share its cores, memory and network. Where no slot is free, jobs over one
+base model share a worker, which carries them in turns. Every refusal is one sentence, so that a job
+that waits can say why; what other tenants call their jobs and pods is never said.
 """
 
 from __future__ import annotations
 
 import itertools
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from windrow.outputs import is_below
 from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot, key_of
+from windrow_operator.slot_table import SlotTable, capacity_refusal, unreachable
 
-# A message lists so many slots one by one; a cluster may have thousands.
-SLOTS_LISTED = 8
+# A message lists so many slots one by one; a cluster may have thousands, so that those of other
+# namespaces are looked for among so many only.
+SLOTS_LISTED, _LOOKED_AT = 8, 256
+# Shared weights need not be loaded, and leave the worker as much more memory.
+_WEIGHTS_THERE: Final = 1.25
+_NEIGHBOUR: Final = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,105 +43,41 @@ class NoPlacement:
     message: str
 
 
-class SlotTable(Mapping[str, Slot]):
-    """Slots by key, and those that could take a job grouped by what decides it.
-
-    A cluster has thousands of slots of few kinds, that is of one policy, model, set
-    of directories and number of jobs. Whether a job may go there is the same for all of a kind, so
-    it is asked once.
-    """
-
-    def __init__(self, slots: Iterable[Slot]) -> None:
-        self._slots = {slot.key: slot for slot in slots}
-        # The slots of a kind that are not closed to everybody, the one to choose in front.
-        self._kinds: dict[_Kind, dict[str, Slot]] | None = None
-        self._own: dict[str, list[str]] = {}  # slots by the UID of a job that is on them
-
-    def __getitem__(self, key: str) -> Slot:
-        """Return a slot."""
-        return self._slots[key]
-
-    def __iter__(self) -> Iterator[str]:
-        """Return the keys, in the order in which the slots came."""
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        """Return how many slots there are."""
-        return len(self._slots)
-
-    def put(self, slot: Slot) -> None:
-        """Replace a slot: a job was placed on it."""
-        before = self._slots.get(slot.key)
-        self._slots[slot.key] = slot
-        if self._kinds is not None:
-            if before is not None and (kind := _kind(before)) in self._kinds:
-                self._kinds[kind].pop(slot.key, None)
-            self._add(slot)
-
-    def candidates(self, job: Job) -> Iterator[Slot]:
-        """Yield the best slot of each kind, and those that `job` is on already."""
-        if self._kinds is None:
-            self._kinds = {}
-            by_promise = sorted(
-                self._slots.values(), key=lambda slot: (-slot.predicted_tokens_per_second, slot.key)
-            )
-            for slot in by_promise:
-                self._add(slot)
-        for slots in self._kinds.values():
-            if slots:
-                yield next(iter(slots.values()))
-        for key in self._own.get(job.uid, ()):
-            yield self._slots[key]
-
-    def _add(self, slot: Slot) -> None:
-        for holder in slot.holders:
-            self._own.setdefault(holder.uid, []).append(slot.key)
-        if (kind := _kind(slot)) is not None and self._kinds is not None:
-            self._kinds.setdefault(kind, {})[slot.key] = slot
-
-
-_Kind = tuple[object, ...]
-
-
-def _kind(slot: Slot) -> _Kind | None:
-    """Return what decides who may be placed on a slot; None: nobody who is not on it."""
-    if _unreachable(slot) or _capacity_refusal(slot) or len(slot.holders) >= slot.max_jobs:
-        return None
-    bases = tuple(holder.base for holder in slot.holders)
-    if None in bases:
-        return None  # what is not known, or quantised, is not shared
-    return (id(slot.terms), slot.model, slot.outputs, slot.failed_jobs, bases)
-
-
 def place(job: Job, slots: SlotTable | Iterable[Slot]) -> Placement | NoPlacement:
     """Return where `job` goes, or why it cannot go anywhere."""
     table = slots if isinstance(slots, SlotTable) else SlotTable(slots)
     best = min(
         (slot for slot in table.candidates(job) if not refusal(job, slot)),
-        key=lambda slot: _preference(job, slot),
+        key=lambda slot: _preference(job, slot, table),
         default=None,
     )
     if best is None:
         return NoPlacement(_explain(job, table))
-    return Placement(best, _explain_choice(job, best))
+    return Placement(best, _explain_choice(job, best, table.neighbours(best)))
 
 
-def _preference(job: Job, slot: Slot) -> tuple[object, ...]:
+def _preference(job: Job, slot: Slot, table: SlotTable) -> tuple[object, ...]:
     return (
-        job.key in slot.failed_jobs,
+        job.uid in slot.failed_jobs,
         len(_others(job, slot)),
+        -score(job, slot, table.neighbours(slot)),
         not serves_model(job, slot),
-        -slot.predicted_tokens_per_second,
         slot.key,
     )
+
+
+def score(job: Job, slot: Slot, neighbours: int) -> float:
+    """Return what `job` may expect of a slot with so many jobs beside it on its node."""
+    weights = _WEIGHTS_THERE if serves_model(job, slot) else 1.0
+    return slot.predicted_tokens_per_second * weights * _NEIGHBOUR**neighbours
 
 
 def refusal(job: Job, slot: Slot) -> str:
     """Return why `slot` cannot take `job`, in words that follow its name; empty: it can."""
     return (
-        _unreachable(slot)
+        unreachable(slot)
         or admission_refusal(job, slot)
-        or _capacity_refusal(slot)
+        or capacity_refusal(slot)
         or _unwritable(job, slot)
         or _sharing_refusal(job, slot)
     )
@@ -191,7 +136,12 @@ def _sharing_refusal(job: Job, slot: Slot) -> str:
     others = _others(job, slot)
     if not others:
         return ""
-    runs = f"runs job{'s' if others[1:] else ''} {_names(others)}"
+    named = [holder for holder in others if _may_be_named(job, holder)]
+    runs = (
+        f"runs job{'s' if others[1:] else ''} {_names(job, others)}"
+        if named
+        else (f"runs {_names(job, others)}")
+    )
     if slot.max_jobs == 1:
         return runs
     if len(others) >= slot.max_jobs:
@@ -200,31 +150,20 @@ def _sharing_refusal(job: Job, slot: Slot) -> str:
     if base is None:
         return f"{runs}, and a quantised base is not shared"
     different = [holder for holder in others if holder.base != base]
-    return f"{runs}, {_names(different)} over another base" if different else ""
+    return f"{runs}, {_names(job, different)} over another base" if different else ""
 
 
-def _names(holders: list[Holder]) -> str:
-    return " and ".join(holder.name for holder in holders)
+def _names(job: Job, holders: list[Holder]) -> str:
+    """Return jobs in words for whoever wrote `job`: by name those of its own namespace."""
+    words = [holder.name for holder in holders if _may_be_named(job, holder)]
+    if n_others := len(holders) - len(words):
+        words.append(f"{'a job' if n_others == 1 else f'{n_others} jobs'} of another namespace")
+    return " and ".join(words)
 
 
-def _unreachable(slot: Slot) -> str:
-    if slot.pod_gone:
-        return "belongs to a pod that is ending"
-    if not slot.attached:
-        return "has no sidecar attached"
-    return "has a sidecar that does not report" if slot.silent else ""
-
-
-def _capacity_refusal(slot: Slot) -> str:
-    if slot.tensor_parallel > 1:
-        return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
-    if slot.engine_state != "serving":
-        return f"has an engine that is {slot.engine_state or 'not ready'}"
-    if slot.breaker:
-        return f"gave up harvesting ({slot.breaker})"
-    if slot.resting:
-        return f"rests {slot.resting}"
-    return "has no memory to lend" if slot.memory_full else ""
+def _may_be_named(job: Job, holder: Holder) -> bool:
+    """Return whether whoever wrote `job` may know what `holder` is called."""
+    return not holder.is_known or holder.name.startswith(f"{job.namespace}/")
 
 
 def _unwritable(job: Job, slot: Slot) -> str:
@@ -238,14 +177,16 @@ def _unwritable(job: Job, slot: Slot) -> str:
     )
 
 
-def _explain_choice(job: Job, slot: Slot) -> str:
+def _explain_choice(job: Job, slot: Slot, neighbours: int) -> str:
     shared = ", shares the served model's weights" if serves_model(job, slot) else ""
     predicted = slot.predicted_tokens_per_second
     # A policy that has just come has no second of decode behind it.
     promise = f"predicts {rate(predicted)} tok/s" if predicted > 0 else "has predicted no rate yet"
     others = _others(job, slot)
-    turns = f", in turns with {_names(others)}" if others else ""
-    return f"{_name(job, slot)} {promise}{shared}{turns}"
+    turns = f", in turns with {_names(job, others)}" if others else ""
+    jobs = f"{neighbours} job{'s' if neighbours > 1 else ''}"
+    beside = f", beside {jobs} on other devices of its node" if neighbours else ""
+    return f"{_name(job, slot)} {promise}{shared}{turns}{beside}"
 
 
 def _name(job: Job, slot: Slot) -> str:
@@ -263,7 +204,20 @@ def rate(tokens_per_second: float) -> str:
 def _explain(job: Job, table: SlotTable) -> str:
     if not table:
         return "There is no harvested slot: no sidecar of a decode pod has attached"
-    first = itertools.islice(table.values(), SLOTS_LISTED)
+    first = itertools.islice(_shown(job, table), SLOTS_LISTED)
     listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in first]
     more = len(table) - len(listed)
+    if not listed:
+        what = "no HarvestPolicy's access.namespaceSelector admits it"
+        return f"None of {more} slots is open to namespace {job.namespace}: {what}"
     return "; ".join(listed) + (f"; and {more} more slots refuse" if more else "")
+
+
+def _shown(job: Job, table: SlotTable) -> Iterator[Slot]:
+    """Yield slots that may be named: of the job's namespace, and those that are open to it."""
+    yield from table.of_namespace(job.namespace)
+    for slot in itertools.islice(table.values(), _LOOKED_AT):
+        elsewhere = slot.key.partition("/")[0] != job.namespace
+        policy = slot.terms.policy if slot.terms else None
+        if elsewhere and policy is not None and policy.spec and _is_open_to(policy, job):
+            yield slot

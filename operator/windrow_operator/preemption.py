@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from windrow_operator.model import Job, JobPlacement, Slot
-from windrow_operator.planning import NoPlacement, SlotTable, place, refusal
+from windrow_operator.planning import NoPlacement, place, refusal
+from windrow_operator.slot_table import SlotTable
 
 
 def victims(

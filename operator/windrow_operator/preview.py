@@ -12,7 +12,6 @@ from typing import Any
 
 from windrow.crd import parse_policy_spec
 from windrow.crd.harvestpolicy import SidecarSpec
-from windrow_operator.cluster_state import pod_of
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     PodNamespace,
@@ -21,6 +20,7 @@ from windrow_operator.injection import (
     inject,
     matching_rule,
 )
+from windrow_operator.pods import pod_of
 from windrow_operator.policies import policy_of, selects
 
 

@@ -16,7 +16,8 @@ from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, get_condition, is_finished, is_true
 from windrow_operator import status
 from windrow_operator.model import ALIVE, STALE_AFTER, Job, JobPlacement, RunState, Slot, name_in
-from windrow_operator.planning import NoPlacement, SlotTable, admission_refusal, place
+from windrow_operator.planning import NoPlacement, admission_refusal, place
+from windrow_operator.slot_table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +211,7 @@ def _refusal(job: Job) -> tuple[Reason, str] | None:
     if job.destination_owner:
         return (
             Reason.DESTINATION_IN_USE,
-            f"spec.output.destination: {job.spec.output.destination!r} belongs to job "
+            f"spec.output.destination: {job.spec.output.destination!r} belongs to "
             f"{job.destination_owner}. Choose another directory, or wait until that job has ended.",
         )
     return None
@@ -302,7 +303,8 @@ def _after(
     message = ("" if name in why else f"{name}: ") + f"{why}{run.detail or 'stopped'}"
     reason = Reason.SLOT_LOST
     if run.stop_asked_at and not pod_gone:
-        reason = Reason.PREEMPTED if job.preempted_by else Reason.POLICY_CHANGED
+        reason = Reason.DECODE_BUSY if job.moves else Reason.POLICY_CHANGED
+        reason = Reason.PREEMPTED if job.preempted_by else reason
     return Actions(
         status=status.unplaced(job, run, reason, message, now),
         events=(Event(reason, message),),
@@ -406,9 +408,11 @@ def _stop_reason(job: Job, slot: Slot) -> str:
     if slot.pod_gone:
         return "the pod is ending"
     if job.preempted_by:
-        return f"job {job.preempted_by} of higher priority takes the slot"
+        mine = job.preempted_by.partition("/")[0] == job.namespace
+        who = f"job {job.preempted_by}" if mine else "a job of another namespace"
+        return f"{who} of higher priority takes the slot"
     refusal = admission_refusal(job, slot)
-    return f"{name_in(job.slot)} {refusal}" if refusal else ""
+    return f"{name_in(job.slot)} {refusal}" if refusal else job.moves
 
 
 def _stop(job: Job, run: JobPlacement, reason: str, now: datetime, timeouts: Timeouts) -> Actions:
@@ -483,7 +487,7 @@ def _deadline_words(job: Job) -> str:
 
 
 def _wake_by(step: Actions, due: datetime | None) -> Actions:
-    if due is None or step.status is not None:
+    if due is None:
         return step
     return replace(step, wake_at=min(due, step.wake_at) if step.wake_at else due)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 
 from windrow.conditions import Reason
@@ -35,13 +35,12 @@ _STATE: Final = {
     pb.JobEvent.FAILED: RunState.FAILED,
     pb.JobEvent.REJECTED: RunState.REJECTED,
 }
+# What a slot promises follows its heartbeats with this time constant: a burst of decode, or a gap
+# between two, moves no job.
+_PROMISE_OVER: Final = timedelta(minutes=2)
 _LAST_WORDS: Final = frozenset(
     {pb.JobEvent.STOPPED, pb.JobEvent.SUCCEEDED, pb.JobEvent.FAILED, pb.JobEvent.REJECTED}
 )
-
-
-# Of one pod, at most: no node has more.
-_DEVICES: Final = 16
 
 
 def take_hello(
@@ -54,9 +53,11 @@ def take_hello(
     """
     for facts in hello.slots:
         _take_slot(cluster, pod, facts)
-    mine = slots_of(cluster, pod)
+    mine = cluster.slots_of(pod.uid)
     for live in mine:
         live.attached, live.lost_at = True, None
+        cluster.changed_slots.mark(live.key)
+    cluster.changed_pods.mark(pod.uid)
     stale = []
     for running in hello.running:
         key = key_of(pod.namespace, slot_name(pod.name, running.slot))
@@ -73,7 +74,9 @@ def take_heartbeat(
     cluster: ClusterState, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
 ) -> list[pb.JobCommand]:
     """Take up the state of one slot."""
+    live.promise = _smoothed(live, beat.predicted_tokens_per_second, now)
     live.beat, live.beat_at = beat, now
+    cluster.changed_slots.mark(live.key)
     stale = []
     for running in jobs_of(beat):
         stale += _take_running(cluster, live.key, running, now)
@@ -97,21 +100,26 @@ def take_event(
     run = _current(cluster, slot, event.job_uid, event.epoch, now)
     if run.state not in ALIVE:
         return []  # a last word was said already
-    cluster.runs[run.uid] = _with_event(run, event, now)
+    cluster.put_run(_with_event(run, event, now))
+    cluster.changed_slots.mark(slot)
     return []
 
 
 def detach(cluster: ClusterState, pod: Pod, now: datetime) -> None:
     """Note that the stream of a pod's sidecar has ended."""
-    for live in slots_of(cluster, pod):
+    for live in cluster.slots_of(pod.uid):
         live.attached, live.lost_at = False, now
+        cluster.changed_slots.mark(live.key)
 
 
-def slots_of(cluster: ClusterState, pod: Pod) -> list[LiveSlot]:
-    """Return the known slots of a pod."""
-    keys = (key_of(pod.namespace, slot_name(pod.name, index)) for index in range(_DEVICES))
-    found = (cluster.slots.get(key) for key in keys)
-    return [live for live in found if live is not None and live.pod_uid == pod.uid]
+def _smoothed(live: LiveSlot, said: float, now: datetime) -> float:
+    """Return the prediction of a slot over the last minutes, by heartbeats of any interval."""
+    if not math.isfinite(said):
+        return live.promise
+    if live.beat_at is None or not live.promise:
+        return said
+    share = 1 - math.exp(-max(0.0, (now - live.beat_at) / _PROMISE_OVER))
+    return live.promise + share * (said - live.promise)
 
 
 def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:
@@ -120,8 +128,8 @@ def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:
     live = cluster.slots.get(key)
     if live is None or live.pod_uid != pod.uid:
         live = LiveSlot(key, pod.namespace, name, pod.name, pod.uid)
-        cluster.slots[key] = live
     live.node, live.facts = pod.node, facts
+    cluster.put_slot(live)
 
 
 def _take_running(
@@ -137,7 +145,7 @@ def _take_running(
         # It loads; once it knows how many steps there are, it runs.
         loaded = running.progress.total_steps > 0
         run = replace(run, state=RunState.RUNNING if loaded else run.state, since=now)
-    cluster.runs[run.uid] = run
+    cluster.put_run(run)
     return []
 
 
@@ -196,7 +204,7 @@ def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
 
 def _lose(cluster: ClusterState, run: JobPlacement, why: str, now: datetime) -> None:
     detail = f"{run.slot.rpartition('/')[2]}: {why}"
-    cluster.runs[run.uid] = replace(run, state=RunState.LOST, since=now, detail=detail)
+    cluster.put_run(replace(run, state=RunState.LOST, since=now, detail=detail))
 
 
 def _abort(uid: str, epoch: int) -> pb.JobCommand:

@@ -8,7 +8,7 @@ watch ought to have told and did not is taken up, and said.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,9 +68,12 @@ class Resync:
             ApiError: it could not be listed; what was known stays.
         """
         for kind in self._kinds:
-            before = kind.known()
-            listed = await self._listed(kind)
-            _take(kind, listed, gone=before.keys() - listed.keys())
+            before, listed = kind.known(), set[str]()
+            async for body in self._each(kind):
+                listed.add(kind.key(body))
+                kind.put(body)
+            for key in before.keys() - listed:
+                kind.drop(key)
 
     async def compare(self) -> dict[str, int]:
         """Take up what the watches have missed; return how many objects of which kind.
@@ -80,36 +83,37 @@ class Resync:
         """
         missed: dict[str, int] = {}
         for kind in self._kinds:
-            before = kind.known()
-            listed = await self._listed(kind)
-            gone = before.keys() - listed.keys()
+            before, listed = kind.known(), set[str]()
+            changed: dict[str, Body] = {}  # and nothing else: there may be thousands
+            async for body in self._each(kind):
+                key = kind.key(body)
+                listed.add(key)
+                if before.get(key, -1) < _version(body):
+                    changed[key] = body
+            gone = before.keys() - listed
             await asyncio.sleep(_TOLD_WITHIN_S)
             now = kind.known()
             gone &= now.keys()
             newer = {
                 key: body
-                for key, body in listed.items()
+                for key, body in changed.items()
                 if now.get(key, -1) < _version(body) and (key in now or key not in before)
             }
-            _take(kind, newer, gone=gone)
+            for body in newer.values():
+                kind.put(body)
+            for key in gone:
+                kind.drop(key)
             if gone or newer:
                 missed[kind.name] = len(gone) + len(newer)
         return missed
 
-    async def _listed(self, kind: _Watched) -> dict[str, Body]:
+    async def _each(self, kind: _Watched) -> AsyncIterator[Body]:
+        """Yield the objects of a kind, some of them twice where the listing had to begin anew."""
         where = self._namespaces if kind.namespaced and self._namespaces else (None,)
-        listed: dict[str, Body] = {}
         for namespace in where:
-            found = await self._kube.list(kind.path(namespace), labels=kind.labels)
-            listed |= {kind.key(body): body for body in found}
-        return listed
-
-
-def _take(kind: _Watched, listed: Mapping[str, Body], gone: set[str]) -> None:
-    for body in listed.values():
-        kind.put(body)
-    for key in gone:
-        kind.drop(key)
+            async for piece in self._kube.pieces(kind.path(namespace), labels=kind.labels):
+                for body in piece:
+                    yield body
 
 
 def _version(body: Body) -> int:
@@ -125,7 +129,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             _name,
             lambda: dict.fromkeys(cluster.namespaces, _ANY),
             cluster.put_namespace,
-            lambda name: _pop(cluster.namespaces, name),
+            cluster.drop_namespace,
             namespaced=False,
         ),
         _Watched(
@@ -134,7 +138,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             _name,
             lambda: dict.fromkeys(cluster.priorities, _ANY),
             cluster.put_priority_class,
-            lambda name: _pop(cluster.priorities, name),
+            cluster.drop_priority_class,
             namespaced=False,
         ),
         _Watched(
@@ -183,7 +187,3 @@ def _name(body: Body) -> str:
 
 def _uid(body: Body) -> str:
     return str(body["metadata"]["uid"])
-
-
-def _pop(known: dict[str, Any], key: str) -> None:
-    known.pop(key, None)

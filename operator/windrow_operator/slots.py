@@ -1,9 +1,8 @@
-"""Keeps HarvestSlot and LatencyProfile objects as sidecars report them."""
+"""Keeps HarvestSlot objects as sidecars report them."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import asyncio
 import logging
 import math
 from collections.abc import Mapping
@@ -15,28 +14,24 @@ from windrow.conditions import Reason, Status, set_condition, timestamp
 from windrow.crd import (
     API_VERSION,
     HARVEST_SLOT,
-    LATENCY_PROFILE,
     format_duration,
-    parse_profile_spec,
 )
-from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
+from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
-from windrow_operator.model import Pod, Slot
+from windrow_operator.model import Slot
 
 log = logging.getLogger(__name__)
 
 # How often it is looked at what has changed. What decisions hang on is written at once.
 LOOK_SECONDS = 2.0
-# Figures that change every second are for Prometheus; here they are for people, and of many slots
-# each one is written more seldom: so many writes a second, however many slots there are.
-_FIGURES_PER_SECOND = 1.5
-
-
-def figures_interval(n_slots: int) -> timedelta:
-    """Return how old the figures of a slot may become."""
-    return timedelta(seconds=max(LOOK_SECONDS, n_slots / _FIGURES_PER_SECOND))
+# So long after another replica has come to lead, a slot that is not attached yet is not said to be.
+_COMES_BACK = timedelta(seconds=60)
+_AT_ONCE = 100  # looked at in one go; admission and streams have their turn in between
+_OURS = ("name", "namespace", "ownerReferences")
+# Figures that change every second are for Prometheus; here they are for people, and are written as
+# the budget for what can wait allows.
 
 
 def slot_object(live: LiveSlot) -> Body:
@@ -95,7 +90,7 @@ def slot_status(
         "mode": terms.mode if terms else "off",
         "objective": format_duration(objective) if objective else None,
         "objectiveSeconds": objective.total_seconds() if objective else None,
-        "jobName": ", ".join(f"{job['namespace']}/{job['name']}" for job in jobs) or None,
+        "jobName": ", ".join(_job_name(job) for job in jobs) or None,
         "job": jobs[0] if jobs else None,
         "jobs": jobs,
         "lastHeartbeatTime": timestamp(live.beat_at) if live.beat_at else None,
@@ -104,6 +99,11 @@ def slot_status(
         **_observed(live, now),
     }
     return {name: value for name, value in status.items() if value is not None}
+
+
+def _job_name(job: Body) -> str:
+    """Return a job as people see it: of other namespaces no name is said."""
+    return f"{job['namespace']}/{job['name']}" if job["name"] else f"a job of {job['namespace']}"
 
 
 def _observed(live: LiveSlot, now: datetime) -> Body:
@@ -185,7 +185,12 @@ def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
     """Return what of a slot is written at once when it changes."""
     return (
         *(id(live.facts), view.attached, view.silent, view.engine_state, view.breaker),
-        *(view.resting, view.holders, view.terms and (view.terms.mode, view.terms.policy)),
+        *(
+            view.resting,
+            view.failed_jobs,
+            view.holders,
+            view.terms and (view.terms.mode, view.terms.policy),
+        ),
     )
 
 
@@ -196,15 +201,17 @@ class SlotWriter:
         self._cluster, self._kube = cluster, kube
         self._written: dict[str, Body] = {}  # facts by key
         self._status: dict[str, Body] = {}
-        # By key: what was notable when the status was last written, and when that was.
-        self._seen: dict[str, tuple[tuple[object, ...], datetime]] = {}
+        self._seen: dict[str, tuple[object, ...]] = {}  # what was notable when it was written
+        self._later: dict[str, None] = {}  # keys of slots that are looked at the next time
+        self._row: dict[str, None] = {}  # keys of slots of which figures have changed since
+        self._budget = WriteBudget(FIGURES_PER_SECOND)
 
     async def load(self) -> None:
         """Take up the slots of an earlier life of the operator: known, not attached."""
         for body in await self._kube.list(kind_path(HARVEST_SLOT)):
             metadata, spec = body["metadata"], body["spec"]
             key = f"{metadata['namespace']}/{metadata['name']}"
-            self._cluster.slots[key] = LiveSlot(
+            live = LiveSlot(
                 key=key,
                 namespace=metadata["namespace"],
                 name=metadata["name"],
@@ -213,31 +220,62 @@ class SlotWriter:
                 node=spec.get("nodeName", ""),
                 facts=_facts(spec),
             )
-            self._status[key] = body.get("status") or {}
+            self._cluster.put_slot(live)
+            self._written[key] = {
+                **{name: body[name] for name in ("apiVersion", "kind", "spec") if name in body},
+                "metadata": {name: metadata.get(name) for name in _OURS},
+            }
+            self._status[key] = status = body.get("status") or {}
+            self._cluster.health.take_up(key, status.get("health"))
 
     async def write(self, now: datetime) -> None:
-        """Write every slot that changed; one that fails is written the next time."""
-        views = self._cluster.slot_views(now)
-        interval = figures_interval(len(views))
-        for live in list(self._cluster.slots.values()):
-            view = views[live.key]
-            notable = _notable(live, view)
-            seen = self._seen.get(live.key)
-            if seen is not None and seen[0] == notable and now - seen[1] < interval:
+        """Write the slots that changed; one that fails is written the next time.
+
+        What decisions hang on goes at once. Slots of which only figures have changed stand in a row
+        and are written from its front, as the budget allows.
+        """
+        keys = dict.fromkeys([*self._later, *self._cluster.changed_slots.take("writer")])
+        self._later.clear()
+        for number, key in enumerate(keys):
+            if number % _AT_ONCE == _AT_ONCE - 1:
+                await asyncio.sleep(0)
+            live = self._cluster.slots.get(key)
+            if live is None:
+                self._forget(key)
                 continue
-            try:
-                await self._write(live, view, now)
-                self._seen[live.key] = (notable, now)
-            except ApiError as error:
-                self._written.pop(live.key, None)
-                log.warning("slot %s could not be written: %s", live.key, error)
+            view = self._cluster.slot_view(live, now)
+            if view.awaited and now - self._cluster.started_at < _COMES_BACK:
+                self._later[key] = None  # most come back before anybody has read it
+                continue
+            notable = _notable(live, view)
+            if key not in self._seen and self._says_the_same(live, view, now):
+                self._seen[key] = notable
+            if self._seen.get(key) == notable:
+                self._row[key] = None
+            else:
+                await self._try_to_write(live, view, now)
+        while self._row and self._budget.take(now):
+            key = next(iter(self._row))
+            del self._row[key]
+            if (live := self._cluster.slots.get(key)) is not None:
+                await self._try_to_write(live, self._cluster.slot_view(live, now), now)
+
+    async def _try_to_write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
+        self._row.pop(live.key, None)
+        try:
+            await self._write(live, view, now)
+            self._seen[live.key] = _notable(live, view)
+        except ApiError as error:
+            self._written.pop(live.key, None)
+            self._seen.pop(live.key, None)
+            self._later[live.key] = None
+            log.warning("slot %s could not be written: %s", live.key, error)
 
     async def _write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
         wanted = slot_object(live)
         if self._written.get(live.key) != wanted and live.attached:
             await self._write_object(live, wanted)
-        before = self._status.get(live.key, {})
-        after = slot_status(live, view, self._jobs(view), before.get("conditions") or [], now)
+        before, after = self._status.get(live.key, {}), self._status_of(live, view, now)
         if after == before:
             return
         path = kind_path(HARVEST_SLOT, live.namespace, live.name, "status")
@@ -249,6 +287,19 @@ class SlotWriter:
             self._forget(live.key)
             return
         self._status[live.key] = after
+
+    def _status_of(self, live: LiveSlot, view: Slot, now: datetime) -> Body:
+        held = self._status.get(live.key, {}).get("conditions") or []
+        status = slot_status(live, view, self._jobs(live, view), held, now)
+        health = self._cluster.health.status_of(live.key)
+        return status if health is None else {**status, "health": health}
+
+    def _says_the_same(self, live: LiveSlot, view: Slot, now: datetime) -> bool:
+        """Return whether what an earlier leader has written is true but for figures."""
+        before, after = self._status.get(live.key), self._status_of(live, view, now)
+        same = self._written.get(live.key) == slot_object(live)
+        told = ("conditions", "policy", "mode", "jobs", "health", "breaker")
+        return same and before is not None and all(before.get(k) == after.get(k) for k in told)
 
     async def _write_object(self, live: LiveSlot, wanted: Body) -> None:
         try:
@@ -263,42 +314,20 @@ class SlotWriter:
         self._written.pop(key, None)
         self._status.pop(key, None)
         self._seen.pop(key, None)
+        self._row.pop(key, None)
 
-    def _jobs(self, view: Slot) -> list[Body]:
+    def _jobs(self, live: LiveSlot, view: Slot) -> list[Body]:
+        """Return what stands in `status.jobs`; what other tenants call their jobs is not said."""
         jobs = []
         for holder in view.holders:
             if (body := self._cluster.jobs.get(holder.uid)) is None:
                 continue
             metadata = body["metadata"]
-            job = {"namespace": metadata["namespace"], "name": metadata["name"]}
+            mine = metadata["namespace"] == live.namespace
+            job = {"namespace": metadata["namespace"], "name": metadata["name"] if mine else ""}
             epoch = (body.get("status") or {}).get("epoch", 0)
             jobs.append({**job, "uid": holder.uid, "epoch": epoch})
         return jobs
-
-    async def store_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
-        """Keep a latency profile. All pods of one kind share it; the newest stays."""
-        try:
-            spec = json.loads(report.profile_json)
-            parse_profile_spec(spec)
-        except (ValueError, UserError) as error:
-            log.warning("pod %s/%s sent a broken profile: %s", pod.namespace, pod.name, error)
-            return
-        name = profile_name(report.key)
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": LATENCY_PROFILE.kind,
-            "metadata": {"name": name, "namespace": pod.namespace},
-            "spec": spec,
-        }
-        try:
-            await self._kube.apply(kind_path(LATENCY_PROFILE, pod.namespace, name), body)
-        except ApiError as error:
-            log.warning("profile %s could not be stored: %s", name, error)
-
-
-def profile_name(key: str) -> str:
-    """Return the name of the profile of a key."""
-    return f"lp-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def _facts(spec: Mapping[str, Any]) -> pb.SlotFacts:

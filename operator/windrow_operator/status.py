@@ -65,7 +65,13 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
     before.pop("retryAt", None)
     if get_condition(before.get("conditions"), T.EVICTED) is not None:
         words = "The job has a slot again"
-        before = _with(job, before, now, (T.EVICTED, "False", Reason.PLACED, words))
+        before = _with(
+            job,
+            before,
+            now,
+            (T.EVICTED, "False", Reason.PLACED, words),
+            (T.REQUEUED, "False", Reason.PLACED, words),
+        )
     return _with(
         job,
         before,
@@ -100,7 +106,7 @@ def _placed_alone(job: Job, status: Body, now: datetime) -> Body:
     if job.destination_owner and job.spec is not None:
         message = (
             f"By the policies of now, spec.output.destination {job.spec.output.destination!r} "
-            f"belongs to job {job.destination_owner}. This one goes on with the volumes that its "
+            f"belongs to {job.destination_owner}. This one goes on with the volumes that its "
             "pod has; should it lose its slot, it waits until that job has ended"
         )
         return _with(job, status, now, (T.PLACED, "True", Reason.DESTINATION_IN_USE, message))
@@ -144,7 +150,17 @@ def unplaced(
     if job.slot:
         after["evictions"] = _counted(job.status.get("evictions") or (), reason)
         facts.append((T.EVICTED, "True", reason, message))
+        facts.append(_requeued(reason, after["evictions"]))
     return _with(job, after, now, *facts)
+
+
+def _requeued(reason: str, evictions: Iterable[Body]) -> tuple[str, Status, str, str]:
+    if reason == Reason.SUSPENDED:
+        return (T.REQUEUED, "False", reason, "The job waits for nothing: it is suspended")
+    counts = {entry["reason"]: int(entry["count"]) for entry in evictions}
+    times = sum(counts.values())
+    why = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+    return (T.REQUEUED, "True", reason, f"Evicted {times} time{'s'[: times > 1]}: {why}")
 
 
 def _counted(held: Iterable[Mapping[str, Any]], reason: str) -> list[Body]:
@@ -222,6 +238,9 @@ def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
     for gone in ("slot", "retryAt"):
         after.pop(gone, None)
     after["completionTime"] = timestamp(now)
+    requeued = get_condition(after.get("conditions"), T.REQUEUED)
+    if requeued is not None and requeued["status"] == "True":
+        after = _with(job, after, now, (T.REQUEUED, "False", Reason.FINISHED, "The job has ended"))
     return _with(
         job,
         after,
@@ -322,6 +341,19 @@ def clock(seconds: float) -> str:
 
 
 def is_urgent(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Return whether more than the progress changed, so that the write should not wait."""
-    keys = (before.keys() | after.keys()) - FLOWING
-    return any(before.get(key) != after.get(key) for key in keys)
+    """Return whether more than progress and words changed, so that the write should not wait.
+
+    Why slots refuse a job that waits changes with each of them, and there may be a thousand.
+    """
+    keys = (before.keys() | after.keys()) - FLOWING - {"conditions"}
+    if any(before.get(key) != after.get(key) for key in keys):
+        return True
+    return _without_words(before) != _without_words(after)
+
+
+def _without_words(status: Mapping[str, Any]) -> list[Body]:
+    """Return the conditions; of a job that no slot takes, without why each one refuses."""
+    return [
+        {**condition, "message": ""} if condition["reason"] == Reason.NO_SLOT else condition
+        for condition in status.get("conditions") or ()
+    ]

@@ -21,7 +21,7 @@ from aiohttp import web
 from windrow.crd import GROUP, LABEL_DECODE
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
-from windrow_operator.cluster_state import ClusterState, pod_of
+from windrow_operator.cluster_state import ClusterState
 from windrow_operator.injection import (
     DECODE_IMAGE,
     DECODES,
@@ -36,6 +36,7 @@ from windrow_operator.injection import (
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import CheckedPolicy
+from windrow_operator.pods import pod_of
 from windrow_operator.reconcile import Event
 
 log = logging.getLogger(__name__)

@@ -118,6 +118,7 @@ class FakeSidecar:
         slot = pb.SlotFacts(
             index=0,
             model="/m",
+            model_fingerprint="fingerprint-of-m",
             compute_units=2,
             chunks=128,
             tensor_parallel=1,
@@ -301,17 +302,18 @@ class Cluster:
 
     # --- decode pods ------------------------------------------------------------------------------
 
-    def pod(self, name="decode-0", labels=None):
+    def pod(self, name="decode-0", labels=None, **more):
         """Create a decode pod that asks by its label, so that no policy is needed."""
-        return self.create_pod(name, {"windrow.dev/inject": "enabled", **(labels or {})})
+        return self.create_pod(name, {"windrow.dev/inject": "enabled", **(labels or {})}, **more)
 
-    def create_pod(self, name, labels=None, **more):
+    def create_pod(self, name, labels=None, model="/m", **more):
+        command = ["python", "-m", "engine", "--disaggregation-mode", "decode"]
         spec = {
             "containers": [
                 {
                     "name": "decode",
                     "image": "none",
-                    "command": ["python", "-m", "engine", "--disaggregation-mode", "decode"],
+                    "command": [*command, "--model-path", model],
                 }
             ]
         }

@@ -166,6 +166,8 @@ def parsed(spec):
         ("mode", "on", "supported values"),
         ("limits", {"hours": ["late"]}, "should match"),
         ("limits", {"hours": ["08:00-08:00"]}, "no interval"),
+        ("limits", {"hours": ["Mon-Fri 08:00-08:00 Asia/Tokyo"]}, "no interval"),
+        ("limits", {"hours": ["Monday 08:00-09:00"]}, "should match"),
         ("limits", {"hostMemory": "64Gi"}, "hostMemory is not supported yet"),
         ("objective", {"tpot": "2h"}, "tpot must be between 100us and 1m"),
         ("objective", {"tpot": "10us"}, "tpot must be between 100us and 1m"),

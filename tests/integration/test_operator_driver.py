@@ -16,16 +16,15 @@ from windrow_operator.reconcile import Timeouts
 
 
 class InterruptedKube(Kube):
-    """The real client; calls `meanwhile` once, after the first status that is written."""
+    """The real client; calls `meanwhile` once, before the first status that is written."""
 
     meanwhile = None
 
     async def replace(self, path, body):
-        written = await super().replace(path, body)
         if self.meanwhile is not None:
             meanwhile, self.meanwhile = self.meanwhile, None
             meanwhile()
-        return written
+        return await super().replace(path, body)
 
 
 @pytest.fixture
@@ -71,21 +70,31 @@ async def test_a_decision_on_a_version_that_is_no_longer_the_newest_is_not_carri
 ):
     cluster = with_slot(ClusterState(now()), objects)
     cluster.put_job(objects.job("first"))
-    cluster.put_job(objects.job("second"))
     driver = driver_of(cluster, server)
 
-    def suspend_the_second():
-        objects.patch_job("second", suspend=True)
-        cluster.put_job(objects.get("finetunejobs", "second"))  # as the watch brings it
+    def suspend():
+        objects.patch_job("first", suspend=True)
+        cluster.put_job(objects.get("finetunejobs", "first"))  # as the watch brings it
 
-    server.meanwhile = suspend_the_second
+    server.meanwhile = suspend
     await driver.turn()
-    assert objects.status("first")["epoch"] == 1
-    assert "epoch" not in objects.status("second")
+    assert "epoch" not in objects.status("first")
 
+    # Its place is free again.
+    cluster.put_job(objects.job("second"))
     await driver.turn()
-    assert objects.status("second")["state"] == "Suspended"
-    assert "epoch" not in objects.status("second")
+    assert objects.status("first")["state"] == "Suspended"
+    assert "epoch" not in objects.status("first")
+    assert objects.status("second")["epoch"] == 1
+
+
+async def test_jobs_whose_steps_overlap_never_get_more_of_a_slot_than_it_takes(objects, server):
+    cluster = with_slot(ClusterState(now()), objects)
+    for number in range(12):
+        cluster.put_job(objects.job(f"job-{number}"))
+    await driver_of(cluster, server).turn()
+    placed = [name for name in range(12) if objects.status(f"job-{name}").get("epoch")]
+    assert len(placed) == 4, "as many as the slot says"
 
 
 async def test_a_policy_deleted_while_another_is_written_does_not_end_the_pass(objects, server):

@@ -1,5 +1,6 @@
 """Jobs, the operator and a sidecar, on a real API server."""
 
+import json
 import signal
 import time
 
@@ -580,6 +581,69 @@ def test_a_profile_is_stored_once_for_its_kind(cluster, kube):
 
     wait_until(stored, "a LatencyProfile")
     assert [item["spec"]["key"] for item in stored()] == ["abc"]
+
+
+def test_a_new_pod_of_a_known_kind_is_given_the_stored_profile_also_by_another_leader(cluster):
+    known = cluster.attach(cluster.pod())
+    profile = {
+        "key": "abc",
+        "device": "host:2-cores",
+        "engine": "builtin",
+        "modelFingerprint": "fingerprint-of-m",
+        "solo": [{"units": 2, "c0Us": 100.0, "b0Us": 10.0, "k0NsPerToken": 5.0}],
+        "takenAt": "2025-01-01T00:00:00Z",
+    }
+    known.next("hello")
+    known.send_profile("abc", profile)
+    wait_until(
+        lambda: cluster.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", cluster.namespace, "latencyprofiles"
+        )["items"],
+        "a LatencyProfile",
+    )
+    wait_until(lambda: slots(cluster), "a HarvestSlot")
+    cluster.operator.end(signal.SIGKILL)
+    cluster.operator.start()
+    starting = cluster.attach(cluster.pod("decode-1"), facts=False)
+    given = json.loads(starting.next("profile").profile_json)
+    assert [given[name] for name in ("key", "device", "modelFingerprint")] == [
+        profile[name] for name in ("key", "device", "modelFingerprint")
+    ]
+    assert given["solo"][0]["c0Us"] == 100
+    # One of another model is given nothing before what every sidecar is told.
+    other = cluster.attach(cluster.pod("decode-2", model="/other"), facts=False)
+    other.next("policy")
+    assert "profile" not in {message.WhichOneof("message") for message in other.told}
+
+
+def slots(cluster):
+    return cluster.custom.list_namespaced_custom_object(
+        "windrow.dev", "v1alpha1", cluster.namespace, "harvestslots"
+    )["items"]
+
+
+def test_a_slot_that_rests_goes_on_resting_under_the_next_leader(cluster):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod())
+    sidecar.beat()
+    for name in ("one", "two", "three"):
+        cluster.job(name, backoffLimit=0)
+        assigned = sidecar.next("assign")
+        sidecar.report(assigned, "FAILED", reason="WorkerError", detail="no device")
+        cluster.await_state("Failed", name)
+
+    def rest():
+        health = [(slot.get("status") or {}).get("health", {}) for slot in slots(cluster)]
+        return health and health[0].get("restsUntil")
+
+    until = wait_until(rest, "the slot rests")
+    cluster.operator.end(signal.SIGKILL)
+    cluster.operator.start()
+    again = cluster.attach(cluster.core.read_namespaced_pod("decode-0", cluster.namespace))
+    again.beat()
+    cluster.job("four")
+    wait_until(lambda: until in cluster.condition("Placed", "four").get("message", ""), "it rests")
+    assert rest() == until
 
 
 def test_the_operator_ends_within_two_seconds_with_a_sidecar_attached(placed):

@@ -89,6 +89,7 @@ def test_the_lifecycle_covers_its_types_and_repeats_no_row():
         ConditionType.SUSPENDED,
         ConditionType.CHECKPOINTED,
         ConditionType.EVICTED,
+        ConditionType.REQUEUED,
         ConditionType.SUCCEEDED,
         ConditionType.FAILED,
         ConditionType.DEPLOYED,

@@ -208,6 +208,7 @@ def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
         ("limits.hours", ["08:00-08:00"], "spec.limits.hours[0]"),
         ("limits.hours", ["08:00-09:00 Europe"], "spec.limits.hours[0]"),
         ("limits.hours", ["08:00-09:00 ../UTC"], "spec.limits.hours[0]"),
+        ("limits.hours", ["Mo 20:00-08:00"], "spec.limits.hours[0]"),
         ("limits.hours", ["25:00-08:00"], "spec.limits.hours[0]"),
         ("limits.hours", ["20:00-08:00 Europe/Atlantis"], "spec.limits.hours[0]"),
         ("sidecar", {"gpuAccess": "wrap"}, "spec.sidecar.gpuAccess"),
@@ -256,6 +257,45 @@ def test_a_policy_is_open_only_in_its_hours():
     spec = parse_policy_spec(POLICY)
     assert spec.open_at(datetime(2025, 1, 1, 22, 0, tzinfo=UTC))
     assert not spec.open_at(datetime(2025, 1, 1, 12, 0, tzinfo=UTC))
+
+
+@pytest.mark.parametrize(
+    ("hours", "day", "clock", "is_open"),  # January 2025: the 6th is a Monday
+    [
+        ("Mon-Fri 20:00-08:00", 6, 21, True),
+        ("Mon-Fri 20:00-08:00", 6, 7, False),  # of Sunday's night, which has none
+        ("Mon-Fri 20:00-08:00", 11, 7, True),  # Saturday morning is of Friday's night
+        ("Mon-Fri 20:00-08:00", 11, 21, False),
+        ("Sat,Sun 00:00-24:00", 11, 0, True),
+        ("Sat,Sun 00:00-24:00", 12, 23, True),
+        ("Sat,Sun 00:00-24:00", 13, 0, False),
+        ("Sat-Mon 10:00-12:00", 13, 11, True),
+        ("Sat-Mon 10:00-12:00", 14, 11, False),
+        ("Mon,Wed-Fri 10:00-12:00", 7, 11, False),
+        ("Mon,Wed-Fri 10:00-12:00", 9, 11, True),
+        ("Mon 00:00-06:00 Asia/Tokyo", 5, 16, True),  # Monday, 1 o'clock, in Tokyo
+        ("Mon 00:00-06:00 Asia/Tokyo", 6, 16, False),
+    ],
+)
+def test_hours_of_some_days_belong_to_the_day_on_which_they_begin(hours, day, clock, is_open):
+    moment = datetime(2025, 1, day, clock, 0, tzinfo=UTC)
+    assert HarvestHours(hours).contains(moment) is is_open
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mon 10:00-12:00",
+        "Mon-Wed-Fri 10:00-12:00",
+        "Mon, 10:00-11:00",
+        "Mon10:00-12:00",
+        "24:00-08:00",
+        "Mon 08:00-08:00",
+    ],
+)
+def test_hours_that_are_not_understood_are_refused(text):
+    with pytest.raises(ValueError, match="interval"):
+        HarvestHours(text)
 
 
 def test_hours_count_their_begin_and_not_their_end():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -18,8 +19,9 @@ from windrow_operator.model import (
     Slot,
     Usage,
 )
-from windrow_operator.planning import NoPlacement, Placement, SlotTable, place, rate, refusal
+from windrow_operator.planning import NoPlacement, Placement, place, rate, refusal
 from windrow_operator.policies import places_of, select, terms_of
+from windrow_operator.slot_table import SlotTable
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 BASE = Base("/m", "main", "auto")
@@ -97,9 +99,92 @@ def test_the_most_headroom_wins():
     assert choice.message == "b predicts 9.6k tok/s"
 
 
-def test_a_slot_that_serves_the_model_goes_before_more_headroom():
-    choice = place(job(), [slot("a", 9600, model="/other"), slot("b", 100, model="/m/")])
-    assert choice.message == "b predicts 100 tok/s, shares the served model's weights"
+def test_weights_that_are_there_count_as_a_quarter_more_headroom():
+    served = slot("b", 8000, model="/m/")
+    choice = place(job(), [slot("a", 9600, model="/other"), served])
+    assert choice.message == "b predicts 8.0k tok/s, shares the served model's weights"
+    assert place(job(), [slot("a", 10100, model="/other"), served]).slot.key == "team/a"
+
+
+def test_jobs_are_spread_over_nodes_while_the_headroom_is_alike():
+    busy = slot("a", 5000, node="n1", holders=(Holder("x", "team/x", BASE),))
+    table = SlotTable([busy, slot("b", 9600, node="n1"), slot("c", 9000, node="n2")])
+    assert place(job(), table).slot.key == "team/c"
+    # Its neighbour has ended: the count follows, whatever order the news comes in.
+    table.put(replace(busy, holders=()))
+    assert place(job(), table).slot.key == "team/b"
+    table.put(busy)
+    table.put(slot("c", 5000, node="n2"))
+    choice = place(job(), table)
+    assert choice.message == "b predicts 9.6k tok/s, beside 1 job on other devices of its node"
+
+
+def test_a_reserved_place_is_nobody_elses_until_it_is_released():
+    one = slot("a")
+    table = SlotTable([one])
+    table.reserve(one.key, Holder("v", "team/v", BASE))
+    table.put(replace(one, predicted_tokens_per_second=5.0))  # news that knows nothing of it yet
+    assert isinstance(place(job(), table), NoPlacement)
+    assert table.release("v") == one.key
+    table.put(replace(one, predicted_tokens_per_second=6.0))
+    assert place(job(), table).slot.key == one.key
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_table_that_is_kept_chooses_as_one_that_is_made_anew(seed):
+    dice = random.Random(seed)
+    shared = EffectivePolicy(policy(), "harvest")
+    table, truth = SlotTable(), {}
+    for _ in range(300):
+        key = f"s{dice.randrange(12):02}"
+        if dice.random() < 0.1:
+            table.remove(f"team/{key}")
+            truth.pop(f"team/{key}", None)
+            continue
+        held = [Holder(f"u{n}", f"team/u{n}", BASE) for n in range(dice.choice((0, 0, 0, 1, 2)))]
+        one = slot(
+            key,
+            dice.randrange(1, 20) * 100,
+            terms=shared,
+            node=dice.choice(("", "n1", "n2", "n3")),
+            model=dice.choice(("/m", "/other")),
+            holders=tuple(held),
+            max_jobs=dice.choice((1, 3)),
+            attached=dice.random() < 0.9,
+            failed_jobs=frozenset(dice.choice(((), ("u",)))),
+        )
+        table.put(one)
+        truth[one.key] = one
+        fresh = SlotTable(truth.values())
+        assert len(table) == len(fresh)
+        kept, made = place(job(), table), place(job(), fresh)
+        assert (type(kept), getattr(kept, "slot", None)) == (
+            type(made),
+            getattr(made, "slot", None),
+        )
+
+
+def test_news_that_make_no_room_wake_nobody_who_waits():
+    taken = slot("a", holders=(Holder("x", "team/x", BASE),))
+    table = SlotTable([taken])
+    room = table.room
+    table.put(replace(taken, predicted_tokens_per_second=5.0))
+    assert table.room == room
+    table.put(replace(taken, holders=()))
+    assert table.room > room
+
+
+def test_what_other_tenants_call_their_jobs_and_slots_is_not_said():
+    rivals = EffectivePolicy(replace(policy(), namespace="rival"), "harvest")
+    closed = Slot("rival/secret-pod", terms=rivals)
+    shared = EffectivePolicy(every_namespace(), "harvest")
+    taken = Slot(
+        "open/pod", terms=shared, outputs=("/o",), holders=(Holder("x", "rival/secret-job", BASE),)
+    )
+    guest = job(namespace_labels={"kubernetes.io/metadata.name": "team"})
+    message = place(guest, [closed, taken]).message
+    assert "secret" not in message
+    assert message == "open/pod runs a job of another namespace; and 1 more slots refuse"
 
 
 def test_a_tie_goes_by_name():
@@ -119,7 +204,10 @@ def test_a_slot_of_another_namespace_is_named_in_full():
 
 def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
     refused = place(job(namespace="other"), [slot("a")])
-    assert refused.message == "team/a is closed to namespace other by policy chat"
+    assert refused.message == (
+        "None of 1 slots is open to namespace other: no HarvestPolicy's "
+        "access.namespaceSelector admits it"
+    )
 
 
 @pytest.mark.parametrize(

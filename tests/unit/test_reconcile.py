@@ -151,7 +151,7 @@ def test_a_job_of_a_priority_class_that_does_not_exist_waits_until_it_does():
 
 
 def test_a_job_whose_destination_belongs_to_another_is_refused_until_that_one_ends():
-    life = Life(destination_owner="team/first")
+    life = Life(destination_owner="job team/first")
     life.step()
     assert life.condition("Accepted")["reason"] == "DestinationInUse"
     life.job = replace(life.job, destination_owner="")
@@ -396,7 +396,7 @@ def test_a_policy_that_closes_stops_the_job_and_it_waits_and_says_why_all_the_wh
 
 def test_a_job_whose_destination_comes_to_be_anothers_goes_on_and_is_told_once():
     life = Life().running()
-    life.job = replace(life.job, destination_owner="team/first, which reaches it by '/b/o'")
+    life.job = replace(life.job, destination_owner="job team/first, which reaches it by '/b/o'")
     (event,) = life.step(run()).events
     assert (event.reason, event.warning) == ("DestinationInUse", True)
     assert "team/first, which reaches it by '/b/o'" in event.message
@@ -615,3 +615,22 @@ def test_a_job_that_another_controller_manages_is_left_alone():
     assert life.step() == NOTHING
     life = Life(spec(managedBy="windrow.dev/operator"))
     assert life.step().commands
+
+
+def test_a_job_that_moves_keeps_its_steps_and_is_requeued_with_reason_and_count():
+    life = Life().running()
+    life.job = replace(life.job, moves="decode leaves 100 tok/s on decode-0")
+    asked = life.step(run())
+    assert [(c.action, c.reason) for c in asked.commands] == [("STOP", life.job.moves)]
+    life.step(run(RunState.STOPPED, stop_asked_at=NOW, stop_reason=life.job.moves))
+    life.job = replace(life.job, moves="")
+    requeued = life.condition("Requeued")
+    assert (requeued["status"], requeued["reason"]) == ("True", "DecodeBusy")
+    assert requeued["message"] == "Evicted 1 time: DecodeBusy 1"
+    life.step()
+    assert life.condition("Requeued")["status"] == "False"
+    life.step(replace(lost(), epoch=2), now=NOW)
+    life.slots.clear()
+    known = {(row.type, row.status, row.reason) for row in LIFECYCLE}
+    assert {(c["type"], c["status"], c["reason"]) for c in life.job.status["conditions"]} <= known
+    assert life.condition("Requeued")["message"] == "Evicted 2 times: DecodeBusy 1, SlotLost 1"

@@ -24,22 +24,22 @@ def policy(status=None):
 
 def test_jobs_that_share_a_device_share_its_seconds():
     cluster = ClusterState(NOW)
-    cluster.charge("team/chat", 10, ["a", "b"], NOW)
-    cluster.charge("team/chat", 10, ["a", "a"], NOW)
-    usage = cluster.usage_today("team/chat", NOW)
+    cluster.usage.charge("team/chat", 10, ["a", "b"], NOW)
+    cluster.usage.charge("team/chat", 10, ["a", "a"], NOW)
+    usage = cluster.usage.today("team/chat", NOW)
     assert (usage.seconds, usage.by_namespace) == (20, {"a": 15, "b": 5})
-    assert cluster.usage_today("team/chat", NOW + timedelta(days=1)).by_namespace == {}
+    assert cluster.usage.today("team/chat", NOW + timedelta(days=1)).by_namespace == {}
 
 
 def test_another_leader_goes_on_from_the_status():
     first, second = ClusterState(NOW), ClusterState(NOW)
     first.put_policy(policy())
-    first.charge("team/chat", 10, ["a", "b"], NOW)
-    usage = first.usage_today("team/chat", NOW)
+    first.usage.charge("team/chat", 10, ["a", "b"], NOW)
+    usage = first.usage.today("team/chat", NOW)
     written = status_of(first.policies["team/chat"], PolicyCounts(), usage, (), NOW)
     assert written["usage"]["namespaces"] == [
         {"namespace": "a", "gpuSeconds": 5.0},
         {"namespace": "b", "gpuSeconds": 5.0},
     ]
     second.put_policy(policy(written))
-    assert second.usage_today("team/chat", NOW) == usage
+    assert second.usage.today("team/chat", NOW) == usage

@@ -40,22 +40,32 @@ _SHORTEST_TPOT: Final = timedelta(microseconds=100)
 _LONGEST_TPOT: Final = timedelta(minutes=1)
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(milliseconds=1), timedelta(minutes=1)
 
+_DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_DAY: Final = f"({'|'.join(_DAYS)})"
 HOURS_PATTERN: Final = (
-    r"^([01][0-9]|2[0-3]):[0-5][0-9]-([01][0-9]|2[0-3]):[0-5][0-9]( [A-Za-z0-9_+/-]+)?$"
+    rf"^({_DAY}(-{_DAY})?(,{_DAY}(-{_DAY})?)* )?"
+    r"([01][0-9]|2[0-3]):[0-5][0-9]-(([01][0-9]|2[0-3]):[0-5][0-9]|24:00)( [A-Za-z0-9_+/-]+)?$"
 )
 
 
 class HarvestHours:
-    """A daily interval in a time zone, which may pass midnight: `20:00-08:00 Europe/Berlin`."""
+    """An interval of the day in a time zone, of all days or some: `Mon-Fri 20:00-08:00 Asia/Tokyo`.
+
+    It may pass midnight, and then belongs to the day on which it begins. Days are listed by commas
+    and ranges, which may pass the end of the week: `Fri-Sun`, `Sat,Sun`.
+    """
 
     def __init__(self, text: str) -> None:
         if not re.fullmatch(HOURS_PATTERN, text):
             raise ValueError(f"{text!r} is not an interval of the day")
-        interval, _, zone = text.partition(" ")
-        begin, end = interval.split("-")
-        self.begin, self.end = time.fromisoformat(begin), time.fromisoformat(end)
-        if self.begin == self.end:
+        words = text.split(" ")
+        self.days = _days_of(words.pop(0)) if words[0][0].isalpha() else frozenset(range(7))
+        begin, end = words[0].split("-")
+        if begin == end:
             raise ValueError("begin and end are the same, so it is no interval")
+        self.begin = time.fromisoformat(begin)
+        self.end = time() if end == "24:00" else time.fromisoformat(end)
+        zone = words[1] if words[1:] else ""
         try:
             self.zone: tzinfo = ZoneInfo(zone) if zone else UTC
         except (ZoneInfoNotFoundError, OSError) as error:  # OSError: a folder, like Europe
@@ -63,10 +73,23 @@ class HarvestHours:
 
     def contains(self, moment: datetime) -> bool:
         """Return whether the aware `moment` falls into the interval; begin counts, end does not."""
-        clock = moment.astimezone(self.zone).time()
+        local = moment.astimezone(self.zone)
+        clock, today = local.time(), local.weekday()
         if self.begin < self.end:
-            return self.begin <= clock < self.end
-        return clock >= self.begin or clock < self.end
+            return today in self.days and self.begin <= clock < self.end
+        begun_today = today in self.days and clock >= self.begin
+        return begun_today or ((today - 1) % 7 in self.days and clock < self.end)
+
+
+def _days_of(text: str) -> frozenset[int]:
+    """Return the days, 0 for Monday, of words like `Mon-Fri,Sun`."""
+    days: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        begin = _DAYS.index(first)
+        length = (_DAYS.index(last or first) - begin) % 7
+        days |= {(begin + offset) % 7 for offset in range(length + 1)}
+    return frozenset(days)
 
 
 def _hours(text: str) -> str:
@@ -75,7 +98,8 @@ def _hours(text: str) -> str:
     except ValueError as error:
         raise invalid(
             f"{text!r}: {error}",
-            "Write it like 20:00-08:00 Europe/Berlin (no zone: UTC), or leave it out for always.",
+            "Write it like Mon-Fri 20:00-08:00 Europe/Berlin (no days: all; no zone: UTC), or "
+            "leave it out for always.",
         ) from error
     return text
 
@@ -168,8 +192,9 @@ class LimitsSpec(Record):
             "x-kubernetes-validations": [
                 cel("!has(self.hostMemory)", "hostMemory is not supported yet: leave it out"),
                 cel(
-                    "!has(self.hours) || self.hours.all(h, h.substring(0, 5) != "
-                    "h.substring(6, 11))",
+                    "!has(self.hours) || self.hours.all(h, "
+                    "h.substring(h.indexOf(':') - 2, h.indexOf(':') + 3) != "
+                    "h.substring(h.indexOf(':') + 4, h.indexOf(':') + 9))",
                     "hours that begin when they end are no interval: leave hours out for always",
                 ),
             ]
@@ -189,7 +214,9 @@ class LimitsSpec(Record):
     hours: list[Hours] = Field(
         default_factory=list,
         max_length=16,
-        description="When harvesting is allowed, like 20:00-08:00 Europe/Berlin. Empty: always.",
+        description="When harvesting is allowed, like 20:00-08:00 Europe/Berlin, or on some days "
+        "only, like Mon-Fri 20:00-08:00 or Sat,Sun 00:00-24:00. An interval that passes midnight "
+        "belongs to the day on which it begins. Empty: always.",
     )
 
     @field_validator("host_memory")

@@ -59,6 +59,25 @@ class SlotJobStatus(Record):
     epoch: int = Field(description="Fencing token of this placement.")
 
 
+class SlotFailure(Record):
+    """A job whose placement ended here and got no further."""
+
+    job_uid: str = Field(description="UID of the job.")
+    namespace: str = Field(description="Its namespace.")
+    time: Timestamp = Field(description="When it ended.")
+
+
+class SlotHealthStatus(Record):
+    """Why a slot rests, for the operator that leads next as well."""
+
+    rests_until: Timestamp | None = Field(default=None, description="It takes no job before then.")
+    rest_reason: str | None = Field(default=None, description="Why it rests.")
+    rests: int | None = Field(default=None, description="Rests in a row; each one is longer.")
+    failures: list[SlotFailure] | None = Field(
+        default=None, description="Failures of the last hour that count towards the next rest."
+    )
+
+
 class HarvestSlotStatus(Record):
     """What the sidecar reports, and who has the slot. Figures are absent while it is silent."""
 
@@ -114,6 +133,9 @@ class HarvestSlotStatus(Record):
     )
     breaker: str | None = Field(
         default=None, description="Why harvesting has given up here; empty while it has not."
+    )
+    health: SlotHealthStatus | None = Field(
+        default=None, description="Jobs that failed here lately, and the rest that came of it."
     )
     last_heartbeat_time: Timestamp | None = Field(
         default=None, description="When the sidecar last reported."

@@ -20,19 +20,21 @@ class SidecarMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ...) -> None: ...
 
 class OperatorMessage(_message.Message):
-    __slots__ = ("hello", "policy", "assign", "command")
+    __slots__ = ("hello", "policy", "assign", "command", "profile")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_FIELD_NUMBER: _ClassVar[int]
     hello: OperatorHello
     policy: PolicyConfig
     assign: Assign
     command: JobCommand
-    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ...) -> None: ...
+    profile: StoredProfile
+    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ..., profile: _Optional[_Union[StoredProfile, _Mapping]] = ...) -> None: ...
 
 class SidecarHello(_message.Message):
-    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds")
+    __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds", "rests")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WINDROW_VERSION_FIELD_NUMBER: _ClassVar[int]
     POD_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +45,7 @@ class SidecarHello(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    RESTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     windrow_version: str
     pod_namespace: str
@@ -53,7 +56,8 @@ class SidecarHello(_message.Message):
     running: _containers.RepeatedCompositeFieldContainer[RunningJob]
     leader_term: int
     heartbeat_seconds: float
-    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    rests: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., windrow_version: _Optional[str] = ..., pod_namespace: _Optional[str] = ..., pod_name: _Optional[str] = ..., pod_uid: _Optional[str] = ..., node_name: _Optional[str] = ..., slots: _Optional[_Iterable[_Union[SlotFacts, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ..., leader_term: _Optional[int] = ..., heartbeat_seconds: _Optional[float] = ..., rests: _Optional[bool] = ...) -> None: ...
 
 class SlotFacts(_message.Message):
     __slots__ = ("index", "engine", "engine_version", "device", "driver", "model", "model_fingerprint", "compute_units", "finetune_levels", "arena_bytes", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "max_jobs", "sharing", "sharing_reason", "output_trees")
@@ -96,16 +100,18 @@ class SlotFacts(_message.Message):
     def __init__(self, index: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., arena_bytes: _Optional[int] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., max_jobs: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., output_trees: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OperatorHello(_message.Message):
-    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term")
+    __slots__ = ("protocol_version", "operator_version", "heartbeat_seconds", "leader_term", "rest_heartbeat_seconds")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     OPERATOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LEADER_TERM_FIELD_NUMBER: _ClassVar[int]
+    REST_HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     operator_version: str
     heartbeat_seconds: float
     leader_term: int
-    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ...) -> None: ...
+    rest_heartbeat_seconds: float
+    def __init__(self, protocol_version: _Optional[int] = ..., operator_version: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., leader_term: _Optional[int] = ..., rest_heartbeat_seconds: _Optional[float] = ...) -> None: ...
 
 class PolicyConfig(_message.Message):
     __slots__ = ("name", "policy", "mode", "objective_seconds", "percentile", "scope", "max_compute_percent", "max_memory_percent", "generation", "deferral_seconds")
@@ -130,6 +136,14 @@ class PolicyConfig(_message.Message):
     generation: int
     deferral_seconds: float
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
+
+class StoredProfile(_message.Message):
+    __slots__ = ("slot", "profile_json")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    profile_json: str
+    def __init__(self, slot: _Optional[int] = ..., profile_json: _Optional[str] = ...) -> None: ...
 
 class Assign(_message.Message):
     __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path")

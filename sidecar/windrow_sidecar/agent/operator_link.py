@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -29,6 +31,8 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 # A replica that names the leader has been asked by thousands in the same moment.
 _REDIRECT_SPREAD_S = 0.2
 _HELLO_WITHIN_S = 10.0
+# A prediction that has changed by this factor is told at once.
+_RATE_CHANGED = 1.5
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # A peer that vanished without a word is noticed within this and the timeout.
     ("grpc.keepalive_time_ms", 10_000),
@@ -166,7 +170,7 @@ class OperatorLink:
         # A replica that is stopped takes the connection and says nothing.
         async with asyncio.timeout(_HELLO_WITHIN_S):
             await call.write(self._hello())
-            heartbeat_s = await self._operator_hello(call)
+            hello = await self._operator_hello(call)
         self.attached = True
         self._sent = 0
         for slot in self._slots():
@@ -177,7 +181,7 @@ class OperatorLink:
             async with asyncio.TaskGroup() as tasks:
                 outgoing = _Writer(call)
                 tasks.create_task(self._listen(call))
-                tasks.create_task(self._beat(outgoing, heartbeat_s))
+                tasks.create_task(self._beat(outgoing, hello))
                 tasks.create_task(self._tell_events(outgoing))
                 tasks.create_task(self._tell_profiles(outgoing))
                 tasks.create_task(self._say_hello_again(outgoing))
@@ -186,7 +190,7 @@ class OperatorLink:
         except* Transient as group:
             raise group.exceptions[0] from None
 
-    async def _operator_hello(self, call: StreamCall) -> float:
+    async def _operator_hello(self, call: StreamCall) -> attach_pb2.OperatorHello:
         first = await call.read()
         if first is grpc.aio.EOF or first.WhichOneof("message") != "hello":
             raise Transient("it did not say hello")
@@ -200,7 +204,8 @@ class OperatorLink:
             raise Transient(f"it led before another one did: term {term}, not {self._term}")
         self._term = term
         _log.info("attached to operator %s, term %d", first.hello.operator_version, term)
-        return first.hello.heartbeat_seconds or 1.0
+        hello: attach_pb2.OperatorHello = first.hello
+        return hello
 
     async def _listen(self, call: StreamCall) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
@@ -217,10 +222,21 @@ class OperatorLink:
                 return int(message.command.leader_term) < self._term
         return False
 
-    async def _beat(self, out: _Writer, interval_s: float) -> None:
+    async def _beat(self, out: _Writer, agreed: attach_pb2.OperatorHello) -> None:
+        """Report each slot at the agreed interval; seldom while nothing runs or changes on it."""
+        interval_s = agreed.heartbeat_seconds or 1.0
+        told: dict[int, tuple[float, attach_pb2.SlotHeartbeat]] = {}
         while True:
+            now = time.monotonic()
             for slot in self._slots():
-                await out.write(attach_pb2.SidecarMessage(heartbeat=slot.heartbeat()))
+                beat = slot.heartbeat()
+                at, before = told.get(slot.index, (-math.inf, beat))
+                # Half an interval early: the pauses between two looks are not exact.
+                rested = now - at + interval_s / 2 < agreed.rest_heartbeat_seconds
+                if rested and is_at_rest(before, beat):
+                    continue
+                told[slot.index] = (now, beat)
+                await out.write(attach_pb2.SidecarMessage(heartbeat=beat))
             await asyncio.sleep(interval_s)
 
     async def _tell_events(self, out: _Writer) -> None:
@@ -261,8 +277,20 @@ class OperatorLink:
                 slots=[facts for slot in slots if (facts := slot.facts()) is not None],
                 running=[run for slot in slots for run in slot.jobs.unsettled()],
                 leader_term=self._term,
+                rests=True,
             )
         )
+
+
+def is_at_rest(before: attach_pb2.SlotHeartbeat, beat: attach_pb2.SlotHeartbeat) -> bool:
+    """Return whether nothing runs on a slot, and nothing that placement looks at has changed."""
+    if before.jobs or beat.jobs or before.HasField("job") or beat.HasField("job"):
+        return False
+    if any(getattr(before, name) != getattr(beat, name) for name in ("engine_state", "breaker")):
+        return False
+    memory = [heartbeat.chunks_free + heartbeat.chunks_lent > 0 for heartbeat in (before, beat)]
+    rates = sorted(heartbeat.predicted_tokens_per_second for heartbeat in (before, beat))
+    return memory[0] == memory[1] and rates[1] <= _RATE_CHANGED * rates[0]
 
 
 class _Writer:

@@ -1,0 +1,233 @@
+"""Carries out what `reconcile` decides about one job: status, finalizer, commands, events.
+
+What a step wants to tell a sidecar is told only after the API server has taken the status that says
+so; a slot is reserved from the decision until then.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from windrow.crd import FINALIZER, FINETUNE_JOB
+from windrow.errors import UserError
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.budget import PROGRESS_PER_SECOND, WriteBudget
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.events import Recorder
+from windrow_operator.finalizers import set_finalizer
+from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
+from windrow_operator.lease import NotLeading
+from windrow_operator.metrics import Metrics
+from windrow_operator.model import Base, Holder, Job, Slot
+from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile, without_secret
+from windrow_operator.secrets import JobSecrets, read_secrets
+from windrow_operator.sidecars import Sidecars
+from windrow_operator.slot_table import SlotTable
+from windrow_operator.status import is_urgent
+
+log = logging.getLogger(__name__)
+
+_AGAIN = timedelta(seconds=1)
+_AFTER_A_SURPRISE = timedelta(seconds=5)
+PROGRESS_INTERVAL = timedelta(seconds=2)
+
+
+class JobSteps:
+    """Takes steps of jobs; one job has one step at a time.
+
+    Args:
+        cluster: what is known.
+        slots: what is decided on.
+        kube: a client that may write.
+        recorder: of events.
+        metrics: of the process.
+        sidecars: who is told.
+        look_again: asked to give a job another step after that time.
+        timeouts: for decisions.
+        clock: the time, aware.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterState,
+        slots: SlotTable,
+        kube: Kube,
+        recorder: Recorder,
+        metrics: Metrics,
+        sidecars: Sidecars,
+        *,
+        look_again: Callable[[str, timedelta], None],
+        timeouts: Timeouts,
+        clock: Callable[[], datetime],
+    ) -> None:
+        self._cluster, self._slots, self._kube = cluster, slots, kube
+        self._recorder, self._metrics, self._sidecars = recorder, metrics, sidecars
+        self._look_again, self._timeouts, self._clock = look_again, timeouts, clock
+        self._budget = WriteBudget(PROGRESS_PER_SECOND)
+        self._progress_written: dict[str, datetime] = {}  # by job UID
+
+    def forget(self, uid: str) -> None:
+        """Drop what is known of a job that is gone."""
+        self._progress_written.pop(uid, None)
+
+    async def take(self, uid: str) -> None:
+        """Take the step that is due for a job.
+
+        Raises:
+            NotLeading: this replica may not act any more.
+        """
+        if uid not in self._cluster.jobs:
+            self.forget(uid)
+            return
+        job = self._cluster.job_view(uid)
+        try:
+            await self._take(job)
+        except ObjectNotFound:
+            self._cluster.drop_job(uid)
+        except Conflict:
+            await self._refresh(job)
+        except ApiError as error:
+            log.warning("job %s: %s", job.key, error)
+            self._look_again(uid, error.retry_after)
+        except NotLeading:
+            self._look_again(uid, _AGAIN)
+            raise
+        except Exception:  # a surprise in one job must not stop the others
+            log.exception("job %s could not be reconciled", job.key)
+            self._look_again(uid, _AFTER_A_SURPRISE)
+        finally:
+            if slot := self._slots.release(uid):
+                self._cluster.changed_slots.mark(slot)
+
+    async def _take(self, job: Job) -> None:
+        now = self._clock()
+        if job.slot and (view := self._cluster.slot_of(job.slot, now)) is not None:
+            self._slots.put(view)  # as new as what is known of the run
+        run = self._cluster.run_of(job)
+        actions = reconcile(job, run, self._slots, now, self._timeouts)
+        for command in actions.commands:
+            if command.action == "ASSIGN":
+                base = Base.of(job.spec) if job.spec else None
+                self._slots.reserve(command.slot, Holder(job.uid, job.key, base))
+        actions, secrets = await self._with_secrets(job, actions, now)
+        await self._carry_out(job, actions, secrets)
+
+    async def _with_secrets(
+        self, job: Job, actions: Actions, now: datetime
+    ) -> tuple[Actions, JobSecrets]:
+        """Read the Secrets of a job that is about to be placed; without them it waits."""
+        if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
+            return actions, JobSecrets()
+        try:
+            return actions, await read_secrets(self._kube, job.namespace, job.spec)
+        except UserError as error:
+            return without_secret(job, str(error), now, self._timeouts), JobSecrets()
+
+    async def _carry_out(self, job: Job, actions: Actions, secrets: JobSecrets) -> None:
+        now = self._clock()
+        if actions.wake_at is not None:
+            self._look_again(job.uid, actions.wake_at - now)
+        # The version that was decided on: where it is no longer the newest, the server refuses.
+        body = dict(job.body)
+        if actions.finalizer is True:
+            body = await set_finalizer(self._kube, self._cluster, body, FINALIZER, present=True)
+        if actions.status is not None and self._due(job, dict(actions.status), now):
+            body = await self._write_status(job, {**body, "status": actions.status}, now)
+        self._note_health(job, actions, now)
+        for command in actions.commands:
+            self._send(job, command, now, secrets)
+        for event in actions.events:
+            self._recorder.put(self._cluster.jobs.get(job.uid), event)
+        if actions.finalizer is False:
+            await set_finalizer(self._kube, self._cluster, body, FINALIZER, present=False)
+        if actions.delete:
+            await self._kube.delete(kind_path(FINETUNE_JOB, job.namespace, job.name))
+
+    def _note_health(self, job: Job, actions: Actions, now: datetime) -> None:
+        if actions.slot_failed is None or not job.slot:
+            return
+        if actions.slot_failed:
+            self._cluster.health.failed(job.slot, job.namespace, job.uid, now)
+        else:
+            self._cluster.health.worked(job.slot)
+        self._cluster.changed_slots.mark(job.slot)
+
+    def _due(self, job: Job, after: Body, now: datetime) -> bool:
+        """Return whether to write now; what can wait is written as the budget allows."""
+        if is_urgent(job.status, after):
+            return True
+        writers = len(self._cluster.runs) + len(self._cluster.index.waiting)
+        interval = max(PROGRESS_INTERVAL, self._budget.interval(writers))
+        last = self._progress_written.get(job.uid)
+        due = now if last is None else last + interval
+        if due <= now and self._budget.take(now):
+            return True
+        self._look_again(job.uid, max(due - now, PROGRESS_INTERVAL))
+        return False
+
+    async def _write_status(self, job: Job, body: Body, now: datetime) -> Body:
+        path = kind_path(FINETUNE_JOB, job.namespace, job.name, "status")
+        written = await self._kube.replace(path, body)
+        self._cluster.put_job(written)
+        self._metrics.status_written(job, body["status"], now)
+        self._progress_written[job.uid] = now
+        return written
+
+    async def _refresh(self, job: Job) -> None:
+        """Somebody else wrote the job first: take the newest version and decide again."""
+        try:
+            body = await self._kube.get(kind_path(FINETUNE_JOB, job.namespace, job.name))
+        except ObjectNotFound:
+            self._cluster.drop_job(job.uid)
+            return
+        except ApiError as error:
+            log.warning("job %s could not be read again: %s", job.key, error)
+            self._look_again(job.uid, _AGAIN)
+            return
+        if body["metadata"]["uid"] == job.uid:
+            self._cluster.put_job(body)
+        else:
+            self._cluster.drop_job(job.uid)
+        self._look_again(job.uid, timedelta(0))
+
+    def _send(self, job: Job, command: Command, now: datetime, secrets: JobSecrets) -> None:
+        session = self._sidecars.session_of(command.slot)
+        live = self._cluster.slots.get(command.slot)
+        if session is None or live is None:
+            return  # detached since: the next step waits for it or gives it up
+        if command.action == "ASSIGN":
+            self._cluster.assign(job.uid, command.epoch, command.slot, now)
+            self._sidecars.configure(session, now)  # what a job may take is known before the job
+            assign = assignment(job, command, self._slots[command.slot], live.facts.index)
+            assign.dataset_secret.update(secrets.dataset)
+            assign.output_secret.update(secrets.output)
+            session.expect_soon(now)
+            session.send(pb.OperatorMessage(assign=assign))
+            return
+        if command.action == "STOP":
+            self._cluster.stop_sent(job.uid, command.reason, now)
+        session.command(
+            pb.JobCommand(
+                job_uid=job.uid,
+                epoch=command.epoch,
+                action=command.action,
+                reason=command.reason,
+            )
+        )
+
+
+def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
+    """Return what the sidecar of a slot is told: the spec as it was decided on."""
+    return pb.Assign(
+        slot=index,
+        job_namespace=job.namespace,
+        job_name=job.name,
+        job_uid=job.uid,
+        epoch=command.epoch,
+        spec_json=json.dumps(job.body["spec"]),
+        outputs=pb.Outputs(trees=slot.outputs),
+        checkpoint_path=(job.status.get("checkpoint") or {}).get("path", ""),
+    )

@@ -1,0 +1,94 @@
+"""Keeps the status of HarvestPolicies: what is under them, and what jobs have had of it today."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime, timedelta
+
+from windrow.crd import HARVEST_POLICY
+from windrow_operator import policies
+from windrow_operator.cluster_state import ClusterState
+from windrow_operator.kube import ApiError, Body, Kube, ObjectNotFound, kind_path
+from windrow_operator.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+USAGE_INTERVAL = timedelta(seconds=10)
+
+
+class PolicyStatus:
+    """Counts and writes.
+
+    Args:
+        cluster: what is known.
+        kube: a client that may write.
+        metrics: of the process.
+    """
+
+    def __init__(self, cluster: ClusterState, kube: Kube, metrics: Metrics) -> None:
+        self._cluster, self._kube, self._metrics = cluster, kube, metrics
+        self._usage_written: dict[str, datetime] = {}  # by policy key
+        self._charged_at: datetime | None = None
+
+    def charge(self, now: datetime) -> None:
+        """Count the time since the last call for the jobs that were at work."""
+        since = now - self._charged_at if self._charged_at else timedelta(0)
+        self._charged_at = now
+        for key in self._cluster.active_slots():
+            live = self._cluster.slots.get(key)
+            pod = self._cluster.pods.get(live.pod_uid) if live and live.attached else None
+            terms = self._cluster.terms(pod, now) if pod else None
+            if terms is not None:
+                tenants = self._cluster.tenants(key)
+                self._cluster.usage.charge(terms.policy.key, since.total_seconds(), tenants, now)
+                self._metrics.harvested(since.total_seconds(), terms.policy, tenants)
+
+    async def write(self, now: datetime) -> None:
+        """Write the status of each policy that changed; one that fails is written the next time."""
+        policy_counts = self._counts()
+        for key in list(self._cluster.policy_bodies):
+            # Watches go on while a status is written: a policy may be gone by its turn.
+            if (body := self._cluster.policy_bodies.get(key)) is None:
+                continue
+            policy, before = self._cluster.policies[key], body.get("status") or {}
+            after = policies.status_of(
+                policy,
+                policy_counts.get(key, policies.PolicyCounts()),
+                self._cluster.usage.newest(key),
+                before.get("conditions") or (),
+                now,
+            )
+            if not self._is_due(key, before, after, now):
+                continue
+            path = kind_path(HARVEST_POLICY, policy.namespace, policy.name, "status")
+            try:
+                self._cluster.put_policy(await self._kube.replace(path, {**body, "status": after}))
+                self._usage_written[key] = now
+            except ObjectNotFound:
+                self._cluster.drop_policy(key)
+            except ApiError as error:
+                # A conflict: the watch brings the newer version.
+                log.info("policy %s: %s", key, error)
+
+    def _is_due(self, key: str, before: Body, after: Body, now: datetime) -> bool:
+        if {**before, "usage": None} != {**after, "usage": None}:
+            return True
+        last = self._usage_written.get(key)
+        return before != after and (last is None or now - last >= USAGE_INTERVAL)
+
+    def _counts(self) -> dict[str, policies.PolicyCounts]:
+        """Return what every policy has under it."""
+        counts: dict[str, list[int]] = {}
+        active = self._cluster.active_slots()
+        policy_of_pod: dict[str, str] = {}
+        for pod in self._cluster.pods.values():
+            policy = self._cluster.policy_of(pod)
+            if policy is not None and not pod.ending:
+                policy_of_pod[pod.uid] = policy.key
+                counts.setdefault(policy.key, [0, 0, 0])[0] += 1
+        for live in self._cluster.slots.values():
+            key = policy_of_pod.get(live.pod_uid)
+            if key is not None and live.attached:
+                counts[key][1] += 1
+                counts[key][2] += live.key in active
+        return {key: policies.PolicyCounts(*three) for key, three in counts.items()}

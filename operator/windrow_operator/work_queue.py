@@ -1,0 +1,91 @@
+"""Whose turn it is: a job waits for one of a few workers, and no two of them have the same one."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from typing import Any
+
+
+class WorkQueue:
+    """Keys that are due, the smallest rank first.
+
+    A key that is added while a worker has it is told of when that worker is done: what it is about
+    may have changed by the worker's doing, so that its place is to be found anew.
+    """
+
+    def __init__(self) -> None:
+        self._due: dict[str, Any] = {}  # rank by key
+        self._heap: list[tuple[Any, str]] = []
+        self._busy: set[str] = set()
+        self._again: set[str] = set()  # of those that are busy
+        self._some, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+
+    def __len__(self) -> int:
+        """Return how many keys are due or in a worker's hands."""
+        return len(self._due) + len(self._busy)
+
+    def add(self, key: str, rank: Any) -> None:  # noqa: ANN401 - anything with an order
+        """Let `key` have a turn; nothing changes where it waits for one already."""
+        if key in self._busy:
+            self._again.add(key)
+        elif key not in self._due:
+            self._due[key] = rank
+            heapq.heappush(self._heap, (rank, key))
+            self._some.set()
+            self._idle.clear()
+
+    async def take(self) -> str:
+        """Wait for a key that is due and take it; `done` has to follow."""
+        while not self._heap:
+            self._some.clear()
+            await self._some.wait()
+        _, key = heapq.heappop(self._heap)
+        del self._due[key]
+        self._busy.add(key)
+        return key
+
+    def done(self, key: str) -> bool:
+        """Give a key back; return whether it was added meanwhile and is to be added again."""
+        self._busy.discard(key)
+        again = key in self._again
+        self._again.discard(key)
+        if not len(self):
+            self._idle.set()
+        return again
+
+    async def drained(self) -> None:
+        """Wait until nothing is due and no worker has anything."""
+        await self._idle.wait()
+
+
+class Schedule:
+    """Keys that are due at a time; of two times for a key the earlier one counts."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+
+    def put(self, key: str, at: float) -> None:
+        """Let `key` be due at `at`, unless it is due before."""
+        known = self._at.get(key)
+        if known is None or at < known:
+            self._at[key] = at
+            heapq.heappush(self._heap, (at, key))
+
+    def take_due(self, now: float) -> list[str]:
+        """Remove and return the keys that are due by now."""
+        due = []
+        while self._heap and self._heap[0][0] <= now:
+            at, key = heapq.heappop(self._heap)
+            if self._at.get(key) == at:
+                del self._at[key]
+                due.append(key)
+        return due
+
+    def next_at(self) -> float | None:
+        """Return when the next key is due; None: none is."""
+        while self._heap and self._at.get(self._heap[0][1]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
