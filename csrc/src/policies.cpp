@@ -245,16 +245,18 @@ Grant llmstation(const View& view, const Offer& offer, const PolicyContext& ctx)
   if (best == 0) {
     return alone(ctx);
   }
-  Grant grant = share(ctx, best);
-  if (tasklet_us(offer, ctx, ctx.splits[best].finetune_units) == 0) {
-    grant.budget_us = whole(best_us);
-    return grant;
-  }
-  const std::int64_t count = std::min(whole(best_tasklets), tasklets_that_fit(view, offer, ctx));
-  if (count == 0) {
+  const std::int64_t fitting = tasklets_that_fit(view, offer, ctx);
+  if (fitting == 0) {
     return alone(ctx);
   }
-  grant.n_tasklets = count;
+  Grant grant = share(ctx, best);
+  const bool measured = tasklet_us(offer, ctx, ctx.splits[best].finetune_units) != 0;
+  const std::int64_t count = measured ? std::min(whole(best_tasklets), fitting) : 0;
+  if (count == 0) {
+    grant.budget_us = std::max<std::int64_t>(1, whole(best_us));
+  } else {
+    grant.n_tasklets = count;
+  }
   return grant;
 }
 

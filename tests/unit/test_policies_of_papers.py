@@ -76,6 +76,10 @@ def test_llmstation_turns_accompanied_layers_into_tasklets():
     # Without an estimate the same time is granted instead.
     unknown = WORK._replace(estimates_us=(0,) * 8)
     assert LlmStation().decide(BUSY, unknown, gpu()).budget_us == 16_406
+    # As for a tasklet that takes longer: the worker runs a part of it beside each step.
+    longer = WORK._replace(estimates_us=(20_000,) * 8)
+    grant = LlmStation().decide(BUSY, longer, gpu())
+    assert (grant.n_tasklets, grant.budget_us) == (0, 16_406)
 
 
 def test_llmstation_checks_memory_where_tensors_lie_in_lent_chunks():

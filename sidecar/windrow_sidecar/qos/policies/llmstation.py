@@ -9,7 +9,8 @@ Departures:
   with the most tasklets wins, the larger share where two have as many.
 - l_d0 and l_d are the predicted step over N_all: the predictor has the paper's record cache in
   front (`qos/records.py`) and the linear model behind it. l_p is the worker's own estimate; where
-  it has none yet, the grant is in microseconds instead of tasklets.
+  it has none yet, or a tasklet takes longer than Eq. 1 leaves beside one step, the grant is in
+  microseconds instead of tasklets: the worker runs a part of it.
 - The memory check counts what the tasklets keep against what is free in the arena.
 """
 
@@ -65,11 +66,14 @@ class LlmStation:
                 best, best_tasklets, best_us = index, tasklets, run_us
         if not best:
             return alone(ctx)
-        units = ctx.levels.splits[best].finetune_units
-        if not tasklet_us(offer, ctx, units):
-            return share(ctx, best)._replace(budget_us=int(best_us))
-        count = min(int(best_tasklets), _that_fit(view, offer, ctx))
-        return share(ctx, best)._replace(n_tasklets=count) if count else alone(ctx)
+        fitting = _that_fit(view, offer, ctx)
+        if not fitting:
+            return alone(ctx)
+        measured = tasklet_us(offer, ctx, ctx.levels.splits[best].finetune_units)
+        count = min(int(best_tasklets), fitting) if measured else 0
+        if not count:
+            return share(ctx, best)._replace(budget_us=max(1, int(best_us)))
+        return share(ctx, best)._replace(n_tasklets=count)
 
 
 def _that_fit(view: View, offer: Offer, ctx: Context) -> int:
