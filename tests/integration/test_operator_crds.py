@@ -261,8 +261,8 @@ def test_kubectl_prints_the_columns_that_people_look_for(api, kube):
     api.create("finetunejobs", "FinetuneJob", JOB)
     wanted = {
         "finetunejobs": "Name Model State Step Loss Tokens/s ETA Slot Age",
-        "harvestslots": "Name Ready Node Model Objective TPOT-P99 Decode Finetune Lent Harvestable "
-        "Job Age",
+        "harvestslots": "Name Ready Node Model Objective TPOT-P99 Decode Finetune Lent Sharing "
+        "Harvestable Job Age",
     }
     for plural, columns in wanted.items():
         table = kube.call_api(

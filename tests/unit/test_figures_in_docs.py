@@ -11,7 +11,7 @@ import pytest
 
 from windrow import cli
 from windrow.local import demo
-from windrow_operator import driver, slots, webhook
+from windrow_operator import budget, job_steps, slots, webhook
 from windrow_operator.lease import LeaseTimes
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
@@ -84,9 +84,7 @@ SAID = {
     "docs/runbooks/webhook-failing.md": [f"within its {webhook._DECIDE_SECONDS:g} s"],
     "docs/operations/failures.md": [f"up to {webhook.TIMEOUT_SECONDS} s later"],
     "docs/operations/sizing.md": [
-        f"at most every {slots.LOOK_SECONDS:.0f} s for each slot",
-        f"{slots._FIGURES_PER_SECOND:g} writes a second for all slots, and "
-        f"{driver._PROGRESS_PER_SECOND:g} for the progress",
+        f"{budget.PROGRESS_PER_SECOND + budget.FIGURES_PER_SECOND:g} writes a second, however many",
     ],
     "docs/sglang.md": [
         f"({demo.LEARN_S:.0f} s, again up to four times)",
@@ -116,7 +114,7 @@ def test_words_for_figures_are_those_of_the_code():
     assert health.TASKLET_LEAST_S == 60  # "more than a minute"
     assert default(AgentSettings, "worker_silence_s") == 120  # "says nothing for two minutes"
     assert default(AgentSettings, "max_jobs") == 4  # "up to four jobs"
-    assert driver.PROGRESS_INTERVAL.total_seconds() == slots.LOOK_SECONDS
+    assert job_steps.PROGRESS_INTERVAL.total_seconds() == slots.LOOK_SECONDS
     assert loading.FORGET_WITHIN_S == 10  # "within ten seconds"
     assert health.LOADING_AFTER_S == 3600
     assert GUARD.stale_ns == 10**9  # "A view older than a second"
