@@ -260,8 +260,12 @@ def test_an_observing_policy_gets_a_sidecar_once_decode_is_ready(cluster, under_
     (sidecar,) = wait_until(lambda: sidecars_of(cluster), "a sidecar is attached")
     assert (sidecar.name, sidecar.target_container_name) == ("windrow-1", "decode")
     assert sidecar.security_context.run_as_user == 1000
-    events = cluster.core.list_namespaced_event(cluster.namespace).items
-    assert "SidecarAttached" in {event.reason for event in events}
+
+    def reasons():
+        events = cluster.core.list_namespaced_event(cluster.namespace).items
+        return {event.reason for event in events}
+
+    wait_until(lambda: "SidecarAttached" in reasons(), "an event says so")
     # One whose container is gone is followed by the next name.
     end_sidecar(cluster, "decode-0", "windrow-1")
     wait_until(
