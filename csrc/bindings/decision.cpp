@@ -132,7 +132,8 @@ void bind_decision(nb::module_& module) {
 #undef WINDROW_FIGURE
   module.attr("DECISION_FIGURES") = nb::tuple(names);
 
-  nb::class_<BoundDecider>(module, "Decider", "Decides for one slot; see engines/harvest/compiled.py.")
+  nb::class_<BoundDecider>(module, "Decider",
+                           "Decides for one slot; see engines/harvest/compiled.py.")
       .def("__init__", &make, nb::kw_only(), nb::arg("figures"), nb::arg("units"),
            nb::arg("splits"), nb::arg("offered"), nb::arg("layers"), nb::arg("chunk_bytes"),
            nb::arg("gaps"), nb::arg("pause_epoch"), nb::arg("grant_type"))

@@ -23,13 +23,13 @@ from windrow_operator.job_steps import PROGRESS_INTERVAL, JobSteps
 from windrow_operator.kube import ApiError, Kube
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
-from windrow_operator.moving import Moves
+from windrow_operator.moving import JobMoves
 from windrow_operator.policy_status import PolicyStatus
 from windrow_operator.reconcile import Timeouts
 from windrow_operator.sidecars import Sidecars
 from windrow_operator.slot_table import SlotTable
 from windrow_operator.webhook import WebhookRegistration
-from windrow_operator.work_queue import Schedule, WorkQueue
+from windrow_operator.work_queue import DueKeys, WorkQueue
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Driver:
         self._cluster, self._metrics, self._clock = cluster, metrics, clock
         self._n_workers = workers
         self._slots = SlotTable()
-        self._queue, self._schedule, self._alarm = WorkQueue(), Schedule(), _Alarm()
+        self._queue, self._schedule, self._alarm = WorkQueue(), DueKeys(), _Alarm()
         self._sidecars = Sidecars(cluster, kube, recorder, metrics, self._within)
         self._policies = PolicyStatus(cluster, kube, metrics)
         self._steps = JobSteps(
@@ -108,7 +108,7 @@ class Driver:
             timeouts=timeouts,
             clock=clock,
         )
-        self._moves = Moves()
+        self._moves = JobMoves()
         self._registration: WebhookRegistration | None = None
         self._clock_passed: datetime | None = None
         self._counted: tuple[datetime, int] | None = None  # when, after how many policies changed

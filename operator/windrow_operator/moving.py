@@ -38,7 +38,7 @@ class _Stay:
     loading: timedelta
 
 
-class Moves:
+class JobMoves:
     """Remembers since when jobs could have much more elsewhere."""
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ class WorkQueue:
         await self._idle.wait()
 
 
-class Schedule:
+class DueKeys:
     """Keys that are due at a time; of two times for a key the earlier one counts."""
 
     def __init__(self) -> None:

@@ -70,6 +70,13 @@ void require_whole(const Record& record) {
   }
 }
 
+// In the first token of each chunk, which decode and workers map at places of their own.
+template <class Mapped>
+Marks marks_in(const Arena& arena, Mapped& blocks) {
+  const KvView first = arena.kv_view(0, false);
+  return Marks(blocks.data() + first.offset, static_cast<std::size_t>(first.chunk_stride));
+}
+
 void run_owner(Board& board, const SoakPlan& plan, unsigned seed, const std::string& path) {
   SharedWeights weights(host_driver(), kWeightsBytes);
   std::memset(weights.mapping()->data(), 7, kWeightsBytes);
@@ -79,7 +86,7 @@ void run_owner(Board& board, const SoakPlan& plan, unsigned seed, const std::str
   arena->serve(path);
   const auto page = arena->page();
   const auto blocks = arena->mapping();
-  Owner owner(arena->table(), Marks(blocks->data(), kArena.chunk_bytes()), seed);
+  Owner owner(arena->table(), marks_in(*arena, *blocks), seed);
   std::uint64_t checked = board.operations() / plan.check_every;
   for (std::int64_t n = 1; !board.stop.load(std::memory_order_relaxed); ++n) {
     Board::Seat& seat = board.seats[static_cast<std::size_t>(n) % kWorkers];
@@ -134,7 +141,7 @@ void run_worker(Board& board, std::size_t index, std::int64_t epoch, const std::
   }
   const auto page = arena->page();
   const auto blocks = arena->mapping();
-  Borrower borrower(arena->table(), Marks(blocks->data(), kArena.chunk_bytes()), epoch);
+  Borrower borrower(arena->table(), marks_in(*arena, *blocks), epoch);
   seat.epoch.store(epoch);
   while (arena->owner_lives()) {
     for (int i = 0; i < 100; ++i) {

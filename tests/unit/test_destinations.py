@@ -113,7 +113,8 @@ def test_a_job_keeps_the_directory_that_its_pod_writes_to_when_its_policy_is_edi
     state.put_policy(policy("other", "old", "/elsewhere"))
     state.put_job(job("second", "/elsewhere/tone", created=1))
     assert (
-        state.job_view("second").destination_owner == "team/first, which reaches it by '/out/tone'"
+        state.job_view("second").destination_owner
+        == "job team/first, which reaches it by '/out/tone'"
     )
     assert state.job_view("first").destination_owner == ""
 
@@ -125,5 +126,5 @@ def test_running_jobs_whose_directories_an_edit_makes_one_are_noticed():
     state.put_job(job("second", "/elsewhere/tone", created=1, slot="team/decode-1"))
     assert state.job_view("second").destination_owner == ""
     state.put_policy(policy("other", "old", "/elsewhere", version=2))
-    assert state.job_view("second").destination_owner.startswith("team/first")
+    assert state.job_view("second").destination_owner.startswith("job team/first")
     assert state.job_view("first").destination_owner == ""

@@ -8,7 +8,7 @@ import pytest
 from windrow.conditions import timestamp
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Slot
-from windrow_operator.moving import Moves
+from windrow_operator.moving import JobMoves
 from windrow_operator.slot_table import SlotTable
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
@@ -54,7 +54,7 @@ def slot(key, tokens, *holders, **changes):
 
 def due(jobs, *slots, minutes=(0, 2, 5), moves=None):
     """What is due at the last of these minutes."""
-    moves, table = moves or Moves(), SlotTable(slots)
+    moves, table = moves or JobMoves(), SlotTable(slots)
     for minute in minutes:
         found = moves.due(jobs, table, NOW + timedelta(minutes=minute))
     return found
@@ -87,7 +87,7 @@ def test_a_job_stays_where_a_move_would_not_be_worth_it(one, here, there):
 
 
 def test_relief_in_between_begins_the_minutes_anew():
-    one, moves = job(), Moves()
+    one, moves = job(), JobMoves()
     starved, relieved = slot(STARVED, 100, one), slot(STARVED, 9000, one)
     assert due([one], starved, slot(FREE, 9600), minutes=(0, 4), moves=moves) == {}
     assert due([one], relieved, slot(FREE, 9600), minutes=(4.5,), moves=moves) == {}

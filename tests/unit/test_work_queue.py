@@ -3,7 +3,7 @@
 import asyncio
 
 from windrow_operator.changes import Changes
-from windrow_operator.work_queue import Schedule, WorkQueue
+from windrow_operator.work_queue import DueKeys, WorkQueue
 
 
 async def test_the_smallest_rank_has_its_turn_first_and_a_key_is_there_once():
@@ -40,7 +40,7 @@ async def test_a_worker_waits_for_work_and_whoever_waits_for_the_end_for_the_las
 
 
 def test_of_two_times_the_earlier_one_counts():
-    schedule = Schedule()
+    schedule = DueKeys()
     for key, at in (("a", 5.0), ("a", 3.0), ("a", 9.0), ("b", 4.0)):
         schedule.put(key, at)
     assert schedule.next_at() == 3.0
