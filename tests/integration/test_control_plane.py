@@ -1,10 +1,12 @@
 """The local control plane is a real one, and leaves nothing behind."""
 
 import os
+import signal
 import socket
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from kubernetes import client
@@ -120,6 +122,20 @@ def is_running(pid):
             return status.read().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def test_stopping_it_after_its_supervisor_was_killed_leaves_nothing_either(tools, tmp_path):
+    directory = tmp_path / "cp"
+    before = descendants(os.getpid())
+    with ControlPlane(ControlPlaneSettings(tools, directory=directory)):
+        (supervisor,) = (
+            pid
+            for pid in descendants(os.getpid()) - before
+            if b"windrow.local.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        )
+        os.kill(supervisor, signal.SIGKILL)
+        wait_until(lambda: descendants(os.getpid()) <= before, "all processes are gone")
+    assert not directory.exists()
 
 
 def test_a_wanted_port_that_is_in_use_is_named_before_anything_runs(tools, tmp_path):

@@ -7,6 +7,7 @@ running however the run ends.
 from __future__ import annotations
 
 import base64
+import contextlib
 import ipaddress
 import logging
 import os
@@ -28,7 +29,7 @@ import httpx
 import yaml
 from cryptography import x509
 
-from windrow.errors import WindrowError
+from windrow.errors import Transient, WindrowError
 from windrow.local.certificates import (
     ServerFiles,
     make_server_files,
@@ -289,12 +290,15 @@ class ControlPlane:
         if self._keeper is None or self._directory is None:
             return
         # The API server takes tens of seconds to end on SIGTERM and holds nothing worth saving.
-        for child in self._children.values():
-            child.signal(signal.SIGKILL)
+        # A supervisor that is gone has ended them, and removed the directory.
+        with contextlib.suppress(Transient):
+            for child in self._children.values():
+                child.signal(signal.SIGKILL)
         for child in self._children.values():
             child.exited.result(timeout=30)
         self._children.clear()
-        self._keeper.disown(self._directory)
+        with contextlib.suppress(Transient):
+            self._keeper.disown(self._directory)
         if self._owns_keeper:
             self._keeper.close()
             self._keeper = None
