@@ -53,7 +53,7 @@ RIGHTS: tuple[Right, ...] = (
     Right(("update",), f"{HARVEST_POLICY.plural}/status", GROUP),
     Right(("list", "create", "patch"), HARVEST_SLOT.plural, GROUP),
     Right(("patch",), f"{HARVEST_SLOT.plural}/status", GROUP),
-    Right(("create", "patch"), LATENCY_PROFILE.plural, GROUP),
+    Right(("list", "create", "patch"), LATENCY_PROFILE.plural, GROUP),
     Right(("list", "watch", "get"), "pods"),
     Right(("patch",), "pods/ephemeralcontainers"),
     Right(("get",), "persistentvolumeclaims"),
