@@ -158,10 +158,9 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
 
 
 def worker_of(sidecar: psutil.Process) -> psutil.Process:
-    (worker,) = [
-        p for p in sidecar.children() if "windrow_sidecar.finetune" in " ".join(p.cmdline())
-    ]
-    return worker
+    # The next job's worker waits already, and was started after this one's.
+    workers = [p for p in sidecar.children() if "windrow_sidecar.finetune" in " ".join(p.cmdline())]
+    return min(workers, key=psutil.Process.create_time)
 
 
 async def answers_while_stopped(
