@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -107,7 +107,11 @@ class BucketFolder(JobFolder):
         epoch: of the worker.
         system: fsspec's, which must not cache listings.
         scratch: a directory on this machine (default: below that for temporary files).
+        here: of this folder on this machine (default: one of this epoch's below `scratch`).
+        parent: see `JobFolder`.
     """
+
+    _credentials: ClassVar[str] = _BY_SECRET  # what to do where they lack
 
     def __init__(
         self,
@@ -116,9 +120,12 @@ class BucketFolder(JobFolder):
         epoch: int,
         system: Any,  # noqa: ANN401 - fsspec's
         scratch: Path | None = None,
+        *,
+        here: Path | None = None,
+        parent: int = 0,
     ) -> None:
         self._jobs = (scratch or Path(tempfile.gettempdir())) / "windrow-jobs" / job_uid
-        super().__init__(self._jobs / str(epoch), job_uid, epoch)
+        super().__init__(here or self._jobs / str(epoch), job_uid, epoch, parent)
         self.place, self._system = url, system
         self._url = f"{url}/.windrow/{job_uid}"
 
@@ -282,12 +289,12 @@ class BucketFolder(JobFolder):
                 raise
             raise self._failed(error) from error
 
-    def _failed(self, error: Exception, credentials: str = _BY_SECRET) -> UserError | BucketSilent:
+    def _failed(self, error: Exception) -> UserError | BucketSilent:
         said = " ".join(str(error).split())
         if answers_later(error):
             return BucketSilent(f"{self.place} does not answer: {said}")
         remedy = (
-            credentials
+            self._credentials
             if lacks_credentials(error)
             else "Name a bucket that there is, with credentials that may list, read, write and "
             "delete below the folder."
@@ -323,6 +330,8 @@ class OwnBucketFolder(BucketFolder):
         anew: whether what earlier runs left in the bucket goes once it is claimed.
     """
 
+    _credentials: ClassVar[str] = _BY_ENVIRONMENT
+
     def __init__(
         self,
         url: str,
@@ -333,9 +342,8 @@ class OwnBucketFolder(BucketFolder):
         *,
         anew: bool = False,
     ) -> None:
-        super().__init__(url, job_uid, 0, system)
-        JobFolder.__init__(self, here, job_uid, 0, parent)
-        self.place, self._anew = url, anew
+        super().__init__(url, job_uid, 0, system, here=here, parent=parent)
+        self._anew = anew
 
     def claim(
         self,
@@ -379,11 +387,6 @@ class OwnBucketFolder(BucketFolder):
         (self.root / METRICS_FILE).unlink(missing_ok=True)
         if not self._anew:
             super()._fetch_figures()
-
-    def _failed(
-        self, error: Exception, credentials: str = _BY_ENVIRONMENT
-    ) -> UserError | BucketSilent:
-        return super()._failed(error, credentials)
 
 
 def _read(folder: Path, job_uid: str) -> Checkpoint:
