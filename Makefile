@@ -39,7 +39,7 @@ help:
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
 	@echo "make node   a shell on a real Kubernetes node (root); ARGS='kubectl get pods -A' runs that instead"
 	@echo "make test-node   the tests that need one; says what is missing and skips where there can be none"
-	@echo "make chart   the chart against the schemas of three Kubernetes versions"
+	@echo "make chart   the chart against the schemas of three Kubernetes versions, and Grafana's types"
 	@echo "make packages   as root: the Debian packages without which some tests skip"
 	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
 	@echo "make docs   the site, into build/site, built strictly"
@@ -135,9 +135,11 @@ test-node: setup
 	$(MAKE) $(OPERATOR_IMAGE) || exit 1; \
 	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
 
-# Every object that the chart can make, by kubeconform; the schemas come from Go's module proxy.
+# Every object that the chart can make, by kubeconform; the schemas come from Go's module proxy. Its
+# dashboards, by TypeScript; Grafana's types come from npm.
 chart: setup
 	$(PY) tools/kubeconform/check_chart.py
+	$(PY) tools/dashboards/check_types.py
 
 # What tests look for and pip cannot bring: without it they say so and skip.
 packages:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,27 @@ def board_json(board: Board) -> str:
         built = built.with_variable(_variable(variable))
     for row in board.rows:
         built = built.with_row(dashboard.Row(row.title))
+        # Beside graphs a number has their height, so that no line of panels is ragged.
+        only_numbers = all(panel.kind == "stat" for panel in row.panels)
         for panel in row.panels:
-            built = built.with_panel(_panel(panel))
-    return JSONEncoder(sort_keys=True, indent=2).encode(built.build()) + "\n"
+            built = built.with_panel(_panel(panel, STAT_HEIGHT if only_numbers else HEIGHT))
+    whole = json.loads(JSONEncoder().encode(built.build()))
+    _leave_out_what_is_renamed(whole)
+    return json.dumps(whole, sort_keys=True, indent=2) + "\n"
+
+
+def _leave_out_what_is_renamed(board: dict[str, Any]) -> None:
+    """Take away defaults that Grafana has renamed since the builder's schema: it sets its own.
+
+    `check_types.py` says which.
+    """
+    del board["style"]
+    for variable in board["templating"]["list"]:
+        for name in ("auto", "auto_count", "auto_min", "id"):
+            variable.pop(name, None)
+    for panel in board["panels"]:
+        if panel["type"] == "heatmap":
+            del panel["options"]["tooltip"]
 
 
 def _variable(variable: Variable) -> Any:
@@ -89,14 +108,10 @@ def _variable(variable: Variable) -> Any:
     return made
 
 
-def _panel(panel: Panel) -> Any:
+def _panel(panel: Panel, height: int) -> Any:
     made = _BUILDERS[panel.kind](panel)
     made = (
-        made.title(panel.title)
-        .datasource(SOURCE)
-        .unit(panel.unit)
-        .span(panel.width)
-        .height(STAT_HEIGHT if panel.kind == "stat" else HEIGHT)
+        made.title(panel.title).datasource(SOURCE).unit(panel.unit).span(panel.width).height(height)
     )
     if panel.text:
         made = made.description(panel.text)

@@ -720,7 +720,7 @@ JOBS = Board(
                         Query(
                             "sum by (code) (rate(windrow_operator_api_requests_total"
                             '{code!~"2.."}[$__rate_interval])) or '
-                            "vector(0)",
+                            'label_replace(vector(0), "code", "none", "", "")',
                             "{{code}}",
                         ),
                     ),
