@@ -3,16 +3,24 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 import yaml
 
 from windrow import cli
 from windrow.cli import doctor, jobs, top
-from windrow.cli.output import plain, table
+from windrow.cli.clusters import DemoOptions
+from windrow.cli.output import plain, spread, table
+from windrow.cli.simulate import SimulateOptions
 from windrow.errors import Transient
+from windrow.local.demo import DemoSettings
 from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
+from windrow_simulator.scenario import SimulationSettings
 
 COMMANDS = (
     *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
@@ -216,3 +224,33 @@ def test_a_shell_completes_commands(monkeypatch, capsys):
     monkeypatch.setenv("COMP_CWORD", "1")
     assert cli.run([]) == 0
     assert capsys.readouterr().out.split() == ["report"]
+
+
+def test_options_of_the_simulator_are_its_settings():
+    asked = SimulateOptions().settings()
+    settings = asdict(SimulationSettings())
+    assert {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()} == settings
+
+
+def test_options_of_the_demo_are_settings_of_it_and_mean_the_same_by_default():
+    settings = DemoSettings(out=Path())
+    assert vars(DemoOptions()) == {name: getattr(settings, name) for name in vars(DemoOptions())}
+
+
+def test_a_command_gets_the_record_that_its_options_fill():
+    @dataclass(frozen=True)
+    class Options:
+        rank: Annotated[int, typer.Option(help="Of the adapter.")] = 8
+        name: Annotated[str, typer.Option("--called", help="Of the job.")] = ""
+
+    got = []
+
+    @spread
+    def command(options: Options, dry: Annotated[bool, typer.Option("--dry")] = False) -> None:
+        got.append((options, dry))
+
+    app = typer.Typer()
+    app.command()(command)
+    app(["--rank", "4", "--called", "a", "--dry"], standalone_mode=False)
+    app([], standalone_mode=False)
+    assert got == [(Options(4, "a"), True), (Options(), False)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from windrow.cli.output import Json, print_json, print_line
+from windrow.cli.output import Json, print_json, print_line, spread
 from windrow.errors import UserError
 
 ENGINES = ("builtin", "sglang")
@@ -28,48 +29,66 @@ Engine = Annotated[
 ]
 
 
-def demo(
-    seconds: Annotated[float, typer.Option(help="How long requests arrive.")] = 60.0,
+@dataclass(frozen=True)
+class DemoOptions:
+    """What a demo runs: fields of `windrow.local.demo.DemoSettings`."""
+
+    seconds: Annotated[float, typer.Option(help="How long requests arrive.")] = 60.0
     rate: Annotated[
         float | None,
         typer.Option(
             help="Load. 1.0: 3 requests a second for each pod. Default: 1.0, or less on a machine "
             "that decodes so slowly that the batch would pass 6 requests."
         ),
-    ] = None,
+    ] = None
     trace: Annotated[
         Path | None, typer.Option(help="Play this trace (Azure's or BurstGPT's format) instead.")
-    ] = None,
-    pods: Pods = None,
-    policy: Annotated[
-        str, typer.Option(help="Who decides: windrow, harli, static, ...")
-    ] = "windrow",
-    seed: Annotated[int, typer.Option(help="Of the load.")] = 7,
-    objective: Annotated[
-        float | None, typer.Option(help="TPOT objective in ms. Default: by rule, from the profile.")
-    ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None,
+    ] = None
+    pods: Pods = None
+    policy: Annotated[str, typer.Option(help="Who decides: windrow, harli, static, ...")] = (
+        "windrow"
+    )
+    seed: Annotated[int, typer.Option(help="Of the load.")] = 7
+    objective_ms: Annotated[
+        float | None,
+        typer.Option(
+            "--objective", help="TPOT objective in ms. Default: by rule, from the profile."
+        ),
+    ] = None
+    factor: Annotated[
+        float, typer.Option(help="The objective by rule, in steps of decode alone.")
+    ] = 2.0
+    steps: Annotated[int | None, typer.Option(help="Of the job. Default: as many as fit.")] = None
+    model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None
+    rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """How the ways of sharing are compared, with `--compare`."""
+
+    rounds: Annotated[
+        int, typer.Option(help="With --compare: five or more; six can name a winner.")
+    ] = 6
+    segment: Annotated[
+        float, typer.Option(help="With --compare: seconds that are counted of each turn.")
+    ] = 8.0
+    arms: Annotated[
+        str, typer.Option(help="With --compare: only these ways of sharing, with commas.")
+    ] = ""
+
+
+@spread
+def demo(
+    options: DemoOptions,
+    compared: CompareOptions,
     engine: Engine = "builtin",
-    model: Annotated[Path | None, typer.Option(help="Another model directory.")] = None,
-    rows: Annotated[Path | None, typer.Option(help="Other rows, in chat format.")] = None,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare", help="The same load for every way of sharing, in rounds: see who wins."
         ),
     ] = False,
-    rounds: Annotated[
-        int, typer.Option(help="With --compare: five or more; six can name a winner.")
-    ] = 6,
-    segment: Annotated[
-        float, typer.Option(help="With --compare: seconds that are counted of each turn.")
-    ] = 8.0,
-    arms: Annotated[
-        str, typer.Option(help="With --compare: only these ways of sharing, with commas.")
-    ] = "",
-    factor: Annotated[
-        float, typer.Option(help="The objective by rule, in steps of decode alone.")
-    ] = 2.0,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, report, adapter.")] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the summary there as well.")
@@ -96,27 +115,19 @@ def demo(
         )
     settings = whole.DemoSettings(
         out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),
-        seconds=seconds,
-        rate=rate,
-        seed=seed,
-        trace=trace,
-        pods=pods,
-        policy=policy,
-        model=model,
-        rows=rows,
-        objective_ms=objective,
-        steps=steps,
-        factor=factor,
         busy=compare,
         sglang=sglang,
+        **vars(options),
     )
     if json_file is not None and not json_file.absolute().parent.is_dir():
         raise UserError(
             f"{json_file.parent} is no directory", field="--json", remedy="Create it first."
         )
     if compare:
-        names = tuple(name.strip() for name in arms.split(",") if name.strip())
-        how = comparison.CompareSettings(rounds=rounds, window_s=segment, arms=names)
+        names = tuple(name.strip() for name in compared.arms.split(",") if name.strip())
+        how = comparison.CompareSettings(
+            rounds=compared.rounds, window_s=compared.segment, arms=names
+        )
         how.check()
         summary = comparison.run(settings, how, console)
     else:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -32,6 +34,46 @@ Kubeconfig = Annotated[
         help="Of the cluster. Default: KUBECONFIG, else that of `windrow up`, else kubectl's.",
     ),
 ]
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Make each field of the records that a command takes an option of its own.
+
+    A record is a dataclass whose fields are annotated as typer's parameters are. The command gets
+    it whole, in place of thirty arguments that it would hand on by hand.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    records: dict[str, Any] = {
+        name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)
+    }
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        record = records.get(parameter.name)
+        if record is None:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+            continue
+        of_fields = get_type_hints(record, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=of_fields[field.name],
+            )
+            for field in dataclasses.fields(record)
+        ]
+
+    @functools.wraps(command)
+    def spread_out(**values: object) -> None:
+        for name, record in records.items():
+            asked = {field.name: values.pop(field.name) for field in dataclasses.fields(record)}
+            values[name] = record(**asked)
+        command(**values)
+
+    kinds = [parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters]
+    vars(spread_out)["__signature__"] = inspect.Signature(kinds)
+    spread_out.__annotations__ = {each.name: each.annotation for each in kinds}
+    return spread_out
 
 
 def client(kubeconfig: Path | None, context: str = "") -> WindrowClient:

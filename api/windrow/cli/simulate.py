@@ -6,86 +6,111 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from windrow.cli.output import Json, print_json, print_line, table
+from windrow.cli.output import Json, print_json, print_line, spread, table
 from windrow.errors import UserError, WindrowError
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
 
 
-def simulate(
-    gpus: Annotated[int, typer.Option(help="Decode GPUs of the cluster.")] = 16,
+@dataclass(frozen=True)
+class SimulateOptions:
+    """What is simulated: the fields of the simulator's settings, as a command line has them."""
+
+    gpus: Annotated[int, typer.Option(help="Decode GPUs of the cluster.")] = 16
     gpu: Annotated[
         str,
         typer.Option(help="A100-80G, H100, H200 (default), L40S, RTX-6000-Ada or RTX-3090."),
-    ] = "",
-    model: Annotated[str, typer.Option(help="Model that decode serves.")] = "llama-3-8b",
+    ] = ""
+    model: Annotated[str, typer.Option(help="Model that decode serves.")] = "llama-3-8b"
     train: Annotated[
         str, typer.Option(help="Another model to finetune. Default: the served one, shared.")
-    ] = "",
+    ] = ""
     profile: Annotated[
         Path | None, typer.Option(help="A measured LatencyProfile instead of a named GPU.")
-    ] = None,
+    ] = None
     trace: Annotated[
         str, typer.Option(help="conv, code, burstgpt, or a CSV file of one of these formats.")
-    ] = "conv",
+    ] = "conv"
     traces: Annotated[
         Path | None,
         typer.Option(
             help="Folder of the published trace files. Without it conv is generated.",
             envvar="WINDROW_TRACES",
         ),
-    ] = None,
-    rate: Annotated[float, typer.Option(help="Requests a second for each decode GPU.")] = 4.0,
+    ] = None
+    rate: Annotated[float, typer.Option(help="Requests a second for each decode GPU.")] = 4.0
     day: Annotated[
         bool, typer.Option("--day", help="The rate follows the hours of a day, over the run.")
-    ] = False,
+    ] = False
     batch: Annotated[
         int, typer.Option(help="Instead of a trace: so many requests at all times.")
-    ] = 0,
-    context: Annotated[int, typer.Option(help="Their tokens, with --batch.")] = 1024,
-    policy: Annotated[str, typer.Option(help="One, several with commas, or all.")] = "windrow",
+    ] = 0
+    context: Annotated[int, typer.Option(help="Their tokens, with --batch.")] = 1024
+    policy: Annotated[str, typer.Option(help="One, several with commas, or all.")] = "windrow"
     objective: Annotated[
         str, typer.Option(help="TPOT objective; several with commas: 8ms,12ms,40ms.")
-    ] = "12ms",
-    percentile: Annotated[float, typer.Option(help="Of the objective.")] = 99.0,
-    scope: Annotated[str, typer.Option(help="perStep or perRequest.")] = "perStep",
+    ] = "12ms"
+    percentile: Annotated[float, typer.Option(help="Of the objective.")] = 99.0
+    scope: Annotated[str, typer.Option(help="perStep or perRequest.")] = "perStep"
     partition: Annotated[
         str, typer.Option(help="green: each side on its own SMs; none: decode on every SM.")
-    ] = "green",
-    max_sm_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 100,
-    max_memory_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 50,
-    memory_gb: Annotated[float, typer.Option(help="Of the card. 0: as published.")] = 0.0,
-    max_batch: Annotated[int, typer.Option(help="Requests that decode runs at once.")] = 64,
-    prefill: Annotated[int, typer.Option(help="Prefill GPUs. 0: as many as stay below 60%.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 600.0,
-    warm_up: Annotated[float, typer.Option(help="Before it, not counted.")] = 30.0,
-    sample: Annotated[int, typer.Option(help="GPUs that are simulated step by step, at most.")] = 8,
+    ] = "green"
+    max_sm_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 100
+    max_memory_percent: Annotated[int, typer.Option(help="Limit of the HarvestPolicy.")] = 50
+    memory_gb: Annotated[float, typer.Option(help="Of the card. 0: as published.")] = 0.0
+    max_batch: Annotated[int, typer.Option(help="Requests that decode runs at once.")] = 64
+    prefill: Annotated[int, typer.Option(help="Prefill GPUs. 0: as many as stay below 60%.")] = 0
+    seconds: Annotated[float, typer.Option(help="Simulated time.")] = 600.0
+    warm_up: Annotated[float, typer.Option(help="Before it, not counted.")] = 30.0
+    sample: Annotated[int, typer.Option(help="GPUs that are simulated step by step, at most.")] = 8
     price: Annotated[
         float, typer.Option(help="Dollars for an hour of a GPU. 0: a round figure of the GPU.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7,
-    processes: Annotated[int, typer.Option(help="Cores to use.")] = 2,
+    ] = 0.0
+    seed: Annotated[int, typer.Option(help="The same seed gives the same figures.")] = 7
+    processes: Annotated[int, typer.Option(help="Cores to use.")] = 2
     jobs: Annotated[
         int, typer.Option(help="FinetuneJobs that come. 0: one without an end on each GPU.")
-    ] = 0,
-    job_tokens: Annotated[int, typer.Option(help="Tokens of each job.")] = 20_000_000,
-    urgent: Annotated[float, typer.Option(help="Share of jobs with a high priority.")] = 0.1,
-    jobs_per_slot: Annotated[int, typer.Option(help="Jobs that take turns on a GPU.")] = 1,
+    ] = 0
+    job_tokens: Annotated[int, typer.Option(help="Tokens of each job.")] = 20_000_000
+    urgent: Annotated[float, typer.Option(help="Share of jobs with a high priority.")] = 0.1
+    jobs_per_slot: Annotated[int, typer.Option(help="Jobs that take turns on a GPU.")] = 1
     levels: Annotated[
         str, typer.Option(help="Shares of the worker in percent: 10,20,30. Default: spread.")
-    ] = "",
+    ] = ""
     deferral: Annotated[
         str, typer.Option(help="How long a policy may hold a request back: 400ms.")
-    ] = "",
+    ] = ""
     contention: Annotated[
         float, typer.Option(help="Assumed slow-down of decode by the worker's memory traffic.")
-    ] = 0.35,
+    ] = 0.35
+
+    def settings(self) -> dict[str, Any]:
+        """Return the simulator's settings.
+
+        Raises:
+            UserError: durations or shares that cannot be read.
+        """
+        fields = asdict(self)
+        objectives, deferral = fields.pop("objective"), fields.pop("deferral")
+        return fields | {
+            "profile": str(self.profile or ""),
+            "traces": str(self.traces or ""),
+            "objectives_ms": [milliseconds(text) for text in objectives.split(",")],
+            "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
+            "levels": _percents(self.levels),
+        }
+
+
+@spread
+def simulate(
+    options: SimulateOptions,
     papers: Annotated[
         bool, typer.Option("--papers", help="Instead: the papers' comparisons, on their devices.")
     ] = False,
@@ -102,42 +127,6 @@ def simulate(
 
     Example: windrow simulate --gpus 1000 --trace conv --rate 20 --policy all --objective 12ms
     """
-    settings = {
-        "gpus": gpus,
-        "gpu": gpu,
-        "model": model,
-        "train": train,
-        "profile": str(profile) if profile else "",
-        "trace": trace,
-        "traces": str(traces) if traces else "",
-        "rate": rate,
-        "day": day,
-        "batch": batch,
-        "context": context,
-        "policy": policy,
-        "objectives_ms": [milliseconds(text) for text in objective.split(",")],
-        "percentile": percentile,
-        "scope": scope,
-        "partition": partition,
-        "max_sm_percent": max_sm_percent,
-        "max_memory_percent": max_memory_percent,
-        "memory_gb": memory_gb,
-        "max_batch": max_batch,
-        "prefill": prefill,
-        "seconds": seconds,
-        "warm_up": warm_up,
-        "sample": sample,
-        "price": price,
-        "seed": seed,
-        "processes": processes,
-        "jobs": jobs,
-        "job_tokens": job_tokens,
-        "urgent": urgent,
-        "jobs_per_slot": jobs_per_slot,
-        "levels": _percents(levels),
-        "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
-        "contention": contention,
-    }
     instead = ["--papers"] * papers + ["--bounds"] * bounds + [f"--run={run}"] * (run is not None)
     if len(instead) > 1 or (instead and out):
         raise UserError(
@@ -145,7 +134,7 @@ def simulate(
             field=instead[0],
             remedy="Ask for one of them, without --out.",
         )
-    result = start(settings, [*instead, *([f"--page={out}"] if out else [])])
+    result = start(options.settings(), [*instead, *([f"--page={out}"] if out else [])])
     if as_json:
         print_json(result)
         return
