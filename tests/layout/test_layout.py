@@ -155,6 +155,31 @@ def test_what_decides_a_step_knows_nothing_of_the_native_module():
             assert not any("windrow_sidecar._core" in name for name in imported), path
 
 
+def public_functions(body, prefix=""):
+    for node in body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from public_functions(node.body, f"{node.name}.")
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (
+            not node.name.startswith("_") or node.name == "__call__"
+        ):
+            yield f"{prefix}{node.name}", node
+
+
+def test_public_functions_over_tensors_say_their_shapes():
+    """As `[rows, tokens]` in the docstring of their own; `[...]` is a tensor of any shape."""
+    over_tensors, silent = 0, []
+    for _, path, tree in product_modules():
+        for name, node in public_functions(tree.body):
+            arguments = [n for n in ast.walk(node.args) if isinstance(n, ast.arg)]
+            written = [each.annotation for each in arguments] + [node.returns]
+            if any(re.search(r"\bTensor\b", ast.unparse(each)) for each in written if each):
+                over_tensors += 1
+                if not re.search(r"\[[^\]]*\]", ast.get_docstring(node) or ""):
+                    silent.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
+    assert over_tensors > 100
+    assert silent == []
+
+
 # Notes that lie beside this repository, where no reader of it can look them up.
 ELSEWHERE = re.compile(r"\b(SPECS|STYLE)\b|\b(FACTS|DESIGN)(\.md\b| \d|: )")
 

@@ -93,7 +93,7 @@ class CudaDevice:
         return int(torch.cuda.get_device_properties(self.torch).multi_processor_count)
 
     def host_copy(self, n_bytes: int) -> Tensor:
-        """Pinned memory: from other memory a copy would go through a buffer of the driver's."""
+        """Return pinned memory, uint8 [n_bytes]: other memory is copied through a buffer."""
         return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
 
     def host_copy_bytes(self, n_bytes: int) -> int:

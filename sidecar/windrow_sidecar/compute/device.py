@@ -62,7 +62,7 @@ class ComputeDevice(Protocol):
         """Cores or SMs of the device, whatever part of them is in use."""
 
     def host_copy(self, n_bytes: int) -> Tensor:
-        """Host memory (uint8) from which copies to the device run at the link's rate."""
+        """Return new host memory, uint8 [n_bytes], that copies to the device at the link's rate."""
 
     def host_copy_bytes(self, n_bytes: int) -> int:
         """What `host_copy` takes of the host's memory for so many."""
@@ -78,7 +78,10 @@ class Copies(Protocol):
         """What is started from now on begins behind `mark`."""
 
     def start(self, to: Tensor, source: Tensor) -> None:
-        """Copy `source` (see `host_copy`) to `to` (on the device), element for element."""
+        """Copy `source` (see `host_copy`) to `to` on the device, [...] of one dtype.
+
+        Queued on the stream of the copies; both must live until a later `mark` is reached.
+        """
 
     def mark(self) -> Mark:
         """Return the point behind every copy that was started."""

@@ -78,7 +78,7 @@ class HostDevice:
         return len(os.sched_getaffinity(0))
 
     def host_copy(self, n_bytes: int) -> Tensor:
-        """Any host memory serves."""
+        """Return new memory, uint8 [n_bytes]: any host memory serves."""
         return torch.empty(n_bytes, dtype=torch.uint8)
 
     def host_copy_bytes(self, n_bytes: int) -> int:
@@ -100,7 +100,7 @@ class HostCopies:
         """Every mark is reached."""
 
     def start(self, to: Tensor, source: Tensor) -> None:
-        """Copy it."""
+        """Copy [...] to [...] of one shape; done on return."""
         to.copy_(source)
 
     def mark(self) -> Mark:

@@ -13,7 +13,7 @@ from windrow_sidecar._core import Arena
 def arena_tensor(
     arena: Arena, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor over part of the arena, contiguous, in that shape and type.
+    """Return a tensor over part of the arena: [*shape], contiguous, nothing is copied.
 
     It keeps the mapping alive, and `Arena.close` refuses as long as it lives.
 

@@ -112,7 +112,7 @@ def stream_of(
 
 
 def our_gradients(tuned: Any, rows: tuple[Example, ...], cut: Cut) -> dict[str, Tensor]:  # noqa: ANN401
-    """Return the gradients of the first batch, by parameter."""
+    """Return the gradients of the first batch, by parameter: copies, [...] in its shape."""
     with in_type_of(tuned):
         stream = stream_of(tuned, rows, cut)
         while (tasklet := stream.peek()) is not None and tasklet.phase is not Phase.OPTIMIZER:
@@ -129,7 +129,10 @@ def pefts_gradients(
     rows: tuple[Example, ...],
     padding: int = 0,
 ) -> dict[str, Tensor]:
-    """Return the gradients of the first batch the ordinary way: one padded batch with its mask."""
+    """Return the gradients of the first batch the ordinary way: one padded batch with its mask.
+
+    By parameter, [...] in its shape.
+    """
     tuned = copy.deepcopy(tuned).train()
     with in_type_of(tuned):
         PeftLoop(tuned, rows, padding).backward(0)

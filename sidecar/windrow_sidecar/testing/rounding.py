@@ -44,7 +44,7 @@ class Apart:
 
 
 def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
-    """Compare by name.
+    """Compare by name; [...] each, of any dtype.
 
     A tensor whose norm is below NOISE / ROUNDING (8e-6) of all of them counts against that share of
     it: its values are rounding themselves.
@@ -59,7 +59,7 @@ def apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Apart:
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
-    """Return how far a tensor is from the truth, in L2, against the truth's own norm."""
+    """Return how far [...] is from the truth of that shape, in L2, against the truth's own norm."""
     return float((found.double() - truth).norm() / truth.norm())
 
 

@@ -109,12 +109,12 @@ def tiny_llama() -> nn.Module:
 
 
 def adapter_of(job: TinyJob) -> dict[str, Tensor]:
-    """Return a copy of the adapter's parameters."""
+    """Return a copy of the adapter's parameters, [...] each."""
     return {name: p.detach().clone() for name, p in trainable(job.model).items()}
 
 
 def bit_equal(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
-    """Whether both hold the same tensors under the same names."""
+    """Whether both hold the same tensors [...] under the same names."""
     return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in theirs)
 
 
@@ -153,7 +153,7 @@ class Elsewhere:
         self.moved, self.away = 0, 0
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Keep a copy, and spoil what was left."""
+        """Return a copy of `tensor` [...], and spoil what was left."""
         kept = tensor.clone()
         if tensor.is_floating_point():
             tensor.fill_(torch.nan)
@@ -161,7 +161,7 @@ class Elsewhere:
         return kept
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Return it in memory of its own."""
+        """Return `tensor` [...] in memory of its own."""
         self.away -= 1
         return tensor.clone()
 

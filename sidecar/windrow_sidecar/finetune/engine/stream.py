@@ -299,7 +299,10 @@ class TaskletStream:
             self._batch_group = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds besides `position`."""
+        """Return what a checkpoint holds besides `position`: see `AdapterOptimizer.tensors`.
+
+        Each [...] in its own shape, not copied: the next optimizer step changes them.
+        """
         return self._optimizer.tensors()
 
     def snapshot(self) -> TensorSnapshot:
@@ -307,7 +310,11 @@ class TaskletStream:
         return self._optimizer.snapshot()
 
     def restore(self, position: Position, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint: `tensors` [...] are what the method returned; copied.
+
+        Raises:
+            KeyError, RuntimeError: they belong to another adapter.
+        """
         self._optimizer.load(tensors)
         self._position = position
         self._batch_group = None

@@ -158,6 +158,8 @@ class BucketFolder(JobFolder):
     ) -> str:
         """Write a checkpoint and upload it; forget all but the newest `keep`. Returns its URL.
 
+        `tensors`: [...] each, see `JobFolder.save`.
+
         Raises:
             Fenced: a higher epoch has claimed the job.
             OSError: it could not be written or uploaded; what was there stands.

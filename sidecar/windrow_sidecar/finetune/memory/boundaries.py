@@ -145,7 +145,10 @@ class LentBoundaries:
         return not (self._slots or self._used)
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the memory of a boundary of that shape, of the group that is expected."""
+        """Return memory for a boundary of the expected group: `shape`, [rows, tokens, hidden].
+
+        In a lent chunk, of `like`'s dtype, not initialised; good until its group has ended.
+        """
         # A tensor of its own: views of one tensor would share its version counter, and filling one
         # would invalidate what autograd has saved of the others.
         return arena_tensor(self._arena, self._slots.pop(), shape, like.dtype)
@@ -209,11 +212,11 @@ class TenantBoundaries:
         self._lent.expect(micro_batches, tokens)
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Copy `hidden` into a lent chunk (see `room`)."""
+        """Copy `hidden`, [rows, tokens, hidden], into a lent chunk (see `room`); without graph."""
         return self.room(hidden, tuple(hidden.shape)).copy_(hidden.detach())
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return the memory of a boundary of that shape.
+        """Return memory for a boundary, [rows, tokens, hidden]; see `LentBoundaries.room`.
 
         Raises:
             InvariantBroken: it is another job's turn.

@@ -21,10 +21,10 @@ class Boundaries(Protocol):
         """The next group begins: so many micro-batches, of at most so many padded tokens each."""
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Return a tensor outside of any graph with the values of `hidden`."""
+        """Return a tensor without graph with the values of `hidden`, [rows, tokens, hidden]."""
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return memory of `like`'s type that is filled window by window."""
+        """Return memory for [rows, tokens, hidden], of `like`'s dtype, to be filled later."""
 
     def clear(self) -> None:
         """Forget everything that was placed."""
@@ -38,11 +38,11 @@ class TorchBoundaries:
         del micro_batches, tokens
 
     def place(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`, detached."""
+        """Return `hidden`, [rows, tokens, hidden], detached: the same memory."""
         return hidden.detach()
 
     def room(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Return new memory."""
+        """Return new memory for [rows, tokens, hidden] on `like`'s device, not initialised."""
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def clear(self) -> None:

@@ -25,9 +25,9 @@ _WINDOWS = (TokenWindow(0, 4), TokenWindow(4, 5), TokenWindow(5, 6))
 def try_windows(stack: DecoderStack, probe: Tensor) -> tuple[bool, str]:
     """Return (whether layers drop units by themselves, why they cannot run on windows or "").
 
-    The second leaves the first out of account. Hybrids mix layers of attention with others that
-    carry a state from token to token, so what is true of one layer says nothing about one of
-    another kind.
+    `probe`: token ids, int64 [1, tokens], on the model's device. The second leaves the first out of
+    account. Hybrids mix layers of attention with others that carry a state from token to token, so
+    what is true of one layer says nothing about one of another kind.
     """
     kinds = one_of_each_kind(stack.layers)
     own_dropout = any(_drops_units(stack, probe, index) for index in kinds)

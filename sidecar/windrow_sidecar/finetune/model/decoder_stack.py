@@ -129,7 +129,16 @@ class DecoderStack:
         past: Any = None,  # noqa: ANN401 - a Cache of transformers
         positions: Tensor | None = None,
     ) -> tuple[Tensor, tuple[LayerCall, ...]]:
-        """Ask the model what its first layer would get, and how it calls each (see `structure`)."""
+        """Ask the model what its first layer would get, and how it calls each (see `structure`).
+
+        Args:
+            ids: token ids, int64 [rows, tokens].
+            past: keys and values before the first token; None: nothing is.
+            positions: int64 [rows, tokens]; None: each row counts from 0.
+
+        Returns:
+            hidden states, [rows, tokens, hidden], new memory, and the call of each layer.
+        """
         return record(self.decoder, self.layers, ids, past, positions, self.returned)
 
     def begin(

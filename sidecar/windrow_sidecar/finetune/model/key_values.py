@@ -51,7 +51,10 @@ class KeyValues:
             cache.narrow(2, begin, window.tokens).copy_(fresh.detach())
 
     def upto(self, window: TokenWindow) -> tuple[Tensor, Tensor]:
-        """Return keys and values from the prefix to the end of a window; views, without graph."""
+        """Return keys and values from the prefix to the end of a window.
+
+        [rows, kv_heads, prefix + tokens, head] each: views of the cache, outside of any graph.
+        """
         assert self._cache is not None
         length = self.before + window.end
         return self._cache[0].narrow(2, 0, length), self._cache[1].narrow(2, 0, length)
@@ -60,6 +63,11 @@ class KeyValues:
         self, d_key: Tensor, d_value: Tensor, window: TokenWindow
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
         """Add what one window makes of `upto(window)`; return what is complete with it.
+
+        Args:
+            d_key: gradient of `upto(window)`'s keys, [rows, kv_heads, prefix + tokens, head].
+            d_value: of its values, in the same shape.
+            window: which one; the last one of a row comes first.
 
         Returns:
             gradients of the window's own keys and values, from it and all windows to its right; and

@@ -99,7 +99,7 @@ class ExportedWeights:
         return widest
 
     def tensors(self) -> dict[str, Tensor]:
-        """Each parameter as a tensor over the bytes."""
+        """Return each parameter, [...] in its own shape and dtype, as a view over the bytes."""
         return {
             name: self.storage[at["offset"] :]
             .view(torch.uint8)[: _n_bytes(at)]

@@ -45,7 +45,12 @@ class Head:
             raise unsupported(model, "its logits are not made of its last hidden states alone")
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the cross-entropy over all targets; shapes as below."""
+        """Return the sum of the cross-entropy over all targets: float64 [], without graph.
+
+        Args:
+            hidden: [rows, tokens, hidden], output of the last layer.
+            targets: [rows, tokens], int64: what follows each token; -100: ignored.
+        """
         with torch.no_grad():
             wanted = targets != IGNORED
             rows, labels = hidden[wanted], targets[wanted]

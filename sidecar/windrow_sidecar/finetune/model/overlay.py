@@ -23,9 +23,14 @@ def build_over(
     It is built over stand-ins of one element, since transformers would bring a device's tensors to
     the host; then each parameter takes over what it stands for, wherever that lies.
 
+    Args:
+        tensors: by parameter, [...] in the parameter's shape; used as they lie, never copied.
+        config: of transformers.
+        dtype: of the model.
+        where: says in errors whence the tensors are.
+
     Raises:
-        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ; `where`
-            says in the error whence the tensors are.
+        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ.
         ValueError: a parameter had to be copied.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING

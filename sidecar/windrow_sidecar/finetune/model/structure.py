@@ -76,7 +76,7 @@ def find_norm(
     """Return the module between the last layer and the head, and the decoder's output type.
 
     A norm, as a rule; an identity where nothing stands there, and several modules as a chain of
-    them. The decoder may give what comes out another shape.
+    them. The decoder may give what comes out another shape. `probe`: token ids, int64 [1, tokens].
 
     Raises:
         UserError: there is more than such modules.
@@ -176,7 +176,8 @@ def logits_of(
 ) -> tuple[Tensor, Tensor]:
     """Return the model's logits for its embeddings with all layers skipped, and the embeddings.
 
-    Norm, head, scaling and caps of the model, without the price of a layer.
+    Norm, head, scaling and caps of the model, without the price of a layer. `ids`: int64 [rows,
+    tokens]; logits [rows, tokens, vocab], embeddings [rows, tokens, hidden], both without graph.
     """
     embedded: list[Tensor] = []
 

@@ -48,7 +48,7 @@ class DropoutKeys:
 
     @contextmanager
     def only(self, chosen: Tensor) -> Iterator[None]:
-        """Let some of those tokens run alone: `chosen`, int64, count in lines x tokens."""
+        """Let some of those tokens run alone: `chosen`, int64 [tokens], count in lines x tokens."""
         self._chosen = chosen
         try:
             yield

@@ -36,7 +36,10 @@ class LayerWeights:
         return sum(_aligned(_bytes_of(parameter)) for parameter, _ in self.parameters)
 
     def attach(self, slot: Tensor) -> list[Part]:
-        """Let the parameters lie in `slot`; return what has to be copied there."""
+        """Let the parameters lie in `slot`, uint8 [n_bytes]; return what has to be copied there.
+
+        The parameters are views of it until `detach`; its start is aligned to `ALIGN_BYTES`.
+        """
         parts, begin = [], 0
         for parameter, stored in self.parameters:
             n_bytes = _bytes_of(parameter)
@@ -149,12 +152,12 @@ class FrozenLayers:
         del self._free[max(0, capacity - len(self._slots)) :]
 
     def add(self, slot: Tensor) -> None:
-        """Hold one layer more from now on, in memory of the caller's: `slot_bytes` of uint8."""
+        """Hold one layer more from now on, in memory of the caller's: uint8 [slot_bytes]."""
         self._free.append(slot)
         self._capacity += 1
 
     def remove(self, slot: Tensor) -> None:
-        """Use what `add` was given no more; to be called between tasklets.
+        """Use no more what `add` was given, uint8 [slot_bytes]; to be called between tasklets.
 
         The layer in it is dropped, wherever it stands in the schedule, and nothing moves there any
         more once this is back.

@@ -2,7 +2,7 @@
 
 Between jobs that share a base model, and in pauses that are long. Only what changes with training
 moves: adapter, moments, sums of gradients; the boundaries of a group that is on its way are moved
-by `Visit.spill`. Values stay the same bit for bit.
+by `TaskletStream.spill`. Values stay the same bit for bit.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Home(Protocol):
     """The memory that a job's tensors live in while it trains; offloaded ones are on the host."""
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` as it lies on the host, valid after `settle`."""
+        """Return `tensor` [...] as it lies on the host, valid after `settle`."""
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Return what `out` returned as it lies at home, valid after `settle`."""
+        """Return what `out` returned, [...], as it lies at home, valid after `settle`."""
 
     def settle(self) -> None:
         """Wait until all copies are there."""
@@ -34,11 +34,11 @@ class HostHome:
     """The worker's own host memory: nothing of it is lent, so nothing is offloaded."""
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` itself."""
+        """Return `tensor` [...] itself."""
         return tensor
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` itself."""
+        """Return `tensor` [...] itself."""
         return tensor
 
     def settle(self) -> None:
@@ -55,12 +55,12 @@ class DeviceHome:
         self._device = device
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Begin the copy to the host."""
+        """Begin the copy of `tensor` [...] to pinned memory, on the current stream."""
         there = torch.empty_like(tensor, device="cpu", pin_memory=True)
         return there.copy_(tensor, non_blocking=True)
 
     def back(self, tensor: Tensor) -> Tensor:
-        """Begin the copy to the device."""
+        """Begin the copy of `tensor` [...] to the device, on the current stream."""
         return tensor.to(self._device, non_blocking=True)
 
     def settle(self) -> None:

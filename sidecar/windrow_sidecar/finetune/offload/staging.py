@@ -52,7 +52,9 @@ class Staging:
         return sum(kept.nbytes for kept in self._kept.values())
 
     def bytes_of(self, piece: StagedPiece, largest: int) -> Tensor:
-        """Return a piece as uint8; `used_until` says when a buffer may be filled again.
+        """Return a piece: uint8 [piece.n_bytes], this object's memory.
+
+        `used_until` says when a buffer may be filled again.
 
         Args:
             piece: what is wanted.

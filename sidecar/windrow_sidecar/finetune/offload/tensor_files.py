@@ -46,7 +46,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
 
 
 def read(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of a file, in `dtype` where one is named.
+    """Return a tensor of a file, [*stored.shape] on the host, in `dtype` where one is named.
 
     Raises:
         OSError: the file cannot be read, or has become shorter.
@@ -71,7 +71,7 @@ class OpenFiles:
         self.close()
 
     def read_into(self, piece: Tensor, stored: Stored, skip: int) -> None:
-        """Fill `piece` (uint8, contiguous, in host memory) from `skip` bytes into a tensor.
+        """Fill `piece` from `skip` bytes into a tensor: uint8 [bytes], contiguous, host memory.
 
         Raises:
             OSError: the file cannot be read, or has become shorter.
@@ -106,5 +106,5 @@ def _of(path: Path) -> Iterator[tuple[str, Stored]]:
 def absent(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """Return a tensor of NaN in that shape which takes the memory of one element."""
+    """Return a tensor of NaN, [*shape], that takes the memory of one element; read only."""
     return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)

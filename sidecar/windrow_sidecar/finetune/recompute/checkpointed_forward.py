@@ -72,7 +72,10 @@ class CheckpointedForward:
             self._values.clear()
 
     def pack(self, tensor: Tensor) -> int:
-        """Keep of the next saved tensor what the recipe says; returns its position."""
+        """Keep of the next saved tensor [...] what the recompute plan says; returns its position.
+
+        What is kept shares the tensor's memory, unless the plan asks for a compact copy.
+        """
         position = self._packed
         self._packed += 1
         recompute_plan = self._recompute_plan
@@ -88,7 +91,7 @@ class CheckpointedForward:
         return position
 
     def unpack(self, position: int) -> Tensor:
-        """Return the saved tensor of that position, kept or computed again."""
+        """Return the saved tensor [...] of that position, kept or computed again; without graph."""
         recompute_plan = self._recompute_plan
         if recompute_plan is None or not self._fits:
             return self._from_second_run(position)

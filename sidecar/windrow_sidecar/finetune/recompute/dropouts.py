@@ -42,7 +42,10 @@ def _active(p: float = 0.5, training: bool = True, inplace: bool = False, **_: A
 
 @contextmanager
 def random_state(state: Tensor | None) -> Iterator[None]:
-    """Set torch's random state inside, and restore the old one afterwards."""
+    """Set torch's random state, uint8 [bytes] on the host, inside; restore the old one afterwards.
+
+    None: leave it as it is.
+    """
     if state is None:
         yield
         return

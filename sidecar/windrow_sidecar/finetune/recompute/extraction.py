@@ -37,14 +37,14 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorLayout:
-        """Look at a tensor."""
+        """Return the layout of a tensor [...]; its values are not read."""
         size = tuple(tensor.shape)
         stride = tuple(0 if n == 1 else s for n, s in zip(size, tensor.stride(), strict=True))
         storage = tensor.untyped_storage()._cdata
         return cls(storage, int(tensor.storage_offset()), size, stride, tensor.dtype)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Whether a tensor of another run is laid out alike; storage and offset may differ."""
+        """Whether a tensor [...] of another run is laid out alike, in whatever storage."""
         return (
             self.dtype == tensor.dtype
             and self.size == tuple(tensor.shape)
@@ -69,7 +69,7 @@ class As:
     shift: int
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Apply it."""
+        """Return [*size], a view of the storage of `tensor` [...]."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.shift)
 
 
@@ -80,7 +80,7 @@ class Narrow:
     dtype: torch.dtype
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Apply it."""
+        """Return `tensor` [...] cast: new memory, or itself where it has the dtype."""
         return tensor.to(self.dtype)
 
 
@@ -97,7 +97,10 @@ class Signs:
 
 
 def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
-    """Return 1 where `Signs` found an element above zero and 0 elsewhere, laid out as `layout`."""
+    """Return 1 where `Signs` found an element above zero and 0 elsewhere.
+
+    `bits`: uint8 [elements / 8, rounded up]; the result is new memory, [*layout.size].
+    """
     weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=bits.device)
     above = (bits.unsqueeze(1) & weights).ne(0).view(-1)[: layout.elements]
     return above.to(layout.dtype).view(layout.size)
@@ -111,7 +114,7 @@ class Extractor:
     steps: tuple[As | Narrow | Signs, ...]
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the value."""
+        """Return the value of a saved tensor [...]: its memory, unless a step needs its own."""
         for step in self.steps:
             tensor = step(tensor)
         return tensor

@@ -84,7 +84,10 @@ def is_mutable(func: Any) -> bool:  # noqa: ANN401 - an OpOverload
 
 
 def kind_of(func: Any, used: Sequence[Tensor], made: Sequence[Tensor]) -> OpKind:  # noqa: ANN401
-    """Return the kind of an operation; what shares its storage with an argument is a view."""
+    """Return the kind of an operation; what shares its storage with an argument is a view.
+
+    `used` and `made`: arguments and results, [...] each; their values are not read.
+    """
     if func.overloadpacket in flop_registry or "attention" in str(func):
         return OpKind.GEMM
     if is_mutable(func):
@@ -115,14 +118,14 @@ def flops_of(
 
 
 def moved_bytes_of(kind: OpKind, used: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return the bytes that an operation reads and writes."""
+    """Return the bytes that an operation reads and writes; `used` and `made` are [...] each."""
     if kind is OpKind.VIEW:
         return 0
     return sum(own_bytes(tensor) for tensor in (*used, *made))
 
 
 def own_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements, at most those of its storage."""
+    """Return the bytes of the elements of a tensor [...], at most those of its storage."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())
 
 

@@ -309,5 +309,5 @@ def _as_strided(tensor: Tensor, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
 
 
 def layer_tensors(layer: nn.Module) -> list[Tensor]:
-    """Return parameters, then buffers, in the module's order."""
+    """Return parameters, then buffers, [...] each, in the module's order; not copied."""
     return [*layer.parameters(), *layer.buffers()]

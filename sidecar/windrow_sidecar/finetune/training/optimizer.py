@@ -114,7 +114,7 @@ class AdapterOptimizer:
             parameter.grad_dtype = dtype or parameter.dtype
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a checkpoint must hold: parameters, moments, sums. Not copied."""
+        """Return what a checkpoint holds: parameters, moments, sums; [...] each, not copied."""
         held = {f"{PARAMETER}/{n}": p.detach() for n, p in self._named()}
         for name, parameter in self._named():
             for key, value in self._adamw.state.get(parameter, {}).items():
@@ -134,7 +134,7 @@ class AdapterOptimizer:
             self._snapshot.copy(kinds)
 
     def load(self, held: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned.
+        """Take over what `tensors` returned, [...] each; copied.
 
         Raises:
             KeyError, RuntimeError: they belong to another adapter.
@@ -165,7 +165,7 @@ class AdapterOptimizer:
         self.discard()
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
-        """Let everything that it owns lie where `to` puts it; nothing may be on its way.
+        """Let every tensor [...] that it owns lie where `to` puts it; nothing may be on its way.
 
         A snapshot that is being copied keeps reading where the tensors were.
         """

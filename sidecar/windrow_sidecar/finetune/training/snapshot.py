@@ -27,12 +27,12 @@ class Spare:
         self._kept: dict[str, Tensor] = {}
 
     def take(self) -> dict[str, Tensor]:
-        """Hand out what is there; nobody else gets it before `put_back`."""
+        """Return what is there, [...] each by name; nobody else gets it before `put_back`."""
         kept, self._kept = self._kept, {}
         return kept
 
     def put_back(self, tensors: dict[str, Tensor]) -> None:
-        """Keep these for the next one."""
+        """Keep these, [...] each on the host, for the next snapshot."""
         self._kept = tensors
 
 
@@ -59,7 +59,7 @@ class TensorSnapshot:
         self._changed = threading.Condition()
 
     def take(self) -> dict[str, Tensor]:
-        """Return the copies of all; they are good until `release`."""
+        """Return the copies of all, [...] each on the host; they are good until `release`."""
         self.copy(tuple(self._left))
         return self._copied
 

@@ -86,7 +86,10 @@ class KvCache:
         return -(-n_tokens // self.page_size)
 
     def rows_of(self, kv: SequenceKv, n_tokens: int) -> torch.Tensor:
-        """Return the rows of the pages that hold the first `n_tokens`, on the cache's device."""
+        """Return the rows of the pages that hold the first `n_tokens`: int64 [pages].
+
+        On the cache's device; on the host a view of what `kv` holds.
+        """
         return kv.row_index[: self.pages_for(n_tokens)].to(self.device)
 
     def fill(self, kv: SequenceKv, n_tokens: int) -> None:

@@ -27,7 +27,7 @@ class LayerOps(Protocol):
     """On one stream; every result is new memory, and every call may be captured in a graph."""
 
     def place(self, positions: torch.Tensor, slots: torch.Tensor) -> Placed:
-        """Prepare a pass; once for all layers."""
+        """Prepare a pass over n tokens, once for all layers; int64 [n] both, on the device."""
         ...
 
     def rotate_and_store(self, layer: int, qkv: torch.Tensor, placed: Placed) -> torch.Tensor:
@@ -51,11 +51,11 @@ class TorchOps:
         self._q_and_k = (config.heads + config.kv_heads) * config.head_dim
 
     def place(self, positions: torch.Tensor, slots: torch.Tensor) -> Placed:
-        """Look the rotation up."""
+        """Look up the rotation of int64 [n] positions."""
         return Placed(positions, slots, self._rotary.at(positions))
 
     def rotate_and_store(self, layer: int, qkv: torch.Tensor, placed: Placed) -> torch.Tensor:
-        """See `LayerOps`."""
+        """Return q, [n, heads, head_dim], of [n, (heads + 2 kv_heads) * head_dim]."""
         assert placed.rotation is not None
         qk = qkv[:, : self._q_and_k].view(qkv.shape[0], -1, self._head_dim)
         qk = self._rotary.rotate(qk, *placed.rotation)
@@ -65,6 +65,6 @@ class TorchOps:
         return qk[:, : self._heads]
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `LayerOps`."""
+        """Return silu(gate) * up of [n, 2 * inner]: [n, inner]."""
         gate, up = gate_up.chunk(2, dim=1)
         return functional.silu(gate).mul_(up)

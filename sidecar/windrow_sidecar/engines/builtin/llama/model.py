@@ -67,7 +67,7 @@ class LlamaModel:
         self.forward(self.integers(tokens), self.integers(positions), self.integers(slots), attend)
 
     def integers(self, numbers: Sequence[int]) -> torch.Tensor:
-        """int64, on the model's device."""
+        """Return new int64 [numbers] on the model's device."""
         return torch.tensor(numbers, device=self.device)
 
     def forward(

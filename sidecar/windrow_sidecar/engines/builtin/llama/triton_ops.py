@@ -23,11 +23,11 @@ class TritonOps:
         self._config, self._cache, self._rotary = config, cache, rotary
 
     def place(self, positions: torch.Tensor, slots: torch.Tensor) -> Placed:
-        """See `LayerOps`; the kernel looks the rotation up."""
+        """Keep int64 [n] positions and slots; the kernel looks the rotation up."""
         return Placed(positions, slots)
 
     def rotate_and_store(self, layer: int, qkv: torch.Tensor, placed: Placed) -> torch.Tensor:
-        """See `LayerOps`."""
+        """Return q, [n, heads, head_dim], of [n, (heads + 2 kv_heads) * head_dim]."""
         config, rotary = self._config, self._rotary
         n, half = qkv.shape[0], config.head_dim // 2
         keys, values = self._cache.key_slots[layer], self._cache.value_slots[layer]
@@ -55,7 +55,7 @@ class TritonOps:
         return q
 
     def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `LayerOps`."""
+        """Return silu(gate) * up of [n, 2 * inner]: [n, inner]."""
         n, inner = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, inner)
         blocks = triton.cdiv(inner, _GATE_BLOCK)

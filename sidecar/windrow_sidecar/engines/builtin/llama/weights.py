@@ -91,7 +91,13 @@ def load_weights(model_dir: Path, layout: Layout, storage: torch.Tensor) -> None
 
 
 def view(layout: Layout, storage: torch.Tensor, *names: str) -> torch.Tensor:
-    """One tensor over a parameter, or over neighbours stacked along their first dimension."""
+    """Return a parameter, or neighbours stacked along their first dimension, as a view.
+
+    Args:
+        layout: says where each lies, and its dtype.
+        storage: uint8 [layout.n_bytes]; the result is in its memory and keeps it alive.
+        names: of neighbours, in their order, alike in all but the first dimension.
+    """
     parts = [layout.parameters[name] for name in names]
     end = parts[-1].offset + parts[-1].n_bytes
     flat = storage[parts[0].offset : end].view(layout.dtype)

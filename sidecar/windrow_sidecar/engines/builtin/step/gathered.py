@@ -30,7 +30,7 @@ class GatheredDecode:
         return sample(self.logits(batch), batch)
 
     def logits(self, batch: Sequence[EngineRequest]) -> torch.Tensor:
-        """See `Decoder`."""
+        """Do a step as `Decoder` says: logits [b, vocab], new memory."""
         model, cache = self._model, self._cache
         kvs = [request.kv for request in batch]
         positions = [kv.n_tokens for kv in kvs]

@@ -60,7 +60,7 @@ class TorchPagedAttention:
     def __call__(
         self, layer: int, q: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """See `PagedAttention`."""
+        """Attend as `PagedAttention` says: [b, heads, head_dim] becomes [b, heads * head_dim]."""
         config, cache = self._config, self._cache
         batch, columns = table.shape
         keys, values = self._room(batch * columns)

@@ -69,7 +69,7 @@ class StaticDecode:
         return tokens
 
     def logits(self, batch: Sequence[EngineRequest]) -> torch.Tensor:
-        """See `Decoder`. Overwritten by the next step."""
+        """Do a step as `Decoder` says: logits [b, vocab], a view that the next step overwrites."""
         self._run(batch)
         return self._logits[: len(batch)]
 

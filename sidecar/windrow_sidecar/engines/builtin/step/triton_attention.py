@@ -44,7 +44,7 @@ class TritonPagedAttention:
     def __call__(
         self, layer: int, q: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """See `PagedAttention`."""
+        """Attend as `PagedAttention` says: [b, heads, head_dim] becomes [b, heads * head_dim]."""
         config, cache = self._config, self._cache
         batch, heads, head_dim = q.shape
         splits = splits_for(batch * config.kv_heads, self._units)
