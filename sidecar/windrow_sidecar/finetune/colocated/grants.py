@@ -73,6 +73,25 @@ class Used:
     us: float = 0.0
 
 
+@dataclass(slots=True)
+class Glance:
+    """A grant as it was seen in the middle of a tasklet, which runs under the one before.
+
+    Attributes:
+        seq: its number on the page; 0: none has been seen.
+        units: that the worker may run on under it; 0: it may not run.
+        gap_until_ns: end of its gap; 0: it has none.
+        seen_ns: when it was seen.
+        ran_us: how long the tasklet ran on after that; its microseconds are charged with it.
+    """
+
+    seq: int = 0
+    units: int = 0
+    gap_until_ns: int = 0
+    seen_ns: int = 0
+    ran_us: float = 0.0
+
+
 def _units_of(grant: Grant, least_units: int) -> int:
     """Return how many units the worker may run on under a grant; 0: it may not run.
 
@@ -150,10 +169,8 @@ class GrantGate:
         self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
         self._unheeded = False
-        # Of a grant that was seen in the middle of a tasklet.
-        self._glanced, self._glanced_units, self._glanced_gap_ns = 0, 0, 0
-        self._glanced_ns, self._ran_into_us = 0, 0.0
-        self._ends_ns = 0  # when the microseconds of that grant are used; 0: it has no such bound
+        self._glance = Glance()
+        self._ends_ns = 0  # when the microseconds of the glance are used; 0: it has no such bound
 
     def latest(self) -> Grant:
         """Read the page; return the newest grant."""
@@ -205,29 +222,30 @@ class GrantGate:
         """
         if self._running is None:
             return False
-        if self._page.grant_stands(self._glanced, DECODE_STALE_NS):
-            return self._glanced_units < self._active or self._time_is_over()
-        self._glanced = self._page.grant_seq
-        glanced = Grant._make(self._page.read_grant())
-        self._glanced_units = _units_of(glanced, self._least_units)
-        self._glanced_gap_ns = glanced.gap_until_ns
-        if self._glanced != self._seq:
-            self._glanced_ns = self._clock()
-            self._ends_ns = self._end_of(glanced, glanced.budget_us)
+        glance = self._glance
+        if self._page.grant_stands(glance.seq, DECODE_STALE_NS):
+            return glance.units < self._active or self._time_is_over()
+        seq = self._page.grant_seq
+        grant = Grant._make(self._page.read_grant())
+        units = _units_of(grant, self._least_units)
+        self._glance = Glance(seq, units, grant.gap_until_ns, self._clock())
+        if seq != self._seq:
+            self._ends_ns = self._end_of(grant, grant.budget_us)
         if self._time_is_over():
             return True
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return self._glanced_units < self._active or silent_ns > DECODE_STALE_NS
+        return units < self._active or silent_ns > DECODE_STALE_NS
 
     def _time_is_over(self) -> bool:
         """Whether the gap has ended, or the microseconds of the grant are used."""
-        if not (self._glanced_gap_ns or self._ends_ns):
+        gap_until_ns = self._glance.gap_until_ns
+        if not (gap_until_ns or self._ends_ns):
             return False
         now_ns = self._clock()
         if self._ends_ns and now_ns > self._ends_ns:
-            self._spent_seq = self._glanced
+            self._spent_seq = self._glance.seq
             return True
-        return bool(self._glanced_gap_ns) and now_ns > self._glanced_gap_ns
+        return bool(gap_until_ns) and now_ns > gap_until_ns
 
     def _begin_part(self, left_us: float) -> None:
         """Note that a tasklet, or a part of one, begins with so much left of its grant."""
@@ -313,7 +331,7 @@ class GrantGate:
         if self._in_parts:  # its grant has paid for the last part only
             now_ns = self._clock()
             self._used.us = used_us + (now_ns - self._part_ns) / 1e3
-            self._ran_into_us = (now_ns - self._glanced_ns) / 1e3
+            self._glance.ran_us = (now_ns - self._glance.seen_ns) / 1e3
 
     def take_ran(self) -> list[Ran]:
         """Return the tasklets that have ended since the last time."""
@@ -351,8 +369,8 @@ class GrantGate:
         self._seq = seq
         self._grant = Grant._make(self._page.read_grant())
         self._used = Used()
-        if self._in_parts and seq == self._glanced:  # a tasklet has run into it
-            self._used.us = self._ran_into_us
+        if self._in_parts and seq == self._glance.seq:  # a tasklet has run into it
+            self._used.us = self._glance.ran_us
         return True
 
     def _allows(
