@@ -143,12 +143,12 @@ async def test_a_killed_worker_is_a_failure_and_the_engine_hears_that_it_is_dead
     operator, agent, engine = pod
     operator.assign({"behave": "run"}, epoch=4)
     await until(lambda: operator.event(Event.STARTED, epoch=4))
-    await until(lambda: engine.engine.hook._live_epoch == 4)
+    await until(lambda: engine.engine.hook.live_epoch == 4)
     os.kill(agent.worker_pids()[0], signal.SIGKILL)
     failed = await until(lambda: operator.event(Event.FAILED, epoch=4))
     assert (failed.reason, failed.user_error) == ("WorkerDied", False)
     assert "SIGKILL" in failed.detail
-    await until(lambda: engine.engine.hook._live_epoch == 0)
+    await until(lambda: engine.engine.hook.live_epoch == 0)
 
 
 async def test_stop_ends_with_a_checkpoint_and_abort_without(pod):
@@ -226,7 +226,7 @@ async def test_the_worker_dies_with_a_killed_agent_and_decode_goes_on(pod):
     await agent.start()
     await until(lambda: any(h.slots for h in operator.hellos))
     assert not any(h.running for h in operator.hellos)
-    await until(lambda: engine.engine.hook._live_epoch == 0)
+    await until(lambda: engine.engine.hook.live_epoch == 0)
 
 
 async def test_a_new_agent_waits_for_a_worker_that_outlives_the_old_one(pod):
@@ -236,7 +236,7 @@ async def test_a_new_agent_waits_for_a_worker_that_outlives_the_old_one(pod):
     await agent.end(signal.SIGKILL)
     (pid,) = agent.worker_pids()
     await agent.start()
-    await until(lambda: engine.engine.hook._live_epoch == 0)
+    await until(lambda: engine.engine.hook.live_epoch == 0)
     assert agent.is_gone(pid)
 
 

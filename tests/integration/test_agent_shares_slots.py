@@ -67,11 +67,11 @@ async def test_jobs_share_a_worker_and_it_is_reaped_after_the_last(pod):
     await goes_on(operator, "uid-2")
     assert agent.worker_pids() == [pid]
     # Decode knows the worker by the job that it was started for.
-    assert engine.engine.hook._live_epoch == 4
+    assert engine.engine.hook.live_epoch == 4
 
     operator.command(Ask.STOP, "uid-2", 1)
     await until(lambda: end_of(operator, "uid-2"))
-    await until(lambda: engine.engine.hook._live_epoch == 0)
+    await until(lambda: engine.engine.hook.live_epoch == 0)
     assert agent.worker_pids() == []
     assert agent.sample("windrow_worker_exits_total", outcome="stopped") == 1.0
     assert operator.kinds("uid-1") == operator.kinds("uid-2") == ["STARTED", "STOPPED"]
@@ -139,7 +139,7 @@ async def test_a_worker_that_dies_is_a_failure_of_the_job_whose_turn_it_was(pod)
     assert (lost.kind, lost.reason) == (Event.STOPPED, "SlotLost")
     assert lost.detail == "its worker has ended with job uid-2"
     # Decode knows that nobody holds its memory or waits for its cores any more.
-    await until(lambda: engine.engine.hook._live_epoch == 0)
+    await until(lambda: engine.engine.hook.live_epoch == 0)
     # What the dead one noted is not held against the next.
     await started(operator, "uid-1", "run", epoch=2)
     await started(operator, "uid-2", "run", epoch=2)

@@ -5,11 +5,15 @@ Nobody harvests a device that serves with one of them off.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping, Set
+from typing import Any, Literal
 
+from windrow_sidecar.engines.harvest.compiled import CompiledController
+from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.guard import Guard, GuardSettings
 from windrow_sidecar.qos.handover import Handover
-from windrow_sidecar.qos.predictor import Predictor
+from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.predictor import Predictor, PredictorForm, predictor_of
 from windrow_sidecar.qos.view import Offer
 
 Protection = Literal["guard", "predictor", "handover", "reserve"]
@@ -66,3 +70,39 @@ class NoHandover(Handover):
 
     def _is_quiet(self, action: int, offer: Offer) -> bool:
         return True
+
+
+def controller_without(
+    without: Set[Protection],
+    levels: Partitioning,
+    predictor: Predictor | None,
+    *,
+    pause_epoch: int,
+    engine: EngineTraits,
+) -> Controller:
+    """Return what decides: compiled, or in Python where it decides without a protection."""
+    if not without & {"guard", "predictor", "handover"}:
+        return CompiledController(levels, predictor, pause_epoch=pause_epoch, engine=engine)
+    return Controller(
+        levels,
+        predictor,
+        NoGuard() if "guard" in without else None,
+        pause_epoch=pause_epoch,
+        handover=NoHandover(levels.units, pause_epoch) if "handover" in without else None,
+        engine=engine,
+    )
+
+
+def predictor_without(
+    without: Set[Protection],
+    levels: Partitioning,
+    profile: Mapping[str, Any],
+    form: PredictorForm,
+) -> Predictor:
+    """Return the predictor that a latency profile makes.
+
+    Raises:
+        UserError: the profile lacks a share that decode would have beside a worker.
+    """
+    kind = NoPredictor if "predictor" in without else Predictor
+    return predictor_of(levels, profile, kind, form)

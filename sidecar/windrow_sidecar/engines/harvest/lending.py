@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from windrow.eventlog import EventLog, MarkEvent
 from windrow.metrics import CHUNK_RETURN_BUCKETS_SECONDS
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.marks import HarvestMarks
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.harvest.stats import BucketCounts
 from windrow_sidecar.qos.lending import ChunkCounts, plan_lending
@@ -27,8 +27,8 @@ class LendingCounts:
 class LendingManager:
     """Moves chunks between decode and the worker. Decode's thread only."""
 
-    def __init__(self, arena: Arena, settings: HarvestSettings, log: EventLog | None) -> None:
-        self._arena, self._settings, self._log = arena, settings, log
+    def __init__(self, arena: Arena, settings: HarvestSettings, marks: HarvestMarks) -> None:
+        self._arena, self._settings, self._marks = arena, settings, marks
         self._admitted = AdmissionRate(settings.admission_window_ns)
         self._owner = 0  # epoch of the job whose worker holds chunks; 0: nobody
         if "reserve" in settings.without:
@@ -130,7 +130,7 @@ class LendingManager:
             return
         taken = self._arena.reclaim(self._owner)
         self.moved.reclaimed += taken
-        self._mark(now_ns, "reclaim", f"{taken} chunks of epoch {self._owner}")
+        self._marks.add(now_ns, "reclaim", f"{taken} chunks of epoch {self._owner}")
         self._owner, self.target = 0, 0
         self._draining_since_ns = 0
 
@@ -139,7 +139,7 @@ class LendingManager:
         if lent:
             self._owner = owner
             self.moved.lent += len(lent)
-            self._mark(now_ns, "lend", f"{len(lent)} chunks")
+            self._marks.add(now_ns, "lend", f"{len(lent)} chunks")
 
     def _revoke(self, now_ns: int, wanted: int) -> None:
         asked = self._arena.revoke(wanted)
@@ -147,7 +147,7 @@ class LendingManager:
             self._revoked_ns = now_ns
             self.moved.revoked += len(asked)
             self._draining_since_ns = self._draining_since_ns or now_ns
-            self._mark(now_ns, "revoke", f"{len(asked)} chunks")
+            self._marks.add(now_ns, "revoke", f"{len(asked)} chunks")
 
     def _watch_draining(self, now_ns: int, chunks: ChunkCounts) -> None:
         """Measure how long the worker takes to give back: the reserve has to last so long."""
@@ -158,7 +158,3 @@ class LendingManager:
             self.moved.return_seconds.add(took_us / 1e6)
         if not chunks.draining and not chunks.lent:
             self._owner = 0
-
-    def _mark(self, now_ns: int, what: str, detail: str) -> None:
-        if self._log:
-            self._log.append(MarkEvent(now_ns, what, detail))

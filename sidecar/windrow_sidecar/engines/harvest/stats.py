@@ -102,6 +102,24 @@ class StepStats:
         return sorted(latencies), sorted(costs)
 
 
+class GrantedUnits:
+    """Compute units of the worker, summed over the time for which it was granted them."""
+
+    def __init__(self, now_ns: int) -> None:
+        self._units, self._since_ns = 0.0, now_ns
+        self._unit_ns = 0.0
+
+    def set(self, now_ns: int, units: float) -> None:
+        """From now on the worker has so many units."""
+        self._unit_ns += self._units * (now_ns - self._since_ns)
+        self._units, self._since_ns = units, now_ns
+
+    @property
+    def seconds(self) -> float:
+        """Unit-seconds until the last change."""
+        return self._unit_ns / 1e9
+
+
 def quantile(ordered: list[int], q: float) -> float:
     """Nearest rank of a sorted list; 0 of an empty one."""
     return float(ordered[min(len(ordered) - 1, int(q * len(ordered)))]) if ordered else 0.0
