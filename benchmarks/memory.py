@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rich.progress import track
 
+from benchmarks.allocation_trace import peak_bytes, read_trace, replay
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from benchmarks.native.rows import measure_native
 from benchmarks.partition import measure_partition
@@ -29,7 +30,6 @@ from windrow_sidecar._core import (
     monotonic_ns,
     small_pool_blocks_for,
 )
-from windrow_sidecar.memory.allocation_trace import peak_bytes, read_trace, replay
 from windrow_sidecar.qos.view import Grant, Offer, View
 
 # The demo's arena: 128 chunks of 1.5 MiB.

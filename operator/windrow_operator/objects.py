@@ -13,11 +13,11 @@ from datetime import datetime
 from typing import Any
 
 from windrow_operator import policies
-from windrow_operator.changes import Changes
 from windrow_operator.job_index import JobIndex
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, key_of
 from windrow_operator.pods import pod_of
 from windrow_operator.usage import UsageLedger
+from windrow_operator.work_queue import Changes
 
 Body = dict[str, Any]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.allocation_trace import peak_bytes, read_trace, replay
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, BudgetError, DeviceAllocator, Error, Geometry
-from windrow_sidecar.memory.allocation_trace import peak_bytes, read_trace, replay
 from windrow_sidecar.memory.allocator import LentBudget, install, memory_stats
 
 MIB = 1 << 20

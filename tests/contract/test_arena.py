@@ -13,8 +13,7 @@ from torch.utils.dlpack import from_dlpack
 
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Geometry, SharedWeights
-from windrow_sidecar.memory.kv import kv_tensor
-from windrow_sidecar.memory.tensors import arena_tensor
+from windrow_sidecar.memory.tensors import arena_tensor, kv_tensor
 
 FREE, KV, LENT, RESERVED, DRAINING = range(5)
 

@@ -23,8 +23,11 @@ from windrow_sidecar.agent.job_run import JobRun
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
-from windrow_sidecar.agent.worker_log import WorkerLogFollower
-from windrow_sidecar.agent.worker_process import WorkerProcess, worker_environment
+from windrow_sidecar.agent.worker_process import (
+    WorkerLogFollower,
+    WorkerProcess,
+    worker_environment,
+)
 from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
 from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe

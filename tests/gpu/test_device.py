@@ -10,7 +10,7 @@ import torch
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.cuda import CudaPartition
-from windrow_sidecar.memory.kv import kv_tensor
+from windrow_sidecar.memory.tensors import kv_tensor
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 MIB = 1 << 20
@@ -32,7 +32,7 @@ def geometry(request) -> Geometry:
 CHILD = """
 import sys, torch
 from windrow_sidecar._core import Arena
-from windrow_sidecar.memory.kv import kv_tensor
+from windrow_sidecar.memory.tensors import kv_tensor
 arena = Arena.attach(sys.argv[1])
 kv = kv_tensor(arena, 3, torch.bfloat16, value=True)
 print(float(kv[5, 7].float().sum()), kv.device.type)

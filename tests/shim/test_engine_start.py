@@ -130,7 +130,7 @@ def test_another_thread_may_take_memory_while_a_step_is_captured(shim):
     """A capture of the mode `global` ends where any thread does."""
     code = """
 import threading, torch
-from windrow_sidecar.engines.builtin.step.graphs import GraphRunner
+from windrow_sidecar.engines.builtin.step.static_step import GraphRunner
 
 def compute(bucket):
     torch.zeros(bucket, device="cuda").add_(1)

@@ -174,7 +174,7 @@ def test_pinned_copies_take_no_more_than_their_room(shim, tmp_path):
     code = """
 from pathlib import Path
 from windrow_sidecar.finetune.offload.tensor_files import OpenFiles, Stored
-from windrow_sidecar.finetune.offload.staging import StagedPiece, Staging
+from windrow_sidecar.finetune.offload.copying import StagedPiece, Staging
 file = Path(sys.argv[1]) / "weights"
 file.write_bytes(bytes(20 << 20))
 room = 20 << 20

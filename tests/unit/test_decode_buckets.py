@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from windrow_sidecar.engines.builtin.step.buckets import batch_buckets, bucket_of
+from windrow_sidecar.engines.builtin.step.static_step import batch_buckets, bucket_of
 
 
 @pytest.mark.parametrize(

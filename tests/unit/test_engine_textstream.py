@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windrow_sidecar.engines.builtin.web.textstream import TextStream
+from windrow_sidecar.engines.builtin.web.answer import TextStream
 
 
 def decode(tokens: list[int]) -> str:

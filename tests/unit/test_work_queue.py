@@ -2,8 +2,7 @@
 
 import asyncio
 
-from windrow_operator.changes import Changes
-from windrow_operator.work_queue import DueKeys, WorkQueue
+from windrow_operator.work_queue import Changes, DueKeys, WorkQueue
 
 
 async def test_the_smallest_rank_has_its_turn_first_and_a_key_is_there_once():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from windrow_sidecar.agent.worker_log import WorkerLogFollower
+from windrow_sidecar.agent.worker_process import WorkerLogFollower
 
 
 def follower(path):

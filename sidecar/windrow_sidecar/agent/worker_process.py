@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.proto import attach_pb2
-from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG
+from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG, worker_line
 from windrow_sidecar.agent.settings import AgentSettings
-from windrow_sidecar.agent.worker_log import WorkerLogFollower
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +24,9 @@ EndGpuWork = Callable[[int], Awaitable[None]]
 
 _LOG_TAIL_BYTES = 2000
 _REST_S = 60.0
+_LOG_EVERY_S = 0.5
+# Of one look: a worker that writes without end must not hold the agent up.
+_MOST_LOG_BYTES = 64 * 1024
 
 
 def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
@@ -238,3 +240,50 @@ def _tail(log: Path) -> str:
         lines.seek(0, os.SEEK_END)
         lines.seek(max(0, lines.tell() - _LOG_TAIL_BYTES))
         return lines.read().decode(errors="replace").strip()
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+class WorkerLogFollower:
+    """Follows one log from where it stands now; complete lines only, but for the last.
+
+    Args:
+        log: of the worker; it need not be there yet.
+        job: namespace/name that each line is marked with.
+        emit: takes each marked line.
+    """
+
+    def __init__(self, log: Path, job: str, emit: Callable[[str], None] = _print) -> None:
+        self._log, self._job, self._emit = log, job, emit
+        self._at = log.stat().st_size if log.exists() else 0
+        self._begun = b""
+
+    async def run(self) -> None:
+        """Follow until cancelled; what came last is told then."""
+        try:
+            while True:
+                self.look()
+                await asyncio.sleep(_LOG_EVERY_S)
+        finally:
+            self.look()
+            if self._begun:
+                self._tell(self._begun)
+
+    def look(self) -> None:
+        """Tell what has come since the last look."""
+        try:
+            with self._log.open("rb") as lines:
+                lines.seek(self._at)
+                fresh = lines.read(_MOST_LOG_BYTES)
+        except FileNotFoundError:
+            return
+        self._at += len(fresh)
+        *whole, self._begun = (self._begun + fresh).split(b"\n")
+        for line in whole:
+            self._tell(line)
+
+    def _tell(self, line: bytes) -> None:
+        self._emit(worker_line(self._job, line.decode(errors="replace").rstrip("\r")))

@@ -35,3 +35,29 @@ def arena_tensor(
 def _require_aligned(offset: int, dtype: torch.dtype) -> None:
     if offset % dtype.itemsize:
         raise ValueError(f"offset {offset} is no multiple of {dtype.itemsize}, the size of {dtype}")
+
+
+def kv_tensor(arena: Arena, layer: int, dtype: torch.dtype, *, value: bool) -> torch.Tensor:
+    """K (or V) of a layer: [chunks, slots of a chunk, kv_heads, head_dim], without a copy.
+
+    On a GPU decode's chunks follow each other without a gap, so that the first two dimensions may
+    be viewed as one: the row of token slots that engines index. It keeps the mapping alive, and
+    `Arena.close` refuses as long as it lives.
+
+    Raises:
+        IndexError: there is no such layer.
+        OwnershipError: in a worker on a GPU, unless the whole arena is lent.
+        ValueError: elements of another size than the geometry's.
+    """
+    g = arena.geometry
+    if dtype.itemsize != g.dtype_bytes:
+        raise ValueError(
+            f"{dtype} has {dtype.itemsize} bytes, the arena's elements {g.dtype_bytes}"
+        )
+    offset, chunk_stride, slot_stride = arena.kv_view(layer, value=value)
+    elements = from_dlpack(arena.tensor(0, g.arena_bytes)).view(dtype)
+    return elements.as_strided(
+        (g.chunks, g.slots_per_chunk, g.kv_heads, g.head_dim),
+        (chunk_stride // g.dtype_bytes, slot_stride // g.dtype_bytes, g.head_dim, 1),
+        offset // g.dtype_bytes,
+    )

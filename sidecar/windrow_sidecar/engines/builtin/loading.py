@@ -20,9 +20,9 @@ from windrow_sidecar.engines.builtin.kv.paging import PagePool
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps, TorchOps
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
-from windrow_sidecar.engines.builtin.llama.random_weights import fill_random
 from windrow_sidecar.engines.builtin.llama.weights import (
     Layout,
+    fill_random,
     load_weights,
     plan_layout,
     write_manifest,

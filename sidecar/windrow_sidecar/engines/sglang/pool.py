@@ -10,7 +10,7 @@ import torch
 from windrow.errors import UserError
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.memory.geometry import KvShape, geometry_for, require_memory
-from windrow_sidecar.memory.kv import kv_tensor
+from windrow_sidecar.memory.tensors import kv_tensor
 
 _PAGE_BYTES = 4096
 # On a GPU what its virtual memory maps; on the host a chunk of some hundred tokens, or more where

@@ -7,20 +7,30 @@ launch, and the chosen tokens back. On the host the very same pass runs without 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from windrow_sidecar.engines.builtin.kv.kvcache import KvCache, SequenceKv
 from windrow_sidecar.engines.builtin.llama.layer_ops import LayerOps
 from windrow_sidecar.engines.builtin.llama.model import LlamaModel
 from windrow_sidecar.engines.builtin.scheduler import EngineRequest
-from windrow_sidecar.engines.builtin.step.buckets import batch_buckets, bucket_of
-from windrow_sidecar.engines.builtin.step.graphs import Captures, GraphRunner
 from windrow_sidecar.engines.builtin.step.paged_attention import PagedAttention
 from windrow_sidecar.engines.builtin.step.sampling import draws_of, redraw
-from windrow_sidecar.engines.builtin.step.static_inputs import StaticInputs
 
 _log = logging.getLogger(__name__)
+
+# A GEMM's tile has 8 rows at least: between multiples of 8 nothing is gained.
+_SMALL = (1, 2, 4)
+_STEP = 8
+# The first pass of a shape loads kernels and picks GEMM algorithms: not to be done in a capture.
+_WARM_UPS = 2
+# Columns of a row of the inputs.
+_TOKEN, _POSITION, _SLOT, _LENGTH, _TABLE = 0, 1, 2, 3, 4
 
 
 class StaticDecode:
@@ -94,3 +104,153 @@ class StaticDecode:
         logits = self._logits[:bucket]
         logits.copy_(self._model.logits(hidden))
         self._ids[:bucket] = logits.argmax(-1)
+
+
+class InputRows(NamedTuple):
+    """Views of the first rows on the device; int64. A pass over them may be captured."""
+
+    tokens: torch.Tensor  # [b]
+    positions: torch.Tensor  # [b]
+    slots: torch.Tensor  # [b]
+    lengths: torch.Tensor  # [b]
+    table: torch.Tensor  # [b, columns]
+
+
+class StaticInputs:
+    """Buffers on both sides for up to `max_batch` requests.
+
+    On the host they are pinned where the device is a GPU, so that the copy waits for nothing. They
+    are written again only after the step's tokens were read back, hence after the copy is over.
+    """
+
+    def __init__(self, cache: KvCache, *, max_batch: int) -> None:
+        self._cache = cache
+        shape = (max_batch, _TABLE + cache.pages_for(cache.max_tokens))
+        on_gpu = cache.device.type == "cuda"
+        host = torch.zeros(shape, dtype=torch.int64, pin_memory=on_gpu)
+        host[:, _LENGTH] = 1  # until a request comes, rows may be computed to warm up
+        self._staged = host
+        self._host = host.numpy()
+        self._device = host.to(cache.device) if on_gpu else host
+        # Whose pages stand in a row, and how many of them: most steps change none.
+        self._shown: list[tuple[SequenceKv | None, int]] = [(None, 0)] * max_batch
+
+    def rows(self, batch: int, columns: int) -> InputRows:
+        """Views for a pass of that shape."""
+        device = self._device[:batch]
+        return InputRows(
+            device[:, _TOKEN],
+            device[:, _POSITION],
+            device[:, _SLOT],
+            device[:, _LENGTH],
+            device[:, _TABLE : _TABLE + columns],
+        )
+
+    def write(self, batch: Sequence[EngineRequest], bucket: int) -> int:
+        """Fill the first `bucket` rows and start their copy; returns the pages of the longest.
+
+        Rows that no request fills repeat the one with the shortest context: what they write into
+        its slot is what it writes itself, and they cost little.
+        """
+        cache = self._cache
+        shortest = min(range(len(batch)), key=lambda i: batch[i].kv.n_tokens)
+        filled = [*batch, *[batch[shortest]] * (bucket - len(batch))]
+        most_pages = 0
+        for row, request in enumerate(filled):
+            kv = request.kv
+            n_tokens = kv.n_tokens
+            slot = cache.slot_row(kv, n_tokens)
+            self._host[row, :_TABLE] = (request.tokens[-1], n_tokens, slot, n_tokens + 1)
+            self._show_pages(row, kv)
+            most_pages = max(most_pages, cache.pages_for(n_tokens + 1))
+        if self._device is not self._staged:
+            self._device[:bucket].copy_(self._staged[:bucket], non_blocking=True)
+        return most_pages
+
+    def _show_pages(self, row: int, kv: SequenceKv) -> None:
+        n_pages = len(kv.pages)
+        shown_kv, shown_pages = self._shown[row]
+        if shown_kv is kv and shown_pages == n_pages:
+            return
+        self._shown[row] = (kv, n_pages)
+        table = self._host[row, _TABLE:]
+        shown = min(n_pages, len(table))
+        table[:shown] = kv.row_index[:shown].numpy()
+        # Wherever a padded table is read: at a page of its own, never at one that was given up.
+        table[shown:] = table[0]
+
+
+def batch_buckets(max_batch: int) -> tuple[int, ...]:
+    """1, 2, 4, then multiples of 8, the last one holding `max_batch`. 64 requests: 11 buckets."""
+    top = -(-max_batch // _STEP) * _STEP
+    return (
+        *(n for n in _SMALL if n < max_batch),
+        *(range(_STEP, top + 1, _STEP) if max_batch > _SMALL[-1] else (max_batch,)),
+    )
+
+
+def bucket_of(buckets: Sequence[int], batch: int) -> int:
+    """The smallest bucket that holds the batch. Raises ValueError for one that none holds."""
+    at = bisect_left(buckets, batch)
+    if at == len(buckets):
+        raise ValueError(f"a batch of {batch} is larger than the largest bucket, {buckets[-1]}")
+    return buckets[at]
+
+
+@dataclass(frozen=True, slots=True)
+class Captures:
+    """What the graphs took at start-up."""
+
+    graphs: int
+    seconds: float
+    n_bytes: int  # of device memory, warm-ups' workspaces included
+
+
+class GraphRunner:
+    """Captures `compute(bucket)` and replays it. On the current device; one thread.
+
+    Args:
+        compute: launches the pass; makes no decision on the host that a replay would have to make
+            again, and waits for nothing.
+    """
+
+    def __init__(self, compute: Callable[[int], None]) -> None:
+        self._compute = compute
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @torch.inference_mode()
+    def capture(self, buckets: Sequence[int]) -> Captures:
+        """Make a graph for each bucket, the largest first: the others fit into its memory."""
+        began_s = time.monotonic()
+        free_before = torch.cuda.mem_get_info()[0]
+        pool = None
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        for bucket in sorted(buckets, reverse=True):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self._compute(bucket)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may take memory meanwhile: with `global` that would end the capture.
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                self._compute(bucket)
+            pool = pool or graph.pool()
+            self._graphs[bucket] = graph
+        torch.cuda.synchronize()
+        made = Captures(
+            graphs=len(self._graphs),
+            seconds=time.monotonic() - began_s,
+            n_bytes=free_before - torch.cuda.mem_get_info()[0],
+        )
+        _log.info(
+            "captured %d graphs in %.1f s, %.0f MiB",
+            made.graphs,
+            made.seconds,
+            made.n_bytes / 2**20,
+        )
+        return made
+
+    def replay(self, bucket: int) -> None:
+        """Launch a captured pass on the current stream."""
+        self._graphs[bucket].replay()
