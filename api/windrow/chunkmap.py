@@ -1,4 +1,4 @@
-"""Who owns which chunk of an arena, and that as a picture."""
+"""Map the chunks of an arena to their owners, and draw that."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a file with one object in it is read: JSON as JSON, all else as YAML with the numbers of 1.2.
+"""Read a file with one object in it: JSON as JSON, all else as YAML 1.2.
 
 PyYAML follows YAML 1.1, which takes `5e-05` for a text and `1:30` for ninety; kubectl does not.
 """

@@ -1,4 +1,4 @@
-"""What every run leaves behind: one JSON line per decode step and per tasklet.
+"""Write and read the event log of a run: one JSON line per decode step and per tasklet.
 
 The figures of a summary are computed from these lines and from nothing else, so that anyone can
 compute them again. Times are nanoseconds of CLOCK_MONOTONIC, one clock for all processes.

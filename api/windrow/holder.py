@@ -1,4 +1,4 @@
-"""Who works in a folder: a lock that goes with its process, however that ends."""
+"""Lock a folder for one process, until that process ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a job may write its adapter: a bucket, or below the places that it was given."""
+"""Check where a job may write its adapter: a bucket, or below the places that it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was harvested, for whom: from Prometheus where there is one, else from the jobs' status."""
+"""Sum up what was harvested by tenant, from Prometheus where there is one, else from jobs."""
 
 from __future__ import annotations
 

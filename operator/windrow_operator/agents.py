@@ -1,4 +1,4 @@
-"""Which decode pods get a sidecar attached now: a pure decision over pods, slots and jobs.
+"""Decide which decode pods get a sidecar attached now: a pure function of pods, slots and jobs.
 
 A pod whose policy observes gets one as soon as its decode container is ready: its figures are the
 purpose. A pod whose policy harvests gets one when a job waits that could go there; until then it

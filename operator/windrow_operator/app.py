@@ -1,4 +1,4 @@
-"""Puts the operator together, runs it, and takes it apart again."""
+"""Assemble the operator, run it, and shut it down."""
 
 from __future__ import annotations
 
@@ -209,11 +209,11 @@ class App:
             try:
                 missed = await resync.compare()
             except ApiError as error:
-                log.warning("what is watched could not be compared: %s", error)
+                log.warning("cannot list the watched objects to compare them: %s", error)
                 continue
             self.metrics.missed(missed)
             if missed:
-                log.warning("the watches had missed %s", missed)
+                log.warning("the watches missed changes, a listing has corrected: %s", missed)
                 self._wake()
 
     async def _patiently(
@@ -233,7 +233,7 @@ class App:
                 lacks = prerequisites.explain(error, self._kube.server)
             else:
                 return True
-            log.warning("not ready, looked at again in %.1f s: %s", pause_s, lacks)
+            log.warning("not ready, trying again in %.1f s: %s", pause_s, lacks)
             said(lacks)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), pause_s)
@@ -346,7 +346,7 @@ class App:
             try:
                 return int(await listen(earlier))
             except OSError:
-                log.info("%s port %d of an earlier life is taken", name, earlier)
+                log.info("%s port %d is still taken by an earlier process", name, earlier)
         return int(await listen(port))
 
     async def _watch(self, stack: AsyncExitStack) -> asyncio.Task[None]:

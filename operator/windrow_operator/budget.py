@@ -1,4 +1,4 @@
-"""How many writes a second may go to the API server for what can wait.
+"""Limit how many writes a second go to the API server for what can wait.
 
 What decisions and people hang on is written at once. Progress of jobs and figures of slots are read
 now and then, and every write of them is stored by etcd and sent to every watcher; so all of them

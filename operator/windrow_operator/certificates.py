@@ -1,4 +1,4 @@
-"""How the operator's certificates stay valid and trusted for as long as it serves.
+"""Keep the operator's certificates valid and trusted for as long as it serves.
 
 The authorities stand in a Secret of the operator's namespace. Each replica reads it twice a minute,
 moves a change one step on when its time has come (see `pki.Authorities`), and takes a new
@@ -94,7 +94,7 @@ class Certificates:
             try:
                 await self.refresh()
             except ApiError as error:
-                log.warning("the authority cannot be read or renewed: %s", error)
+                log.warning("cannot read or renew the certificate authority: %s", error)
 
     async def refresh(self) -> None:
         """Take up what the Secret says, and renew what is due.
@@ -146,7 +146,7 @@ class Certificates:
             return pki.from_secret((await self._kube.get(path))["data"])
         except ApiError as error:
             # What there is goes on to serve: there is a year for somebody to mend this.
-            log.warning("the authority is due to be renewed, and cannot be stored: %s", error)
+            log.warning("cannot store the renewed certificate authority: %s", error)
             return found
         log.info(
             "%s, valid until %s",
@@ -193,7 +193,9 @@ class TrustPublisher:
                 await self._write(namespace, trusted)
             except ApiError as error:
                 # The sidecars of this namespace keep what they had; others are not held up.
-                log.warning("what sidecars trust cannot be written to %s: %s", namespace, error)
+                log.warning(
+                    "cannot write the certificates that sidecars trust to %s: %s", namespace, error
+                )
                 continue
             self._written[namespace] = _Written(trusted, now)
 

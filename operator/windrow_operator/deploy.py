@@ -1,4 +1,4 @@
-"""Finished adapters in the serving pods: where one goes, loading with roll-back, unloading.
+"""Load finished adapters into serving pods, with roll-back, and unload them.
 
 Apart from the driver's loop, because a server takes seconds to load and may not answer at all.
 An adapter that decode answers by must be loaded where its prompts are computed as well, since their
@@ -177,7 +177,7 @@ class Deployments:
             log.info("the adapter of job %s: %s", job.key, error)
             self._look_at.pop(job.uid, None)
         except Exception:  # a surprise in one job must not stop the others
-            log.exception("the adapter of job %s could not be seen to", job.key)
+            log.exception("cannot load or unload the adapter of job %s", job.key)
 
     async def _deploy(self, job: Job, servers: Servers) -> None:
         assert job.spec is not None
@@ -214,7 +214,7 @@ class Deployments:
             except NotLoaded as error:
                 # Whoever deletes a job must not wait for a server that does not answer; the next
                 # start of that server begins without the adapter.
-                log.warning("job %s: the adapter stays loaded: %s", job.key, error)
+                log.warning("job %s: cannot unload the adapter: %s", job.key, error)
         body = dict(job.body)
         await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
 

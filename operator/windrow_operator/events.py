@@ -1,4 +1,4 @@
-"""Writes Kubernetes events: what people find in `kubectl describe` and `kubectl get events`."""
+"""Write Kubernetes events, which `kubectl describe` and `kubectl get events` show."""
 
 from __future__ import annotations
 

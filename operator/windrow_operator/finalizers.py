@@ -1,4 +1,4 @@
-"""Adds and removes the operator's finalizers of a FinetuneJob, each its own and no other."""
+"""Add and remove the operator's own finalizers of a FinetuneJob, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Kubernetes events we answer: each one goes into the World, and the driver is woken.
+"""Put the Kubernetes events that kopf delivers into the cluster state, and wake the driver.
 
 kopf watches; nothing is decided here and nothing is written, so that kopf needs neither finalizers
 nor annotations on anybody's objects.

@@ -1,4 +1,4 @@
-"""Which slots fail the jobs that come to them, and for how long they are left alone.
+"""Track which slots fail the jobs that they get, and for how long they get none.
 
 One job that fails says little about the slot. Jobs of several owners that fail there, one after the
 other and without one that got further in between, say that it is the slot: a device that errs, a

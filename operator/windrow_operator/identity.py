@@ -1,4 +1,4 @@
-"""Who a stream is: the live pod that its bearer token is bound to, and no other."""
+"""Authenticate a sidecar's stream: its bearer token is bound to one live pod."""
 
 from __future__ import annotations
 

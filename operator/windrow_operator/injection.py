@@ -1,4 +1,4 @@
-"""What a decode pod gets from Windrow: pure functions over pod objects.
+"""Compute what the webhook adds to a decode pod: pure functions over pod objects.
 
 A pod that nobody asked for is never touched, and preparing a pod twice changes nothing. There are
 two forms. In the form `attach` a pod gets at creation only what cannot fail (a volume in memory, a

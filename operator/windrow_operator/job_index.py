@@ -1,4 +1,4 @@
-"""Where to look among thousands of jobs: who is on a slot, who waits, who writes to a directory."""
+"""Index jobs by slot, phase and output directory, so that nobody searches all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls to the API server: plain dictionaries in and out, one class, no decisions."""
+"""Call the API server: plain dictionaries in and out, one class, no decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replica does while it leads: one term, from the objects as they are to the last task.
+"""Run what the leading replica does in one term, from the first listing to the last task.
 
 Everything here is made anew for each term, so that nothing of an earlier one is acted on.
 """

@@ -1,4 +1,4 @@
-"""Which replica acts: the one that holds a Lease of the API server, under a term of its own.
+"""Elect the replica that acts by a Lease of the API server; each leadership is a numbered term.
 
 Several replicas run; one leads. A leader that could not renew its Lease in time does nothing, and
 becomes silent before another one can have taken over. The term is the Lease's time of acquisition
@@ -148,7 +148,7 @@ class LeaderLease:
         try:
             await self._kube.replace(self._path, {**self._body, "spec": spec})
         except ApiError as error:
-            log.info("the Lease was not given back, it expires: %s", error)
+            log.info("cannot release the Lease, so it expires by itself: %s", error)
 
     def _verb(self) -> str:
         return "renewed" if self.term else "read"

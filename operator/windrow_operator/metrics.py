@@ -1,4 +1,4 @@
-"""The operator's Prometheus endpoint and its liveness."""
+"""Serve the operator's Prometheus metrics and its liveness probe."""
 
 from __future__ import annotations
 

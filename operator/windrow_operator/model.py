@@ -1,4 +1,4 @@
-"""The words that the operator's decisions are made of: plain, frozen data.
+"""The data types that the operator's decisions work on: plain and frozen.
 
 Times are aware datetimes. A slot or a policy is named by its key, `namespace/name`.
 """

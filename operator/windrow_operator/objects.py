@@ -1,4 +1,4 @@
-"""The objects of the API server that the operator watches, and which of them have changed.
+"""Store the objects of the API server that the operator watches, and mark what has changed.
 
 They come from one listing at the start, from watches, and from the answers to our own writes; of
 two versions of an object the newer one stays, so that a watch that lags behind a write cannot undo

@@ -1,4 +1,4 @@
-"""Certificates and keys: what an authority and a server are made of, and when each is renewed.
+"""Make certificates and keys for an authority and a server, and say when each is renewed.
 
 Pure but for the random numbers; `certificates.py` keeps them in the cluster and serves with them.
 """

@@ -1,4 +1,4 @@
-"""Where a job goes: the slot with the best score among those that can take it.
+"""Place a job: choose the slot with the best score among those that can take it.
 
 Free slots come first. Among them the score is the tokens a second that the slot's decode is
 predicted to leave, by what it left in the last minutes; it counts more where decode serves the

@@ -1,4 +1,4 @@
-"""What the operator keeps of a decode pod's object."""
+"""Extract what the operator keeps of a decode pod's object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which HarvestPolicy a decode pod is under, and what that allows at a moment."""
+"""Find the HarvestPolicy that a decode pod is under, and what it allows at a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps the status of HarvestPolicies: what is under them, and what jobs have had of it today."""
+"""Write the status of HarvestPolicies: slots and jobs under them, and today's usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which jobs give their slot to one of higher priority: a pure decision over jobs and slots.
+"""Decide which jobs give their slot to one of higher priority: a pure function.
 
 A job preempts only where it would otherwise wait, and only jobs of lower priority; of those that it
 could replace the least important one goes, and of several the one that has done least since its

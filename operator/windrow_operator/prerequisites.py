@@ -1,4 +1,4 @@
-"""What the operator needs of a cluster before it can work: its kinds, and the right to act.
+"""Check that the cluster has the operator's kinds and grants it the rights it needs.
 
 Asked at the start, so that what is missing is named in one line. Otherwise a kind that nobody
 installed would look like one without objects, and a missing right would show in the middle of a

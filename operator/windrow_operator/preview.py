@@ -1,4 +1,4 @@
-"""What the webhook would do with a pod, offline: `python -m windrow_operator.preview`.
+"""Show offline what the webhook would do with a pod: `python -m windrow_operator.preview`.
 
 Reads `{"pod": ..., "policy": ... or null}` from stdin and writes JSON: rule, form, operations of
 the patch, warnings, and why the pod is left alone where it is.

@@ -1,4 +1,4 @@
-"""Keeps LatencyProfiles as sidecars report them, and gives them to new pods of a known kind.
+"""Store LatencyProfiles that sidecars report, and give them to new pods of a known kind.
 
 To measure a profile takes a pod the better part of a minute before it serves. A pod whose engine
 finds one of its own kind in its run directory checks a few steps against it and starts.

@@ -1,4 +1,4 @@
-"""What to do about one FinetuneJob, given what is known of it and of the slots: a pure function.
+"""Decide what to do about one FinetuneJob: a pure function of it and of the slots.
 
 Level-based: it looks at the job's status (the truth, kept by the API server), at what the sidecar
 last said about the placement, and at the clock, and returns the next step. Called again in any

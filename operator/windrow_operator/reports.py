@@ -1,4 +1,4 @@
-"""How what a sidecar says changes what the operator knows.
+"""Apply what sidecars report to the cluster state.
 
 Each function folds one message into the World. A report about a placement counts only when it is
 the job's newest one; for any other the function returns the command that ends the stale worker.

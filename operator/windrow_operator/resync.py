@@ -1,4 +1,4 @@
-"""What the cluster holds, listed: once before a replica acts, and compared now and then.
+"""List the cluster's objects: once before a replica acts, and then now and again to compare.
 
 A watch that begins anew after its version has expired tells of no object that was deleted
 meanwhile, and one that is stuck tells of nothing. So now and then everything is listed; what the

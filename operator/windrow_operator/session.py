@@ -1,4 +1,4 @@
-"""One attached sidecar: what is sent to it, and when it counts as silent."""
+"""One attached sidecar: the messages to it, and when it counts as silent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator is told on its command line."""
+"""Parse the operator's command line."""
 
 from __future__ import annotations
 

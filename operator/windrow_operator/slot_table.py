@@ -1,4 +1,4 @@
-"""The slots that decisions look at, kept as they change and grouped by what decides over them.
+"""Keep the slots that decisions look at, up to date and grouped by what decides over them.
 
 A cluster has thousands of slots of few kinds, that is of one policy, model, set of directories and
 number of jobs. Whether a job may go there is the same for all of a kind, so it is asked once, and

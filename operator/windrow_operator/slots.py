@@ -1,4 +1,4 @@
-"""Keeps HarvestSlot objects as sidecars report them."""
+"""Write HarvestSlot objects from what sidecars report."""
 
 from __future__ import annotations
 

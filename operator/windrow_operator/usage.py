@@ -1,4 +1,4 @@
-"""How many device seconds jobs have had today (UTC), under each policy and by namespace."""
+"""Count the device seconds that jobs have had today (UTC), by policy and namespace."""
 
 from __future__ import annotations
 

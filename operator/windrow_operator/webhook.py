@@ -1,4 +1,4 @@
-"""The admission webhook: hands pods to `injection`, and its registration with the API server.
+"""Serve the admission webhook, which hands pods to `injection`, and keep it registered.
 
 It fails open in every way: the registration says `failurePolicy: Ignore`, and whatever goes wrong
 here lets the pod pass as it came. The API server calls it for decode pods of namespaces that have a
@@ -226,7 +226,7 @@ class Webhook:
             warnings, done = [f"it could not be checked in time: {error}"], None
             self._metrics.not_injected("NotChecked")
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            log.exception("a pod could not be injected; it passes as it came")
+            log.exception("injection failed; the pod is admitted unchanged")
             warnings, done = [f"its spec was not understood: {error!r}"], None
             self._metrics.not_injected("NotUnderstood")
         if done is not None and done.patch:

@@ -1,4 +1,4 @@
-"""Whose turn it is: what has changed, and which of a few workers has which job.
+"""Queue what has changed, and the jobs that wait for one of a few workers.
 
 No two workers have the same job, and nobody has to look at everything to find what has changed.
 """

@@ -1,4 +1,4 @@
-"""Whether torch can use a GPU here, and what its build for CUDA asks of NVIDIA's driver."""
+"""Check whether torch can use a GPU here, and which driver its build for CUDA needs."""
 
 from __future__ import annotations
 

@@ -196,7 +196,10 @@ def test_damaged_checkpoints_that_are_passed_over_are_told_with_path_and_reason(
     told = Started(tmp_path).told.events
     assert [event.kind for event in told] == ["WARNED", "STARTED"]
     assert told[0].reason == "CheckpointUnreadable"
-    assert f"{newest}: tensors.safetensors is not what was written" in told[0].detail
+    assert (
+        f"{newest}: tensors.safetensors does not have the checksum that was written"
+        in told[0].detail
+    )
     assert f"goes on from {older}" in told[0].detail
     (older / "manifest.json").write_text("[]")
     told = Started(tmp_path).told.events

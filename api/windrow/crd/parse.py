@@ -1,4 +1,4 @@
-"""From what somebody wrote to a checked spec, or to an error that names field and remedy."""
+"""Parse a manifest into a checked spec, or raise an error that names field and remedy."""
 
 from __future__ import annotations
 

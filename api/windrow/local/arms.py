@@ -1,4 +1,4 @@
-"""What one arm of a comparison got done in one segment, computed from the event logs.
+"""Compute what one arm of a comparison got done in one segment, from the event logs.
 
 An arm is a way of sharing one device. It plays for one segment in each round: load and trainer
 begin, the lead-in passes, and what lies in the window is counted.

@@ -1,4 +1,4 @@
-"""Where the demo's model, rows and example job are: the checkout that this package runs from."""
+"""Find the demo's model, rows and example job in the checkout that this package runs from."""
 
 from __future__ import annotations
 

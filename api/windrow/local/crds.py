@@ -1,4 +1,4 @@
-"""Brings our custom resource definitions into an API server, from the files a cluster gets."""
+"""Apply our custom resource definitions to an API server, from the files a cluster gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How this machine's cores become host devices: sets of two cores and more."""
+"""Split this machine's cores into host devices of two cores or more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On what machine, with which versions, a figure was measured: what a reader needs to judge it."""
+"""Describe the machine and the versions that a figure was measured with."""
 
 from __future__ import annotations
 

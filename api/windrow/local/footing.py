@@ -1,4 +1,4 @@
-"""What all arms of a comparison stand on: the dedicated rate, and the same memory for each.
+"""Measure what all arms of a comparison share: the dedicated rate, and each one's memory.
 
 Taken once for a machine and job, before any load is played:
 

@@ -1,4 +1,4 @@
-"""The process that holds the children of one run and lets none of them outlive it.
+"""Hold the child processes of one run, and end them with it.
 
 `windrow.local.processes.Keeper` starts it and speaks to it in JSON lines: requests on its standard
 input, events on its standard output. However its parent ends, by a return or by SIGKILL, the pipe

@@ -1,4 +1,4 @@
-"""Which TPOT objective a load deserves: twice the median solo step at its p90 batch.
+"""Choose the TPOT objective of a load: twice the median solo step at its p90 batch.
 
 The batch that a load makes depends on how fast steps are, so it is not read off the arrivals: the
 schedule is played through the profile's solo model, step by step, with decode alone on the device.

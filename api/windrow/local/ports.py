@@ -1,4 +1,4 @@
-"""Ports on the loopback interface that nobody takes between choosing and using them."""
+"""Reserve ports on the loopback interface until their process listens."""
 
 from __future__ import annotations
 

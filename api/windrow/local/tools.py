@@ -1,4 +1,4 @@
-"""Where etcd, kube-apiserver and kube-controller-manager come from."""
+"""Find etcd, kube-apiserver and kube-controller-manager."""
 
 from __future__ import annotations
 

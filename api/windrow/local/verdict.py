@@ -1,4 +1,4 @@
-"""The table of a comparison: every arm's medians with their intervals, and who has won.
+"""Make the table of a comparison: each arm's medians with intervals, and who has won.
 
 An arm holds the objective where its steps over it are at most `WORSE` more than alone, in the same
 round: where the upper end of the interval says so. Of the arms that hold it, the one that trains

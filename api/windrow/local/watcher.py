@@ -119,7 +119,7 @@ class Watcher:
             job = self._client.get(self._job_name, namespace=NAMESPACE) if self._job_name else None
             self._events = self._client.recent_events(namespace=NAMESPACE)
         except (Transient, UserError) as e:
-            log.debug("not read: %s", e)
+            log.debug("cannot read the API server: %s", e)
             return
         self._slots = slots
         for slot in slots:

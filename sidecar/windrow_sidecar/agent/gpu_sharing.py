@@ -106,7 +106,7 @@ class GpuSharing:
             if await asyncio.to_thread(self._daemon.terminate_client, pid):
                 _log.info("the GPU work of worker %d was ended before it is killed", pid)
         except Transient as error:
-            _log.warning("the GPU work of worker %d is not ended first: %s", pid, error)
+            _log.warning("cannot end the GPU work of worker %d before it is killed: %s", pid, error)
 
     def engine_shares(self, mode: str, reason: str) -> None:
         """Follow an engine that shares in time: shares that only workers have are worth nothing.
@@ -153,7 +153,7 @@ class GpuSharing:
 
     async def _stop_unless_used(self, daemon: MpsDaemon) -> None:
         if clients := await self._clients(daemon):
-            _log.warning("the MPS daemon stays for its clients %s", clients)
+            _log.warning("the MPS daemon keeps running for its clients %s", clients)
             return
         self._forget_environment()
         await asyncio.to_thread(daemon.stop)

@@ -112,7 +112,9 @@ class JobRun:
     def fell_silent(self, silent_s: float) -> None:
         """Its worker lives and says nothing: it hangs as a whole, or was stopped."""
         if self.ended is None:
-            _log.warning("job %s: no word for %.0f s", self.assign.job_uid, silent_s)
+            _log.warning(
+                "job %s: the worker has reported nothing for %.0f s", self.assign.job_uid, silent_s
+            )
             self._silent_s = silent_s
             self._worker.kill_for(self)
 
@@ -183,7 +185,9 @@ class JobRun:
 
     async def _kill_after_grace(self) -> None:
         await asyncio.sleep(self._settings.grace_s)
-        _log.warning("job %s: no end within %.0f s", self.assign.job_uid, self._settings.grace_s)
+        _log.warning(
+            "job %s has not ended within %.0f s", self.assign.job_uid, self._settings.grace_s
+        )
         self._worker.kill_for(self)
 
     async def _let_go_after_grace(self) -> None:
@@ -214,7 +218,7 @@ class JobRun:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._hung_up.wait()
         except TimeoutError:
-            _log.warning("the stream of job %s outlives its worker", self.assign.job_uid)
+            _log.warning("the worker of job %s has ended, its stream has not", self.assign.job_uid)
         if self.ended is not None:
             return
         if self.asked_to_end:

@@ -121,7 +121,7 @@ class OperatorLink:
             async with asyncio.timeout(within_s):
                 await self._outbox.carried(lambda: self._sent >= self._outbox.last)
         except TimeoutError:
-            _log.warning("the operator has not taken the last events")
+            _log.warning("the operator has not acknowledged the last events")
 
     async def run(self) -> None:
         """Keep attached until cancelled."""
@@ -201,7 +201,7 @@ class OperatorLink:
         term = first.hello.leader_term
         # An operator from before leaders had terms says none, also one that was rolled back to.
         if 0 < term < self._term:
-            raise Transient(f"it led before another one did: term {term}, not {self._term}")
+            raise Transient(f"it is a former leader: term {term}, not {self._term}")
         self._term = term
         _log.info("attached to operator %s, term %d", first.hello.operator_version, term)
         hello: attach_pb2.OperatorHello = first.hello
@@ -210,7 +210,7 @@ class OperatorLink:
     async def _listen(self, call: StreamCall) -> None:
         while (message := await call.read()) is not grpc.aio.EOF:
             if self._is_former(message):
-                raise Transient("it gave an order of a former leader")
+                raise Transient("it sent a command of a former leader")
             await self._obey(message)
         raise Transient("it ended the stream")
 

@@ -66,7 +66,7 @@ class AgentSettings:
             )
         if self.max_jobs < 1:
             raise UserError(
-                f"{self.max_jobs} jobs are none",
+                f"{self.max_jobs} is no number of jobs",
                 field=ENV_MAX_JOBS,
                 remedy="Give 1 for one job at a time, or how many may take turns.",
             )

@@ -122,7 +122,7 @@ class Sidecar:
     def _ordered(self, task: asyncio.Task[None]) -> None:
         self._orders.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            _log.error("an order of the operator failed", exc_info=error)
+            _log.error("a command of the operator failed", exc_info=error)
 
     async def _assign(self, assign: attach_pb2.Assign) -> None:
         await self._slot_at(assign.slot).jobs.assign(assign)

@@ -107,7 +107,7 @@ class AgentSlot:
 
     async def _engine_absent(self) -> None:
         await asyncio.sleep(self._settings.engine_absence_s)
-        _log.warning("slot %d: the engine is gone", self.index)
+        _log.warning("slot %d: the engine has disconnected", self.index)
         self.engine_state = "gone"
         self._arena = None
         await self.jobs.give_up(Reason.ENGINE_NOT_SERVING, "the decode engine is gone")
@@ -145,7 +145,7 @@ class AgentSlot:
                 _core.Inspection.open, self.hello.arena_socket, timeout_s=2.0
             )
         except _core.Error as error:
-            _log.warning("slot %d: no view of the arena: %s", self.index, error)
+            _log.warning("slot %d: cannot attach the arena: %s", self.index, error)
 
     def chunks(self) -> Counts:
         """FREE, KV, LENT, RESERVED, DRAINING; zeros without an arena."""

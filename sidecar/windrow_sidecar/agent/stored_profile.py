@@ -1,4 +1,4 @@
-"""Leaves a latency profile that pods of this kind have measured where the engine looks for one."""
+"""Write a latency profile that other pods have measured where this pod's engine looks for one."""
 
 from __future__ import annotations
 

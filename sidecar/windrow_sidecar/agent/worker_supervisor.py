@@ -156,7 +156,7 @@ class WorkerSupervisor:
 
     async def _kill_after_grace(self) -> None:
         await asyncio.sleep(self._settings.grace_s)
-        _log.warning("worker %d: no end within %.0f s", self.pid, self._settings.grace_s)
+        _log.warning("worker %d has not ended within %.0f s", self.pid, self._settings.grace_s)
         self._kill()
 
     async def _supervise(self, process: WorkerProcess) -> None:

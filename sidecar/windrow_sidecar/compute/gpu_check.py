@@ -1,4 +1,4 @@
-"""Whether this machine's GPU has all that Windrow needs: what `windrow doctor --gpu` shows.
+"""Check that this machine's GPU has all that Windrow needs: `windrow doctor --gpu`.
 
 `python -m windrow_sidecar.compute.gpu_check` prints it as JSON. Each check tries the thing itself,
 takes seconds, and says what to do where it fails. A process of its own, so that whoever asks keeps
@@ -125,7 +125,7 @@ def memory() -> str:
         arena.close()
     if not right:
         raise CheckFailed(
-            "what a second process wrote into imported memory is not there",
+            "imported memory does not show what a second process wrote",
             "Look for a sandbox between processes (gVisor, MIG, vGPU without unified memory).",
         )
     mib = geometry.arena_bytes // _MIB
@@ -175,7 +175,9 @@ def pinned() -> str:
     ended = copies.mark()
     seconds = max(1e-9, (ended.at_ns() - begun.at_ns()) / 1e9)
     if int(there[-1].cpu()) != _PATTERN:
-        raise CheckFailed("what was copied is not there", "See what `dmesg` says of the GPU.")
+        raise CheckFailed(
+            "copied data differs from its source", "See what `dmesg` says of the GPU."
+        )
     return f"{_PINNED_BYTES // _MIB} MiB pinned, copied at {_PINNED_BYTES / seconds / 1e9:.0f} GB/s"
 
 

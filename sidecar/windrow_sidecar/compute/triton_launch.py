@@ -1,4 +1,4 @@
-"""Whether Triton can launch a kernel on this machine's GPU, and what it lacks where it cannot.
+"""Check whether Triton can launch a kernel on this machine's GPU, and say what is missing.
 
 Its first launch compiles a small module in C: it needs a compiler, Python's headers, a folder that
 it may write, and libcuda.so.1 where the linker finds it.

@@ -1,4 +1,4 @@
-"""What an engine says of itself to its pod's agent when it connects, the same for every engine."""
+"""Build the first message of an engine to its pod's agent, the same for every engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a model's folder hold its weights, and whether each of them is whole.
+"""Find the files of a model's folder that hold its weights, and check that each is whole.
 
 Decode, its fingerprint and the worker all read a folder by this, so they mean the same tensors.
 Only headers are read: https://huggingface.co/docs/safetensors, a little-endian u64 of the header's

@@ -1,4 +1,4 @@
-"""How much a worker stretches a decode step: stage 2 of the predictor (Harli, Eq. 3).
+"""Model how much a worker stretches a decode step: stage 2 of the predictor (Harli, Eq. 3).
 
 t1 = (b1 * s_inf + k1 * s_ft) * t0(s_inf), with shares of the units s_inf and s_ft.
 """

@@ -1,4 +1,4 @@
-"""What steps took, by kind of step: a cache of measured records in front of the linear predictor.
+"""Cache measured steps by kind of step, in front of the linear predictor.
 
 Source: LLMStation's record cache, a dictionary from batch and tasklet to measured latencies, with a
 linear predictor for what it misses. Departure: a record holds measured over predicted instead of

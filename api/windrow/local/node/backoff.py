@@ -1,4 +1,4 @@
-"""When a container that ended runs again; pure."""
+"""Decide when a container that ended runs again; pure."""
 
 from __future__ import annotations
 

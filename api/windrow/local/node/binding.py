@@ -1,4 +1,4 @@
-"""Which pods this node takes: there is no scheduler; pure."""
+"""Decide which pods this node takes, since there is no scheduler; pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config maps and secrets that a pod refers to, read at once."""
+"""Read the config maps and secrets that a pod refers to."""
 
 from __future__ import annotations
 

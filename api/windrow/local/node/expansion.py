@@ -1,4 +1,4 @@
-"""What a container's command and environment become on this machine; pure functions."""
+"""Expand a container's command and environment for this machine; pure functions."""
 
 from __future__ import annotations
 

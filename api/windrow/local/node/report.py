@@ -1,4 +1,4 @@
-"""What a node writes back about one pod: its status, where its logs are, and its end."""
+"""Write back a pod's status, where its logs are, and its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the engine computes: cores of the host, or a GPU; with its driver and its shares."""
+"""The engine's compute device, cores or a GPU, with its driver and partition."""
 
 from __future__ import annotations
 

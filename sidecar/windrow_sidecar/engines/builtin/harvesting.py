@@ -1,4 +1,4 @@
-"""Loads the harvesting side into the engine, where a run directory says that there is one.
+"""Load harvesting into the built-in engine, where there is a run directory.
 
 Fails closed: whatever goes wrong here is logged, nothing is lent, and decode serves alone.
 """

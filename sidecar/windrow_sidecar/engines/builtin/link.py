@@ -1,4 +1,4 @@
-"""The front's end of the channel: requests to the engine, tokens back to whoever waits for them."""
+"""The engine's end of the channel to the HTTP front: requests in, tokens out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands before the first step: arena, weights, cache, and the decoder over them."""
+"""Build the engine: arena, weights, cache, and the decoder over them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the event log once a second, away from the decode loop."""
+"""Write the event log once a second, away from the decode loop."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Profiler:
             except UserError as error:
                 _log.warning("the profile in %s is not used: %s", path, str(error))
             else:
-                _log.info("profile: read back from %s, and a few steps bear it out", path)
+                _log.info("profile: reused from %s, a few measured steps agree with it", path)
                 return profile
         return None
 

@@ -1,4 +1,4 @@
-"""Measures the points of a latency profile with the very loop that serves."""
+"""Measure the points of a latency profile with the loop that serves."""
 
 from __future__ import annotations
 

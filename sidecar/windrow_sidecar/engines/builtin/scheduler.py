@@ -1,4 +1,4 @@
-"""Which requests run: admission while there is room, retraction of the youngest when there is none.
+"""Choose which requests run: admit while there is room, retract the youngest when there is none.
 
 A request's KV covers all of its tokens but the last, which is the input of its next decode step. So
 a fresh prompt, one whose KV arrived and one that was retracted in mid-answer are the same thing: so

@@ -1,4 +1,4 @@
-"""Puts the engine together (front, arena, weights, profile, hook) and runs the decode loop."""
+"""Run the built-in engine: assemble front, arena, weights, profile and hook, then decode."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _run(
         _quiet_interpreter()
         loop.run()
     except PeerGone:
-        _log.error("the HTTP front is gone: ending")
+        _log.error("the HTTP front has ended: stopping")
         return 0 if signals.stopped else 1
     finally:
         signals.stop_loop = _ignore  # it would keep the loop alive, and with it the arena's tensors
@@ -208,7 +208,7 @@ def _close_arena(arena: Arena) -> None:
         arena.close()
     except LiveTensorsError:
         # The process ends and its mappings with it; only the socket's file would stay.
-        _log.exception("the arena is left to the end of the process")
+        _log.exception("the arena is still in use: it is freed with the process")
 
 
 def _max_context(settings: EngineSettings, config: LlamaConfig, arena: Arena) -> int:

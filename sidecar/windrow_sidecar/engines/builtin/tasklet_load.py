@@ -1,4 +1,4 @@
-"""A worker's load without a worker: the matrix products of tasklets, for the co-run profile.
+"""Imitate a worker's load for the co-run profile: the matrix products of tasklets, no training.
 
 A process of its own, as a worker is one: on the worker's cores, in the idle scheduling class, with
 as many threads. It computes what the linear modules of a layer compute forward and back, layer

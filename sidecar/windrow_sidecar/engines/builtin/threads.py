@@ -1,4 +1,4 @@
-"""How many threads make a decode step faster, found by trying: seldom as many as there are cores.
+"""Find by trying how many threads make a decode step fastest.
 
 A step of a small model waits for memory. On two cores of one socket the second thread won 0 to 15%
 of a quiet step, and lost twice the step whenever another process had its core at a barrier: under

@@ -102,7 +102,7 @@ class Decisions:
             draft.write_text("\n".join(lines) + "\n")
             os.replace(draft, self._breaches)
         except OSError as error:
-            _log.warning("the decisions before a breach are not kept: %s", error)
+            _log.warning("cannot keep the decisions before a breach: %s", error)
 
     def _tail(self) -> list[Decision]:
         return read_decisions(self._path)[-_BEFORE_A_BREACH:]

@@ -1,4 +1,4 @@
-"""Which chunks of the arena SGLang's page allocator holds, and what that means in pages.
+"""Track which chunks of the arena SGLang's page allocator holds, and their pages.
 
 Page `p` lies in chunk `p // pages_per_chunk`. SGLang writes padding to page 0 and never allocates
 it, so chunk 0 is never given away. Knows neither SGLang nor a tensor.

@@ -1,4 +1,4 @@
-"""Whether this SGLang and this command line are ones that the plugin knows. Changes nothing."""
+"""Check that the plugin knows this version of SGLang and its command line. Changes nothing."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
     backend = args.disaggregation_transfer_backend
     if mode == "decode" and args.device == "cpu" and backend != "fake":
         raise UserError(
-            f"nobody has tried transfers by {backend} into the memory of cores beside lent chunks",
+            f"untested: transfers by {backend} into the memory of cores beside lent chunks",
             field="--disaggregation-transfer-backend",
             remedy="Use fake, or decode on a GPU.",
         )

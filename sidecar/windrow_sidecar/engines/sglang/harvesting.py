@@ -1,4 +1,4 @@
-"""SGLang's decode steps as the step hook wants them, and the moments at which chunks change hands.
+"""Ask the step hook before SGLang's decode steps, and hand over chunks between them.
 
 Everything here runs on the scheduler's thread, between two of its own calls.
 """

@@ -1,4 +1,4 @@
-"""Hooks put in place through SGLang's own registry, and proved to be there."""
+"""Install hooks through SGLang's own registry, and check that they are in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode's latency profile, learned from the steps that it takes anyway.
+"""Learn decode's latency profile from the steps that it takes anyway.
 
 A server that people use is not held up to be measured. While no worker runs beside it, decode takes
 some of its steps on each of the shares that it would have beside one; medians of those steps make

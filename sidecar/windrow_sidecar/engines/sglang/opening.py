@@ -1,4 +1,4 @@
-"""What a scheduler that has been made is harvested with: device, step hook, links, log.
+"""Open device, step hook, links and log for a scheduler of SGLang.
 
 Called once, after SGLang has made its scheduler and before a worker can attach.
 """

@@ -139,7 +139,7 @@ class JobAgentLink:
                     for command in stub.Worker(self._reports(self._generation)):
                         self._hear(command)
                 except grpc.RpcError as error:
-                    log.warning("agent not reached: %s", error)
+                    log.warning("cannot reach the sidecar: %s", error)
                 if self._closing:
                     last_attempts = last_attempts - 1 if self._unsent else 0
                 if last_attempts:

@@ -113,7 +113,7 @@ class PlannedLayers:
         try:
             return record(self._layers[layer], args, kwargs)
         except CannotRecord as error:
-            log.info("layer %d is run again as a whole: %s", layer, error)
+            log.info("layer %d is recomputed as a whole: %s", layer, error)
             return None
 
 

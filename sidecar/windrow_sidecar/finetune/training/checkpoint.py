@@ -321,7 +321,7 @@ class JobFolder:
     def pass_over(self, folder: str, error: Exception) -> None:
         """Note that a checkpoint cannot be used."""
         why = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        log.warning("checkpoint %s is passed over: %s", folder, why)
+        log.warning("checkpoint %s is skipped: %s", folder, why)
         self.passed_over += (f"{folder}: {why}",)
 
     def _folders(self) -> list[Path]:
@@ -358,7 +358,7 @@ def read_checkpoint(folder: Path, job_uid: str) -> Checkpoint:
     contents = {name: (folder / name).read_bytes() for name in (STATE, TENSORS)}
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
-            raise ValueError(f"{name} is not what was written")
+            raise ValueError(f"{name} does not have the checksum that was written")
     state: dict[str, Any] = json.loads(contents[STATE])
     state["committed_rows"] = tuple(state["committed_rows"])
     state["judged"] = Judged(**state["judged"])

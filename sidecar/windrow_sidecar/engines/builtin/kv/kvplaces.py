@@ -1,4 +1,4 @@
-"""Where pages of KV lie in an arena, in either layout and on any driver, as one rule.
+"""Compute where pages of KV lie in an arena, in either layout and on any driver.
 
 K and V of a layer are a column each: 2l and 2l + 1. The K page of a token lies in the same row of
 every column, so one index (the row) serves all layers. Rows follow each other by a page's slots;

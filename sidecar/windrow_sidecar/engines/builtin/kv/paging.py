@@ -1,4 +1,4 @@
-"""Which KV page belongs to whom: pages inside chunks that are taken from the arena and given back.
+"""Allocate KV pages inside chunks that are taken from the arena and given back.
 
 Page `p` lies in chunk `p // pages_per_chunk`. Low ids are used first, so that high chunks empty and
 can be lent. Knows no tensor; the arena is reached through `ChunkSource`.

@@ -1,4 +1,4 @@
-"""What the built-in engine needs to know of a Llama checkpoint, and what it refuses."""
+"""Read the configuration of a Llama checkpoint, and refuse what is not supported."""
 
 from __future__ import annotations
 

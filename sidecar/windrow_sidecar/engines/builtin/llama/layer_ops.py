@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer, and writes its K and V: in torch's own terms.
+"""The operations between the matrix products of a layer, which also write K and V; in torch.
 
 `triton_ops.py` does the same in fewer launches; one contract suite holds both.
 """

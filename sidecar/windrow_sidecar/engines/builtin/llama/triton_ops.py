@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a layer, in one launch each."""
+"""The operations between the matrix products of a layer, as one Triton launch each."""
 
 from __future__ import annotations
 

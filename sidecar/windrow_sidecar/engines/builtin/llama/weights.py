@@ -1,4 +1,4 @@
-"""Where each parameter of a checkpoint lies in one block of bytes that other processes may map.
+"""Lay out a checkpoint's parameters in one block of bytes that other processes may map.
 
 The layout is such that the engine fuses without copying (q, k and v of a layer are neighbours, and
 so are gate and up) while every parameter keeps its own name, shape and offset for the worker.
@@ -122,7 +122,7 @@ def _copy(tensor: torch.Tensor, name: str, layout: Layout, storage: torch.Tensor
         )
     if tensor.dtype.itemsize < 2 or not tensor.is_floating_point():
         raise UserError(
-            f"{name} is stored as {tensor.dtype}, which no weight is",
+            f"{name} is stored as {tensor.dtype}, a type that no weight may have",
             field="--model-path",
             remedy="Use the model's plain weights.",
             reason="ModelUnreadable",

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the device that the logits are on."""
+"""Choose tokens from logits, on the logits' device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to one completion request, as it grows: its tokens, and the text of them."""
+"""Build the answer to one completion request from its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP face in data: what a completion request may say, and what answers look like.
+"""The completion API as data: which requests are accepted, and what answers look like.
 
 Fields are OpenAI's, with SGLang's additions for prefill-decode disaggregation and for benchmarks.
 """

@@ -1,4 +1,4 @@
-"""Messages over a socket, without ever waiting: neither side can hold the other up.
+"""Send messages over a socket without ever blocking: neither side can hold up the other.
 
 Frames are a length and a pickle; both ends are ours (a socketpair between parent and child). What
 the socket does not take at once is kept and sent with the next flush.

@@ -1,4 +1,4 @@
-"""The front as the engine's child: started before anything slow, gone when the engine is."""
+"""Start the HTTP front as the engine's child, before anything slow, and end it with the engine."""
 
 from __future__ import annotations
 

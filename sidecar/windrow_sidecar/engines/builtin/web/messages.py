@@ -1,4 +1,4 @@
-"""What front and engine say to each other. Times: nanoseconds of CLOCK_MONOTONIC."""
+"""The messages between front and engine. Times: nanoseconds of CLOCK_MONOTONIC."""
 
 from __future__ import annotations
 

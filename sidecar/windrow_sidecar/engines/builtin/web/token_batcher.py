@@ -1,4 +1,4 @@
-"""Tokens on their way to the front: one message a step at most, fewer when the clients allow it."""
+"""Batch tokens on their way to the front: one message a step at most."""
 
 from __future__ import annotations
 
