@@ -38,10 +38,18 @@ SIDE_BY_SIDE = (
     *("--numprocesses", "auto", "--maxprocesses", "4"),
     *("--dist", "loadfile", "--no-loadscope-reorder"),
 )
-# Named by file: to collect all of tests/contract takes as long as these run.
-EQUALITY = (
-    *("-m", "equality", "tests/contract/test_finetune_equals_peft.py"),
+# Where the marks of a pass stand: to collect all of tests/ takes as long as some passes run, since
+# each module of tests/contract imports torch and what it compares with.
+ALONE_LIES = ("tests/e2e", "tests/gpu", "tests/integration", "tests/shim")
+QUANTIZED_LIES = ("tests/contract/test_training_options.py",)
+EQUALITY_LIES = (
+    "tests/contract/test_finetune_equals_peft.py",
     "tests/integration/test_engine_model.py",
+)
+# Tests of one file go to several processes: their small products keep one thread busy.
+EQUALITY = (
+    *("-m", "equality", *EQUALITY_LIES),
+    *("--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal"),
 )
 # Who owns a chunk, when the worker may run, what it learns, what decode answers.
 CORE = [
@@ -67,9 +75,9 @@ PASSES = {
             ("-m", "not alone and not quantized and not sglang and not long", *SIDE_BY_SIDE),
         ),
         # They have the machine to themselves.
-        Pass("alone", ("-m", "alone and not sglang and not long")),
+        Pass("alone", ("-m", "alone and not sglang and not long", *ALONE_LIES)),
         # bitsandbytes lies beside the environment: peft imports it wherever it is.
-        Pass("quantized", ("-m", "quantized", "tests/contract"), {"PYTHONPATH": str(QUANTIZED)}),
+        Pass("quantized", ("-m", "quantized", *QUANTIZED_LIES), {"PYTHONPATH": str(QUANTIZED)}),
         # Rounding falls elsewhere in each of torch's families of kernels.
         Pass("equality, plain kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "default"}),
         Pass("equality, AVX2 kernels", EQUALITY, {"ATEN_CPU_CAPABILITY": "avx2"}),

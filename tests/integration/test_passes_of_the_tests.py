@@ -115,12 +115,21 @@ def test_each_test_belongs_to_one_pass_but_for_those_with_a_command_of_their_own
     assert [eval(expression, {}, has) for expression in first].count(True) == passes
 
 
-def test_what_is_equality_lies_where_its_passes_look(tool):
+@pytest.mark.parametrize("mark", ["alone", "quantized", "equality"])
+def test_what_has_a_mark_lies_where_its_passes_look(tool, mark):
+    looked = [ROOT / place for place in getattr(tool, f"{mark.upper()}_LIES")]
     marked = [
-        p for p in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.equality" in p.read_text()
+        path
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if f"pytest.mark.{mark}" in path.read_text()
+        and path != Path(__file__).resolve()
+        and ROOT / "tests" / "sglang" not in path.parents  # in an environment of its own
     ]
-    looked = [ROOT / place for place in tool.EQUALITY[2:]]
-    marked.remove(Path(__file__).resolve())
     assert marked
-    assert all(any(path.is_relative_to(place) for place in looked) for path in marked)
-    assert all(path.exists() for path in (*looked, *map(ROOT.joinpath, tool.CORE)))
+    lost = [path for path in marked if not any(path.is_relative_to(place) for place in looked)]
+    assert lost == []
+    assert all(path.exists() for path in looked)
+
+
+def test_the_core_contracts_are_there(tool):
+    assert all(map(Path.exists, map(ROOT.joinpath, tool.CORE)))
