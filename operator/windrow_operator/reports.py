@@ -49,13 +49,17 @@ def take_hello(
     """Take up a sidecar's slots and what runs on them.
 
     With the first hello of a stream, a placement on this pod that the sidecar does not name is
-    lost: the assignment never arrived, or the worker ended meanwhile.
+    lost: the assignment never arrived, or the worker ended meanwhile. Of a slot that it does not
+    name no engine has called it yet; what a sidecar before it said of the engine is over.
     """
     for facts in hello.slots:
         _take_slot(cluster, pod, facts)
     mine = cluster.slots_of(pod.uid)
+    called = {facts.index for facts in hello.slots}
     for live in mine:
         live.attached, live.lost_at = True, None
+        if first and live.facts.index not in called:
+            live.beat = live.beat_at = None
         cluster.changed_slots.mark(live.key)
     cluster.changed_pods.mark(pod.uid)
     stale = []

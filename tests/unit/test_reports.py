@@ -10,6 +10,7 @@ from windrow.proto import attach_pb2 as pb
 from windrow_operator import reports
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.model import Pod, RunState
+from windrow_operator.slot_table import capacity_refusal
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 POD = Pod("team", "decode-0", "pod-1", node="n")
@@ -67,6 +68,28 @@ def test_a_loss_of_zero_is_a_loss_and_one_that_is_not_said_stays_known(cluster):
     reports.take_event(cluster, [KEY], said, NOW)
     reports.take_event(cluster, [KEY], event("SUCCEEDED", adapter_path="/a"), NOW)
     assert (cluster.runs["u"].base_loss, cluster.runs["u"].tuned_loss) == (3.0, 0.0)
+
+
+def test_a_sidecar_that_came_anew_takes_no_job_before_its_engine_has_called(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    serving = pb.SlotHeartbeat(engine_state="serving")
+    reports.take_heartbeat(cluster, cluster.slots[KEY], serving, NOW)
+    reports.detach(cluster, POD, NOW)
+    # Another process in its place: it knows of no engine, and would refuse a job.
+    reports.take_hello(cluster, POD, pb.SidecarHello(), NOW, first=True)
+    assert capacity_refusal(cluster.slot_views(NOW)[KEY]) == "has an engine that is starting"
+    reports.take_hello(cluster, POD, hello(), NOW, first=False)
+    reports.take_heartbeat(cluster, cluster.slots[KEY], serving, NOW)
+    assert not capacity_refusal(cluster.slot_views(NOW)[KEY])
+
+
+def test_a_sidecar_that_dials_again_takes_jobs_at_once(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    beat = pb.SlotHeartbeat(engine_state="serving")
+    reports.take_heartbeat(cluster, cluster.slots[KEY], beat, NOW)
+    reports.detach(cluster, POD, NOW)
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    assert not capacity_refusal(cluster.slot_views(NOW)[KEY])
 
 
 def test_a_slot_whose_heartbeats_cease_while_its_stream_lives_is_silent(cluster):
