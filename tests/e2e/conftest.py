@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from farm import MODEL, Farm, bearable_ms, left_over
 from rich.console import Console
 
@@ -13,6 +14,31 @@ from windrow.client import WindrowClient
 from windrow.local import manifests, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import devices, usable_cores
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Say what was broken, how it went and how long it took, a fault a line."""
+    told = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call" and "fault" in report.nodeid
+    ]
+    if not told:
+        return
+    terminalreporter.write_sep("=", "faults")
+    terminalreporter.write_line(f"{'':<50}{'':<8}{'s':>6}{'placements':>12}{'requests':>10}")
+    for report in told:
+        _, _, case = report.nodeid.rpartition("::")
+        name = case.partition("[")[2].rstrip("]") or case.removeprefix("test_")
+        noted = dict(report.user_properties)
+        figures = "".join(f"{noted.get(key, '-'):>{n}}" for key, n in _FIGURES)
+        terminalreporter.write_line(
+            f"{name[:49]:<50}{report.outcome:<8}{report.duration:>6.1f}{figures}"
+        )
+
+
+_FIGURES = (("placements", 12), ("requests", 10))
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
@@ -14,15 +13,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
+import closing
 import httpx
 import psutil
 
 from windrow.client import WindrowClient, read_manifest
-from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent, TaskletEvent, read_events
+from windrow.errors import Transient
+from windrow.eventlog import FLUSH_INTERVAL_S, MarkEvent, StepEvent, TaskletEvent, read_events
 from windrow.local import manifests, serving
 from windrow.local.cluster import LocalCluster
 from windrow.local.manifests import NAMESPACE
 from windrow.local.summary import percentile
+from windrow.rundir import ENV_POD_NAME, ENV_RUN_DIR
 from windrow.views import JobView
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,15 +38,27 @@ EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 OBJECTIVE_FACTOR = 30.0
 ALONE_S = 4.0
 WITHIN_S = 90.0
+CHECKPOINT_EVERY = 4
 # Between two requests: a worker that loads its libraries has only the time that decode leaves.
-BETWEEN_S = 0.1
+BETWEEN_S = 0.3
 
 
 def until(what: str, read: Callable[[], object], within_s: float = WITHIN_S) -> None:
-    """Return once `read()` is true; fail with `what` and its last value at the deadline."""
+    """Return once `read()` is true; fail with `what` and its last value at the deadline.
+
+    An API server that does not answer for a moment is waited out.
+    """
     deadline = time.monotonic() + within_s
-    while not (found := read()):
-        assert time.monotonic() < deadline, f"not in {within_s:g} s: {what} (last: {found!r})"
+    while True:
+        try:
+            found = read()
+        except Transient as error:
+            found, last = False, repr(error)
+        else:
+            last = repr(found)
+        if found:
+            return
+        assert time.monotonic() < deadline, f"not in {within_s:g} s: {what} (last: {last})"
         time.sleep(0.1)
 
 
@@ -116,8 +130,9 @@ class Farm:
             steps=steps,
             name=name,
         )
-        job["spec"]["checkpoint"] = {"everySteps": 4, "keep": 2}
+        job["spec"]["checkpoint"] = {"everySteps": CHECKPOINT_EVERY, "keep": 2}
         job["spec"]["training"]["batchSize"] = 4
+        job["spec"]["dataset"]["evalFraction"] = 0.02  # a worker has idle time only
         return self.client.submit(job)
 
     def job(self, name: str) -> JobView:
@@ -125,11 +140,19 @@ class Farm:
 
     def at_step(self, name: str, step: int, *, epoch: int = 1) -> JobView:
         """Wait until the job has finished `step` steps under an epoch of at least `epoch`."""
-        until(
-            f"{name} at step {step}",
-            lambda: self.job(name).step >= step and self.job(name).epoch >= epoch,
-        )
-        return self.job(name)
+        seen: list[JobView] = []
+
+        def there() -> bool:
+            job = self.job(name)
+            seen[:] = [job]
+            assert not job.finished or job.state == "Succeeded", f"{job.state}: {job.message}"
+            return job.step >= step and job.epoch >= epoch
+
+        try:
+            until(f"{name} at step {step} of epoch {epoch}", there)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the job: {seen}") from None
+        return seen[0]
 
     def succeeded(self, name: str) -> JobView:
         job = self.client.wait(name, within=timedelta(seconds=150))
@@ -166,21 +189,21 @@ class Farm:
 
     def agent(self, pod: str) -> psutil.Process:
         """The agent of a pod's sidecar."""
-        found = [
-            process
-            for process in _processes("windrow_sidecar.agent")
-            if process.environ().get("WINDROW_POD_NAME") == pod
-            and process.environ().get("WINDROW_RUN_DIR", "").startswith(str(self.cluster.directory))
-        ]
+        found = list(self._of_pod(pod, "windrow_sidecar.agent"))
         assert len(found) == 1, found
         return found[0]
 
     def decode_pids(self, pod: str) -> set[int]:
-        return {
-            process.pid
-            for process in _processes("windrow_sidecar.engines.builtin")
-            if process.environ().get("WINDROW_POD_NAME") == pod
-        }
+        return {process.pid for process in self._of_pod(pod, "windrow_sidecar.engines.builtin")}
+
+    def _of_pod(self, pod: str, program: str) -> Iterator[psutil.Process]:
+        """Processes of a pod of this cluster; there may be others on the machine."""
+        for process in _processes(program):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                variables = process.environ()
+                own = variables.get(ENV_RUN_DIR, "").startswith(str(self.cluster.directory))
+                if own and variables.get(ENV_POD_NAME) == pod:
+                    yield process
 
     def tasklets(self, uid: str) -> list[tuple[str, TaskletEvent]]:
         """(folder's name, event) of everything that was ever run for a job, in order of time."""
@@ -192,19 +215,23 @@ class Farm:
         return sorted(found, key=lambda pair: pair[1].start_ns)
 
     def assert_never_ran_twice(self, uid: str) -> None:
-        """No two epochs of a job overlap in time, and each epoch is of one worker."""
-        spans: dict[int, tuple[int, int]] = {}
-        for _, event in self.tasklets(uid):
-            first, last = spans.get(event.epoch, (event.start_ns, event.end_ns))
-            spans[event.epoch] = (min(first, event.start_ns), max(last, event.end_ns))
-        ordered = [spans[epoch] for epoch in sorted(spans)]
-        assert ordered, "the job left no tasklet in the event log"
-        for (_, ended), (began, _) in itertools.pairwise(ordered):
-            assert ended <= began, f"two workers at once: {spans}"
+        """No two workers had a job at once (see `closing.assert_ran_once`)."""
+        closing.assert_ran_once([event for _, event in self.tasklets(uid)])
 
     def finished_steps(self, uid: str) -> list[int]:
         """Optimizer steps that were finished, in order of time; replayed ones appear again."""
         return [event.step for _, event in self.tasklets(uid) if event.phase == "opt"]
+
+    def served(self, pod: str, since_ns: int = 0) -> list[StepEvent | MarkEvent]:
+        """Decode steps of a pod and what it marked, up to what its engine has written."""
+        found = [event for _, event in read_events(self.events / pod)]
+        steps = [e for e in found if isinstance(e, StepEvent) and e.start_ns >= since_ns]
+        return [*steps, *(e for e in found if isinstance(e, MarkEvent) and e.at_ns >= since_ns)]
+
+    def begin_events_anew(self) -> None:
+        """Drop what was logged so far: each writer opens its file for each piece."""
+        for path in self.events.rglob("*.events.jsonl"):
+            path.unlink()
 
 
 def _processes(*words: str) -> Iterator[psutil.Process]:

@@ -7,13 +7,15 @@ of them alike by `test_faults_table`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import psutil
 import pytest
@@ -57,7 +59,14 @@ class Scene:
         self.farm.at_step(self.job.name, self.job.step + 1)
 
     def resumes(self) -> JobView:
-        """Under another placement; it may end before anybody looks."""
+        """Wait until it runs under another placement; it may end before anybody looks."""
+        until(
+            f"{self.job.name} has a slot again",
+            lambda: (
+                (job := self.farm.job(self.job.name)).epoch > self.job.epoch
+                and (job.slot or job.finished)
+            ),
+        )
         return self.farm.at_step(self.job.name, BREAK_AT, epoch=self.job.epoch + 1)
 
     def told(self) -> set[str]:
@@ -67,11 +76,19 @@ class Scene:
     def objects(self) -> k8s.CustomObjectsApi:
         return k8s.CustomObjectsApi(self.farm.client.api)
 
+    def spec_schema(self) -> dict[str, Any]:
+        """The schema of spec in the definition of FinetuneJob, as the API server has it."""
+        api = k8s.ApiextensionsV1Api(self.farm.client.api)
+        found = api.read_custom_resource_definition("finetunejobs.windrow.dev")
+        version = api.api_client.sanitize_for_serialization(found)["spec"]["versions"][0]
+        schema: dict[str, Any] = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+        return schema
+
     def patch_job(self, body: dict[str, object]) -> None:
         where = (*GROUP, NAMESPACE, "finetunejobs", self.job.name)
         self.objects().patch_namespaced_custom_object(*where, body)
 
-    def renamed(self, name: str, **output: str) -> dict[str, object]:
+    def renamed(self, name: str, **output: str) -> dict[str, Any]:
         """The job's manifest under another name."""
         body = copy.deepcopy(self.farm.client.manifest(self.job.name, namespace=NAMESPACE))
         body["metadata"] = {"name": name, "namespace": NAMESPACE}
@@ -111,6 +128,15 @@ def worker_killed_again_and_again(scene: Scene) -> None:
         scene.farm.at_step(scene.job.name, BREAK_AT, epoch=scene.job.epoch + epoch)
 
 
+def worker_killed_while_it_loads(scene: Scene) -> None:
+    """Twice: at a step, and the one that comes next before it has done any."""
+    before = scene.worker()
+    kill(before)
+    until("another worker", lambda: any(w.pid != before.pid for w in scene.farm.workers()))
+    kill(scene.worker())
+    scene.farm.at_step(scene.job.name, BREAK_AT, epoch=scene.job.epoch + 2)
+
+
 def worker_stalls(scene: Scene) -> None:
     stopped_for(scene.worker().pid, 4)
     scene.goes_on()
@@ -121,6 +147,17 @@ def sidecar_killed(scene: Scene) -> None:
     kill(scene.farm.agent(scene.pod))
     until("the worker dies with its agent", lambda: not worker.is_running())
     scene.resumes()
+
+
+def sidecar_ended(scene: Scene) -> None:
+    """As when it is upgraded: the worker stops at a checkpoint, and no step is done again."""
+    before, worker = scene.farm.agent(scene.pod), scene.worker()
+    before.send_signal(signal.SIGTERM)
+    until("both end", lambda: not (before.is_running() or worker.is_running()))
+    _until_another_agent(scene, scene.pod, before.pid)
+    scene.resumes()
+    steps = scene.farm.finished_steps(scene.job.uid)
+    assert steps == sorted(set(steps)), "a clean stop loses no step"
 
 
 def sidecar_stalls(scene: Scene) -> None:
@@ -143,19 +180,27 @@ def sidecar_hangs(scene: Scene) -> None:
 
 
 def other_sidecar_killed(scene: Scene) -> None:
+    """A slot without a job: its sidecar comes back once a job has nowhere else to go."""
     other = scene.farm.other(scene.pod)
     before = scene.farm.agent(other).pid
     kill(before)
-    _until_another_agent(scene, other, before)
+
+    def is_ready() -> bool:
+        return any(slot.ready for slot in scene.farm.client.slots() if slot.pod == other)
+
+    until("its slot is not ready", lambda: not is_ready())
     scene.goes_on()
+    with _without_policy(scene):
+        _until_another_agent(scene, other, before)
+        assert scene.farm.pod_of(scene.resumes()) == other
 
 
 def every_sidecar_killed(scene: Scene) -> None:
+    """That of the job comes back; the other one when a job needs it (see above)."""
     pids = {pod.name: scene.farm.agent(pod.name).pid for pod in scene.farm.pods.decodes}
     for pid in pids.values():
         kill(pid)
-    for pod, pid in pids.items():
-        _until_another_agent(scene, pod, pid)
+    _until_another_agent(scene, scene.pod, pids[scene.pod])
     scene.resumes()
 
 
@@ -173,6 +218,15 @@ def decode_stalls(scene: Scene) -> None:
     for pid in scene.farm.decode_pids(scene.pod):
         stopped_for(pid, 1)
     scene.goes_on()
+
+
+def decode_killed(scene: Scene) -> None:
+    """Its own requests are lost, as they would be without a worker; nobody else's."""
+    before = scene.farm.decode_pids(scene.pod)
+    for pid in before:
+        kill(pid)
+    until("decode runs again", lambda: scene.farm.decode_pids(scene.pod) - before)
+    scene.resumes()
 
 
 # --- the operator ---------------------------------------------------------------------------------
@@ -218,14 +272,16 @@ def operator_killed_before_the_end(scene: Scene) -> None:
 
 
 def sidecar_killed_while_the_operator_hangs(scene: Scene) -> None:
-    operator = scene.operator()
+    """Nobody adds another one meanwhile; the operator finds out once it goes on."""
+    operator, worker = scene.operator(), scene.worker()
+    before = scene.farm.agent(scene.pod).pid
     os.kill(operator, signal.SIGSTOP)
     try:
-        before = scene.farm.agent(scene.pod).pid
         kill(before)
-        _until_another_agent(scene, scene.pod, before)
+        until("the worker dies with its agent", lambda: not worker.is_running())
     finally:
         os.kill(operator, signal.SIGCONT)
+    _until_another_agent(scene, scene.pod, before)
     scene.resumes()
 
 
@@ -436,11 +492,20 @@ def policy_edited(scene: Scene) -> None:
 
 def pod_leaves_its_policy(scene: Scene) -> None:
     """The job goes to the other pod; with the label the pod is a slot again."""
+    with _without_policy(scene):
+        assert scene.farm.pod_of(scene.resumes()) != scene.pod
+
+
+@contextlib.contextmanager
+def _without_policy(scene: Scene) -> Iterator[None]:
+    """No policy selects the job's pod meanwhile."""
     core = k8s.CoreV1Api(scene.farm.client.api)
     label = core.read_namespaced_pod(scene.pod, NAMESPACE).metadata.labels["app"]
     core.patch_namespaced_pod(scene.pod, NAMESPACE, {"metadata": {"labels": {"app": "none"}}})
-    assert scene.farm.pod_of(scene.resumes()) != scene.pod
-    core.patch_namespaced_pod(scene.pod, NAMESPACE, {"metadata": {"labels": {"app": label}}})
+    try:
+        yield
+    finally:
+        core.patch_namespaced_pod(scene.pod, NAMESPACE, {"metadata": {"labels": {"app": label}}})
 
 
 def another_job_for_the_destination(scene: Scene) -> None:
@@ -467,32 +532,45 @@ def _message(scene: Scene, name: str) -> str:
 
 def malformed_specs(scene: Scene) -> None:
     """Two hundred of them, none of which becomes an object."""
-    wrong: list[dict[str, object]] = [
-        {"training": {"maxSteps": -1}},
-        {"training": {"learningRate": "fast"}},
-        {"lora": {"rank": 0}},
-        {"model": {"name": ""}},
-        {"dataset": None},
-        {"output": {"destination": ""}},
-        {"backoffLimit": -1},
-        {"ttlSecondsAfterFinished": -5},
-        {"activeDeadlineSeconds": 0},
-        {"priorityClassName": 7},
-    ]
     right = scene.renamed("malformed")
+    wrong = list(_wrong_values(("spec",), scene.spec_schema()))
+    assert len(wrong) >= 200
     where = (*GROUP, NAMESPACE, "finetunejobs")
-    for number in range(200):
-        change = wrong[number % len(wrong)]
+    for path, value in wrong:
         body = copy.deepcopy(right)
-        body["metadata"]["name"] = f"malformed-{number}"
-        for part, value in change.items():
-            held = body["spec"].get(part)
-            merged = {**held, **value} if isinstance(held, dict) and value else value
-            body["spec"][part] = merged
+        held: dict[str, Any] = body
+        for part in path[:-1]:
+            held = held.setdefault(part, {})
+        held[path[-1]] = value
         with pytest.raises(k8s.ApiException) as refused:
             scene.objects().create_namespaced_custom_object(*where, body)
-        assert refused.value.status in (400, 422), change
+        assert refused.value.status in (400, 422), (path, value)
     scene.goes_on()
+
+
+def _wrong_values(
+    path: tuple[str, ...], schema: dict[str, Any]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each field of a schema with values that it does not allow."""
+    kinds: dict[str, tuple[Any, ...]] = {
+        "object": (7, "seven", [7]),
+        "array": (7, "seven", {"seven": 7}),
+        "string": (7, ["seven"], {"seven": 7}),
+        "boolean": (7, "seven", ["seven"]),
+        "integer": ("seven", [7], {"seven": 7}, 7.5),
+        "number": ("seven", [7], {"seven": 7}),
+    }
+    for value in kinds.get(schema.get("type", ""), (True, {}, {"seven": 7})):
+        yield path, value
+    if "type" in schema:
+        if "minimum" in schema:
+            yield path, schema["minimum"] - 1
+        if "maximum" in schema:
+            yield path, schema["maximum"] + 1
+    if "enum" in schema:
+        yield path, "seven"
+    for name, below in schema.get("properties", {}).items():
+        yield from _wrong_values((*path, name), below)
 
 
 def another_namespace_deleted(scene: Scene) -> None:
@@ -504,10 +582,9 @@ def another_namespace_deleted(scene: Scene) -> None:
     scene.farm.client.submit(body, namespace=name)
     until("it is told why", lambda: scene.farm.client.get("guest", namespace=name).message)
     core.delete_namespace(name)
-    scene.farm.client.delete("guest", namespace=name)  # nothing here collects namespaces
     until(
-        "its job is gone",
-        lambda: "guest" not in {job.name for job in scene.farm.client.jobs(namespace=name)},
+        "it is gone, and its job with it",
+        lambda: name not in {found.metadata.name for found in core.list_namespace().items},
     )
     scene.goes_on()
 
