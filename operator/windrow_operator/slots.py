@@ -172,6 +172,8 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.POLICY_OFF, view.terms.why or f"Mode is {view.terms.mode}"
     if view.tensor_parallel > 1:
         return "False", Reason.TENSOR_PARALLEL, f"Decode runs on {view.tensor_parallel} ranks"
+    if view.engine_state == "leaving":
+        return "False", Reason.DISCONNECTED, "The sidecar was asked to end"
     if view.engine_state != "serving":
         return "False", Reason.ENGINE_NOT_SERVING, f"The engine is {view.engine_state}"
     if view.breaker:

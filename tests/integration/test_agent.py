@@ -251,6 +251,19 @@ async def test_sigterm_stops_the_worker_with_a_checkpoint_and_leaves_no_file(pod
     assert not (agent.folder / "metrics.port").exists()
 
 
+async def test_an_agent_that_was_asked_to_end_says_so_and_takes_no_job(pod):
+    operator, agent, _ = pod
+    operator.assign({"behave": "stubborn"})
+    await until(lambda: operator.event(Event.STARTED))
+    ending = asyncio.create_task(agent.end())
+    await until(lambda: operator.heartbeats[-1].engine_state == "leaving")
+    # An operator that has not heard of it yet: the job would start and be lost a moment later.
+    operator.assign({"behave": "run"}, epoch=2)
+    rejected = await until(lambda: operator.event(Event.REJECTED, epoch=2))
+    assert (rejected.reason, operator.event(Event.STARTED, epoch=2)) == ("SlotLost", None)
+    assert await ending == 0
+
+
 async def test_an_engine_that_goes_away_takes_its_job_with_it(pod):
     operator, agent, engine = pod
     operator.assign({"behave": "run"})

@@ -88,7 +88,10 @@ class HarvestSlotStatus(Record):
     )
     policy: str | None = Field(default=None, description="HarvestPolicy that selects the pod.")
     mode: str | None = Field(default=None, description="Its mode as of now (hours and limits).")
-    engine_state: str | None = Field(default=None, description="starting, serving or gone.")
+    engine_state: str | None = Field(
+        default=None,
+        description="starting, serving, gone, or leaving: the sidecar was asked to end.",
+    )
     sharing: str | None = Field(
         default=None,
         description="How decode and the worker share the GPU: spatial (both at once) or temporal "

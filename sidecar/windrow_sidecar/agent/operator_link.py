@@ -8,6 +8,7 @@ with each leader, and no word of an earlier one is obeyed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -99,6 +100,7 @@ class OperatorLink:
         self._settings, self._outbox = settings, outbox
         self._slots, self._obey = slots, obey
         self._facts_changed = asyncio.Event()
+        self._state_changed = asyncio.Event()
         self._profiles: asyncio.Queue[AgentSlot] = asyncio.Queue()
         self._sent = 0  # number of the last event that the present stream carries
         self._addresses = _Addresses(settings.operator_address)
@@ -108,6 +110,10 @@ class OperatorLink:
     def facts_changed(self) -> None:
         """An engine has called, or another one: say hello again."""
         self._facts_changed.set()
+
+    def state_changed(self) -> None:
+        """Something has changed that the operator decides by: the next heartbeat comes at once."""
+        self._state_changed.set()
 
     def profile_taken(self, slot: AgentSlot) -> None:
         """A latency profile has come: pass it on."""
@@ -237,7 +243,9 @@ class OperatorLink:
                     continue
                 told[slot.index] = (now, beat)
                 await out.write(attach_pb2.SidecarMessage(heartbeat=beat))
-            await asyncio.sleep(interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._state_changed.wait(), interval_s)
+            self._state_changed.clear()
 
     async def _tell_events(self, out: _Writer) -> None:
         while True:

@@ -77,6 +77,9 @@ class Sidecar:
         self._link.facts_changed()
 
     async def _end_workers(self) -> None:
+        for slot in self._slots.values():
+            slot.leave()
+        self._link.state_changed()
         await asyncio.gather(*(slot.close() for slot in self._slots.values()))
         await self._link.delivered(_FAREWELL_S)
 

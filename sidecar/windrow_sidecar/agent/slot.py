@@ -41,6 +41,7 @@ class AgentSlot:
         self._settings, self._on_facts = settings, on_facts
         self._sharing, self._engine_shares = sharing, engine_shares
         self.engine_state = "starting"
+        self._leaving = False  # the sidecar was asked to end
         self.hello: agent_pb2.EngineHello | None = None
         self.stats = agent_pb2.EngineStats()
         self.profile: agent_pb2.EngineProfile | None = None
@@ -162,6 +163,8 @@ class AgentSlot:
         return self._settings.max_jobs if on_host else 1
 
     def _refuses_all(self) -> tuple[Reason, str] | None:
+        if self._leaving:
+            return Reason.SLOT_LOST, f"the sidecar of slot {self.index} was asked to end"
         if self.engine_state == "serving":
             return None
         return Reason.ENGINE_NOT_SERVING, f"no decode engine serves slot {self.index}"
@@ -169,6 +172,10 @@ class AgentSlot:
     def _worker_changed(self) -> None:
         self._tell_who_lives()
         self._prepare()
+
+    def leave(self) -> None:
+        """Take no job any more, and say so: what was running here must not come back."""
+        self._leaving = True
 
     async def close(self) -> None:
         """End the worker with a checkpoint, within the grace, and leave the arena."""
@@ -231,7 +238,7 @@ class AgentSlot:
         s, used, jobs = self.stats, self.utilization, self.jobs.running()
         return attach_pb2.SlotHeartbeat(
             slot=self.index,
-            engine_state=self.engine_state,
+            engine_state="leaving" if self._leaving else self.engine_state,
             steps=s.steps,
             steps_over_objective=s.steps_over_objective,
             tpot_p50_seconds=s.tpot_p50_seconds,

@@ -111,6 +111,9 @@ class SlotJobs:
         if self._supervisor and not self._supervisor.takes_more:
             await self._supervisor.wait()  # its last run has ended, or was asked to: so does it
             self._supervisor = None
+            if refusal := self._refuses_all():  # by now
+                await self._reject(assign, *refusal)
+                return
         self._forget_ended()
         if self._supervisor is None:
             self._supervisor = WorkerSupervisor(
