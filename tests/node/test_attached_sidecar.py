@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import httpx
@@ -241,18 +242,97 @@ def is_agent(process):
     return b"windrow_sidecar.agent" in words
 
 
-def test_the_charts_own_test_passes_and_an_upgrade_keeps_the_policy(chart, kube, serving):
+class Requests:
+    """One request after another, from a thread, until the block ends; what failed is kept."""
+
+    def __init__(self, core):
+        self._core = core
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self.answered = 0
+        self.failed = []
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join(timeout=70)
+
+    def _ask(self):
+        while not self._end.is_set():
+            try:
+                if not answers(self._core):
+                    self.failed.append("an answer without tokens")
+            except (httpx.HTTPError, client.ApiException) as error:
+                self.failed.append(repr(error))
+            self.answered += 1
+
+    def go_on(self, more):
+        """Wait until so many further requests have been answered, well or not."""
+        target = self.answered + more
+        wait_until(lambda: self.answered >= target, f"{more} more requests", seconds=60)
+
+
+def step_of(kube, name):
+    return (status(kube, name).get("progress") or {}).get("step", 0)
+
+
+def identity(core):
+    pod = read(core)
+    (decode,) = pod.status.container_statuses
+    return pod.metadata.uid, decode.container_id, decode.restart_count
+
+
+@pytest.fixture(scope="module")
+def long_job(serving, kube):
+    """A job that trains for longer than these tests take. Yields its name."""
+    submit(kube, "long", serving, steps=50_000)
+    wait_until(lambda: step_of(kube, "long") >= 4, "the job has made four steps", seconds=WITHIN_S)
+    yield "long"
+    # No operator is left to take its own finalizer off, and the namespace is to go.
+    where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs", "long")
+    without = {"metadata": {"finalizers": None}}
+    client.CustomObjectsApi(kube).patch_namespaced_custom_object(*where, without)
+
+
+def test_the_charts_own_test_passes(chart, serving):
     helm("test", "windrow", "--namespace", "windrow-system", "--timeout", "60s")
-    before = kinds(kube)
-    helm(*chart)
+
+
+@pytest.mark.timeout(500)
+def test_an_upgrade_replaces_the_operator_while_a_job_trains_on(chart, kube, serving, long_job):
+    core, apps = client.CoreV1Api(kube), client.AppsV1Api(kube)
+    before, decode, epoch = kinds(kube), identity(core), status(kube, long_job)["epoch"]
+    sidecars = {c.name for c in read(core).spec.ephemeral_containers}
+    where = ("windrow-operator", "windrow-system")
+    generation = apps.read_namespaced_deployment(*where).metadata.generation
+    with Requests(core) as requests:
+        # Other resources, so every pod of the operator is made again.
+        helm(*chart, "--set", "operator.resources.requests.cpu=60m")
+        assert apps.read_namespaced_deployment(*where).metadata.generation > generation
+        reached = step_of(kube, long_job)
+        wait_until(lambda: step_of(kube, long_job) > reached, "the job goes on", seconds=WITHIN_S)
+        requests.go_on(3)
+    assert requests.failed == []
     assert kinds(kube) == before
+    assert identity(core) == decode
+    assert {c.name for c in read(core).spec.ephemeral_containers} == sidecars
+    assert status(kube, long_job)["epoch"] == epoch, "the job was not placed anew"
 
 
-def test_uninstalling_leaves_serving_and_what_users_made(chart, kube, serving):
+@pytest.mark.timeout(300)
+def test_uninstalling_while_a_job_trains_fails_no_request(chart, kube, serving, long_job):
     core = client.CoreV1Api(kube)
-    helm("uninstall", "windrow", "--namespace", "windrow-system", "--wait")
+    decode = identity(core)
+    with Requests(core) as requests:
+        requests.go_on(3)
+        helm("uninstall", "windrow", "--namespace", "windrow-system", "--wait")
+        requests.go_on(10)
+    assert requests.failed == []
     assert is_ready(core)
-    assert answers(core)
+    assert identity(core) == decode
     assert "chat" in kinds(kube)["harvestpolicies"]
     hooks = client.AdmissionregistrationV1Api(kube).list_mutating_webhook_configuration().items
     assert "windrow-operator" not in {hook.metadata.name for hook in hooks}
