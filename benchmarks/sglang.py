@@ -65,7 +65,7 @@ def main() -> int:
     else:
         parts: dict[str, Callable[[], list[Result]]] = {
             "steps": lambda: _step_cost(5 if quick else 50),
-            "start": lambda: _start_cost(1 if quick else 3),
+            "start": lambda: _start_cost(1 if quick else 9),
             "answers": lambda: _answers(40 if quick else 200),
         }
         results: list[Result] = []
@@ -145,6 +145,7 @@ def interval(extra: list[float]) -> tuple[float, float]:
 
 
 def _start_cost(pairs: int) -> list[Result]:
+    # A start takes some 15 s of CPU time, and two starts of one kind differ by up to 1.4 s.
     extra = []
     for number in range(pairs):
         script = {"server": DECODE, "requests": [{"n": 0, "at": 3, "tokens": 4, "prompt": [65]}]}

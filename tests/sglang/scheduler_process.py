@@ -47,6 +47,14 @@ def make_scheduler(server: dict):
     load_plugins()
     stock = stock_functions()
     args = ServerArgs(**{**SERVER, **server})
+    if args.lora_paths:
+        from sglang.srt.lora.lora_registry import LoRARef
+
+        pairs = (path.split("=") for path in args.lora_paths)
+        args.lora_paths = [
+            LoRARef(lora_name=name, lora_path=path, pinned=False) for name, path in pairs
+        ]
+        args.lora_target_modules = set(args.lora_target_modules)
     ports = PortArgs.init_new(args)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0))
     module.configure_scheduler_process(args, 0)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
 
 TEXT = (
     b"The for statement is used to iterate over the elements of a sequence, such as a string, a "
@@ -105,3 +111,54 @@ def test_a_worker_that_is_stopped_killed_and_replaced_costs_no_request_and_delay
     assert played["available"] + played["lent"] == played["total"]
     assert set(played["ends"].values()) == {"length"}
     assert played["off"] == ""
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+def test_a_batch_with_several_adapters_is_answered_as_by_stock_while_chunks_are_lent(
+    play, run_dir, tmp_path
+):
+    for seed, name in enumerate(("tone", "code")):
+        write_adapter(tmp_path / name, seed)
+    server = {
+        **DECODE,
+        "enable_lora": True,
+        "lora_backend": "torch_native",
+        "max_lora_rank": 4,
+        "lora_target_modules": ["q_proj", "v_proj", "down_proj"],
+        "lora_paths": [f"{name}={tmp_path / name}" for name in ("tone", "code")],
+        "max_loras_per_batch": 3,
+    }
+    requests = [
+        {**request, "adapter": ("tone", "code", None)[i % 3]}
+        for i, request in enumerate(conversation(24, 5))
+    ]
+    stock = play({"server": server, "requests": requests})
+    lending = play({"server": server, "requests": requests, "chaos": 3}, run_dir)
+    assert lending["off"] == ""
+    assert lending["iterations_lent"] > 20
+    assert lending["tokens"] == stock["tokens"]
+    assert lending["used"] == stock["used"]
+    # The adapters are in what was answered: without them the same prompts end otherwise.
+    plain = [{**request, "adapter": None} for request in requests]
+    without = play({"server": server, "requests": plain})["tokens"]
+    differ = {request["adapter"] for request in requests if differs(request, stock, without)}
+    assert differ == {"tone", "code"}
+
+
+def differs(request: dict, stock: dict, without: dict) -> bool:
+    rid = f"r{request['n']}"
+    return bool(stock["tokens"][rid] != without[rid])
+
+
+def write_adapter(folder: Path, seed: int) -> None:
+    """An adapter of rank 4 whose matrices are large enough to change answers."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=16,
+        target_modules=["q_proj", "v_proj", "down_proj"],
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    get_peft_model(model, config).save_pretrained(folder)

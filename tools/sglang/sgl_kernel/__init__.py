@@ -25,14 +25,17 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 
 if not torch.cuda.is_available():
-    _tensor = torch.tensor
 
-    def _unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
-        return _tensor(*args, **kwargs)
+    def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+            return make(*args, **kwargs)
+
+        return made
 
     def _as_it_is(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:  # noqa: ANN401
         return tensor
 
     # SGLang's LoRA layers ask for pinned memory on cores as well; torch has none without a driver.
-    torch.tensor = _unpinned
+    torch.tensor = _unpinned(torch.tensor)
+    torch.zeros = _unpinned(torch.zeros)
     torch.Tensor.pin_memory = _as_it_is
