@@ -261,6 +261,27 @@ def test_a_grant_into_which_a_tasklet_has_run_is_used_by_so_much():
     assert slot.gate.launch(tasklet)
 
 
+def test_a_grant_that_a_tasklet_waited_for_is_charged_no_time_of_the_tasklet_before():
+    slot = Slot()
+    tasklet = tiny_job().stream.peek()
+    for units in slot.cores.levels():
+        slot.estimates.learn(tasklet, units, 12_000.0 / units)
+    slot.go(1)
+    assert slot.gate.launch(tasklet)
+    slot.give(action=Action.GO, finetune_units=1, budget_us=20_000_000)
+    assert not slot.gate.revoked()  # has seen it, and runs into it
+    slot.now_ns += 15_000_000_000
+    slot.gate.landed(tasklet)
+    slot.go(2)
+    assert slot.gate.launch(tasklet)
+    assert slot.gate.active_units == 2
+    slot.give(action=Action.GO, finetune_units=1, budget_us=10_000_000)
+    assert slot.gate.revoked()  # it has to leave a core
+    assert slot.gate.hold(lambda: False)
+    slot.gate.landed(tasklet)
+    assert slot.gate.launch(tasklet)  # of the new grant next to nothing is used
+
+
 def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():
     slot = Slot()
     suspension = Suspension(slot.gate, StallWatch(), lambda: True)
