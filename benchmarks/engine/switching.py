@@ -13,7 +13,7 @@ from benchmarks.harness import Result, middle
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import shallow_clone
-from windrow_sidecar.finetune.offload.job_state import DeviceHome, Home, HostHome, Swap
+from windrow_sidecar.finetune.offload.job_state import DeviceHome, Home, HostHome, JobOffload
 from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
 
 GOAL_MS = 100.0
@@ -63,14 +63,14 @@ class _Adapter:
         self.device = device
         self._optimizer = stepped_optimizer(adapter_parameters(device))
 
-    def swap_out(self, home: Home, room_bytes: int) -> None:
-        """As `TaskletStream.swap_out`, between two groups."""
+    def offload(self, home: Home, room_bytes: int) -> None:
+        """As `TaskletStream.offload`, between two groups."""
         del room_bytes
         self._optimizer.move(home.out)
         home.settle()
 
-    def swap_in(self, home: Home) -> None:
-        """As `TaskletStream.swap_in`."""
+    def bring_back(self, home: Home) -> None:
+        """As `TaskletStream.bring_back`."""
         self._optimizer.move(home.back)
         home.settle()
 
@@ -90,7 +90,7 @@ def switching(*, rounds: int, device: torch.device) -> list[Result]:
 
 
 def _adapters(name: str, home: Home, rounds: int, device: torch.device) -> Result:
-    swaps = [Swap(_Adapter(device), lambda: 1 << 40, home) for _ in range(2)]
+    swaps = [JobOffload(_Adapter(device), lambda: 1 << 40, home) for _ in range(2)]
     swaps[1].out()
     times_ms = [_switch_ms(swaps[n % 2].out, swaps[(n + 1) % 2].back) for n in range(rounds + 2)]
     value, spread = middle(times_ms[2:])  # the first ones make the buffers

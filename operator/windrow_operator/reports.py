@@ -1,7 +1,7 @@
 """Apply what sidecars report to the cluster state.
 
-Each function folds one message into the World. A report about a placement counts only when it is
-the job's newest one; for any other the function returns the command that ends the stale worker.
+Each function applies one message. A report about a placement counts only when it is the job's
+newest one; for any other the function returns the command that ends the stale worker.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ class Webhook:
     """Answers AdmissionReviews.
 
     Args:
-        world: policies and namespaces.
+        cluster: policies and namespaces.
         kube: asked whether claims are bound, and whether a changed pod would be admitted.
         template: what is the same in every sidecar.
         metrics: counts.

@@ -64,7 +64,7 @@ class HoldsMemory:
     def replan(self) -> None:
         self.log.append("replan")
 
-    def swap_out(self, home, room_bytes: int) -> None:
+    def offload(self, home, room_bytes: int) -> None:
         del home
         self.spill(room_bytes)
         if self.movable:
@@ -72,15 +72,15 @@ class HoldsMemory:
             self.state = 0
         self.log.append("out")
 
-    def swap_in(self, home) -> None:
+    def bring_back(self, home) -> None:
         del home
         if self.movable:
             self.state = self._allocator.allocate(6 * MIB)
         self.log.append("in")
 
-    def stow(self, *, away: bool) -> None:
-        self.log.append("stow" if away else "unstow")
-        if away and self.movable:
+    def move_buffers(self, *, to_host: bool) -> None:
+        self.log.append("buffers out" if to_host else "buffers back")
+        if to_host and self.movable:
             self._allocator.free(self.other)
             self.other = 0
         elif not self.other:
@@ -217,7 +217,7 @@ def test_a_job_leaves_every_chunk_and_comes_back_when_there_is_room(beside, forw
     assert beside.memory.restore()
     assert job.state
     assert job.other
-    assert job.log[-2:] == ["unstow", "in"]
+    assert job.log[-2:] == ["buffers back", "in"]
     assert len(beside.decode.held(WORKER)) == len(home) == 1
     job.close()
 
@@ -229,7 +229,7 @@ def test_what_cannot_be_left_ends_the_job_as_transient(beside):
     beside.decode.revoke(2)
     with pytest.raises(Transient, match="goes on from its checkpoint"):
         beside.memory.settle()
-    assert job.log == ["spill", "spill", "out", "stow"]
+    assert job.log == ["spill", "spill", "out", "buffers out"]
     job.close()
     beside.memory.release()
     assert beside.decode.draining(WORKER) == beside.decode.held(WORKER) == []

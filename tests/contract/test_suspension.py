@@ -317,14 +317,14 @@ def test_a_grant_that_comes_while_the_worker_says_it_is_quiet_is_not_slept_over(
     assert slot.gate.launch(tasklet)
 
 
-def test_a_job_that_was_stowed_in_the_middle_of_a_step_learns_the_same(untouched):
+def test_a_job_that_left_the_device_in_the_middle_of_a_step_learns_the_same(untouched):
     sizing, expected = untouched
     job, n = tiny_job(sizing=sizing, micro_batches=2), 0
     while (tasklet := job.stream.peek()) is not None:
         job.stream.run(tasklet)
         n += 1
         if n in (3, 10, 20, 41):
-            job.stream.stow(away=True)
-            job.stream.stow(away=False)
+            job.stream.move_buffers(to_host=True)
+            job.stream.move_buffers(to_host=False)
     assert n > 41
     assert bit_equal(adapter_of(job), expected)

@@ -180,6 +180,37 @@ def test_public_functions_over_tensors_say_their_shapes():
     assert silent == []
 
 
+def described(docstring):
+    """Return the names under `Args:`."""
+    _, begun, text = docstring.partition("\nArgs:\n")
+    part = re.split(r"\n\S", text)[0] if begun else ""
+    found = re.findall(r"^    (\*{0,2}\w[\w, *]*):", part, re.MULTILINE)
+    return {name.strip("* ") for names in found for name in names.split(",")}
+
+
+def taken(node):
+    """Return the parameters of a function or of a class."""
+    fields = set()
+    if isinstance(node, ast.ClassDef):
+        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
+        node = next((n for n in node.body if getattr(n, "name", "") == "__init__"), None)
+    arguments = [n for n in ast.walk(node.args) if isinstance(n, ast.arg)] if node else []
+    return fields | {argument.arg for argument in arguments}
+
+
+def test_arguments_that_a_docstring_describes_are_there():
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    count, stale = 0, []
+    for _, path, tree in product_modules():
+        for node in (n for n in ast.walk(tree) if isinstance(n, kinds)):
+            names = described(ast.get_docstring(node) or "")
+            count += len(names)
+            gone = names - taken(node)
+            stale += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in gone]
+    assert count > 500
+    assert stale == []
+
+
 # Notes that lie beside this repository, where no reader of it can look them up.
 ELSEWHERE = re.compile(r"\b(SPECS|STYLE)\b|\b(FACTS|DESIGN)(\.md\b| \d|: )")
 

@@ -73,7 +73,7 @@ class WorkerSupervisor:
     @property
     def takes_more(self) -> bool:
         """Whether a run goes on that can bring the worker word of another."""
-        return self._killed_for is None and self._herald() is not None
+        return self._killed_for is None and self._control_stream() is not None
 
     async def start(self, run: JobRun, standby: Standby) -> None:
         """Start the worker for a run; a start that fails is reported as the run's end."""
@@ -92,8 +92,8 @@ class WorkerSupervisor:
 
     async def take(self, run: JobRun) -> None:
         """Have the worker run this one too, in turns; see `takes_more`."""
-        herald = self._herald()
-        assert herald is not None
+        control = self._control_stream()
+        assert control is not None
         self.runs.append(run)
         assign = run.assign
         try:
@@ -102,7 +102,7 @@ class WorkerSupervisor:
             await run.cannot_start(error)
             return
         _log.info("job %s epoch %d: joins worker %d", assign.job_uid, assign.epoch, self.pid)
-        herald.send(
+        control.send(
             agent_pb2.WorkerCommand(action="ADD_JOB", job_uid=assign.job_uid, epoch=assign.epoch)
         )
 
@@ -128,7 +128,7 @@ class WorkerSupervisor:
         if self._process and not self.is_shared_by(run):
             self._killer = self._killer or asyncio.create_task(self._kill_after_grace())
 
-    def _herald(self) -> JobRun | None:
+    def _control_stream(self) -> JobRun | None:
         """A run over whose stream the worker hears of others."""
         going = (run for run in self.runs if run.ended is None and not run.asked_to_end)
         return next(going, None)

@@ -48,17 +48,17 @@ class GpuCapabilities:
     finetune_sms: Set[int] = frozenset()
 
 
-def choose_sharing(ground: GpuCapabilities) -> Sharing:
+def choose_sharing(capabilities: GpuCapabilities) -> Sharing:
     """Spatial where everything it needs is there, else temporal: decode comes first."""
-    if ground.green_missing:
-        return Sharing("temporal", f"no green contexts: {ground.green_missing}")
-    if ground.mps_missing:
-        return Sharing("temporal", f"no MPS daemon: {ground.mps_missing}")
-    if ground.decode_partition == "none":
+    if capabilities.green_missing:
+        return Sharing("temporal", f"no green contexts: {capabilities.green_missing}")
+    if capabilities.mps_missing:
+        return Sharing("temporal", f"no MPS daemon: {capabilities.mps_missing}")
+    if capabilities.decode_partition == "none":
         return Sharing("spatial", "the worker is capped, decode runs on every SM")
-    if not ground.decode_sms or not ground.finetune_sms:
+    if not capabilities.decode_sms or not capabilities.finetune_sms:
         return Sharing("temporal", "the SMs of a share could not be measured")
-    both = ground.decode_sms & ground.finetune_sms
+    both = capabilities.decode_sms & capabilities.finetune_sms
     if both:
         return Sharing(
             "temporal", f"the shares meet on {len(both)} SMs, {min(both)} among them, as measured"

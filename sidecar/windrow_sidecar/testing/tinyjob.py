@@ -142,7 +142,7 @@ def _rows() -> list[Example]:
 
 
 class Elsewhere:
-    """A home (see `swapping.Home`) whose memory others write to once a tensor has left it.
+    """A home (see `job_state.Home`) whose memory others write to once a tensor has left it.
 
     Attributes:
         moved: tensors that have left it so far.

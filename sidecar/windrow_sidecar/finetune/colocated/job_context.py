@@ -57,7 +57,7 @@ class JobContext:
         job: what to do.
         base: the frozen model; gets the adapter.
         shared: what it shares with other jobs.
-        standing: says whether the job's end is asked for.
+        job_state: says whether the job's end is asked for.
         rows: its rows, where they have been read already.
 
     Raises:

@@ -54,7 +54,7 @@ class PendingJob:
 
     Attributes:
         order: names it.
-        standing: what other threads read and set.
+        job_state: what other threads read and set.
         agent: its stream.
         events: its event log.
     """
@@ -75,7 +75,7 @@ class WorkerJobs:
         event_log: makes the event log of a job.
         readers: have the rows of further jobs read; closed at the end.
         turn: says whose turn it is, to whoever finds the process dead.
-        standing: makes that of a job.
+        job_state: makes that of a job.
     """
 
     def __init__(

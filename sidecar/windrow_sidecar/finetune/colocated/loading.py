@@ -54,7 +54,7 @@ class Loading:
     Args:
         job: reads it; called on the thread.
         order: names it.
-        standing: of the job; its stall watch is renewed as rows come.
+        job_state: of the job; its stall watch is renewed as rows come.
         readers: have the rows read.
         rows_for: says what to read; called on the thread.
         pace: when the rows may be read.

@@ -73,7 +73,7 @@ class MicroBatchGroup:
         return tuple(row for micro in self.group for row in micro.rows)
 
     def run(self, tasklet: Tasklet) -> None:
-        """Run a tasklet; afterwards the frontier is further.
+        """Run a tasklet, and note the progress of the group.
 
         Raises:
             ValueError: it may not run yet.

@@ -1,6 +1,6 @@
 """Orders in which the tasklets of a group may run, and the lookahead over one of them.
 
-An order looks at the frontier and names the next tasklet; nothing else is remembered, so windows
+An order looks at the progress and names the next tasklet; nothing else is remembered, so windows
 may change from one to the next, and a plan may be made anew at any moment.
 
 Between two tasklets the caches hold the layer that has just run, so finding one of them costs four
@@ -141,7 +141,7 @@ class Lookahead:
 
     Args:
         order: of the tasklets.
-        frontier: of the group; others move it, and say so.
+        progress: of the group; others move it, and say so.
     """
 
     def __init__(self, order: Order, progress: GroupProgress) -> None:
@@ -150,7 +150,7 @@ class Lookahead:
         self._found: deque[Tasklet] = deque()
 
     def peek(self, sizing: TaskletSizing) -> Tasklet | None:
-        """Return the next one; None: the group is through. Another grain begins a new plan."""
+        """Return the next one; None: the group is through. Another sizing begins a new plan."""
         if sizing != self._sizing:
             self._sizing = sizing
             self._found.clear()
@@ -166,5 +166,5 @@ class Lookahead:
             self._found.clear()
 
     def forget(self) -> None:
-        """Others have moved the frontier: make the plan anew."""
+        """Others have moved the progress: make the plan anew."""
         self._found.clear()

@@ -74,10 +74,10 @@ class TaskletStream:
         total_steps: of the job.
         boundaries: where activations between layers live.
         limits: asked before each group of micro-batches.
-        grain: asked before each tasklet.
+        sizing: asked before each tasklet.
         seed: of dropout.
         order: of the tasklets of a group.
-        course: how rows stand together, and when the adapter is judged.
+        evaluation_policy: how rows stand together, and when the adapter is judged.
     """
 
     def __init__(
@@ -269,8 +269,8 @@ class TaskletStream:
         else:
             self.drop()
 
-    def swap_out(self, home: Home, room_bytes: int) -> None:
-        """Move what changes with training to the host (see `swapping`, `spill`).
+    def offload(self, home: Home, room_bytes: int) -> None:
+        """Move what changes with training to the host (see `offload.job_state`, `spill`).
 
         Of a group on its way, keys and values of windows and one gradient stay where they are.
         """
@@ -278,19 +278,19 @@ class TaskletStream:
         self._optimizer.move(home.out)
         home.settle()
 
-    def swap_in(self, home: Home) -> None:
-        """Take back what `swap_out` has moved; between the two nothing may run."""
+    def bring_back(self, home: Home) -> None:
+        """Take back what `offload` has moved; between the two nothing may run."""
         self._optimizer.move(home.back)
         home.settle()
 
-    def stow(self, *, away: bool) -> None:
-        """Leave nothing on the device but the base's parameters, or come back; see `swap_out`.
+    def move_buffers(self, *, to_host: bool) -> None:
+        """Leave nothing on the device but the base's parameters, or come back; see `offload`.
 
         The group on its way is given up; its rows run again later.
         """
-        if away:
+        if to_host:
             self.drop()
-        self._parts.stack.stow(away=away)
+        self._parts.stack.move_buffers(to_host=to_host)
 
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""

@@ -69,7 +69,7 @@ class Ledger:
         folder: its folder, claimed.
         reporter: who is told.
         events: tasklets and losses go here.
-        standing: progress goes here.
+        job_state: progress goes here.
         newest: returns the checkpoint to go on from (default: reads the folder).
         forgets: whether checkpoints go once the adapter is written: nobody can go on from them.
     """

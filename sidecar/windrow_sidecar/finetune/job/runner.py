@@ -42,7 +42,7 @@ class Runner:
         gate, memory: what limits it.
         ledger: where it is written down.
         reporter: who may give commands.
-        standing: where a signal asks to stop.
+        job_state: where a signal asks to stop.
         expected_s: how long a tasklet is expected to take; None: nobody knows.
         clock: monotonic seconds.
     """

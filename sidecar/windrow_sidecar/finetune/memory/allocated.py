@@ -18,7 +18,7 @@ from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
-from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
 from windrow_sidecar.finetune.offload.schedule import LEAST_LAYERS
 from windrow_sidecar.finetune.recompute.activation_budget import GROUP_SHARE, ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
@@ -105,15 +105,15 @@ class AllocatedMemory:
         self._budget, self._device = budget, device
         self._chunk_bytes, self._host_free_bytes = chunk_bytes, host_free_bytes
         self._job: Loaded | None = None
-        self._swap: Swap | None = None
+        self._job_offload: JobOffload | None = None
         self.is_starving = False  # as `starving` last found
         self._away_bytes = 0  # that adapter and moments will take when they come back
-        self._stowed = False
+        self._buffers_away = False
 
     def serve(self, job: Loaded) -> None:
         """Belong to a job from now on."""
         self._job = job
-        self._swap = Swap(job.stream, self._host_free_bytes)
+        self._job_offload = JobOffload(job.stream, self._host_free_bytes)
 
     @property
     def held_chunks(self) -> int:
@@ -184,13 +184,13 @@ class AllocatedMemory:
 
     def restore(self) -> bool:
         """Move it back."""
-        if self._job is None or self._swap is None:
+        if self._job is None or self._job_offload is None:
             return False
-        if self._stowed:
-            self._job.stream.stow(away=False)
-            self._stowed = False
+        if self._buffers_away:
+            self._job.stream.move_buffers(to_host=False)
+            self._buffers_away = False
         self._away_bytes = 0
-        return self._swap.back()
+        return self._job_offload.back()
 
     def release(self) -> None:
         """Drop the group on its way and give back every chunk that is empty then."""
@@ -208,7 +208,13 @@ class AllocatedMemory:
         residents = self._job.residents if self._job else None
         shrinks = [residents.shrink] * residents.layers if residents else []
         # Workspaces of libraries first: they cost nothing but to be made again.
-        steps = (self._device.release_caches, *shrinks, self._spill, self._move_out, self._stow)
+        steps = (
+            self._device.release_caches,
+            *shrinks,
+            self._spill,
+            self._move_out,
+            self._move_buffers,
+        )
         for step in steps:
             if not self._budget.asked_back():
                 return
@@ -228,14 +234,14 @@ class AllocatedMemory:
 
     def _move_out(self) -> None:
         """They come back before anything runs (see `runner`), into chunks that do not drain."""
-        if self._swap is not None and not self._away_bytes:
+        if self._job_offload is not None and not self._away_bytes:
             before = self._budget.used_bytes()
-            self._swap.out()
+            self._job_offload.out()
             self._away_bytes = max(1, before - self._budget.used_bytes())
 
-    def _stow(self) -> None:
+    def _move_buffers(self) -> None:
         if self._job is not None:
-            self._job.stream.stow(away=True)
-            self._stowed = True
+            self._job.stream.move_buffers(to_host=True)
+            self._buffers_away = True
         # Moving has computed: a buffer of another type is converted on its way.
         self._device.release_caches()

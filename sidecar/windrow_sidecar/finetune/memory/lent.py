@@ -12,7 +12,7 @@ from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
 from windrow_sidecar.finetune.memory.training_memory import replan_if_short
-from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, Swap
+from windrow_sidecar.finetune.offload.job_state import SPILL_SHARE, JobOffload
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
 
@@ -43,7 +43,7 @@ class LentMemory:
             activation_budget,
             free_bytes,
         )
-        self._swap = Swap(stream, free_bytes)
+        self._job_offload = JobOffload(stream, free_bytes)
         self.is_starving = False  # as `starving` last found
 
     def settle(self) -> None:
@@ -73,12 +73,12 @@ class LentMemory:
 
     def offload(self) -> None:
         """Move the job's state to the host; chunks that are empty then stay until asked for."""
-        self._swap.out()
+        self._job_offload.out()
 
     def restore(self) -> bool:
         """Move it back; from now on the chunks are this job's."""
         self._boundaries.move_in()
-        return self._swap.back()
+        return self._job_offload.back()
 
     def release(self) -> None:
         """Drop the micro-batch on its way; the chunks are the worker's, for its other jobs."""

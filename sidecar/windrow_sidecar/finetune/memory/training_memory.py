@@ -6,7 +6,7 @@ from typing import Protocol
 
 from windrow_sidecar.compute.host_device import available_bytes
 from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.offload.job_state import Home, Swap
+from windrow_sidecar.finetune.offload.job_state import Home, JobOffload
 from windrow_sidecar.finetune.recompute.activation_budget import ActivationBudget
 from windrow_sidecar.finetune.tasklets import Tasklet
 
@@ -47,7 +47,7 @@ class OwnMemory:
     Args:
         stream: of the job.
         home: where it trains (default: where its adapter is).
-        keeping: what its groups take; None: they are not asked about.
+        activation_budget: what its groups take; None: they are not asked about.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OwnMemory:
         home: Home | None = None,
         activation_budget: ActivationBudget | None = None,
     ) -> None:
-        self._stream, self._swap = stream, Swap(stream, available_bytes, home)
+        self._stream, self._job_offload = stream, JobOffload(stream, available_bytes, home)
         self._activation_budget = activation_budget
 
     def settle(self) -> None:
@@ -77,11 +77,11 @@ class OwnMemory:
 
     def offload(self) -> None:
         """Move the job's state to the host."""
-        self._swap.out()
+        self._job_offload.out()
 
     def restore(self) -> bool:
         """Move it back."""
-        return self._swap.back()
+        return self._job_offload.back()
 
     def release(self) -> None:
         """Drop the group on its way; torch frees it."""

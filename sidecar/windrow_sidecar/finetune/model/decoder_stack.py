@@ -114,10 +114,10 @@ class DecoderStack:
         """Number of layers."""
         return len(self.layers)
 
-    def stow(self, *, away: bool) -> None:
+    def move_buffers(self, *, to_host: bool) -> None:
         """Bring all of the model but its parameters to the host, or back; nothing may run."""
         self._calls.clear()
-        to = torch.device("cpu") if away else self.device
+        to = torch.device("cpu") if to_host else self.device
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(to)

@@ -68,21 +68,21 @@ class DeviceHome:
         torch.cuda.current_stream(self._device).synchronize()
 
 
-class Swappable(Protocol):
+class Offloadable(Protocol):
     """What owns tensors that can be offloaded (see `stream.TaskletStream`)."""
 
     @property
     def device(self) -> torch.device:
         """Where it trains, or lies."""
 
-    def swap_out(self, home: Home, room_bytes: int) -> None:
+    def offload(self, home: Home, room_bytes: int) -> None:
         """Leave the device, with at most `room_bytes` for activations on the host."""
 
-    def swap_in(self, home: Home) -> None:
+    def bring_back(self, home: Home) -> None:
         """Come back."""
 
 
-class Swap:
+class JobOffload:
     """Offload a job's state at most once, and bring it back at most once.
 
     Args:
@@ -92,7 +92,7 @@ class Swap:
     """
 
     def __init__(
-        self, job: Swappable, free_bytes: Callable[[], int], home: Home | None = None
+        self, job: Offloadable, free_bytes: Callable[[], int], home: Home | None = None
     ) -> None:
         self._job, self._free_bytes = job, free_bytes
         self._home, self._is_out = home or home_of(job.device), False
@@ -100,14 +100,14 @@ class Swap:
     def out(self) -> None:
         """Go to the host."""
         if not self._is_out:
-            self._job.swap_out(self._home, int(SPILL_SHARE * self._free_bytes()))
+            self._job.offload(self._home, int(SPILL_SHARE * self._free_bytes()))
             self._is_out = True
 
     def back(self) -> bool:
         """Come home. Returns whether it was away."""
         was_out = self._is_out
         if was_out:
-            self._job.swap_in(self._home)
+            self._job.bring_back(self._home)
             self._is_out = False
         return was_out
 

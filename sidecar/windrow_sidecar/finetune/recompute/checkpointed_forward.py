@@ -20,14 +20,14 @@ from windrow_sidecar.finetune.recompute.recording import OpCall, Ref, layer_tens
 class CheckpointedForward:
     """The saved tensors of one layer between its forward and the end of its backward.
 
-    A forward that does not show the tensors that the recipe expects (a mixture of experts that
+    A forward that does not show the tensors that the plan expects (a mixture of experts that
     routes otherwise, a kernel chosen anew) is run a second time as a whole in its backward: slower,
     never wrong.
 
     Args:
         layer, args, kwargs: the call. Weights are looked up when they are needed: they may be
             elsewhere by then.
-        recipe: None: keep nothing but the arguments.
+        recompute_plan: None: keep nothing but the arguments.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class CheckpointedForward:
 
     @property
     def misfit(self) -> bool:
-        """Whether the forward was another one than the recipe's."""
+        """Whether the forward was another one than the plan's."""
         return self._recompute_plan is not None and not self._fits
 
     @property

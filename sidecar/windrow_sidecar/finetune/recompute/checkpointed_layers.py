@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 ALL = inf
 # Shapes and budgets that are remembered, a few hundred KiB each.
-RECORDINGS_KEPT, RECIPES_KEPT = 64, 256
+RECORDINGS_KEPT, PLANS_KEPT = 64, 256
 
 
 class PlannedLayers:
@@ -45,7 +45,7 @@ class PlannedLayers:
         self._layers, self._gemm_again = layers, gemm_again
         self.bytes_per_token: float | None = None
         self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
-        self._recipes: OrderedDict[Hashable, RecomputePlan | None] = OrderedDict()
+        self._plans: OrderedDict[Hashable, RecomputePlan | None] = OrderedDict()
         # Layers that computed the same when they were first seen share all later recordings.
         self._likeness: dict[int, Hashable] = {}
 
@@ -102,10 +102,10 @@ class PlannedLayers:
         budget = min(self.bytes_per_token * args[0].shape[:-1].numel(), sys.maxsize)
         recording = self.recording(layer, args, kwargs)
         key = (self._likeness[layer], _call_key(args, kwargs), budget)
-        if key not in self._recipes:
-            self._recipes[key] = _within(recording, round(budget), gemm_again=self._gemm_again)
-        _touch(self._recipes, key, RECIPES_KEPT)
-        return self._recipes[key]
+        if key not in self._plans:
+            self._plans[key] = _within(recording, round(budget), gemm_again=self._gemm_again)
+        _touch(self._plans, key, PLANS_KEPT)
+        return self._plans[key]
 
     def _record(
         self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]

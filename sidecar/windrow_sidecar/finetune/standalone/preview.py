@@ -53,7 +53,7 @@ class Preview:
 
     Args:
         job: the job.
-        grain: how tasklets are cut; a bound in microseconds asks for what keeps to it.
+        sizing: how tasklets are cut; a bound in microseconds asks for what keeps to it.
         order: one of `ORDERS`.
         micro_batches: that visit a layer together.
         units: of the device, in use.
