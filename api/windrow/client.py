@@ -457,8 +457,13 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         known, current = k8s_config.list_kube_config_contexts(path or None)
         api = k8s_config.new_client_from_config(path or None, context=context or None)
     except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
+        if not named and not context:
+            raise UserError(
+                "there is no cluster to talk to: none is up, and kubectl has no configuration",
+                remedy="Start one with `windrow up`, or set KUBECONFIG.",
+            ) from e
         raise UserError(
-            f"no cluster to talk to: {e}",
+            f"no cluster to talk to: {str(e).rstrip('.')}",
             field="--context" if context else "--kubeconfig",
             remedy="Name a context that `kubectl config get-contexts` shows."
             if context

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,13 @@ def test_the_cluster_that_stays_does_what_the_page_says(tmp_path):
         (python,) = blocks("python")
         subprocess.run([sys.executable, "-c", python], cwd=ROOT, env=environment, check=True)
         policies = run(".venv/bin/windrow top --json", environment)
+        # What decode serves is called what the job calls it.
+        deadline = time.monotonic() + 120
+        while "shares the served model's weights" not in (
+            story := run(".venv/bin/windrow explain support-tone", environment)
+        ):
+            assert time.monotonic() < deadline, story
+            time.sleep(0.5)
     finally:
         run(down, environment)
     assert "support-tone" in said["get"]

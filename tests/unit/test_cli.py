@@ -1,6 +1,7 @@
 """Every command explains itself, and says by its exit code who must act."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -254,3 +255,17 @@ def test_a_command_gets_the_record_that_its_options_fill():
     app(["--rank", "4", "--called", "a", "--dry"], standalone_mode=False)
     app([], standalone_mode=False)
     assert got == [(Options(4, "a"), True), (Options(), False)]
+
+
+def test_without_any_kubeconfig_it_is_said_how_to_get_one(tmp_path):
+    # In a process of its own: the library looks for kubectl's own when it is imported.
+    hidden = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden}
+    environment |= {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", "from windrow import cli; cli.main()", "get"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == cli.EXIT_USAGE
+    assert done.stderr == (
+        "windrow: there is no cluster to talk to: none is up, and kubectl has no configuration. "
+        "Start one with `windrow up`, or set KUBECONFIG.\n"
+    )

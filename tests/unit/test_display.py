@@ -46,8 +46,8 @@ def frame(**changes) -> Frame:
     return Frame(**(fields | changes))
 
 
-def shown(one: Frame) -> str:
-    console = Console(file=StringIO(), width=140, color_system=None)
+def shown(one: Frame, width: int = 140) -> str:
+    console = Console(file=StringIO(), width=width, color_system=None)
     console.print(draw(one))
     return console.file.getvalue()
 
@@ -57,15 +57,26 @@ def test_the_picture_shows_pods_memory_job_and_events():
     for wanted in (
         "kubernetes v1.36.3   policy windrow   objective 18.0 ms",
         "00:42",
-        "decode-0  TPOT p50 9.8  p99 15.1 ms",
+        "decode-0  TPOT p50 9.8 ms  p99 15.1 ms",
         "batch 6  context 7,412  cores 1 decode + 1 finetune",
         "KV 8  lent 8  reserved 2  free 4",
         "9,840 tok/s harvested",
-        "support-tone   Running on decode-0-0   step 118/400   loss 2.310",
-        "ETA 01:12",
+        "support-tone   Running on decode-0-0   step 118/400   ETA 01:12",
+        "loss 2.310  █▁",
         "18:02:11  support-tone  Placed: here",
     ):
         assert wanted in picture, picture
+
+
+def test_in_a_narrow_terminal_no_line_is_broken():
+    """A picture that lives would jump with each line that comes and goes."""
+    long = EventView(
+        "2026-01-01T18:02:11Z", "FinetuneJob", "support-tone", "NoSlot", "no slot " * 20, False
+    )
+    narrow = frame(events=[EVENT, long], loss_history=[3.0, 2.5] * 12)
+    wide, narrow = (shown(narrow, width).splitlines() for width in (140, 80))
+    assert len(narrow) == len(wide)
+    assert [at for at, line in enumerate(narrow) if "…" in line] == [len(narrow) - 1]
 
 
 def test_where_no_step_ran_there_is_a_dash():
@@ -77,7 +88,7 @@ def test_where_no_step_ran_there_is_a_dash():
     idle = SlotView.of(
         SLOT | {"status": {"batch": 0, "steps": 0, "jobName": "default/support-tone"}}
     )
-    assert "TPOT p50 -  p99 - ms" in shown(frame(slots=[idle], job=job))
+    assert "TPOT p50 - ms  p99 - ms" in shown(frame(slots=[idle], job=job))
     assert row_of(idle)[2:5] == ("-", "-", "-")
 
 
@@ -102,7 +113,7 @@ def test_a_slot_without_reports_and_no_job_can_be_drawn():
 
 def test_the_line_says_the_same_in_short():
     assert line(frame()) == (
-        "00:42  |  serving  |  decode-0: TPOT p50 9.8 p99 15.1 ms, batch 6, cores 1 decode + 1 "
+        "00:42  |  serving  |  decode-0: TPOT p50 9.8 ms, p99 15.1 ms, batch 6, cores 1 decode + 1 "
         "finetune, lent 8 of 22 chunks  |  job support-tone: Running, step 118/400, loss 2.310, "
         "9,840 tok/s"
     )

@@ -200,7 +200,7 @@ def up(
     sglang = _sglang(engine)
     plan = serving.plan_pods(
         held,
-        assets.find(assets.MODEL, option="--model", given=model),
+        _named_from_here(assets.find(assets.MODEL, option="--model", given=model)),
         sglang=sglang,
         asks=True,
     )
@@ -218,6 +218,12 @@ def up(
     print_line("  kubectl apply -f examples/harvestpolicy.yaml -f examples/finetunejob.yaml")
     print_line("  kubectl get ftj,hs,hp,lp")
     print_line("End it with: windrow down")
+
+
+def _named_from_here(model: Path) -> Path:
+    """Return a model as jobs of this directory name it: what decode serves is known by its name."""
+    here = Path.cwd()
+    return model.relative_to(here) if model.is_relative_to(here) else model
 
 
 def down(as_json: Json = False) -> None:

@@ -16,12 +16,13 @@ from rich.text import Text
 from windrow.views import Chunks, EventView, JobView, SlotView
 
 HISTORY = 24
-BAR_CELLS = 24
+BAR_CELLS = 20
+_INDENT = 10
 EVENTS_SHOWN = 4
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold"
 # KV, lent, reserved (with what is draining), free: shape and colour both tell them apart.
-_MEMORY = (("kv", "█", "cyan"), ("lent", "▒", "yellow"), ("reserved", "░", "blue"))
+_MEMORY = (("KV", "█", "cyan"), ("lent", "▒", "yellow"), ("reserved", "░", "blue"))
 
 
 @dataclass
@@ -103,33 +104,43 @@ def _head(frame: Frame) -> RenderableType:
         ("windrow demo", _HEAD),
         f"   kubernetes {frame.kubernetes}   policy {frame.policy}",
         f"   objective {frame.objective_ms:.1f} ms" if frame.objective_ms else "",
-        (f"   {frame.phase}", _DIM),
     )
     line.add_row(left, Text(clock(frame.elapsed_s), style=_HEAD))
-    return line
+    return Group(line, _line(frame.phase, _DIM)) if frame.slots else line
+
+
+def _line(text: str | Text, style: str = "") -> Text:
+    """Return a text that is cut at the end of the line: a picture that lives keeps its height."""
+    made = Text(text, style) if isinstance(text, str) else text
+    made.no_wrap, made.overflow = True, "ellipsis"
+    return made
 
 
 def _slot(slot: SlotView, frame: Frame) -> RenderableType:
-    first = Text.assemble((f"{slot.pod:<10}", _HEAD), "TPOT p50 ")
-    first.append(_ms(slot.tpot_p50_s)).append("  p99 ")
+    first = Text.assemble(
+        (f"{slot.pod:<{_INDENT - 1}} ", _HEAD), f"TPOT p50 {_ms(slot.tpot_p50_s)} "
+    )
+    first.append(" p99 ")
     late = slot.tpot_p99_s is not None and slot.tpot_p99_s * 1e3 > frame.objective_ms > 0
-    first.append(f"{_ms(slot.tpot_p99_s)} ms", style=_BAD if late else _GOOD)
+    first.append(_ms(slot.tpot_p99_s), style=_BAD if late else _GOOD)
     first.append(f"  {sparkline(frame.tpot_history.get(slot.name, ())):<{HISTORY}}", style=_DIM)
     if not slot.reported:
-        return first.append(f"  {slot.why}")
-    first.append(f"  batch {slot.batch}  context {slot.context_tokens:,}  cores {_cores(slot)}")
-    second = Text(f"{'':<10}memory ")
-    cells = memory_cells(slot.chunks)
-    for (_, block, colour), n in zip(_MEMORY, cells, strict=False):
-        second.append(block * n, style=colour)
-    second.append("·" * cells[3], style=_DIM)
-    c = slot.chunks
-    second.append(f"  KV {c.kv}  lent {c.lent}  reserved {c.reserved + c.draining}  free {c.free}")
+        return _line(first.append(f"  {slot.why}"))
+    second = Text(" " * _INDENT)
+    second.append(f"batch {slot.batch}  context {slot.context_tokens:,}  cores {_cores(slot)}")
     if slot.breaker:
         second.append(f"  not harvesting: {slot.breaker}", style=_BAD)
-    elif frame.job is not None and slot.job == f"{frame.job.namespace}/{frame.job.name}":
-        second.append(f"  {_rate(frame.job)} tok/s harvested", style=_GOOD)
-    return Group(first, second)
+    third = Text(f"{'':<{_INDENT}}memory ")
+    cells = memory_cells(slot.chunks)
+    for (_, block, colour), n in zip(_MEMORY, cells, strict=False):
+        third.append(block * n, style=colour)
+    third.append("·" * cells[3], style=_DIM)
+    c = slot.chunks
+    # In the colours of the bar.
+    for (name, _, colour), n in zip(_MEMORY, (c.kv, c.lent, c.reserved + c.draining), strict=True):
+        third.append(f"  {name} {n}", style=colour)
+    third.append(f"  free {c.free}")
+    return Group(_line(first), _line(second), _line(third))
 
 
 def _cores(slot: SlotView) -> str:
@@ -137,23 +148,23 @@ def _cores(slot: SlotView) -> str:
     return f"{decode} + {slot.finetune_units} finetune" if slot.finetune_units else decode
 
 
-def _job(job: JobView, losses: Sequence[float]) -> Text:
-    line = Text.assemble(("job ", _DIM), (job.name, _HEAD), f"   {job.state}")
+def _job(job: JobView, losses: Sequence[float]) -> RenderableType:
+    line = Text.assemble((f"{'job':<{_INDENT}}", _DIM), (job.name, _HEAD), f"   {job.state}")
     if job.slot:
         line.append(f" on {job.slot.rpartition('/')[2]}")
     line.append(f"   step {job.steps_done}")
-    if job.loss is not None:
-        line.append(f"   loss {job.loss:.3f}  {sparkline(losses)}")
     if job.eta_s is not None and not job.finished:
         line.append(f"   ETA {clock(job.eta_s)}")
-    return line
+    second = Text(f"{'':<{_INDENT}}loss {'-' if job.loss is None else f'{job.loss:.3f}'}  ")
+    second.append(f"{sparkline(losses):<{HISTORY}}", style=_DIM)
+    if job.slot:
+        second.append(f"  {_rate(job)} tok/s harvested", style=_GOOD)
+    return Group(_line(line), _line(second))
 
 
 def _event(event: EventView) -> Text:
     style = _BAD if event.warning else _DIM
-    return Text(
-        f"{event.at[11:19]}  {event.name}  {event.reason}: {event.message}", style, end="\n"
-    )
+    return _line(f"{event.at[11:19]}  {event.name}  {event.reason}: {event.message}", style)
 
 
 def _rate(job: JobView) -> str:
@@ -161,14 +172,14 @@ def _rate(job: JobView) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds * 1e3:.1f}"
+    return "- ms" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def line(frame: Frame) -> str:
     """Return a frame as one line, for where there is no terminal."""
     parts = [clock(frame.elapsed_s), frame.phase]
     parts += [
-        f"{s.pod}: TPOT p50 {_ms(s.tpot_p50_s)} p99 {_ms(s.tpot_p99_s)} ms, batch {s.batch}, "
+        f"{s.pod}: TPOT p50 {_ms(s.tpot_p50_s)}, p99 {_ms(s.tpot_p99_s)}, batch {s.batch}, "
         f"cores {_cores(s)}, lent {s.chunks.lent} of {s.chunks.total} chunks"
         if s.reported
         else f"{s.pod}: {s.why}"
