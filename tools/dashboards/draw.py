@@ -12,83 +12,124 @@ from __future__ import annotations
 import argparse
 import html
 import json
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import plotly.graph_objects as go
+from PIL import Image
 from query import Asking, PanelTarget, Series, targets_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BOARDS = ROOT / "deploy" / "helm" / "windrow" / "dashboards"
 WIDTH, ROW_PX = 1500, 30
-_COLOURS = ("#3f7d58", "#e0a93b", "#4c78a8", "#b3402e", "#9467bd", "#17becf", "#8c564b", "#7f7f7f")
-_NOTE = "Panels and queries of the chart, answers of Prometheus; drawn by plotly, not by Grafana."
+# What a figure is held against is drawn dashed.
+_BOUNDS, _BOUND = ("objective", "limit of", "device", "1 + margin"), "#b3402e"
+_SIZES = {
+    "bytes": [("B", 1.0), ("KiB", 1024.0), ("MiB", 1024.0**2), ("GiB", 1024.0**3)],
+    "s": [("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0)],
+}
+_COLOURS = ("#3f7d58", "#e0a93b", "#4c78a8", "#c06c84", "#9467bd", "#17becf", "#8c564b", "#7f7f7f")
+_NOTE = (
+    "Panels and queries of the chart, answers of Prometheus; drawn by plotly, not by Grafana. "
+    "Times: minutes since the begin."
+)
 
 
 def format_value(value: float, unit: str) -> str:
     """Return a figure in one of Grafana's units, as people read it."""
-    if unit == "percentunit":
-        return f"{value:.1%}"
-    if unit == "bytes":
-        for name in ("B", "KiB", "MiB", "GiB"):
-            if value < 1024 or name == "GiB":
-                return f"{value:.3g} {name}"
-            value /= 1024
-    if unit == "s":
-        if value >= 172_800:
-            return f"{value / 86_400:,.0f} d"
-        return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
-    if unit == "currencyUSD":
-        return f"{value:.4f} $"
-    if unit.startswith("suffix:"):
-        return f"{value:,.4g}{unit.removeprefix('suffix:')}"
-    return f"{value:,.4g}"
+    match unit:
+        case "percentunit":
+            return f"{100 * value:.3g}%"
+        case "bytes" | "s":
+            name, size = _named(value, unit)
+            return f"{value / size:.3g} {name}"
+        case "currencyUSD":
+            return f"${value:.2f}"
+        case "reqps":
+            return f"{value:.3g} req/s"
+    suffix = unit.removeprefix("suffix:") if unit.startswith("suffix:") else ""
+    return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") + suffix
 
 
-def _lines(series: list[Series], unit: str, *, stacked: bool) -> go.Figure:
+def _named(value: float, unit: str) -> tuple[str, float]:
+    """Return the unit that a figure of bytes or seconds is read in, and how much of it is one."""
+    known = _SIZES[unit]
+    return next(((name, size) for name, size in reversed(known) if value >= size), known[0])
+
+
+def _ticks(highest: float, unit: str, *, whole: bool) -> tuple[list[float], list[str]]:
+    """Return the places of four or five marks from zero up, and what stands beside them."""
+    if unit in _SIZES:
+        name, size = _named(highest, unit)
+    else:
+        name, size = "", 1.0
+    shown = (highest or 1.0) / size
+    rough = shown / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(n for n in (1, 2, 2.5, 5, 10) if n * power >= rough * 0.999) * power
+    if whole:
+        step = max(1.0, math.ceil(step))
+    marks = [step * n for n in range(math.floor(shown / step * 1.05) + 1)]
+    words = [f"{mark:.4g} {name}" if name else format_value(mark, unit) for mark in marks]
+    return [mark * size for mark in marks], ["0", *words[1:]]
+
+
+def _with_values(figure: go.Figure, highest: float, unit: str, *, whole: bool) -> go.Figure:
+    places, words = _ticks(highest, unit, whole=whole)
+    top = max(highest, places[-1]) * 1.05
+    return figure.update_yaxes(range=[0, top], tickvals=places, ticktext=words)
+
+
+def _lines(series: list[Series], unit: str, begin: float, *, stacked: bool) -> go.Figure:
     figure = go.Figure()
     for index, one in enumerate(series):
+        bound = one.name.startswith(_BOUNDS)
         figure.add_scatter(
-            x=[datetime.fromtimestamp(at, UTC) for at, _ in one.points],
+            x=[at - begin for at, _ in one.points],
             y=[value for _, value in one.points],
             name=one.name,
             mode="lines",
             stackgroup="all" if stacked else None,
-            line={"width": 1 if stacked else 2, "color": _COLOURS[index % len(_COLOURS)]},
+            line={
+                "width": 1 if stacked else 2,
+                "color": _BOUND if bound else _COLOURS[index % len(_COLOURS)],
+                "dash": "dash" if bound else "solid",
+            },
         )
-    highest = max((value for one in series for _, value in one.points), default=0.0)
-    figure.update_yaxes(rangemode="tozero", tickformat=_tick(unit, highest))
-    return figure
-
-
-def _tick(unit: str, highest: float) -> str:
-    if unit == "percentunit":
-        return ".0%"
-    # Thousands get a letter; a half of a slot is no 500m.
-    return "~s" if highest >= 1000 or unit == "s" else "~g"
+    sums: dict[float, float] = {}
+    for one in series:
+        for at, value in one.points:
+            sums[at] = sums.get(at, 0.0) + value if stacked else max(sums.get(at, 0.0), value)
+    values = [value for one in series for _, value in one.points]
+    whole = unit == "short" and all(value == int(value) for value in values)
+    return _with_values(figure, max(sums.values(), default=0.0), unit, whole=whole)
 
 
 def _bars(series: list[Series], unit: str) -> go.Figure:
     values = [one.points[-1][1] for one in series]
-    return go.Figure(
+    figure = go.Figure(
         go.Bar(
             x=values,
             y=[one.name for one in series],
             orientation="h",
+            width=0.5,
             text=[format_value(value, unit) for value in values],
+            textposition="outside",
             marker_color=_COLOURS[0],
         )
     )
+    figure.update_yaxes(range=[max(3, len(series)) - 0.5, -0.5])
+    return figure.update_xaxes(range=[0, 1.25 * max(values) or 1], visible=False)
 
 
-def _heatmap(series: list[Series]) -> go.Figure:
+def _heatmap(series: list[Series], begin: float) -> go.Figure:
     # Buckets are cumulative: a row is what lies between two bounds.
     ordered = sorted(series, key=lambda one: float(one.name.replace("+Inf", "inf")))
     times = sorted({at for one in ordered for at, _ in one.points})
@@ -99,37 +140,44 @@ def _heatmap(series: list[Series]) -> go.Figure:
         now = [known.get(at, 0.0) for at in times]
         rows.append([max(0.0, a - b) for a, b in zip(now, below, strict=True)])
         below = now
+    bounds = [float(one.name.replace("+Inf", "inf")) for one in ordered]
+    words = [f"{bound:.0%}" if math.isfinite(bound) else "more" for bound in bounds]
+    scale = [[0, "#ffffff"], [0.001, "#e5efe9"], [1, "#1f5636"]]
     return go.Figure(
         go.Heatmap(
-            x=[datetime.fromtimestamp(at, UTC) for at in times],
-            y=[one.name for one in ordered],
-            z=rows,
-            colorscale="YlGn",
-            showscale=False,
+            x=[at - begin for at in times], y=words, z=rows, colorscale=scale, showscale=False
         )
     )
 
 
-def _states(series: list[Series]) -> go.Figure:
+def _states(series: list[Series], begin: float, step_s: float) -> go.Figure:
     figure = go.Figure()
     for index, one in enumerate(series):
-        figure.add_scatter(
-            x=[datetime.fromtimestamp(at, UTC) for at, _ in one.points],
+        figure.add_bar(
+            base=[at - begin - step_s for at, _ in one.points],
+            x=[step_s] * len(one.points),
             y=[one.name] * len(one.points),
-            mode="markers",
-            marker={"symbol": "square", "size": 9, "color": _COLOURS[index % len(_COLOURS)]},
+            orientation="h",
+            width=0.6,
+            marker={"color": _COLOURS[index % len(_COLOURS)], "line": {"width": 0}},
         )
-    return figure
+    return figure.update_layout(barmode="overlay")
 
 
-def _figure(kind: str, series: list[Series], unit: str, *, stacked: bool) -> go.Figure:
+def _figure(kind: str, series: list[Series], unit: str, asking: Asking, stacked: bool) -> go.Figure:
     if kind == "bargauge":
         return _bars(series, unit)
     if kind == "heatmap":
-        return _heatmap(series)
-    if kind == "state-timeline":
-        return _states(series)
-    return _lines(series, unit, stacked=stacked)
+        figure = _heatmap(series, asking.begin)
+    elif kind == "state-timeline":
+        figure = _states(series, asking.begin, asking.step_s)
+    else:
+        figure = _lines(series, unit, asking.begin, stacked=stacked)
+    whole = asking.end - asking.begin
+    every = next((s for s in (15, 30, 60, 120, 300, 600, 1800) if whole / s <= 6), 3600)
+    places = list(range(0, int(whole) + 1, every))
+    words = [f"{at // 60}:{at % 60:02}" for at in places]
+    return figure.update_xaxes(range=[0, whole], tickvals=places, ticktext=words)
 
 
 def _panel(panel: dict[str, Any], targets: list[PanelTarget], asking: Asking) -> str:
@@ -142,14 +190,15 @@ def _panel(panel: dict[str, Any], targets: list[PanelTarget], asking: Asking) ->
     if not series:
         inner = "<p class=none>no data</p>"
     elif panel["type"] == "stat":
-        inner = "".join(
+        inner = "<div class=stats>" + "".join(
             f"<p class=stat>{html.escape(format_value(one.points[-1][1], unit))}"
             f"<small>{html.escape(one.name if len(series) > 1 else '')}</small></p>"
             for one in series[:4]
         )
+        inner += "</div>"
     else:
         stacked = "stacking" in panel["fieldConfig"]["defaults"].get("custom", {})
-        figure = _figure(panel["type"], series, unit, stacked=stacked)
+        figure = _figure(panel["type"], series, unit, asking, stacked)
         figure.update_layout(
             width=width,
             height=height - 28,
@@ -159,9 +208,8 @@ def _panel(panel: dict[str, Any], targets: list[PanelTarget], asking: Asking) ->
             showlegend=panel["type"] == "timeseries",
             font={"size": 11},
         )
-        figure.update_yaxes(automargin=True)
-        if panel["type"] != "bargauge":  # of one run: its day would only be cut off
-            figure.update_xaxes(automargin=True, tickformat="%H:%M:%S", nticks=5)
+        figure.update_yaxes(automargin=True, ticklabelstandoff=5)
+        figure.update_xaxes(automargin=True)
         inner = figure.to_html(full_html=False, include_plotlyjs=False, config={"staticPlot": True})
     return f'<div class=panel style="{style}"><h3>{title}</h3>{inner}</div>'
 
@@ -192,7 +240,9 @@ h2 {{ position: absolute; margin: 4px 4px; font-size: 14px }}
 .panel {{ position: absolute; background: #fff; border: 1px solid #dcdfe3; border-radius: 3px;
   overflow: hidden }}
 h3 {{ font-size: 12.5px; margin: 6px 8px 2px; font-weight: 600 }}
-.stat {{ font-size: 25px; margin: 8px 10px; color: #3f7d58; font-weight: 600;
+.stats {{ display: flex; height: calc(100% - 40px); align-items: center;
+  justify-content: center; flex-wrap: wrap }}
+.stat {{ font-size: 30px; margin: 4px 12px; color: #3f7d58; font-weight: 600;
   display: inline-block }}
 .stat small {{ font-size: 11px; color: #6a705f; margin-left: 6px; font-weight: 400 }}
 .none {{ color: #9a9a9a; text-align: center; margin-top: 40px }}
@@ -218,6 +268,9 @@ def photograph(page_file: Path, picture: Path, height: int) -> None:
             capture_output=True,
             timeout=120,
         )
+    # Flat colours: a palette has them all, in a third of the bytes.
+    with Image.open(picture) as taken:
+        taken.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
 
 
 def _choices(url: str) -> dict[str, str]:
