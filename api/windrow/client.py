@@ -291,8 +291,8 @@ class WindrowClient:
 
     # Policies, slots, profiles
 
-    def apply_policy(self, manifest: Manifest, *, namespace: str = "") -> None:
-        """Create or replace a HarvestPolicy."""
+    def apply_policy(self, manifest: Manifest, *, namespace: str = "") -> str:
+        """Create or replace a HarvestPolicy; returns namespace/name."""
         body = _body_of(manifest)
         check_head(body, HARVEST_POLICY)
         parse_policy_spec(body.get("spec", {}))
@@ -312,6 +312,7 @@ class WindrowClient:
                 _content_type="application/apply-patch+yaml",
                 _request_timeout=_TIMEOUT_S,
             )
+        return f"{namespace}/{name}"
 
     def slots(self, *, namespace: str | None = None) -> list[SlotView]:
         """Return the harvested devices, by name."""

@@ -161,7 +161,10 @@ LIFECYCLE: Final = (
         "job: it goes on where it is, and is not placed again before that job has ended.",
     ),
     ConditionRow(
-        T.PLACED, "False", R.NO_SLOT, "No slot can take the job; the message says why not, each."
+        T.PLACED,
+        "False",
+        R.NO_SLOT,
+        "No slot can take the job; the message says why, slot by slot.",
     ),
     ConditionRow(
         T.PLACED, "False", R.BACK_OFF, "A worker failed; the next attempt waits until `retryAt`."

@@ -170,10 +170,10 @@ def _unwritable(job: Job, slot: Slot) -> str:
     """Return why the adapter cannot be written from the slot; empty: it can, as far as is known."""
     if job.spec is None or (slot.outputs and is_below(slot.outputs, job.spec.output.destination)):
         return ""
-    given = ", ".join(slot.outputs) or "none"
+    given = f"only below {' and '.join(slot.outputs)}" if slot.outputs else "nowhere"
     return (
-        f"cannot write {job.spec.output.destination}: of its policy's volumes its pod has to write "
-        f"to: {given}"
+        f"cannot write {job.spec.output.destination}: by its policy's volumes its pod may write "
+        f"{given}"
     )
 
 

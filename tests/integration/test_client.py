@@ -235,6 +235,21 @@ def test_describe_shows_conditions(talk, namespace, kubeconfig, set_status, caps
     assert found["events"] == []
 
 
+def test_a_policy_is_submitted_as_jobs_are(talk, namespace, kubeconfig, tmp_path, capsys):
+    file = tmp_path / "policy.yaml"
+    for tpot in ("40ms", "50ms"):
+        spec = {**POLICY["spec"], "objective": {"tpot": tpot}}
+        file.write_text(yaml.safe_dump({**POLICY, "spec": spec}))
+        said = windrow(capsys, kubeconfig, "submit", str(file))
+        assert said.strip() == f"policy {namespace}/chat applied"
+    custom = client.CustomObjectsApi(talk.api)
+    where = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies", "chat")
+    assert custom.get_namespaced_custom_object(*where)["spec"]["objective"]["tpot"] == "50ms"
+    words = ["submit", str(file), "--wait", "--kubeconfig", str(kubeconfig)]
+    assert cli.run(words) == cli.EXIT_USAGE
+    assert "--wait: a policy does not end" in capsys.readouterr().err
+
+
 def test_a_context_that_is_not_there_is_named(kubeconfig, capsys):
     words = ["get", "--kubeconfig", str(kubeconfig), "--context", "elsewhere"]
     assert cli.run(words) == cli.EXIT_USAGE

@@ -473,8 +473,8 @@ def test_a_job_writes_only_to_volumes_of_the_policy_that_its_pod_has_to_write(cl
     cluster.job("elsewhere", output={"destination": "/rows/tone"})
     wait_until(
         lambda: (
-            "decode-0 cannot write /rows/tone: of its policy's volumes its pod has to write to: "
-            "/data" in cluster.condition("Placed", "elsewhere").get("message", "")
+            "decode-0 cannot write /rows/tone: by its policy's volumes its pod may write only "
+            "below /data" in cluster.condition("Placed", "elsewhere").get("message", "")
         ),
         "the slot's refusal in the condition",
     )
@@ -497,7 +497,7 @@ def test_a_volume_that_came_after_the_pod_is_not_written_to(cluster):
     )
     cluster.job(output={"destination": "/data/tone"})
     wait_until(
-        lambda: "has to write to: none" in cluster.condition("Placed").get("message", ""),
+        lambda: "may write nowhere" in cluster.condition("Placed").get("message", ""),
         "the slot's refusal in the condition",
     )
 

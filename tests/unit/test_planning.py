@@ -215,8 +215,8 @@ def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
     [
         ({"attached": False}, "no sidecar attached"),
         ({"silent": True}, "a sidecar that does not report"),
-        ({"outputs": ()}, "cannot write /o: of its policy's volumes its pod has to write to: none"),
-        ({"outputs": ("/other", "/on")}, "its pod has to write to: /other, /on"),
+        ({"outputs": ()}, "cannot write /o: by its policy's volumes its pod may write nowhere"),
+        ({"outputs": ("/other", "/on")}, "its pod may write only below /other and /on"),
         ({"pod_gone": True}, "a pod that is ending"),
         ({"terms": None}, "no valid HarvestPolicy"),
         ({"terms": EffectivePolicy(policy(mode="observe"), "observe")}, "mode observe"),

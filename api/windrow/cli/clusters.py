@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,11 +213,15 @@ def up(
         print_json(info)
         return
     print_line(f"kubernetes {info.version} at {info.server}, {len(plan.decodes)} decode pod(s)")
+    for decode, endpoint in zip(plan.decodes, plan.endpoints, strict=True):
+        print_line(f"{decode.name} answers at {endpoint}")
     print_line(f"logs: {info.log_dir}")
     print_line("Try:")
     print_line(f"  export KUBECONFIG={info.kubeconfig}")
     print_line("  kubectl apply -f examples/harvestpolicy.yaml -f examples/finetunejob.yaml")
     print_line("  kubectl get ftj,hs,hp,lp")
+    asked = " ".join(f"--endpoint {endpoint}" for endpoint in plan.endpoints)
+    print_line(f"  {sys.executable} -m windrow.local.load {asked} --seconds 120")
     print_line("End it with: windrow down")
 
 

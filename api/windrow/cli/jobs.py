@@ -45,7 +45,9 @@ def row_of(job: JobView) -> tuple[str, ...]:
 
 
 def submit(
-    manifest: Annotated[Path, typer.Argument(help="YAML file with one FinetuneJob.")],
+    manifest: Annotated[
+        Path, typer.Argument(help="YAML file with one FinetuneJob, or one HarvestPolicy.")
+    ],
     namespace: Annotated[
         str, typer.Option("--namespace", "-n", help="Instead of the manifest's.")
     ] = "",
@@ -55,12 +57,22 @@ def submit(
     kubeconfig: Kubeconfig = None,
     context: Context = "",
 ) -> None:
-    """Create a FinetuneJob. The spec is checked before anything is sent.
+    """Create a FinetuneJob, or apply a HarvestPolicy. The spec is checked before anything is sent.
 
     Example: windrow submit examples/finetunejob.yaml --wait
     """
+    from windrow.client import read_manifest
+    from windrow.crd import HARVEST_POLICY
+
     talk = client(kubeconfig, context)
-    job = talk.submit(manifest, namespace=namespace)
+    body = read_manifest(manifest)
+    if body.get("kind") == HARVEST_POLICY.kind:
+        if wait:
+            raise UserError("a policy does not end", field="--wait", remedy="Leave it out.")
+        name = talk.apply_policy(body, namespace=namespace)
+        print_json({"policy": name}) if as_json else print_line(f"policy {name} applied")
+        return
+    job = talk.submit(body, namespace=namespace)
     if not wait:
         print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} created")
         return
