@@ -335,3 +335,15 @@ def test_figures_have_units_for_people():
 
 def test_a_job_without_figures_has_no_curves(tmp_path):
     assert read_metrics(tmp_path) == []
+
+
+def test_in_a_narrow_terminal_a_bar_has_room_beside_the_figures():
+    seconds = iter((0.0, 10.0, 10.0))
+    pace = Pace(lambda: next(seconds))
+    told = RunSummary(step=0, total_steps=1200, loss=2.5, learning_rate=1e-3, gradient_norm=0.4)
+    pace.see(told)
+    told = replace(told, step=1000, tokens=123_450)
+    short, whole = (_state(told, pace, short=short) for short in (True, False))
+    assert short == "step 1000/1200, loss 2.500, 12,345 tokens/s, 2 s left"
+    assert len(short) < 60
+    assert "lr 1.00e-03, grad norm 0.4" in whole

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from windrow.local.finetune import LocalJob, RunSummary
 
 _LINE_EVERY_S = 10.0
+# Columns from which a bar has room beside everything that a line says.
+_WIDE = 110
 
 
 def finetune(
@@ -236,7 +238,7 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary]
                 description=titles[n] + ("training" if told.total_steps else "loading"),
                 completed=told.step,
                 total=told.total_steps or None,
-                state=_state(told, paces[n]),
+                state=_state(told, paces[n], short=console.width < _WIDE),
             )
 
         yield show
@@ -262,16 +264,19 @@ class _Lines:
         self.shown = len(told.events)
 
 
-def _state(told: RunSummary, pace: Any) -> str:  # noqa: ANN401
-    """Say where a job stands; what no step has told is a dash."""
+def _state(told: RunSummary, pace: Any, *, short: bool = False) -> str:  # noqa: ANN401
+    """Say where a job stands; what no step has told is a dash. `short`: a bar stands beside it."""
     rate, left = pace.see(told)
     if not told.total_steps:
         return ""
+    optimizer = (
+        f"lr {_written(told.learning_rate, '.2e')}",
+        f"grad norm {_written(told.gradient_norm, '.3g')}",
+    )
     parts = (
         f"step {told.step}/{told.total_steps}",
         f"loss {_written(told.loss, '.3f')}",
-        f"lr {_written(told.learning_rate, '.2e')}",
-        f"grad norm {_written(told.gradient_norm, '.3g')}",
+        *(() if short else optimizer),
         f"{_written(rate or None, ',.0f')} tokens/s",
     )
     ahead = [f"{left:.0f} s left"] if left else []
