@@ -157,17 +157,18 @@ class LeaderLease:
         body = {**self._body, "spec": {**self._body["spec"], "renewTime": _time(self._clock())}}
         try:
             self._body = await self._kube.replace(self._path, body)
-        except ObjectNotFound:
-            metadata = {k: v for k, v in body["metadata"].items() if k in _OURS}
-            self._body = await self._kube.create(self._collection, {**body, "metadata": metadata})
-        except Conflict:
-            found = await self._kube.get(self._path)
-            if not self._is_mine(found["spec"]):
+        except (Conflict, ObjectNotFound):
+            found = await self._found()
+            if found and not self._is_mine(found["spec"]):
                 self._end_term(f"{found['spec'].get('holderIdentity') or 'nobody'} has it")
                 return
-            self._body = found  # a renewal whose answer was lost, or an edit of something else
-            self._look.set()
-            return
+            if found:
+                self._body = found  # a renewal whose answer was lost, or an edit of something else
+                self._look.set()
+                return
+            # Deleted, which the server calls a conflict: the UID that is to be replaced is gone.
+            metadata = {k: v for k, v in body["metadata"].items() if k in _OURS}
+            self._body = await self._kube.create(self._collection, {**body, "metadata": metadata})
         self._renewed = sent
 
     def _is_mine(self, spec: Body) -> bool:
@@ -175,10 +176,7 @@ class LeaderLease:
         return all(spec.get(name) == mine[name] for name in ("holderIdentity", "acquireTime"))
 
     async def _acquire(self, sent: float) -> None:
-        try:
-            found = await self._kube.get(self._path)
-        except ObjectNotFound:
-            found = {}
+        found = await self._found()
         spec = found.get("spec") or {}
         if found and not self._is_free(spec, sent):
             annotations = found["metadata"].get("annotations") or {}
@@ -197,6 +195,13 @@ class LeaderLease:
             return  # another was faster
         self._renewed = sent
         self._begin_term((acquired - _EPOCH) // _MICROSECOND)
+
+    async def _found(self) -> Body:
+        """Return the Lease; nothing where there is none."""
+        try:
+            return await self._kube.get(self._path)
+        except ObjectNotFound:
+            return {}
 
     def _is_free(self, spec: Body, now: float) -> bool:
         holder = spec.get("holderIdentity")

@@ -1,10 +1,12 @@
 """Two replicas of the operator on a real API server: one acts, whatever is done to either."""
 
+import asyncio
 import os
 import signal
 import ssl
 import time
 import urllib.request
+from datetime import UTC, datetime
 
 import grpc
 import pytest
@@ -13,6 +15,8 @@ from operator_process import OWN_NAMESPACE, Cluster, OperatorProcess, install_cr
 from waiting import wait_until
 
 from windrow.rundir import LEADER_METADATA
+from windrow_operator.kube import Kube, ObjectNotFound
+from windrow_operator.lease import LEASE, LeaderLease, LeaseTimes
 
 TAKEN_OVER_WITHIN_S = 15.0
 PATIENCE = ("--backoff-base-seconds", "0.2")
@@ -205,3 +209,44 @@ def test_a_registration_that_somebody_changed_is_restored(replicas, kube):
         c for c in api.list_mutating_webhook_configuration().items if c.metadata.name == name
     ]
     wait_until(there, "the registration is there again")
+
+
+async def test_a_lease_that_is_deleted_is_made_again_in_the_same_term(control_plane, namespace):
+    server = await Kube.connect(control_plane.kubeconfig)
+    lease = LeaderLease(
+        server,
+        namespace,
+        "a",
+        "127.0.0.1:1",
+        clock=lambda: datetime.now(UTC),
+        times=LeaseTimes(retry=0.05),
+    )
+    keeping = asyncio.create_task(lease.run())
+    try:
+        async with asyncio.timeout(10):  # long before it would give the term up
+            await lease.acquired.wait()
+            term = lease.term
+            path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{LEASE}"
+            first = await server.get(path)
+            await server.delete(path)
+            found = await until(lambda: _found(server, path))
+        assert found["metadata"]["uid"] != first["metadata"]["uid"]
+        assert found["spec"]["acquireTime"] == first["spec"]["acquireTime"]
+        assert (lease.term, lease.holds()) == (term, True)
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await server.close()
+
+
+async def until(read):
+    while (found := await read()) is None:  # noqa: ASYNC110 - the server tells nobody
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def _found(server, path):
+    try:
+        return await server.get(path)
+    except ObjectNotFound:
+        return None
