@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import closing
@@ -38,6 +37,7 @@ EXAMPLE = ROOT / "examples" / "finetunejob.yaml"
 OBJECTIVE_FACTOR = 30.0
 ALONE_S = 4.0
 WITHIN_S = 90.0
+JOB_WITHIN_S = 150.0  # from its begin to its end
 CHECKPOINT_EVERY = 4
 # Between two requests: a worker that loads its libraries has only the time that decode leaves.
 BETWEEN_S = 0.3
@@ -155,7 +155,7 @@ class Farm:
         return seen[0]
 
     def succeeded(self, name: str) -> JobView:
-        job = self.client.wait(name, within=timedelta(seconds=150))
+        job = self.client.wait(name, within=JOB_WITHIN_S)
         assert job.state == "Succeeded", f"{job.state}: {job.message}"
         assert (Path(job.adapter_path) / "adapter_model.safetensors").is_file()
         return job
@@ -195,6 +195,14 @@ class Farm:
 
     def decode_pids(self, pod: str) -> set[int]:
         return {process.pid for process in self._of_pod(pod, "windrow_sidecar.engines.builtin")}
+
+    def processes_named(self, name: str) -> list[psutil.Process]:
+        """Processes of that name whose command line names the cluster's directory."""
+        found = []
+        for process in _processes(str(self.cluster.directory)):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                found += [process] if process.name() == name else []
+        return found
 
     def _of_pod(self, pod: str, program: str) -> Iterator[psutil.Process]:
         """Processes of a pod of this cluster; there may be others on the machine."""

@@ -19,13 +19,14 @@ from typing import Any
 
 import psutil
 import pytest
-from farm import NAMESPACE, Farm, kill, until
+from farm import JOB_WITHIN_S, NAMESPACE, Farm, kill, until
 from kubernetes import client as k8s
 
 from windrow.views import JobView
 
 BREAK_AT = 6  # after the checkpoint of step 4, before that of step 8
 POLICY = "farm"
+LEASE_WITHIN_S = 15.0  # before its holder would give it up
 GROUP = ("windrow.dev", "v1alpha1")
 
 
@@ -43,14 +44,8 @@ class Scene:
 
     def part_of_control_plane(self, name: str) -> psutil.Process:
         """The API server or etcd of this cluster."""
-        found = [
-            process
-            for process in psutil.process_iter()
-            if process.name() == name
-            and str(self.farm.cluster.directory) in " ".join(process.cmdline())
-        ]
-        assert len(found) == 1, found
-        return found[0]
+        (found,) = self.farm.processes_named(name)
+        return found
 
     def operator(self) -> int:
         return int(self.farm.cluster.operator.child.pid)
@@ -184,12 +179,6 @@ def other_sidecar_killed(scene: Scene) -> None:
     other = scene.farm.other(scene.pod)
     before = scene.farm.agent(other).pid
     kill(before)
-
-    def is_ready() -> bool:
-        return any(slot.ready for slot in scene.farm.client.slots() if slot.pod == other)
-
-    until("its slot is not ready", lambda: not is_ready())
-    scene.goes_on()
     with _without_policy(scene):
         _until_another_agent(scene, other, before)
         assert scene.farm.pod_of(scene.resumes()) == other
@@ -267,8 +256,10 @@ def operator_killed_before_the_end(scene: Scene) -> None:
     """What the worker says last waits in its sidecar for the next operator."""
     operator = scene.operator()
     os.kill(operator, signal.SIGSTOP)
-    until("the worker has ended", lambda: not scene.farm.workers())
-    kill(operator)
+    try:
+        until("the worker has ended", lambda: not scene.farm.workers(), JOB_WITHIN_S)
+    finally:
+        kill(operator)
 
 
 def sidecar_killed_while_the_operator_hangs(scene: Scene) -> None:
@@ -324,7 +315,19 @@ def _leads_again(scene: Scene) -> None:
 
 
 def lease_deleted(scene: Scene) -> None:
-    _lease(scene)[0].delete_namespaced_lease("windrow-operator", "windrow-system")
+    """Its holder makes it again in the same term, so that no stream ends."""
+    api, before = _lease(scene)
+    api.delete_namespaced_lease("windrow-operator", "windrow-system")
+
+    def again() -> bool:
+        found = api.list_namespaced_lease("windrow-system").items
+        return any(
+            lease.metadata.uid != before.metadata.uid
+            and lease.spec.acquire_time == before.spec.acquire_time
+            for lease in found
+        )
+
+    until("it is there again, of the same term", again, LEASE_WITHIN_S)
     scene.goes_on()
 
 
