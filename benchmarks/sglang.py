@@ -242,15 +242,14 @@ def _demos(seconds: float) -> list[Result]:
     found = {}
     for engine in ("builtin", "sglang"):
         with tempfile.TemporaryDirectory(prefix="wr-") as name:
-            to = Path(name) / "summary.json"
             command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
-            command += [f"--engine={engine}", f"--seconds={seconds:g}", f"--json={to}"]
+            command += [f"--engine={engine}", f"--seconds={seconds:g}", "--json"]
             done = subprocess.run(
                 [*command, f"--out={name}/out"], capture_output=True, text=True, check=False
             )
             if done.returncode:
-                raise RuntimeError(f"the demo on {engine} failed:\n{done.stdout[-3000:]}")
-            found[engine] = json.loads(to.read_text())
+                raise RuntimeError(f"the demo on {engine} failed:\n{done.stderr[-3000:]}")
+            found[engine] = json.loads(done.stdout)
     builtin, sglang = found["builtin"], found["sglang"]
     figures: dict[str, tuple[str, Callable[[Any], float]]] = {
         "objective": ("ms", lambda serving: serving["objective_ms"]),

@@ -127,8 +127,8 @@ def _in_tasklets(parts: ModelParts, rows: list[Example], gate: GrantGate, page: 
 
 def _uninterrupted(parts: ModelParts, rows: list[Example]) -> None:
     """The same layers and head as one graph."""
-    ids, targets = (x.to(parts.stack.device) for x in padded(rows))
-    at = parts.stack.begin(ids)
+    ids, targets = padded(rows)
+    at = parts.stack.begin(ids.to(parts.stack.device))
     hidden = at.inputs[0]
     for layer, call in zip(parts.stack.layers, at.calls, strict=True):
         hidden = layer(hidden, *call.args, **call.kwargs)

@@ -1,9 +1,11 @@
 /* Stands in for libnvidia-ml.so.1 in tests: two GPUs and a slice of one, and what runs there, as the
  * environment says: NVML_GPUS "uuid,uuid,..."; NVML_USE_<index> "pid:percent,pid:percent" (times
- * count up with each call, so that only newer samples are returned). Compiled by the test. */
+ * count up with each call, so that only newer samples are returned); on each runs the process that
+ * asks, or NVML_RUNS. Compiled by the test. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct {
   unsigned pid;
@@ -57,6 +59,26 @@ int nvmlDeviceGetHandleByUUID(const char* uuid, void** device) {
 }
 int nvmlDeviceGetUUID(void* device, char* uuid, unsigned length) {
   snprintf(uuid, length, "%s", (char*)device);
+  return kSuccess;
+}
+int nvmlDeviceGetName(void* device, char* name, unsigned length) {
+  snprintf(name, length, "stand-in %d", (int)(((char*)device - uuids[0]) / sizeof uuids[0]));
+  return kSuccess;
+}
+typedef struct {
+  unsigned pid;
+  unsigned long long memory_bytes;
+  unsigned gpu_instance, compute_instance;
+} Process;
+int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, Process* processes) {
+  (void)device;
+  const char* runs = getenv("NVML_RUNS");
+  if (processes == NULL || *count < 1) {
+    *count = 1;
+    return kTooSmall;
+  }
+  *count = 1;
+  processes[0] = (Process){.pid = runs ? (unsigned)atoi(runs) : (unsigned)getpid()};
   return kSuccess;
 }
 static const char* use_of(void* device) {

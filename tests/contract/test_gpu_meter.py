@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from windrow_sidecar.agent.utilization import gpu_name
+from windrow_sidecar.compute.utilization import gpu_name
 
 SOURCE = Path(__file__).with_name("nvml_standin.c")
 FIRST = "GPU-00000000-1111-2222-3333-444444444444"
@@ -23,7 +23,7 @@ SAMPLE = """
 import json, logging, os, subprocess, sys
 from dataclasses import asdict
 logging.basicConfig(level=logging.INFO, format="%(message)s")
-from windrow_sidecar.agent.utilization import make_meter
+from windrow_sidecar.compute.utilization import make_meter
 driver, uuid, use = sys.argv[1:4]
 # As the agent starts it: the leader of a group of its own, here with a process of its own in turn.
 worker = subprocess.Popen(

@@ -27,9 +27,9 @@ SECONDS = 10
 def demo(tools, tmp_path_factory):
     """Folder, summary and output of one run without a terminal."""
     folder = tmp_path_factory.mktemp("demo")
-    out, summary = folder / "run", folder / "summary.json"
+    out = folder / "run"
     command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
-    command += [f"--seconds={SECONDS}", f"--out={out}", f"--json={summary}", "--steps=6"]
+    command += [f"--seconds={SECONDS}", f"--out={out}", "--json", "--steps=6"]
     run = subprocess.run(
         command,
         env={**os.environ, "KUBEBUILDER_ASSETS": str(tools.etcd.parent)},
@@ -39,7 +39,9 @@ def demo(tools, tmp_path_factory):
         timeout=280,
     )
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
-    return out, json.loads(summary.read_text()), run.stdout
+    said = json.loads(run.stdout)
+    assert said == json.loads((out / "summary.json").read_text())
+    return out, said, run.stderr
 
 
 def value(summary, path):

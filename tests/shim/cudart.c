@@ -35,7 +35,9 @@ typedef struct {
   long long captures;
   long long graph_launches;
   long long workspace_bytes; /* the largest that torch gave to cuBLAS */
-  long long waits;           /* of the host for a stream, or for the device */
+  long long waits;           /* of the host for a stream, an event or the device */
+  long long unpinned;        /* copies that go through a buffer of the driver's */
+  long long orders;          /* of a stream behind work of another */
 } Counts;
 
 static Counts counts;
@@ -78,6 +80,16 @@ static void* driver_call(const char* name);
 
 API long long windrow_shim_waits(void) {
   return counts.waits;
+}
+API long long windrow_shim_unpinned(void) {
+  return counts.unpinned;
+}
+API long long windrow_shim_orders(void) {
+  return counts.orders;
+}
+/* For operators that the host computes, where CUDA's kernel would wait (see kernels_on_host.py). */
+API void windrow_shim_wait(void) {
+  __atomic_add_fetch(&counts.waits, 1, __ATOMIC_RELAXED);
 }
 
 /* Ranges of memory, by their beginnings. */
@@ -339,8 +351,13 @@ API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* facts, co
 }
 API cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, enum cudaMemcpyKind kind,
                                 cudaStream_t stream) {
-  (void)kind;
   __atomic_add_fetch(&counts.copies, 1, __ATOMIC_RELAXED);
+  const void* host = kind == cudaMemcpyHostToDevice   ? from
+                     : kind == cudaMemcpyDeviceToHost ? to
+                                                      : NULL;
+  if (host != NULL && find(host).type != cudaMemoryTypeHost) {
+    __atomic_add_fetch(&counts.unpinned, 1, __ATOMIC_RELAXED);
+  }
   if (stream == NULL || stream != capturing) {
     memmove(to, from, bytes);
   }
@@ -447,7 +464,9 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t call, void*
 
 typedef struct {
   unsigned flags;
+  cudaStream_t stream; /* on which it was recorded */
   int recorded;
+  int waited_for;
   int in_capture;
   struct timespec at;
 } Event;
@@ -468,6 +487,8 @@ API cudaError_t cudaEventDestroy(cudaEvent_t event) {
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   Event* e = (Event*)event;
   e->recorded = 1;
+  e->waited_for = 0;
+  e->stream = stream;
   e->in_capture = stream != NULL && stream == capturing;
   clock_gettime(CLOCK_MONOTONIC, &e->at);
   return cudaSuccess;
@@ -478,9 +499,17 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 }
 API cudaError_t cudaEventQuery(cudaEvent_t event) {
   REFUSE_IN_CAPTURE;
-  return said(((Event*)event)->in_capture ? cudaErrorCapturedEvent : cudaSuccess);
+  const Event* e = (Event*)event;
+  if (e->in_capture) {
+    return said(cudaErrorCapturedEvent);
+  }
+  /* A device that lags behind by as much as it is let. */
+  const int lags = e->recorded && !e->waited_for && from_environment("WINDROW_SHIM_LAGS", 0);
+  return said(lags ? cudaErrorNotReady : cudaSuccess);
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  __atomic_add_fetch(&counts.waits, 1, __ATOMIC_RELAXED);
+  ((Event*)event)->waited_for = 1;
   return cudaEventQuery(event);
 }
 API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
@@ -494,6 +523,9 @@ API cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
   (void)flags;
   const Event* e = (Event*)event;
+  if (e->recorded && e->stream != stream) {
+    __atomic_add_fetch(&counts.orders, 1, __ATOMIC_RELAXED);
+  }
   if (stream != NULL && stream == capturing && e->recorded && !e->in_capture) {
     capture_spoilt = 1; /* a captured stream depends on work that no graph holds */
     return said(cudaErrorStreamCaptureIsolation);

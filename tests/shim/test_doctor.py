@@ -12,8 +12,20 @@ from pathlib import Path
 from worker_pod import ROOT
 
 FAKE_MPS = ROOT / "tests" / "contract" / "fake_mps_control.py"
-ALL = ["driver", "torch", "mps", "memory between processes", "shares of SMs", "triton"]
+NVML = ROOT / "tests" / "contract" / "nvml_standin.c"
+ALL = ["driver", "torch", "mps", "memory between processes", "shares of SMs", "nvml", "triton"]
 ALL += ["pinned memory"]
+# Of the stand-in for libcuda, as NVML writes it; another GPU comes first there.
+UUID = "GPU-a0a1a2a3-a4a5-a6a7-a8a9-aaabacadaeaf"
+OTHER = "GPU-00000000-1111-2222-3333-444444444444"
+
+
+def nvml(folder: Path, **more: str) -> dict[str, str]:
+    """The environment of a process that has a stand-in for NVML."""
+    library = folder / "libnvidia-ml.so.1"
+    compiler = next(c for c in ("cc", "gcc", "clang") if shutil.which(c))
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(library), str(NVML)], check=True)
+    return {"NVML_GPUS": f"{OTHER},{UUID}", "PYTORCH_NVML_BASED_CUDA_CHECK": "0", **more}
 
 
 def doctor(environ: dict[str, str]) -> tuple[int, dict[str, dict]]:
@@ -37,11 +49,59 @@ def test_over_shim_and_stand_in_every_check_passes(shim, tmp_path):
     control.chmod(0o755)
     environ = shim.environment(computes=True, TRITON_CACHE_DIR=str(tmp_path / "cache"))
     environ |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "WINDROW_STANDIN_MPS": "1"}
+    environ |= nvml(tmp_path)
+    environ["LD_LIBRARY_PATH"] += f":{tmp_path}"
     status, found = doctor(environ)
     assert [check for check in found.values() if not check["ok"]] == []
     assert status == 0
     assert "cuda tensors" in found["memory between processes"]["found"]
     assert "132 SMs" in found["driver"]["found"]
+    assert "shares memory with a third" in found["mps"]["found"]
+    assert found["nvml"]["found"].startswith("stand-in 1 by its UUID, with 1 process(es), this one")
+
+
+NVML_CHECK = """
+from windrow_sidecar.compute.gpu_check import CHECKS, run
+(found,) = run([check for check in CHECKS if check.what == "nvml"])
+print(found.ok, found.found, "|", found.remedy)
+"""
+
+
+def test_nvml_that_knows_no_such_gpu_or_names_strange_processes_is_told(shim, tmp_path):
+    environ = nvml(tmp_path, LD_LIBRARY_PATH=f"{shim.folder}:{tmp_path}")
+    assert shim.run(NVML_CHECK, **environ).startswith("True stand-in 1")
+    said = shim.run(NVML_CHECK, **environ | {"NVML_GPUS": OTHER})
+    assert said.startswith("False NVML: ")
+    assert "driver capability `utility`" in said
+    said = shim.run(NVML_CHECK, **environ | {"NVML_RUNS": "1"})
+    assert said.startswith("False NVML finds stand-in 1 by its UUID, but not this process")
+    assert "hostPID" in said
+
+
+def test_memory_that_does_not_go_between_clients_of_mps_is_found_out(shim, tmp_path):
+    control = tmp_path / "nvidia-cuda-mps-control"
+    shutil.copy(FAKE_MPS, control)
+    control.chmod(0o755)
+    code = """
+from windrow_sidecar.compute import gpu_check
+gpu_check._MODULE = "without_memory"
+(found,) = gpu_check.run([check for check in gpu_check.CHECKS if check.what == "mps"])
+print(found.ok, found.found, "|", found.remedy)
+"""
+    (tmp_path / "without_memory.py").write_text("""
+import sys
+from windrow_sidecar.compute import gpu_check
+if "import" in sys.argv:
+    sys.exit("the import was refused")
+gpu_check._MODULE = "without_memory"
+gpu_check.main()
+""")
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environ = {"PATH": path, "WINDROW_STANDIN_MPS": "1", "PYTHONPATH": str(tmp_path)}
+    said = shim.run(code, **environ)
+    assert said.startswith("False between two clients of the daemon, ")
+    assert "the import was refused" in said
+    assert "--mps off" in said
 
 
 def test_a_process_that_mps_did_not_connect_is_found_out(shim, tmp_path):

@@ -94,6 +94,102 @@ assert torch.cuda.current_stream() != torch.cuda.default_stream()
     shim.run(code)
 
 
+WAITS = """
+import ctypes, json, os, sys
+import torch
+from windrow_sidecar.compute.cuda_device import CudaDevice
+from windrow_sidecar.qos.view import Phase
+from windrow_sidecar.testing.tinyjob import tiny_job, tiny_llama
+
+shim = ctypes.CDLL(None)
+for count in (shim.windrow_shim_waits, shim.windrow_shim_unpinned, shim.windrow_shim_orders):
+    count.restype = ctypes.c_longlong
+
+def waited():
+    return shim.windrow_shim_waits() + shim.windrow_shim_unpinned()
+
+device = CudaDevice()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "losses"), [("", 1), ("micro_batches=2", 2), ("sizing=Windows(5)", 3)]
+)
+def test_between_its_first_layer_and_its_last_a_group_never_waits_for_the_device(
+    shim, options, losses
+):
+    """A wait holds up a tasklet, and decode with it; what is not queued in time is lost."""
+    code = """
+from windrow_sidecar.finetune.engine.sizing import Windows
+job = tiny_job(base=tiny_llama().to(device.torch), steps=3, OPTIONS)
+found, steps = [], 0
+while (tasklet := job.stream.peek()) is not None:
+    before = waited()
+    outcome = job.stream.run(tasklet)
+    found.append((tasklet, waited() - before, job.stream.between_micro_batches))
+    steps += tasklet.phase is Phase.OPTIMIZER
+assert steps == 3
+shapes = set()
+for tasklet, waits, is_last in found:
+    if tasklet.phase is Phase.OPTIMIZER:
+        assert waits == 1, (tasklet, waits)  # the norm of its gradient
+    elif is_last:
+        assert 1 <= waits <= LOSSES, (tasklet, waits)  # of each micro-batch or window
+    elif tasklet.micro and (shape := (tasklet.micro.lines, tasklet.micro.width)) not in shapes:
+        shapes.add(shape)  # how the model calls its layers is asked once for each
+    else:
+        assert waits == 0, (tasklet, waits)
+print(len(found), len(shapes))
+""".replace("OPTIONS", options).replace("LOSSES", str(losses))
+    said = shim.run(WAITS + code, computes=True, WINDROW_SHIM_LAGS="1")
+    n, shapes = map(int, said.split())
+    assert n > 4 * shapes
+
+
+def test_a_job_on_a_gpu_goes_on_from_a_checkpoint_that_was_read_on_the_host(shim):
+    code = """
+from windrow_sidecar.testing.tinyjob import adapter_of, bit_equal
+
+def made():
+    return tiny_job(base=tiny_llama().to(device.torch), steps=3)
+
+def run(job, until=lambda stream: False):
+    while not until(job.stream) and (tasklet := job.stream.peek()) is not None:
+        job.stream.run(tasklet)
+
+whole, first, second = made(), made(), made()
+run(whole)
+run(first, lambda stream: stream.position.step == 1 and stream.position.committed_rows)
+held = {name: tensor.cpu() for name, tensor in first.stream.tensors().items()}
+second.stream.restore(first.stream.position, held)
+print({kind.partition("/")[0] for kind in held} == {"parameter", "state", "sum"})
+print(all(tensor.is_cuda for tensor in second.stream.tensors().values()))
+run(second)
+print(bit_equal(adapter_of(whole), adapter_of(second)))
+"""
+    assert shim.run(WAITS + code, computes=True).split() == ["True"] * 3
+
+
+def test_a_checkpoint_is_copied_behind_what_the_share_has_computed(shim):
+    """Its thread has torch's default stream, for which streams of shares do not wait."""
+    code = """
+import threading
+from windrow_sidecar.compute.cuda import CudaPartition
+from windrow_sidecar.finetune.training.snapshot import TensorSnapshot
+
+partition = CudaPartition("finetune")
+partition.activate(partition.levels()[0])
+tensor = torch.ones(1 << 10, device=device.torch)
+snapshot = TensorSnapshot({"sum/a": tensor})
+before, found = shim.windrow_shim_orders(), []
+thread = threading.Thread(target=lambda: found.append(snapshot.take()))
+thread.start()
+thread.join()
+print(shim.windrow_shim_orders() - before, bool((found[0]["sum/a"] == 1).all()))
+"""
+    assert shim.run(WAITS + code, computes=True).split() == ["1", "True"]
+
+
 @pytest.fixture
 def pod(shim, standin: Path, tmp_path_factory) -> Iterator[Pod]:
     """Decode in this process over the stand-in; its workers have the shim, and compute."""

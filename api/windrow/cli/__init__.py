@@ -107,15 +107,14 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
 def _asked_for_json(arguments: list[str]) -> bool:
     """Whether a command line, a wrong one too, asks for JSON on standard output.
 
-    `--json` of a command that takes a file there, or hands its options on, asks for none.
+    `--json` behind a command that hands its options on asks for none.
     """
     ours = arguments[: arguments.index("--")] if "--" in arguments else arguments
     command: Any = typer.main.get_command(app)
     for word in ours:
         command = getattr(command, "commands", {}).get(word, command)
-    options = [each for each in command.params if "--json" in each.opts]
-    known = not hasattr(command, "commands")
-    return "--json" in ours and (all(each.is_flag for each in options) if options else not known)
+    takes_it = any("--json" in each.opts for each in command.params)
+    return "--json" in ours and (takes_it or hasattr(command, "commands"))
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -91,13 +90,14 @@ def demo(
         ),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="New folder for logs, report, adapter.")] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write the summary there as well.")
-    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Watch the whole system do its job: serving under load, a FinetuneJob harvested beside it.
 
-    Example: windrow demo --seconds 60 --json out.json
+    The summary lies in OUT/summary.json as well, the report in OUT/report.html. With --json what
+    happens meanwhile is shown on standard error.
+
+    Example: windrow demo --seconds 60 --out out/demo
 
     Example: windrow demo --compare --rounds 6 --out out/compared (again, to go on where it ended)
     """
@@ -106,7 +106,7 @@ def demo(
     from windrow.local import demo as whole
     from windrow.local.report import rows_of
 
-    console = Console()
+    console = Console(stderr=as_json)
     sglang = _sglang(engine)
     if compare and sglang is not None:
         raise UserError(
@@ -120,10 +120,6 @@ def demo(
         sglang=sglang,
         **vars(options),
     )
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise UserError(
-            f"{json_file.parent} is no directory", field="--json", remedy="Create it first."
-        )
     if compare:
         names = tuple(name.strip() for name in compared.arms.split(",") if name.strip())
         how = comparison.CompareSettings(
@@ -134,8 +130,8 @@ def demo(
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(summary)
     console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
 

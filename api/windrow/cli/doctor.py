@@ -41,7 +41,7 @@ def doctor(
     """Check Python, compiler, native module, torch, cores, memory, control plane, GPU, cluster.
 
     Ends with 1 when something is missing that the demo needs. GPU and cluster need not be there.
-    With --gpu: driver, torch, MPS, memory between processes, shares of SMs, Triton and pinned
+    With --gpu: driver, torch, MPS, memory between processes, shares of SMs, NVML, Triton and pinned
     memory instead, each tried on the first GPU; ends with 1 where one fails.
 
     Example: windrow doctor --gpu

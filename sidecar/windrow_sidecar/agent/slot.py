@@ -13,9 +13,9 @@ from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
-from windrow_sidecar.agent.utilization import Utilization, make_meter
 from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
 from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.compute.utilization import Utilization, make_meter
 
 _log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.mps import MpsDaemon
 from windrow_sidecar.compute.sharing import mps_missing
+from windrow_sidecar.compute.utilization import GpuMeter, gpu_name
 from windrow_sidecar.torch_cuda import look_at_torch, require_torch_cuda
 
 GPU = "cuda"
@@ -31,7 +32,7 @@ _MODULE = "windrow_sidecar.compute.gpu_check"
 _Child = subprocess.Popen[str]
 _CHILD_WITHIN_S = 60.0
 _MIB = 1 << 20
-# What a layer's weights travel in (see `residency.copying`).
+# What a layer's weights travel in (see `finetune.offload.copying`).
 _PINNED_BYTES = 64 * _MIB
 _PATTERN = 0x5A
 
@@ -88,9 +89,15 @@ def mps() -> str:
                         "Run daemon and processes as one user and in one PID namespace (or with "
                         "hostPID). Without MPS the GPU is shared in time only.",
                     )
+            with _child("memory", environ=daemon.environment) as child:
+                if wrong := _first_line(child).strip():
+                    raise CheckFailed(
+                        f"between two clients of the daemon, {wrong}",
+                        "With --mps off the GPU is shared in time, without the daemon.",
+                    )
         finally:
             daemon.stop()
-    return "a second process is a client of a private daemon"
+    return "a second process is a client of a private daemon, and shares memory with a third"
 
 
 def memory() -> str:
@@ -130,6 +137,30 @@ def memory() -> str:
         )
     mib = geometry.arena_bytes // _MIB
     return f"{mib} MiB exported, imported and written by a second process ({where} tensors)"
+
+
+def counters() -> str:
+    """Find the GPU in NVML by the UUID that CUDA tells, and this process among those on it."""
+    import pynvml
+
+    uuid = str(_core.driver(GPU).facts["uuid"])  # this process has a context from now on
+    try:
+        meter = GpuMeter(gpu_name(GPU, uuid))
+        running = meter.processes()
+        meter.sample(0, 0)
+    except pynvml.NVMLError as error:
+        raise CheckFailed(
+            f"NVML: {error}",
+            "Give the container the driver capability `utility`. Without NVML only the figures of "
+            "the GPU's use are missing.",
+        ) from error
+    if os.getpid() not in running:
+        raise CheckFailed(
+            f"NVML finds {meter.name} by its UUID, but not this process among the {len(running)} "
+            "there: it names processes of another PID namespace",
+            "Use hostPID, or count all of the GPU's use as decode's: only that figure suffers.",
+        )
+    return f"{meter.name} by its UUID, with {len(running)} process(es), this one among them"
 
 
 def shares() -> str:
@@ -192,6 +223,7 @@ CHECKS = (
     ),
     Check("memory between processes", memory, "See the driver first."),
     Check("shares of SMs", shares, "Without them the GPU is shared in time only (CUDA 12.5)."),
+    Check("nvml", counters, "Without NVML only the figures of the GPU's use are missing."),
     Check("triton", triton, "See torch first. Without Triton: --attention-backend torch."),
     Check("pinned memory", pinned, "See torch first."),
 )
@@ -260,6 +292,13 @@ def _be_a_client() -> None:
     sys.stdin.read()
 
 
+def _share_memory() -> None:
+    """Try it in this process's environment; say what is wrong."""
+    (found,) = run([check for check in CHECKS if check.run is memory])
+    print("" if found.ok else found.found, flush=True)
+    sys.stdin.read()
+
+
 def _write_imported(path: str) -> None:
     """Write all of an arena."""
     from torch.utils.dlpack import from_dlpack
@@ -279,13 +318,15 @@ def _write_imported(path: str) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what was found, as JSON."""
     parser = argparse.ArgumentParser(prog=f"python -m {_MODULE}", description=__doc__)
-    parser.add_argument("--role", choices=["context", "import"], help=argparse.SUPPRESS)
+    parser.add_argument("--role", choices=["context", "import", "memory"], help=argparse.SUPPRESS)
     parser.add_argument("path", nargs="?", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.role == "context":
         _be_a_client()
     elif options.role == "import":
         _write_imported(options.path)
+    elif options.role == "memory":
+        _share_memory()
     else:
         began_s = time.monotonic()
         found = [asdict(one) for one in run()]

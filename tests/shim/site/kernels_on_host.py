@@ -32,6 +32,9 @@ KEPT = {
     "view",
 }
 # Where an operator has a kernel that the CPU may use.
+# CUDA's kernels that make the host wait: the size of what they make lies in their values.
+WAITING = {"_unique2", "equal", "masked_select", "nonzero", "repeat_interleave", "unique_dim"}
+BY_MASK = {"index", "index_put_", "_index_put_impl_"}
 OF_THE_HOST = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 _library: torch.library.Library | None = None
 # What is captured now, by graph: calls over memory that stays where it is.
@@ -60,10 +63,22 @@ def to_device(made: Tensor, device: torch.device) -> Tensor:
     return there
 
 
-def on_host(call: Callable[..., Any]) -> Callable[..., Any]:
+def waits(packet: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether CUDA's kernel would make the host wait for the device."""
+    masks = (torch.bool, torch.uint8)
+    by_mask = packet in BY_MASK and any(
+        isinstance(index, Tensor) and index.dtype in masks for index in arguments[1]
+    )
+    return by_mask or packet in WAITING
+
+
+def on_host(call: Callable[..., Any], packet: str = "") -> Callable[..., Any]:
     """Let an operator run over aliases of its arguments."""
+    note_wait = ctypes.CDLL(None).windrow_shim_wait
 
     def run(*arguments: Any, **named: Any) -> Any:
+        if waits(packet, arguments):
+            note_wait()
         originals: dict[int, tuple[Tensor, Tensor]] = {}
         devices: list[torch.device] = []
 
@@ -122,6 +137,8 @@ def install() -> None:
         same = to.dtype == source.dtype and to.shape == source.shape
         if _capturing is None and same and to.is_contiguous() and source.is_contiguous():
             return whole.call_boxed(keys, to, source, non_blocking)
+        if to.device != source.device and not non_blocking:
+            ctypes.CDLL(None).windrow_shim_wait()
         elementwise(to, source, non_blocking)
         return to
 
@@ -135,7 +152,7 @@ def install() -> None:
             continue
         call = getattr(getattr(torch.ops.aten, packet), overload or "default")
         if any(has(name, key) for key in OF_THE_HOST):
-            implementation = on_host(call)
+            implementation = on_host(call, packet)
         else:
             implementation = refused(name)
         _library.impl(name, implementation, "CUDA", allow_override=True)

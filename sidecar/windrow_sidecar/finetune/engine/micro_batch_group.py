@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.compute.queued import Reading, to_device
 from windrow_sidecar.finetune.adapter.adapters import Adapter
 from windrow_sidecar.finetune.data.split import IGNORED, Example
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
@@ -58,9 +60,9 @@ class MicroBatchGroup:
         self._parts, self._examples, self._boundaries = parts, examples, boundaries
         self._labels_in_batch, self._seed, self._longest = labels_in_batch, seed, longest
         self._at: dict[MicroBatch, Activations] = {}
-        self._targets: dict[MicroBatch, Tensor] = {}
+        self._targets: dict[MicroBatch, Tensor] = {}  # on the host
         self.progress = GroupProgress(group, parts.stack.depth)
-        self.loss = 0.0  # sum over the labels so far
+        self._loss_read, self._losses = 0.0, deque[Reading]()
 
     @property
     def group(self) -> tuple[MicroBatch, ...]:
@@ -71,6 +73,18 @@ class MicroBatchGroup:
     def rows(self) -> tuple[int, ...]:
         """Rows of all micro-batches."""
         return tuple(row for micro in self.group for row in micro.rows)
+
+    @property
+    def loss(self) -> float:
+        """Sum over the labels so far; waits until the device has computed it."""
+        while self._losses:
+            self._loss_read += self._losses.popleft().value()
+        return self._loss_read
+
+    @property
+    def loss_is_here(self) -> bool:
+        """Whether `loss` would not wait; on the host it never does."""
+        return all(reading.is_here for reading in self._losses)
 
     def run(self, tasklet: Tasklet) -> None:
         """Run a tasklet, and note the progress of the group.
@@ -128,11 +142,10 @@ class MicroBatchGroup:
         positions = None
         if micro.packed:
             ids, targets, positions = packed(examples)
-            positions = positions.to(self._parts.stack.device)
+            positions = to_device(positions, self._parts.stack.device)
         else:
             ids, targets = padded(examples)
-        ids = ids.to(self._parts.stack.device)
-        self._targets[micro] = targets.to(ids.device)
+        ids, self._targets[micro] = to_device(ids, self._parts.stack.device), targets
         prefix = self._parts.adapter.prefix(micro.lines, learn=not micro.evaluation)
         if not self._at and not micro.evaluation:
             tokens = max(other.padded_tokens for other in self.group)
@@ -151,7 +164,7 @@ class MicroBatchGroup:
         hidden = hidden.detach()[part_of_row].to(at.ids.device)
         targets = self._targets[micro][part_of_row]
         if micro.evaluation:
-            self.loss += float(self._parts.head.loss(hidden, targets))
+            self._losses.append(Reading(self._parts.head.loss(hidden, targets)))
             return
         adapter = self._parts.adapter
         self._seed_dropout(part, micro)  # for an adapter of the head
@@ -161,7 +174,7 @@ class MicroBatchGroup:
             labels_in_batch=self._labels_in_batch,
             dropout=adapter.dropout if adapter.drops else None,
         )
-        self.loss += float(total)
+        self._losses.append(Reading(total))
         if window == micro.whole:
             at.gradient = gradient
             return

@@ -228,14 +228,19 @@ class TaskletStream:
         self._lookahead.ran(tasklet)
         if tasklet.phase is Phase.LOSS:
             self._tokens_seen += tasklet.real_tokens
-        if tasklet.phase is Phase.LOSS and not math.isfinite(self._batch_group.loss):
-            where = ", ".join(self._rows.examples[row].where for row in self._batch_group.rows[:3])
-            training = self._stage is JobStage.TRAINING
-            step = (
-                f"step {tasklet.step + 1}" if training else f"an evaluation at step {tasklet.step}"
-            )
-            raise NotFinite(f"the loss of {step} is not finite (rows {where})")
-        return self._commit(self._batch_group) if self._batch_group.progress.done else None
+        done = self._batch_group.progress.done
+        # A device that queues its work is waited for once a group: when the last of it is queued.
+        if done or (tasklet.phase is Phase.LOSS and self._batch_group.loss_is_here):
+            self._check_loss(self._batch_group, tasklet.step)
+        return self._commit(self._batch_group) if done else None
+
+    def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
+        if math.isfinite(batch_group.loss):
+            return
+        where = ", ".join(self._rows.examples[row].where for row in batch_group.rows[:3])
+        training = self._stage is JobStage.TRAINING
+        when = f"step {step + 1}" if training else f"an evaluation at step {step}"
+        raise NotFinite(f"the loss of {when} is not finite (rows {where})")
 
     def break_off(self, tasklet: Tasklet) -> None:
         """Forget a tasklet that was given up in its middle.

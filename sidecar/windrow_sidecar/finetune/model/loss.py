@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from windrow_sidecar.compute.queued import to_device
 from windrow_sidecar.finetune.data.split import IGNORED
 from windrow_sidecar.finetune.model.around import NOTHING
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
@@ -52,8 +53,8 @@ class Head:
             targets: [rows, tokens], int64: what follows each token; -100: ignored.
         """
         with torch.no_grad():
-            wanted = targets != IGNORED
-            rows, labels = hidden[wanted], targets[wanted]
+            at, labels = _labelled(targets, hidden.device)
+            rows = hidden[at]
             total = torch.zeros((), dtype=torch.float64, device=hidden.device)
             for start in range(0, len(rows), self._positions):
                 cut = slice(start, start + self._positions)
@@ -72,13 +73,12 @@ class Head:
 
         Args:
             hidden: [rows, tokens, hidden], output of the last layer.
-            targets: [rows, tokens], int64: what follows each token; -100: ignored.
+            targets: [rows, tokens], int64, on the host: what follows each token; -100: ignored.
             labels_in_batch: by which the batch's loss is divided, over all its micro-batches.
             dropout: told which of the tokens run, where it stands at all of them.
         """
-        wanted = targets != IGNORED
-        rows, labels = hidden.detach()[wanted], targets[wanted]
-        places = wanted.flatten().nonzero()[:, 0]
+        at, labels = _labelled(targets, hidden.device)
+        rows, places = hidden.detach()[at], at[0] * targets.shape[1] + at[1]
         gradient = torch.empty_like(rows)
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         for start in range(0, len(rows), self._positions):
@@ -91,7 +91,7 @@ class Head:
             gradient[cut] = piece.grad
             total += loss.detach()
         full = torch.zeros_like(hidden)
-        full[wanted] = gradient
+        full[at] = gradient
         return total, full
 
     def _slice(self, rows: Tensor, labels: Tensor) -> Tensor:
@@ -108,3 +108,13 @@ class Head:
         with standing_in(stack.decoder, lambda *_, **__: answer):
             logits: Tensor = stack.model(input_ids=ids, use_cache=False).logits
         return logits[0].float()
+
+
+def _labelled(targets: Tensor, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return where the labels are (row and token of each), and the labels, all on `device`.
+
+    Found on the host: a GPU that picks by a mask makes the host wait for how many there are.
+    """
+    wanted = targets != IGNORED
+    at = to_device(wanted.nonzero().T.contiguous(), device).unbind()
+    return at, to_device(targets[wanted], device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.compute.queued import to_device
 from windrow_sidecar.finetune.tasklets import TokenWindow
 
 # Odd constants of SplitMix64 (Steele, Lea, Flood 2014) and its finaliser, as signed 64-bit numbers.
@@ -69,7 +70,7 @@ class DropoutKeys:
                 row = row.flatten().repeat_interleave(torch.tensor(packed))[None, line]
                 position = torch.cat([torch.arange(length) for length in packed])[None, line]
             row, position = _mixed(row * _STEP + base[0]), _mixed(position * _STEP + base[1])
-            self._tokens = _mixed(row ^ position).to(device)
+            self._tokens = to_device(_mixed(row ^ position), device)
         return self._tokens if self._chosen is None else self._tokens.flatten()[self._chosen]
 
 

@@ -22,7 +22,6 @@ _WIDENED = {
     (torch.float16, torch.float64),
     (torch.float32, torch.float64),
 }
-_BIT_WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +91,7 @@ class Signs:
         """Return uint8 [elements / 8, rounded up]."""
         above = (tensor.reshape(-1) > 0).to(torch.uint8)
         above = torch.nn.functional.pad(above, (0, -above.numel() % 8)).view(-1, 8)
-        weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=tensor.device)
-        return (above * weights).sum(1, dtype=torch.uint8)
+        return (above * _bit_weights(tensor.device)).sum(1, dtype=torch.uint8)
 
 
 def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
@@ -101,9 +99,13 @@ def unsigned(bits: Tensor, layout: TensorLayout) -> Tensor:
 
     `bits`: uint8 [elements / 8, rounded up]; the result is new memory, [*layout.size].
     """
-    weights = torch.tensor(_BIT_WEIGHTS, dtype=torch.uint8, device=bits.device)
-    above = (bits.unsqueeze(1) & weights).ne(0).view(-1)[: layout.elements]
+    above = (bits.unsqueeze(1) & _bit_weights(bits.device)).ne(0).view(-1)[: layout.elements]
     return above.to(layout.dtype).view(layout.size)
+
+
+def _bit_weights(device: torch.device) -> Tensor:
+    """Return 1, 2, 4, ... 128, made on the device: a copy from the host would wait for it."""
+    return 1 << torch.arange(8, dtype=torch.uint8, device=device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from windrow.crd import OptimizerSpec
 from windrow.errors import UserError, WindrowError
+from windrow_sidecar.compute.queued import Reading
 from windrow_sidecar.finetune.training.snapshot import Spare, TensorSnapshot
 
 # Kinds of tensors in a checkpoint, of which each name begins with one.
@@ -90,10 +91,11 @@ class AdapterOptimizer:
         self._before_change(PARAMETER, STATE)
         sums = self._sums or [_zeros(p) for p in self._parameters]
         self._sums = None
-        norm = nn.utils.get_total_norm(sums)
-        if not math.isfinite(float(norm)):
+        # The one figure of a step that the host waits for: of what is not finite nothing is learnt.
+        norm = Reading(nn.utils.get_total_norm(sums)).value()
+        if not math.isfinite(norm):
             raise NotFinite(f"the gradient of step {number + 1} is not finite")
-        scale = min(1.0, self._spec.max_gradient_norm / (float(norm) + 1e-6))
+        scale = min(1.0, self._spec.max_gradient_norm / (norm + 1e-6))
         if scale < 1.0:
             self._before_change(SUM)
             torch._foreach_mul_(sums, scale)
@@ -106,7 +108,7 @@ class AdapterOptimizer:
         self._adamw.step()
         self.discard()
         self._collect(torch.float32)
-        return StepMetrics(rate, float(norm))
+        return StepMetrics(rate, norm)
 
     def _collect(self, dtype: torch.dtype | None) -> None:
         """Have autograd add gradients up in that type; None: in the parameter's own, for AdamW."""
@@ -134,7 +136,7 @@ class AdapterOptimizer:
             self._snapshot.copy(kinds)
 
     def load(self, held: Mapping[str, Tensor]) -> None:
-        """Take over what `tensors` returned, [...] each; copied.
+        """Take over what `tensors` returned, [...] each, wherever it lies; copied to the adapter.
 
         Raises:
             KeyError, RuntimeError: they belong to another adapter.
@@ -149,20 +151,24 @@ class AdapterOptimizer:
             if kind == STATE:
                 key, name = rest.split("/", 1)
                 # The library counts its steps in a plain number, torch in a tensor.
-                known = int(value) if value.dtype == torch.int64 else value.clone()
+                known = int(value) if value.dtype == torch.int64 else self._taken(value)
                 self._adamw.state[parameters[name]][key] = known
         self._best = {
-            entry.removeprefix(f"{BEST}/"): value.clone()
+            entry.removeprefix(f"{BEST}/"): self._taken(value)
             for entry, value in held.items()
             if entry.startswith(f"{BEST}/")
         }
         has_sums = any(name.startswith(f"{SUM}/") for name in held)
         self._sums = (
-            [held[f"{SUM}/{name}"].to(torch.float32, copy=True) for name in self._names]
+            [self._taken(held[f"{SUM}/{name}"]).to(torch.float32) for name in self._names]
             if has_sums
             else None
         )
         self.discard()
+
+    def _taken(self, value: Tensor) -> Tensor:
+        """Return a copy of one's own beside the adapter."""
+        return value.to(self.device, copy=True)
 
     def move(self, to: Callable[[Tensor], Tensor]) -> None:
         """Let every tensor [...] that it owns lie where `to` puts it; nothing may be on its way.

@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from windrow_sidecar.compute.queued import behind
+
 # Two threads share the work in pieces. Of smaller ones they wait for each other more than they copy
 # (twice as long in all at single tensors of 0.5 MB), of larger ones for the last of the other.
 PIECE_BYTES = 8 << 20
@@ -51,6 +53,7 @@ class TensorSnapshot:
     def __init__(self, tensors: Mapping[str, Tensor], spare: Spare | None = None) -> None:
         self._spare = spare or Spare()
         self._room = self._spare.take()
+        self._behind = behind(tensors.values())
         self._left: dict[str, list[Piece]] = {}
         for name, tensor in tensors.items():
             _add(self._left.setdefault(name.partition("/")[0], []), name, tensor)
@@ -85,6 +88,7 @@ class TensorSnapshot:
     def _copy(self, kind: str, piece: Piece) -> None:
         copied: dict[str, Tensor] = {}
         try:
+            self._behind()
             rooms = [_room_for(tensor, self._room.get(name)) for name, tensor in piece]
             torch._foreach_copy_(rooms, [tensor.detach() for _, tensor in piece])
             copied = {name: room for (name, _), room in zip(piece, rooms, strict=True)}

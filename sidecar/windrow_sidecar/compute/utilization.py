@@ -110,6 +110,9 @@ class GpuMeter:
     Args:
         name: of the GPU (see `gpu_name`).
 
+    Attributes:
+        name: of its kind, as NVML tells it.
+
     Raises:
         pynvml.NVMLError: there is no NVML, or no such GPU.
     """
@@ -120,6 +123,7 @@ class GpuMeter:
         self._nvml: Any = pynvml
         pynvml.nvmlInit()
         self._device = self._find(name)
+        self.name = str(pynvml.nvmlDeviceGetName(self._device))
         self._since_us = 0
         self._said: set[str] = set()
 
@@ -144,6 +148,14 @@ class GpuMeter:
         finetune = sum(newest[pid] for pid in ours)
         decode = sum(used for pid, used in newest.items() if pid not in ours)
         return Utilization(min(1.0, decode), min(1.0, finetune))
+
+    def processes(self) -> list[int]:
+        """Process ids of those that compute there, as NVML numbers them.
+
+        Raises:
+            pynvml.NVMLError: it does not tell.
+        """
+        return [one.pid for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._device)]
 
     def _find(self, name: str | int) -> Any:  # noqa: ANN401 - a handle of pynvml's
         if isinstance(name, int):
