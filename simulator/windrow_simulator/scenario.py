@@ -133,6 +133,7 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--urgent", settings.urgent, 0, 1),
         ("--jobs-per-slot", settings.jobs_per_slot, 1, 64),
         ("--price", settings.price, 0, 1e6),
+        ("--memory-gb", settings.memory_gb, 0, 1e6),
         ("--processes", settings.processes, 1, 256),
         ("--prefill", settings.prefill, 0, 10**6),
         ("--deferral", settings.deferral_ms, 0, 60_000),

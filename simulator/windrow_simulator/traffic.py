@@ -47,14 +47,14 @@ def load_trace(name: str, folder: Path | None) -> list[TraceRequest]:
         path = (folder or Path()) / PUBLISHED[name]
         if folder is not None and name == "burstgpt" and not path.exists():
             path = next(iter(sorted(folder.glob("BurstGPT_1*.csv"))), path)
-        if name == "conv" and (folder is None or not path.exists()):
+        if name == "conv" and folder is None:
             return []
         if folder is None or not path.exists():
             raise UserError(
-                f"{PUBLISHED[name]} is not there",
+                f"{path} is not there",
                 field="--trace",
                 remedy="Name its folder with --traces (Azure/AzurePublicDataset, data/; "
-                "HPMLL/BurstGPT), or use --trace conv, which needs no file.",
+                "HPMLL/BurstGPT), or use --trace conv without --traces, which needs no file.",
             )
     else:
         path = Path(name)
