@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.adapters import trainable
-from windrow_sidecar.finetune.adapter.reach import check_reach
+from windrow_sidecar.finetune.adapter.adapters import check_reach, trainable
 from windrow_sidecar.finetune.data.split import BatchPlan
 from windrow_sidecar.finetune.engine.orders import token_major
 from windrow_sidecar.finetune.engine.sizing import Windows

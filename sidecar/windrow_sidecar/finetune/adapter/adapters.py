@@ -1,8 +1,8 @@
-"""Put a job's adapter into the model with peft, and save it in peft's format.
+"""Put an adapter into the model with peft, check that all of it can be trained, and save it.
 
 peft makes an adapter of all layers at once, and of those that are in their files it sees NaN (see
-`frozen.LayerWeights.detach`). So what it copied or computed from them is made again, layer by layer
-while each is there: modules that are trained as a whole, and the magnitudes of DoRA.
+`frozen_layers.LayerWeights.detach`). So what it copied or computed from them is made again, layer
+by layer while each is there: modules that are trained as a whole, and the magnitudes of DoRA.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from torch import Tensor, nn
 from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec
 from windrow.errors import UserError
-from windrow_sidecar.finetune.adapter.config import bad_targets, check_targets, peft_config
+from windrow_sidecar.finetune.adapter.config import (
+    bad_targets,
+    check_targets,
+    option_of,
+    peft_config,
+)
 from windrow_sidecar.finetune.adapter.targets import target_names
+from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
+from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.key_values import Prefix
-from windrow_sidecar.finetune.model.structure import find_layers
+from windrow_sidecar.finetune.model.structure import find_layers, in_mode
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys, TokenDropout
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
 from windrow_sidecar.finetune.training.checkpoint import told_by_system
@@ -228,3 +235,44 @@ def _measure(module: Any, adapter: str) -> None:  # noqa: ANN401
     weight = module.get_base_layer().weight
     norm = magnitude.get_weight_norm(weight, added, scaling=module.scaling[adapter])
     magnitude.weight.copy_(norm)
+
+
+def check_reach(tuned: Any, stack: DecoderStack) -> None:  # noqa: ANN401 - peft is untyped
+    """Refuse an adapter with parameters that receive no gradient, or a prefix that is ignored.
+
+    Raises:
+        UserError: it lies ahead of the first layer, where a step's backward does not come; or it
+            is a prefix of a model whose attention cannot be given one.
+    """
+    if tuned.active_peft_config.is_prompt_learning:
+        if why := stack.prefix_refused or _prefix_fails(tuned, stack):
+            raise UserError(
+                f"{type(stack.model).__name__} cannot take a prefix: {why}",
+                field="spec.adapter.type",
+                remedy="Choose lora or ia3 for this model.",
+                reason=Reason.INVALID_SPEC,
+            )
+        return
+    reached = {id(p) for part in (*stack.layers, stack.norm) for p in part.parameters()}
+    for name, parameter in stack.decoder.named_parameters():
+        if parameter.requires_grad and id(parameter) not in reached:
+            module, kind = name.split(".")[0], tuned.active_peft_config.peft_type.value.lower()
+            raise UserError(
+                f"{module} comes before the first layer, where nothing can be trained",
+                field=f"spec.adapter.{kind}.{option_of(name)}",
+                remedy=f"Leave {module} out: by excludeModules, or by bias: lora_only.",
+                reason=Reason.INVALID_SPEC,
+            )
+
+
+def _prefix_fails(tuned: Any, stack: DecoderStack) -> str:  # noqa: ANN401 - peft is untyped
+    """Run the first layer behind the prefix, on the probe; return its error, "" if it runs."""
+    try:
+        with torch.no_grad(), in_mode(tuned, training=False):
+            at = stack.begin(stack.probe, Prefix.of(tuned.get_prompt(1)))
+            stack.forward(at, 0, at.whole, TorchBoundaries(), learn=False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        return f"peft makes none that its attention takes ({str(error).partition(chr(10))[0]})"
+    return ""

@@ -21,9 +21,8 @@ from windrow.errors import UserError
 from windrow.outputs import check_alone, check_within, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, trainable
+from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, check_reach, trainable
 from windrow_sidecar.finetune.adapter.config import prefix_tokens
-from windrow_sidecar.finetune.adapter.reach import check_reach
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
