@@ -14,7 +14,7 @@ from windrow.local.manifests import decode_pod
 
 pytestmark = [
     pytest.mark.alone,
-    pytest.mark.timeout(420),  # a first build of the API server included
+    pytest.mark.timeout(600),  # a first build of the API server included
 ]
 
 STEPS = 28

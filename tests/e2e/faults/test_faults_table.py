@@ -15,7 +15,7 @@ from strikes import BREAK_AT, Scene
 
 from windrow.eventlog import MarkEvent, StepEvent
 
-pytestmark = [pytest.mark.alone, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 STEPS = 28
 STEPS_ALONE = 20  # of each pod, once the worker is gone
