@@ -49,13 +49,17 @@ def format_value(value: float, unit: str) -> str:
             return f"{100 * value:.3g}%"
         case "bytes" | "s":
             name, size = _named(value, unit)
-            return f"{value / size:.3g} {name}"
+            return f"{_figures(value / size)} {name}"
         case "currencyUSD":
             return f"${value:.2f}"
         case "reqps":
             return f"{value:.3g} req/s"
     suffix = unit.removeprefix("suffix:") if unit.startswith("suffix:") else ""
-    return (f"{value:,.0f}" if value >= 100 else f"{value:.3g}") + suffix
+    return _figures(value) + suffix
+
+
+def _figures(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _named(value: float, unit: str) -> tuple[str, float]:
@@ -87,13 +91,26 @@ def _with_values(figure: go.Figure, highest: float, unit: str, *, whole: bool) -
     return figure.update_yaxes(range=[0, top], tickvals=places, ticktext=words)
 
 
-def _lines(series: list[Series], unit: str, begin: float, *, stacked: bool) -> go.Figure:
+def _with_gaps(
+    points: list[tuple[float, float]], step_s: float
+) -> list[tuple[float, float | None]]:
+    """Return points with nothing where some are missing, so that no line leads across."""
+    found: list[tuple[float, float | None]] = []
+    for at, value in points:
+        if found and at - found[-1][0] > 1.5 * step_s:
+            found.append((found[-1][0] + step_s, None))
+        found.append((at, value))
+    return found
+
+
+def _lines(series: list[Series], unit: str, asking: Asking, *, stacked: bool) -> go.Figure:
     figure = go.Figure()
     for index, one in enumerate(series):
+        points = _with_gaps(one.points, asking.step_s)
         bound = one.name.startswith(_BOUNDS)
         figure.add_scatter(
-            x=[at - begin for at, _ in one.points],
-            y=[value for _, value in one.points],
+            x=[at - asking.begin for at, _ in points],
+            y=[value for _, value in points],
             name=one.name,
             mode="lines",
             stackgroup="all" if stacked else None,
@@ -155,7 +172,7 @@ def _states(series: list[Series], begin: float, step_s: float) -> go.Figure:
     for index, one in enumerate(series):
         figure.add_bar(
             base=[at - begin - step_s for at, _ in one.points],
-            x=[step_s] * len(one.points),
+            x=[1.1 * step_s] * len(one.points),  # no seams
             y=[one.name] * len(one.points),
             orientation="h",
             width=0.6,
@@ -172,7 +189,7 @@ def _figure(kind: str, series: list[Series], unit: str, asking: Asking, stacked:
     elif kind == "state-timeline":
         figure = _states(series, asking.begin, asking.step_s)
     else:
-        figure = _lines(series, unit, asking.begin, stacked=stacked)
+        figure = _lines(series, unit, asking, stacked=stacked)
     whole = asking.end - asking.begin
     every = next((s for s in (15, 30, 60, 120, 300, 600, 1800) if whole / s <= 6), 3600)
     places = list(range(0, int(whole) + 1, every))
