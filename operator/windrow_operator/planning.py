@@ -150,7 +150,10 @@ def _sharing_refusal(job: Job, slot: Slot) -> str:
     if base is None:
         return f"{runs}, and a quantised base is not shared"
     different = [holder for holder in others if holder.base != base]
-    return f"{runs}, {_names(job, different)} over another base" if different else ""
+    if not different:
+        return ""
+    which = "" if len(different) == len(others) else f"{_names(job, different)} "
+    return f"{runs}, {which}over another base"
 
 
 def _names(job: Job, holders: list[Holder]) -> str:

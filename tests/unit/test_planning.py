@@ -231,9 +231,9 @@ def test_a_policy_that_says_nothing_of_namespaces_is_its_own_namespaces():
         ),
         (
             {"holders": (Holder("x", "team/a", Base("/other", "main", "auto")),), "max_jobs": 2},
-            "runs job team/a, team/a over another base",
+            "runs job team/a, over another base",
         ),
-        ({"holders": (Holder("x"),), "max_jobs": 2}, "that is unknown over another base"),
+        ({"holders": (Holder("x"),), "max_jobs": 2}, "that is unknown, over another base"),
     ],
 )
 def test_a_slot_that_cannot_take_the_job_says_why(changes, words):
