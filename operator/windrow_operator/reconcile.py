@@ -244,8 +244,11 @@ def _placed(
     warnings = _warnings(job, after)
     condition = get_condition(job.status.get("conditions"), T.RUNNING)
     if condition is None or condition["status"] == "False":
-        where = f"{'Resumed' if run.resumed else 'Started'} on {name_in(job.slot)}"
-        return Actions(status=after, events=(Event(where.split()[0], where), *warnings))
+        reason = Reason.RESUMED if run.resumed else Reason.STARTED
+        step = (job.status.get("checkpoint") or {}).get("step")
+        begins = f", after step {step}" if run.resumed and step else ""
+        event = Event(reason, f"{reason} on {name_in(job.slot)}{begins}")
+        return Actions(status=after, events=(event, *warnings))
     return Actions(status=_changed(job, after), events=warnings)
 
 

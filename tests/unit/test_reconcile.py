@@ -341,6 +341,19 @@ def test_a_suspended_job_is_asked_to_stop_now_and_then_until_it_has():
     assert life.job.status["progress"]["step"] == 6
 
 
+def test_a_job_that_resumes_says_after_which_step():
+    life = Life()
+    (said,) = (event for event in life.placed().step(run()).events)
+    assert (said.reason, said.message) == ("Started", "Started on decode-0")
+    life.job = replace(life.job, spec=spec(suspend=True))
+    at = WorkerProgress(8, 100, checkpoint_step=6, checkpoint_path="/c6")
+    life.step(run(RunState.STOPPED, progress=at))
+    life.job = replace(life.job, spec=spec())
+    life.placed()
+    (said,) = life.step(run(epoch=2, resumed=True)).events
+    assert (said.reason, said.message) == ("Resumed", "Resumed on decode-0, after step 6")
+
+
 def test_a_job_that_is_stopped_before_its_first_checkpoint_says_so_and_is_at_step_0():
     life = Life().running()
     life.job = replace(life.job, spec=spec(suspend=True))
