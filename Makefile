@@ -125,7 +125,7 @@ images:
 OPERATOR_IMAGE := build/images/operator.tar
 $(OPERATOR_IMAGE): $(shell find api operator -name '*.py') pyproject.toml constraints.txt \
   deploy/images/build.sh deploy/images/ignore deploy/images/operator/Dockerfile
-	BASE=debian deploy/images/build.sh operator
+	BASE=debian ARGS= deploy/images/build.sh operator
 
 # Status 3: this machine can run no node, and the line before says why.
 test-node: setup

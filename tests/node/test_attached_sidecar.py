@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -16,7 +17,8 @@ from waiting import wait_until
 from windrow.crd import API_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
-ARCHIVE = ROOT / "build" / "images" / "operator.tar"
+IMAGES = ROOT / "build" / "images"
+ARCHIVE = IMAGES / "operator.tar"
 NAMESPACE = "serving"
 WITHIN_S = 150
 PORT = 8001
@@ -33,12 +35,11 @@ def chart(node, kube):
     """The chart, installed with the operator's own image and rights."""
     if not ARCHIVE.exists():
         pytest.skip("no image of the operator: `make images` builds it")
-    ctr = [f"{node.bin}/ctr", "--address", node.containerd, "--namespace", "k8s.io"]
-    subprocess.run([*ctr, "images", "import", ARCHIVE], check=True, capture_output=True)
+    load(node, ARCHIVE)
     python = f"{ROOT}/.venv/bin/python -m windrow_sidecar.agent"
     folder = str(ROOT / "deploy" / "helm" / "windrow")
     command = ["upgrade", "--install", "windrow", folder, "--namespace", "windrow-system"]
-    command += ["--create-namespace", "--wait", "--timeout", "120s"]
+    command += ["--create-namespace", "--wait", "--timeout", "300s"]
     command += ["--set", "image.pullPolicy=Never", "--set", f"sidecar.command={python}"]
     try:
         helm(*command)
@@ -47,6 +48,15 @@ def chart(node, kube):
         raise
     yield command
     print_logs(kube)
+
+
+def load(node, archive):
+    """Give the node the image of an archive; return the image's name."""
+    ctr = [f"{node.bin}/ctr", "--address", node.containerd, "--namespace", "k8s.io"]
+    done = subprocess.run(
+        [*ctr, "images", "import", archive], check=True, capture_output=True, text=True
+    )
+    return next(word for word in done.stdout.split() if word.startswith("docker.io/"))
 
 
 def print_logs(kube):
@@ -65,11 +75,17 @@ def volumes():
 @pytest.fixture(scope="module")
 def serving(chart, kube, image, tmp_path_factory):
     """A namespace with a policy; its decode pod serves. Yields the folder for adapters."""
-    core, custom = client.CoreV1Api(kube), client.CustomObjectsApi(kube)
     out = tmp_path_factory.mktemp("out")
+    with a_namespace_that_serves(kube, NAMESPACE, image, out):
+        yield out
+
+
+@contextmanager
+def a_namespace_that_serves(kube, namespace, image, out, **of_pod):
+    core, custom = client.CoreV1Api(kube), client.CustomObjectsApi(kube)
     # What says that directories of the node may be mounted here.
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-    core.create_namespace({"metadata": {"name": NAMESPACE, "labels": labels}})
+    core.create_namespace({"metadata": {"name": namespace, "labels": labels}})
     mounted = {**volumes(), "out": str(out)}
     policy = {
         "apiVersion": API_VERSION,
@@ -88,44 +104,34 @@ def serving(chart, kube, image, tmp_path_factory):
         },
     }
     custom.create_namespaced_custom_object(
-        "windrow.dev", "v1alpha1", NAMESPACE, "harvestpolicies", policy
+        "windrow.dev", "v1alpha1", namespace, "harvestpolicies", policy
     )
-    hooks = client.AdmissionregistrationV1Api(kube)
-    wait_until(
-        lambda: (
-            "policy.windrow.dev"
-            in {
-                hook.name
-                for hook in hooks.read_mutating_webhook_configuration("windrow-operator").webhooks
-                or ()
-            }
-        ),
-        "the operator registers for the policy's namespace",
-    )
+    pod = decode_pod(image, mounted, **of_pod)
     wait_until(
         lambda: (
             "windrow-run"
             in {
-                v.name
-                for v in core.create_namespaced_pod(
-                    NAMESPACE, decode_pod(image, mounted), dry_run="All"
-                ).spec.volumes
+                volume.name
+                for volume in core.create_namespaced_pod(namespace, pod, dry_run="All").spec.volumes
             }
         ),
         "decode pods are prepared",
     )
-    core.create_namespaced_pod(NAMESPACE, decode_pod(image, mounted))
-    wait_until(lambda: is_ready(core), "decode serves", seconds=WITHIN_S)
-    yield out
-    pod = core.read_namespaced_pod("decode", NAMESPACE)
-    for container in ("decode", *(c.name for c in pod.spec.ephemeral_containers or ())):
-        print(container, core.read_namespaced_pod_log("decode", NAMESPACE, container=container))
-    core.delete_namespace(NAMESPACE)
+    core.create_namespaced_pod(namespace, pod)
+    wait_until(lambda: is_ready(core, namespace), "decode serves", seconds=WITHIN_S)
+    try:
+        yield
+    finally:
+        pod = read(core, namespace)
+        for container in ("decode", *(c.name for c in pod.spec.ephemeral_containers or ())):
+            log = core.read_namespaced_pod_log("decode", namespace, container=container)
+            print(namespace, container, log)
+        core.delete_namespace(namespace)
 
 
-def decode_pod(image, mounted):
-    # As much as it asks for, and no more: a Guaranteed pod.
-    resources = {"cpu": "1500m", "memory": "4Gi"}
+def decode_pod(image, mounted, **of_spec):
+    # Little is asked for: two of them, and the operators, fit on a node of two cores.
+    resources = {"cpu": "500m", "memory": "4Gi"}
     container = {
         "name": "decode",
         "image": image,
@@ -156,19 +162,21 @@ def decode_pod(image, mounted):
                 for name, path in mounted.items()
                 if name != "out"
             ],
+            **of_spec,
         },
     }
 
 
-def read(core):
-    return core.read_namespaced_pod("decode", NAMESPACE)
+def read(core, namespace=NAMESPACE):
+    return core.read_namespaced_pod("decode", namespace)
 
 
-def is_ready(core):
-    return any(c.type == "Ready" and c.status == "True" for c in read(core).status.conditions or ())
+def is_ready(core, namespace=NAMESPACE):
+    conditions = read(core, namespace).status.conditions or ()
+    return any(c.type == "Ready" and c.status == "True" for c in conditions)
 
 
-def submit(kube, name, out, steps):
+def submit(kube, name, out, steps, namespace=NAMESPACE):
     job = {
         "apiVersion": API_VERSION,
         "kind": "FinetuneJob",
@@ -185,12 +193,12 @@ def submit(kube, name, out, steps):
             "output": {"destination": f"{out}/{name}"},
         },
     }
-    where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs")
+    where = ("windrow.dev", "v1alpha1", namespace, "finetunejobs")
     client.CustomObjectsApi(kube).create_namespaced_custom_object(*where, job)
 
 
-def status(kube, name):
-    where = ("windrow.dev", "v1alpha1", NAMESPACE, "finetunejobs", name)
+def status(kube, name, namespace=NAMESPACE):
+    where = ("windrow.dev", "v1alpha1", namespace, "finetunejobs", name)
     return client.CustomObjectsApi(kube).get_namespaced_custom_object(*where).get("status") or {}
 
 
@@ -202,8 +210,8 @@ def answers(core):
     return answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] > 0
 
 
-def ends(kube, name):
-    found = status(kube, name)
+def ends(kube, name, namespace=NAMESPACE):
+    found = status(kube, name, namespace)
     assert found.get("state") not in ("Failed", "Invalid"), found
     return found if found.get("state") == "Succeeded" else None
 
@@ -297,11 +305,36 @@ def long_job(serving, kube):
     client.CustomObjectsApi(kube).patch_namespaced_custom_object(*where, without)
 
 
+@pytest.mark.timeout(600)
+def test_a_job_is_harvested_in_an_image_of_the_sidecars_own(
+    chart, node, kube, serving, image, tmp_path_factory
+):
+    archive = IMAGES / "sidecar.tar"
+    if not archive.exists():
+        pytest.skip("no image of the sidecar: `make images NAMES=sidecar` builds it")
+    name = load(node, archive)
+    helm(
+        *chart,
+        "--set-string",
+        f"sidecar.command=python -m windrow_sidecar.agent,sidecar.image={name}",
+    )
+    namespace, core = "own-image", client.CoreV1Api(kube)
+    out = tmp_path_factory.mktemp("out-of-image")
+    user = {"securityContext": {"runAsUser": 0, "runAsGroup": 0}}
+    with a_namespace_that_serves(kube, namespace, image, out, **user):
+        submit(kube, "tone", out, steps=8, namespace=namespace)
+        wait_until(lambda: ends(kube, "tone", namespace), "the job succeeds", seconds=2 * WITHIN_S)
+        assert (out / "tone" / "adapter_model.safetensors").is_file()
+        (sidecar,) = read(core, namespace).spec.ephemeral_containers
+        assert sidecar.image == name
+    helm(*chart)
+
+
 def test_the_charts_own_test_passes(chart, serving):
     helm("test", "windrow", "--namespace", "windrow-system", "--timeout", "60s")
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_an_upgrade_replaces_the_operator_while_a_job_trains_on(chart, kube, serving, long_job):
     core, apps = client.CoreV1Api(kube), client.AppsV1Api(kube)
     before, decode, epoch = kinds(kube), identity(core), status(kube, long_job)["epoch"]
