@@ -319,7 +319,7 @@ def test_the_engine_ends_with_an_error_when_the_front_is_killed(fresh):
     server = fresh().wait()
     server.front.kill()
     assert server.process.wait(END_S) == 1
-    assert "front is gone" in server.output.read_text()
+    assert "front has ended" in server.output.read_text()
 
 
 def test_a_port_in_use_is_refused_before_anything_is_loaded(model, tmp_path):

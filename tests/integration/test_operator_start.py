@@ -169,7 +169,7 @@ def test_a_server_that_does_not_answer_is_named_and_waited_for(starting, tmp_pat
     path.write_text(config_of("http://127.0.0.1:1", "t"))
     operator = starting(path)
     operator.begin()
-    line = operator.await_line("looked at again in 1.0 s")  # the second time
+    line = operator.await_line("trying again in 1.0 s")  # the second time
     assert "the API server at http://127.0.0.1:1 does not answer" in line
     assert operator.readiness()[0] == 503
     operator.end(signal.SIGTERM)
