@@ -30,16 +30,19 @@ class Fault:
         stays: whether the job keeps its placement.
         long: whether only `make e2e` does it.
         ends_decode: whether the pod's own decode is hit, and its requests with it.
+        steps: of the job; more where it must not end before the fault is noticed.
     """
 
     strike: Callable[[Scene], None]
     stays: bool = True
     long: bool = True
     ends_decode: bool = False
+    steps: int = STEPS
 
 
 FAULTS = (
-    Fault(strikes.sidecar_hangs, stays=False, long=False),
+    # A worker whose sidecar is silent goes on for SILENT_AFTER_S.
+    Fault(strikes.sidecar_hangs, stays=False, long=False, steps=120),
     Fault(strikes.worker_killed, stays=False),
     Fault(strikes.worker_killed_again_and_again, stays=False),
     Fault(strikes.worker_killed_while_it_loads, stays=False),
@@ -97,7 +100,7 @@ FAULTS = (
 def test_a_job_survives(farm: Farm, fault: Fault, record_property: Callable[[str, object], None]):
     name = fault.strike.__name__.replace("_", "-")
     farm.begin_events_anew()
-    farm.submit(name, STEPS)
+    farm.submit(name, fault.steps)
     try:
         _survives(farm, fault, name, record_property)
     finally:
@@ -140,7 +143,7 @@ def _survives(
     # Nothing ran twice; what was done before a checkpoint was not done again.
     tasklets = [event for _, event in farm.tasklets(job.uid)]
     closing.assert_ran_once(tasklets)
-    closing.assert_went_on(tasklets, STEPS, CHECKPOINT_EVERY)
+    closing.assert_went_on(tasklets, fault.steps, CHECKPOINT_EVERY)
     assert farm.finished_steps(job.uid).count(2) == 1
     assert (after.epoch == job.epoch) is fault.stays
 
