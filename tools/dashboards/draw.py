@@ -305,6 +305,7 @@ def main() -> int:
     parser.add_argument("--dedicated", default="0", help="tokens a second of a whole device")
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
     everything = dict.fromkeys(("namespace", "policy", "model", "job_namespace", "job"), ".*")
     everything |= {"price": asked.price, "dedicated": asked.dedicated}
     end = time.time()
