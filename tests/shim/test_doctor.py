@@ -28,6 +28,14 @@ def nvml(folder: Path, **more: str) -> dict[str, str]:
     return {"NVML_GPUS": f"{OTHER},{UUID}", "PYTORCH_NVML_BASED_CUDA_CHECK": "0", **more}
 
 
+def with_mps(folder):
+    """PATH with a stand-in of the MPS daemon's control program, which is put into `folder`."""
+    control = folder / "nvidia-cuda-mps-control"
+    shutil.copy(FAKE_MPS, control)
+    control.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
 def doctor(environ: dict[str, str]) -> tuple[int, dict[str, dict]]:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("windrow")), "doctor", "--gpu", "--json"],
@@ -44,11 +52,8 @@ def doctor(environ: dict[str, str]) -> tuple[int, dict[str, dict]]:
 
 
 def test_over_shim_and_stand_in_every_check_passes(shim, tmp_path):
-    control = tmp_path / "nvidia-cuda-mps-control"
-    shutil.copy(FAKE_MPS, control)
-    control.chmod(0o755)
     environ = shim.environment(computes=True, TRITON_CACHE_DIR=str(tmp_path / "cache"))
-    environ |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "WINDROW_STANDIN_MPS": "1"}
+    environ |= {"PATH": with_mps(tmp_path), "WINDROW_STANDIN_MPS": "1"}
     environ |= nvml(tmp_path)
     environ["LD_LIBRARY_PATH"] += f":{tmp_path}"
     status, found = doctor(environ)
@@ -79,9 +84,6 @@ def test_nvml_that_knows_no_such_gpu_or_names_strange_processes_is_told(shim, tm
 
 
 def test_memory_that_does_not_go_between_clients_of_mps_is_found_out(shim, tmp_path):
-    control = tmp_path / "nvidia-cuda-mps-control"
-    shutil.copy(FAKE_MPS, control)
-    control.chmod(0o755)
     code = """
 from windrow_sidecar.compute import gpu_check
 gpu_check._MODULE = "without_memory"
@@ -96,8 +98,7 @@ if "import" in sys.argv:
 gpu_check._MODULE = "without_memory"
 gpu_check.main()
 """)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environ = {"PATH": path, "WINDROW_STANDIN_MPS": "1", "PYTHONPATH": str(tmp_path)}
+    environ = {"PATH": with_mps(tmp_path), "WINDROW_STANDIN_MPS": "1", "PYTHONPATH": str(tmp_path)}
     said = shim.run(code, **environ)
     assert said.startswith("False between two clients of the daemon, ")
     assert "the import was refused" in said
@@ -105,16 +106,12 @@ gpu_check.main()
 
 
 def test_a_process_that_mps_did_not_connect_is_found_out(shim, tmp_path):
-    control = tmp_path / "nvidia-cuda-mps-control"
-    shutil.copy(FAKE_MPS, control)
-    control.chmod(0o755)
     code = """
 from windrow_sidecar.compute.gpu_check import CHECKS, run
 (found,) = run([check for check in CHECKS if check.what == "mps"])
 print(found.ok, found.found, found.remedy)
 """
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    said = shim.run(code, PATH=path, WINDROW_STANDIN_MPS="0")
+    said = shim.run(code, PATH=with_mps(tmp_path), WINDROW_STANDIN_MPS="0")
     assert said.startswith("False the driver did not connect this process")
     assert "hostPID" in said
 

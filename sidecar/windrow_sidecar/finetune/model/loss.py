@@ -50,7 +50,7 @@ class Head:
 
         Args:
             hidden: [rows, tokens, hidden], output of the last layer.
-            targets: [rows, tokens], int64: what follows each token; -100: ignored.
+            targets: [rows, tokens], int64, on the host: what follows each token; -100: ignored.
         """
         with torch.no_grad():
             at, labels = _labelled(targets, hidden.device)

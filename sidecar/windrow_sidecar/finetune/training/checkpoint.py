@@ -201,8 +201,8 @@ class JobFolder:
         """Write a checkpoint and forget all but the newest `keep`. Returns its path.
 
         Those of later positions go as well: the job has gone on from before them, since they could
-        not be read. `tensors`: [...] each, of any device; no two
-        may share memory, and none may change meanwhile.
+        not be read. `tensors`: [...] each, of any device; no two may share memory, and none may
+        change meanwhile.
 
         Raises:
             Fenced: see `writing`.
