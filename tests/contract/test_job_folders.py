@@ -19,7 +19,7 @@ from windrow_sidecar.finetune.job.bucket import (
     OwnBucketFolder,
     _file_system,
 )
-from windrow_sidecar.finetune.training.checkpoint import Fenced, JobFolder, Position
+from windrow_sidecar.finetune.training.checkpoint import Completion, Fenced, JobFolder, Position
 
 UID = "a-job"
 TENSORS = {"parameter/x": torch.arange(6.0).reshape(2, 3), "sum/y": torch.ones(4)}
@@ -167,6 +167,18 @@ def test_checkpoints_that_are_forgotten_leave_the_adapter(store, folder):
     folder.forget_checkpoints()
     assert checkpoints(store) == []
     assert "adapter_model.safetensors" in store.names()
+
+
+def test_what_a_job_came_to_is_read_by_the_next_worker_and_noted_by_no_older_one(store, folder):
+    assert folder.completion() is None
+    later = store.folder(2)
+    later.claim()
+    with pytest.raises(Fenced):
+        folder.complete(Completion(7, 90, "7 of 7 steps"))
+    assert later.completion() is None
+    done = Completion(7, 90, "7 of 7 steps", loss=0.5, base_eval_loss=2.0, tuned_eval_loss=1.5)
+    later.complete(done)
+    assert store.folder(3).completion() == done
 
 
 class Failing:

@@ -63,14 +63,14 @@ class Gate(OpenGate):
 class Started:
     """A tiny job with everything that runs it; a checkpoint is due after each step."""
 
-    def __init__(self, root, *commands, notes=(), forgets=False) -> None:
+    def __init__(self, root, *commands, notes=(), forgets=False, epoch=1) -> None:
         self.tiny, self.told, self.gate, self.home = (
             tiny_job(),
             Told(*commands),
             Gate(),
             Elsewhere(),
         )
-        self.folder = JobFolder(root, "a-job", 1)
+        self.folder = JobFolder(root, "a-job", epoch)
         self.folder.claim()
         every = {"checkpoint": CheckpointSpec(everySteps=1)}
         job = JobSpec("default", "tiny", "a-job", 1, small_spec().model_copy(update=every))
@@ -87,7 +87,7 @@ class Started:
             *(stream, self.gate, memory, ledger, self.told, job_state),
             clock=lambda: self.gate.now_s,
         )
-        self.runner.begin()
+        self.ended = self.runner.begin()
 
 
 def test_what_is_not_learnt_of_the_rows_stands_in_the_first_event_also_after_a_checkpoint(tmp_path):
@@ -216,6 +216,57 @@ def test_checkpoints_go_once_the_adapter_is_written_where_nobody_can_go_on_from_
     assert kept.folder.newest().position.step == 4
     assert not forgotten.folder.checkpoints.exists()
     assert (forgotten.folder.root / "metrics.jsonl").is_file()
+
+
+def test_a_success_that_nobody_heard_of_is_told_by_the_next_worker(tmp_path):
+    first = Started(tmp_path, forgets=True)
+    run_to_the_end(first)
+    written = (tmp_path / "adapter_model.safetensors").read_bytes()
+    second = Started(tmp_path, forgets=True, epoch=2)
+    assert second.ended is Ending.SUCCEEDED
+    (told,) = second.told.events
+    assert told.kind == "SUCCEEDED"
+    assert told.detail.endswith("; an earlier worker wrote the adapter")
+    heard = first.told.events[-1]
+    assert (told.adapter_path, told.base_eval_loss, told.tuned_eval_loss) == (
+        heard.adapter_path,
+        heard.base_eval_loss,
+        heard.tuned_eval_loss,
+    )
+    before, now = first.job_state.progress, second.job_state.progress
+    assert (now.step, now.total_steps, now.tokens, now.loss) == (
+        before.step,
+        before.total_steps,
+        before.tokens,
+        before.loss,
+    )
+    assert (tmp_path / "adapter_model.safetensors").read_bytes() == written
+
+
+def test_a_worker_that_ends_between_adapter_and_note_is_followed_by_one_that_writes_it_again(
+    tmp_path, monkeypatch
+):
+    first = Started(tmp_path, forgets=True)
+
+    def ends(self, completion):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JobFolder, "complete", ends)
+        with pytest.raises(KeyboardInterrupt):
+            run_to_the_end(first)
+    second = Started(tmp_path, forgets=True, epoch=2)
+    assert second.ended is None
+    assert second.told.events[0].reason == "Resumed"
+    assert run_to_the_end(second) is Ending.SUCCEEDED
+
+
+def test_checkpoints_that_cannot_be_removed_are_told_with_the_success(tmp_path):
+    job = Started(tmp_path, forgets=True)
+    (job.folder.root / "completed.json.draft").mkdir()  # the note cannot be written
+    assert run_to_the_end(job) is Ending.SUCCEEDED
+    assert "its checkpoints stay: " in job.told.events[-1].detail
+    assert job.folder.newest().position.step == 4
 
 
 @pytest.mark.parametrize("commands", [["FORGET"], ["STOP", "FORGET"]])

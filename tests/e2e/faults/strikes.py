@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import os
 import signal
 import time
@@ -174,6 +175,20 @@ def sidecar_hangs(scene: Scene) -> None:
         scene.resumes()
     finally:
         os.kill(agent.pid, signal.SIGCONT)
+
+
+def sidecar_hangs_as_the_job_ends(scene: Scene) -> None:
+    """The adapter is written and checkpoints are gone; the next worker tells of it."""
+    agent, steps = scene.farm.agent(scene.pod), scene.job.total_steps
+    root = scene.farm.out / scene.job.name / ".windrow" / scene.job.uid
+    with (root / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the last checkpoint waits for it
+        scene.farm.at_step(scene.job.name, steps)
+        os.kill(agent.pid, signal.SIGSTOP)
+    until("the end is noted", lambda: (root / "completed.json").exists())
+    until("checkpoints are gone", lambda: not (root / "checkpoints").exists())
+    assert not scene.farm.job(scene.job.name).finished
+    kill(agent)
 
 
 def other_sidecar_killed(scene: Scene) -> None:

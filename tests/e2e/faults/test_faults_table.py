@@ -43,6 +43,7 @@ class Fault:
 FAULTS = (
     # A worker whose sidecar is silent goes on for SILENT_AFTER_S.
     Fault(strikes.sidecar_hangs, stays=False, long=False, steps=120),
+    Fault(strikes.sidecar_hangs_as_the_job_ends, stays=False),
     Fault(strikes.worker_killed, stays=False),
     Fault(strikes.worker_killed_again_and_again, stays=False),
     Fault(strikes.worker_killed_while_it_loads, stays=False),

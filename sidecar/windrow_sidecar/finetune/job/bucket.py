@@ -37,6 +37,7 @@ from windrow_sidecar.finetune.data.remote import (
 from windrow_sidecar.finetune.job.assembly import JobSpec
 from windrow_sidecar.finetune.job.scalars import METRICS_FILE
 from windrow_sidecar.finetune.training.checkpoint import (
+    COMPLETED,
     MANIFEST,
     STATE,
     TENSORS,
@@ -228,6 +229,16 @@ class BucketFolder(JobFolder):
             self._check_epochs()
             for name in self._names():
                 self._remove(name)
+
+    def _note_completion(self, content: bytes) -> None:
+        with self._uploading():
+            self._check_epochs()
+            self._system.pipe_file(f"{self._url}/{COMPLETED}", content)
+
+    def _completion_noted(self) -> bytes | None:
+        with self._asking():
+            noted = f"{self._url}/{COMPLETED}"
+            return bytes(self._system.cat_file(noted)) if self._system.exists(noted) else None
 
     def _publish(self, draft: Path, last: str) -> None:
         with self._uploading():

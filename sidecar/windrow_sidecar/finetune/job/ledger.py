@@ -17,6 +17,7 @@ from windrow_sidecar.finetune.job.scalars import Scalars
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
 from windrow_sidecar.finetune.training.checkpoint import (
     Checkpoint,
+    Completion,
     JobFolder,
     is_disk_full,
     no_room,
@@ -107,14 +108,24 @@ class Ledger:
         self._checkpoint_due = self._told_not_saved = False
         self._gradients = GradientWatch()
 
-    def restore(self) -> None:
+    def restore(self) -> bool:
         """Go on from the newest good checkpoint, where there is one, and say so.
+
+        Returns whether there is anything to do: False where an earlier worker has written the
+        adapter, and nobody heard of it. That is told now.
 
         Raises:
             UserError: it is of another base, adapter or order of rows.
             CheckpointUnreachable: the operator knows of one, and nothing of it is here.
             OSError: the disk has no room for a checkpoint.
         """
+        if self._forgets and (done := self._folder.completion()) is not None:
+            self._progress()
+            told = self._job_state.progress
+            told = replace(told, step=done.step, tokens=done.tokens, loss=done.loss)
+            self._job_state.progress = told
+            self._tell_completion(done, "an earlier worker wrote the adapter")
+            return False
         found = self._newest()
         self._newest = self._folder.newest  # what was handed over takes memory
         if passed_over := self._folder.passed_over:
@@ -133,13 +144,14 @@ class Ledger:
         if found is None:
             self._progress()
             self._started(Reason.STARTED, "from the beginning")
-            return
+            return True
         self._stream.restore(found.position, found.tensors)
         self._job_state.tokens_restored = found.position.tokens_done
         self._scalars.begin(found.position.tokens_done)
         self._progress(checkpoint_step=found.position.step, checkpoint_path=found.path)
         moved = found.origin.moved(self._session.origin)
         self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
+        return True
 
     def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:
         """Note a tasklet."""
@@ -235,16 +247,34 @@ class Ledger:
         except OSError as error:
             self._not_saved(self._stream.position.step, error)
         self._write_adapter()
+        at = self._stream.position
+        done = Completion(
+            at.step,
+            at.tokens_done,
+            self._stream.told,
+            loss=at.loss,
+            base_eval_loss=at.base_eval_loss,
+            tuned_eval_loss=self._tuned_loss,
+        )
+        kept = ""
         if self._forgets:
-            self._folder.forget_checkpoints()
+            try:
+                # In this order: who finds neither checkpoint nor note would begin anew.
+                self._folder.complete(done)
+                self._folder.forget_checkpoints()
+            except OSError as error:
+                kept = f"its checkpoints stay: {error}"
+        self._tell_completion(done, kept)
+
+    def _tell_completion(self, done: Completion, note: str = "") -> None:
         self._reporter.event(
             WorkerEvent(
                 "SUCCEEDED",
                 Reason.COMPLETED,
-                self._stream.told,
+                "; ".join(filter(None, (done.detail, note))),
                 adapter_path=self._folder.place,
-                base_eval_loss=self._stream.position.base_eval_loss,
-                tuned_eval_loss=self._tuned_loss,
+                base_eval_loss=done.base_eval_loss,
+                tuned_eval_loss=done.tuned_eval_loss,
             )
         )
 

@@ -83,16 +83,17 @@ class Runner:
         Raises:
             NotFinite, Fenced, OSError, MemoryError: see the parts; the last checkpoint stands.
         """
-        self.begin()
-        while (ending := self.cycle()) is None:
-            pass
+        ending = self.begin()
+        while ending is None:
+            ending = self.cycle()
         return ending
 
-    def begin(self) -> None:
-        """Go on from the newest checkpoint, where there is one."""
+    def begin(self) -> Ending | None:
+        """Go on from the newest checkpoint, where there is one; an ending: nothing is to do."""
         with self._job_state.stall.during(VERIFYING):
-            self._ledger.restore()
+            has_work = self._ledger.restore()
         settle_heap()
+        return None if has_work else Ending.SUCCEEDED
 
     def cycle(self) -> Ending | None:
         """Obey, run a tasklet, or wait where none may run; an ending where that was the last."""

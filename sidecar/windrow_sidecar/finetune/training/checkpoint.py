@@ -1,9 +1,9 @@
 """Write and read checkpoints: whole or not at all, by one writer at a time.
 
 Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started), `holder-N` (whose
-epoch N is), and
-`checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the next step that are done), each with a manifest of
-the SHA-256 of its files. A folder is written under another name, synced, and renamed.
+epoch N is), `checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the next step that are done), each with
+a manifest of the SHA-256 of its files, and `completed.json` once the adapter is written, where
+checkpoints go then. A folder is written under another name, synced, and renamed.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
+COMPLETED = "completed.json"
 ADAPTER_DRAFT = "adapter"  # in the job's folder
 # What reading a damaged checkpoint raises.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -87,6 +88,18 @@ class Position:
     loss: float | None = None  # of the last finished step
     base_eval_loss: float | None = None
     judged: Judged = field(default_factory=Judged)
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a job came to, for a worker that is started again since nobody heard of the end."""
+
+    step: int
+    tokens: int
+    detail: str
+    loss: float | None = None
+    base_eval_loss: float | None = None
+    tuned_eval_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +317,32 @@ class JobFolder:
         """
         with self.writing():
             shutil.rmtree(self.checkpoints, ignore_errors=True)
+
+    def complete(self, completion: Completion) -> None:
+        """Note that the adapter is written, before the checkpoints go that led to it.
+
+        Raises:
+            Fenced: see `writing`.
+            OSError: it is not noted.
+        """
+        with self.writing():
+            self._note_completion(json.dumps(asdict(completion)).encode())
+
+    def _note_completion(self, content: bytes) -> None:
+        _write_file(self.root / COMPLETED, content)
+
+    def completion(self) -> Completion | None:
+        """Return what the job came to; None: its adapter is not written.
+
+        Raises:
+            OSError, ValueError, TypeError: nobody can tell.
+        """
+        content = self._completion_noted()
+        return None if content is None else Completion(**json.loads(content))
+
+    def _completion_noted(self) -> bytes | None:
+        file = self.root / COMPLETED
+        return file.read_bytes() if file.exists() else None
 
     def keep_figures(self) -> None:
         """Have the figures of all steps so far last; those of a directory do already."""
