@@ -107,7 +107,7 @@ def test_a_graph_made_on_more_units_than_are_left_is_made_again():
         return share
 
     job = tiny_job(units=units)
-    layers = job.stream._parts.stack.layers
+    layers = job.stream.parts.stack.layers
     layers[0].register_forward_hook(lambda *_: launched.append(share))
     while (tasklet := job.stream.peek()) is not None:
         share = 4 if tasklet.phase.name == "FORWARD" else 2

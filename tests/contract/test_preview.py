@@ -27,7 +27,7 @@ def tasklets(tmp_path):
 
 def test_a_bf16_job_is_shown_the_bytes_of_bf16(tasklets):
     full, half = (tasklets(precision=precision) for precision in ("fp32", "bf16"))
-    assert {weight.dtype for weight in half.session.stream._parts.stack.layers[0].parameters()} >= {
+    assert {weight.dtype for weight in half.session.stream.parts.stack.layers[0].parameters()} >= {
         torch.bfloat16
     }
     assert half._boundary_bytes * 2 == full._boundary_bytes

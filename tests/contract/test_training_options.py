@@ -12,7 +12,7 @@ from windrow.crd import OptimizerSpec
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.engine.sizing import Windows
-from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage
+from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy, Judged

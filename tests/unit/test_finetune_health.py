@@ -16,7 +16,7 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.places import DatasetSilent, failed
-from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage, StepDone
+from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, StepDone
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.job.scalars import Scalars

@@ -16,7 +16,8 @@ from windrow_sidecar.finetune.data.split import IGNORED, BatchPlan, DataSplit, E
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
 from windrow_sidecar.finetune.engine.orders import Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
-from windrow_sidecar.finetune.engine.stream import StepDone, TaskletStream
+from windrow_sidecar.finetune.engine.stages import StepDone
+from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.model.around import AroundLayer
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack

@@ -147,7 +147,7 @@ class JobContext:
             bound_us //= 2  # while one runs, the next is queued behind it
         if grant.budget_us:
             bound_us = min(bound_us, grant.budget_us)
-        windows = not self.session.stream.windows_refused
+        windows = not self.session.stream.parts.stack.windows_refused
         units = grant.finetune_units
         return Paced(self._shared.estimates, bound_us, units, windows, grant.window_tokens)
 

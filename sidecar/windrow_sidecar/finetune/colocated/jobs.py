@@ -270,7 +270,7 @@ class WorkerJobs:
         ledger = Ledger(
             context.session, folder, pending.agent, pending.events, job_state, newest, forgets=True
         )
-        estimates, weights = slot.estimates, stream.weights
+        estimates, weights = slot.estimates, stream.parts.weights
         return JobHandle(
             context.session.job.name,
             stream,

@@ -243,14 +243,13 @@ class WorkerSlot:
         present = next((context for context in self._contexts if context.has_turn), None)
         if present is None:
             return facts
+        stack = present.session.stream.parts.stack
         return replace(
             facts,
             starving=present.memory.is_starving,
             bytes_per_token=present.session.activation_budget.held_bytes_per_token,
             window_bytes_per_token=present.session.activation_budget.window_bytes_per_token,
-            resident_layers=(
-                self._residents.layers if self._residents else present.session.stream.depth
-            ),
+            resident_layers=self._residents.layers if self._residents else stack.depth,
         )
 
 

@@ -31,6 +31,13 @@ class ModelParts:
     head: Head
     adapter: Adapter
 
+    @property
+    def weights(self) -> int:
+        """Parameters of the largest layer, or of the model's head where that is larger."""
+        head: nn.Module | None = self.stack.model.get_output_embeddings()  # type: ignore[operator]
+        modules = [*self.stack.layers, *([head] if head is not None else [])]
+        return max(sum(p.numel() for p in module.parameters()) for module in modules)
+
 
 class MicroBatchGroup:
     """The tensors of one group of micro-batches between its first and its last tasklet.

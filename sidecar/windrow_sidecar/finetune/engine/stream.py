@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from enum import Enum
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
@@ -20,6 +18,7 @@ from windrow_sidecar.finetune.engine.grouping import RowGrouping
 from windrow_sidecar.finetune.engine.micro_batch_group import MicroBatchGroup, ModelParts
 from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major, listing
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
+from windrow_sidecar.finetune.engine.stages import JobStage, JobStages, Outcome
 from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
 from windrow_sidecar.finetune.offload.job_state import Home
 from windrow_sidecar.finetune.tasklets import (
@@ -30,38 +29,9 @@ from windrow_sidecar.finetune.tasklets import (
 )
 from windrow_sidecar.finetune.training.checkpoint import Position
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
-from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, NotFinite, StepMetrics
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, NotFinite
 from windrow_sidecar.finetune.training.snapshot import TensorSnapshot
 from windrow_sidecar.qos.view import Phase
-
-
-class JobStage(Enum):
-    """The stage that a job is in."""
-
-    BASE_EVALUATION = "base"
-    TRAINING = "training"
-    HELD_OUT_EVALUATION = "held-out"  # between two steps
-    TUNED_EVALUATION = "tuned"
-    FINISHED = "finished"
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """An optimizer step has ended; `position.step` of them are done."""
-
-    position: Position
-    facts: StepMetrics
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationDone:
-    """Mean loss per label on the held-out rows."""
-
-    stage: JobStage
-    loss: float
-
-
-Outcome = StepDone | EvaluationDone
 
 
 class TaskletStream:
@@ -78,6 +48,9 @@ class TaskletStream:
         seed: of dropout.
         order: of the tasklets of a group.
         evaluation_policy: how rows stand together, and when the adapter is judged.
+
+    Attributes:
+        parts: the model's.
     """
 
     def __init__(
@@ -95,38 +68,39 @@ class TaskletStream:
         order: Order = layer_major,
         evaluation_policy: EvaluationPolicy | None = None,
     ) -> None:
-        self._parts, self._optimizer = parts, optimizer
-        self._split, self._plan, self._total_steps = rows, plan, total_steps
+        self.parts, self._optimizer = parts, optimizer
         self._boundaries, self._seed = boundaries, seed
         self._sizing, self._order = sizing, order
-        self._evaluation_policy = policy = evaluation_policy or EvaluationPolicy()
+        policy = evaluation_policy or EvaluationPolicy()
         self._rows = RowGrouping(limits, most_rows=policy.max_rows, packed=policy.packed)
-        self._position = Position(step=0)
+        self._stages = JobStages(
+            *(parts.adapter, optimizer, rows, plan),
+            total_steps=total_steps,
+            rows=self._rows,
+            policy=policy,
+        )
         self._tokens_seen = 0
         self._batch_group: MicroBatchGroup | None = None
-        self._evaluated = (0.0, 0)  # loss sum, labels
-        self._enter(self._first_stage())
 
     @property
     def position(self) -> Position:
         """Up to the last committed micro-batch."""
-        return self._position
+        return self._stages.position
 
     @property
     def stage(self) -> JobStage:
         """Which part of the job comes next."""
-        return self._stage
+        return self._stages.stage
 
     @property
     def total_steps(self) -> int:
         """Of the job."""
-        return self._total_steps
+        return self._stages.total_steps
 
     @property
     def told(self) -> str:
         """How far training came, and of which step the adapter is."""
-        at = self._position
-        return self._evaluation_policy.told(at.judged, at.step, of=self._total_steps)
+        return self._stages.told
 
     @property
     def tokens_seen(self) -> int:
@@ -134,27 +108,9 @@ class TaskletStream:
         return self._tokens_seen
 
     @property
-    def depth(self) -> int:
-        """Layers of the model."""
-        return self._parts.stack.depth
-
-    @property
-    def weights(self) -> int:
-        """Of the largest of the model's layers, or of its head where that is larger."""
-        stack = self._parts.stack
-        head: nn.Module = stack.model.get_output_embeddings()  # type: ignore[operator]
-        modules = (*stack.layers, head)
-        return max(sum(p.numel() for p in m.parameters()) for m in modules if m is not None)
-
-    @property
     def device(self) -> torch.device:
         """Where the adapter is now."""
         return self._optimizer.device
-
-    @property
-    def windows_refused(self) -> str:
-        """Why the model's rows cannot be cut into windows; "" if they can."""
-        return self._parts.stack.windows_refused
 
     @property
     def between_micro_batches(self) -> bool:
@@ -168,11 +124,7 @@ class TaskletStream:
         An evaluation keeps nothing for a backward, so its groups do not count.
         """
         batch_group = self._batch_group
-        if (
-            batch_group is None
-            or self._stage is not JobStage.TRAINING
-            or not batch_group.progress.untouched
-        ):
+        if batch_group is None or not (self._stages.trains and batch_group.progress.untouched):
             return ()
         return batch_group.group
 
@@ -184,31 +136,30 @@ class TaskletStream:
     @property
     def before_optimizer(self) -> bool:
         """Whether the optimizer's step is next, which changes everything that it owns."""
-        training = self._stage is JobStage.TRAINING
-        return training and self._batch_group is None and self._rows.is_empty
+        return self._stages.trains and self._batch_group is None and self._rows.is_empty
 
     def peek(self) -> Tasklet | None:
         """Return the tasklet to run next, as large as `sizing` wants it; None: the job is done."""
-        if self._stage is JobStage.FINISHED:
+        if self.stage is JobStage.FINISHED:
             return None
         if self._batch_group is None:
             if self._rows.is_empty:
-                return optimizer_tasklet(self._position.step)
+                return optimizer_tasklet(self.position.step)
             self._batch_group = self._form()
             self._lookahead = Lookahead(self._order, self._batch_group.progress)
         return self._lookahead.peek(self._sizing())
 
     def plan(self) -> Iterator[Tasklet]:
         """Yield what is left of the step or evaluation, as it would run if nothing changed."""
-        if self._stage is JobStage.FINISHED:
+        if self.stage is JobStage.FINISHED:
             return
         sizing = self._sizing()
         if self._batch_group is not None:
             yield from listing(self._order, self._batch_group.progress, sizing)
         for group in self._rows.coming():
-            yield from listing(self._order, GroupProgress(group, self.depth), sizing)
-        if self._stage is JobStage.TRAINING:
-            yield optimizer_tasklet(self._position.step)
+            yield from listing(self._order, GroupProgress(group, self.parts.stack.depth), sizing)
+        if self._stages.trains:
+            yield optimizer_tasklet(self.position.step)
 
     def run(self, tasklet: Tasklet) -> Outcome | None:
         """Run what `peek` returned, or any other tasklet of its group that may run.
@@ -223,7 +174,7 @@ class TaskletStream:
         if self._batch_group is None:
             if not self._rows.is_empty or tasklet.phase is not Phase.OPTIMIZER:
                 raise ValueError(f"{tasklet} is not next")
-            return self._step(tasklet)
+            return self._stages.step(tasklet.step)
         self._batch_group.run(tasklet)
         self._lookahead.ran(tasklet)
         if tasklet.phase is Phase.LOSS:
@@ -232,14 +183,16 @@ class TaskletStream:
         # A device that queues its work is waited for once a group: when the last of it is queued.
         if done or (tasklet.phase is Phase.LOSS and self._batch_group.loss_is_here):
             self._check_loss(self._batch_group, tasklet.step)
-        return self._commit(self._batch_group) if done else None
+        if not done:
+            return None
+        through, self._batch_group = self._batch_group, None
+        return self._stages.commit(through.rows, through.loss)
 
     def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
         if math.isfinite(batch_group.loss):
             return
         where = ", ".join(self._rows.examples[row].where for row in batch_group.rows[:3])
-        training = self._stage is JobStage.TRAINING
-        when = f"step {step + 1}" if training else f"an evaluation at step {step}"
+        when = f"step {step + 1}" if self._stages.trains else f"an evaluation at step {step}"
         raise NotFinite(f"the loss of {when} is not finite (rows {where})")
 
     def break_off(self, tasklet: Tasklet) -> None:
@@ -295,7 +248,7 @@ class TaskletStream:
         """
         if to_host:
             self.drop()
-        self._parts.stack.move_buffers(to_host=to_host)
+        self.parts.stack.move_buffers(to_host=to_host)
 
     def replan(self, *, force: bool = False) -> None:
         """Form the next group anew: limits have changed. What has begun goes on, unless forced."""
@@ -321,105 +274,18 @@ class TaskletStream:
             KeyError, RuntimeError: they belong to another adapter.
         """
         self._optimizer.load(tensors)
-        self._position = position
         self._batch_group = None
-        self._enter(self._first_stage())
-
-    def _first_stage(self) -> JobStage:
-        if self._split.held_out and self._position.base_eval_loss is None:
-            return JobStage.BASE_EVALUATION
-        return self._training_or_after()
-
-    def _training_or_after(self) -> JobStage:
-        at, judged = self._position.step, self._position.judged
-        due = judged.step < at and self._evaluation_policy.judges(at, of=self._total_steps)
-        if due and self._split.held_out:
-            return JobStage.HELD_OUT_EVALUATION
-        if at < self._total_steps and not self._evaluation_policy.ends(judged):
-            return JobStage.TRAINING
-        return JobStage.TUNED_EVALUATION if self._split.held_out else JobStage.FINISHED
-
-    def _enter(self, stage: JobStage) -> None:
-        self._stage = stage
-        if stage is JobStage.TUNED_EVALUATION and self._evaluation_policy.patience:
-            self._optimizer.return_to_best()
-        self._parts.adapter.switch(
-            on=stage is not JobStage.BASE_EVALUATION, training=stage is JobStage.TRAINING
-        )
-        if stage is JobStage.TRAINING:
-            self._begin_step()
-            return
-        held_out = self._split.held_out
-        self._evaluated = (0.0, 0)
-        self._rows.begin(self._position.step, held_out, range(len(held_out)), evaluation=True)
-
-    def _begin_step(self) -> None:
-        at = self._position
-        rows = self._plan.rows_of(at.step)
-        self._rows.begin(at.step, self._split.train, rows, done=set(at.committed_rows))
-        self._labels_in_batch = sum(self._split.train[row].targets for row in rows)
+        self._stages.restore(position)
 
     def _form(self) -> MicroBatchGroup:
-        evaluation = self._stage is not JobStage.TRAINING
+        trains = self._stages.trains
         return MicroBatchGroup(
-            self._parts,
+            self.parts,
             self._rows.take(),
             self._rows.examples,
             # An evaluation keeps nothing for backward: no reason to borrow memory for it.
-            TorchBoundaries() if evaluation else self._boundaries,
-            labels_in_batch=0 if evaluation else self._labels_in_batch,
+            self._boundaries if trains else TorchBoundaries(),
+            labels_in_batch=self._stages.labels_in_batch if trains else 0,
             seed=self._seed,
             longest=self._rows.longest,
         )
-
-    def _commit(self, batch_group: MicroBatchGroup) -> Outcome | None:
-        """Note a group that is through."""
-        self._batch_group = None
-        if self._stage is not JobStage.TRAINING:
-            return self._add_evaluation(batch_group)
-        self._optimizer.commit()
-        self._position = replace(
-            self._position,
-            committed_rows=self._position.committed_rows + batch_group.rows,
-            loss_sum=self._position.loss_sum + batch_group.loss,
-        )
-        return None
-
-    def _add_evaluation(self, batch_group: MicroBatchGroup) -> Outcome | None:
-        labels = sum(self._rows.examples[row].targets for row in batch_group.rows)
-        self._evaluated = (self._evaluated[0] + batch_group.loss, self._evaluated[1] + labels)
-        if not self._rows.is_empty:
-            return None
-        done = EvaluationDone(self._stage, self._evaluated[0] / self._evaluated[1])
-        if self._stage is JobStage.TUNED_EVALUATION:
-            self._enter(JobStage.FINISHED)
-            return done
-        if self._stage is JobStage.BASE_EVALUATION:
-            self._position = replace(self._position, base_eval_loss=done.loss)
-        else:
-            self._judge(done.loss)
-        self._enter(self._training_or_after())
-        return done
-
-    def _judge(self, loss: float) -> None:
-        at = self._position
-        judged = self._evaluation_policy.judge(at.judged, at.step, loss)
-        if judged.is_best and self._evaluation_policy.patience:
-            self._optimizer.keep_best()
-        self._position = replace(at, judged=judged)
-
-    def _step(self, tasklet: Tasklet) -> Outcome:
-        facts = self._optimizer.step(tasklet.step)
-        at = self._position
-        self._position = Position(
-            step=at.step + 1,
-            tokens_done=at.tokens_done + sum(self._rows.lengths[row] for row in at.committed_rows),
-            loss=at.loss_sum / self._labels_in_batch,
-            base_eval_loss=at.base_eval_loss,
-            judged=at.judged,
-        )
-        if (stage := self._training_or_after()) is JobStage.TRAINING:
-            self._begin_step()
-        else:
-            self._enter(stage)
-        return StepDone(self._position, facts)

@@ -10,7 +10,7 @@ from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
-from windrow_sidecar.finetune.engine.stream import EvaluationDone, JobStage, Outcome
+from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.report import JobProgress, JobReporter, WorkerEvent
 from windrow_sidecar.finetune.job.scalars import Scalars

@@ -14,7 +14,7 @@ from typing import Any
 from windrow.errors import UserError
 from windrow.eventlog import append_whole
 from windrow_sidecar.compute.host_device import HostDevice
-from windrow_sidecar.finetune.engine.stream import EvaluationDone, StepDone
+from windrow_sidecar.finetune.engine.stages import EvaluationDone, StepDone
 
 log = logging.getLogger(__name__)
 

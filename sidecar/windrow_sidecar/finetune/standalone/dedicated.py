@@ -17,7 +17,7 @@ from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.finetune.engine.sizing import Estimates, micro_batches_a_visit
-from windrow_sidecar.finetune.engine.stream import StepDone
+from windrow_sidecar.finetune.engine.stages import StepDone
 from windrow_sidecar.finetune.job.assembly import (
     JobSpec,
     TaskletRuntime,

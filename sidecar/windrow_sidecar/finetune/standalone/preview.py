@@ -85,7 +85,7 @@ class Preview:
                 device=device,
             ),
         )
-        windows = not self.session.stream.windows_refused
+        windows = not self.session.stream.parts.stack.windows_refused
         self._measure(sizing if isinstance(sizing, Windows) and windows else WholeRows())
         if isinstance(sizing, int):
             sizing = Paced(self._estimates, sizing, units, windows)
@@ -209,9 +209,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": job.spec.model.name,
         "device": device.name,
         "order": options.order,
-        "layers": preview.session.stream.depth,
+        "layers": preview.session.stream.parts.stack.depth,
         "units": units,
-        "windows_refused": preview.session.stream.windows_refused,
+        "windows_refused": preview.session.stream.parts.stack.windows_refused,
         "tokens_at_once": preview.most_tokens,
         "memory": preview.memory(),
         "tasklets": preview.tasklets(),

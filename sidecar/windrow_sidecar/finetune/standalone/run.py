@@ -187,7 +187,7 @@ class Together:
         stream = session.stream
         memory = OwnMemory(stream, activation_budget=session.activation_budget)
         ledger = Ledger(session, folder, reporter, events, job_state)
-        weights = stream.weights
+        weights = stream.parts.weights
         return JobHandle(
             job.name,
             stream,

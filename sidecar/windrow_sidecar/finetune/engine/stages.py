@@ -1,0 +1,178 @@
+"""Decide which rows a job runs next: base evaluation, optimizer steps, evaluations, the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from windrow_sidecar.finetune.adapter.adapters import Adapter
+from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit
+from windrow_sidecar.finetune.engine.grouping import RowGrouping
+from windrow_sidecar.finetune.training.checkpoint import Position
+from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
+from windrow_sidecar.finetune.training.optimizer import AdapterOptimizer, StepMetrics
+
+
+class JobStage(Enum):
+    """The stage that a job is in."""
+
+    BASE_EVALUATION = "base"
+    TRAINING = "training"
+    HELD_OUT_EVALUATION = "held-out"  # between two steps
+    TUNED_EVALUATION = "tuned"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """An optimizer step has ended; `position.step` of them are done."""
+
+    position: Position
+    facts: StepMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """Mean loss per label on the held-out rows."""
+
+    stage: JobStage
+    loss: float
+
+
+Outcome = StepDone | EvaluationDone
+
+
+class JobStages:
+    """The stages of one job, one after the other, and what finished rows have brought it to.
+
+    Args:
+        adapter: switched off for the base's evaluation.
+        optimizer: keeps the best adapter, where the policy wants it back.
+        split, plan: what to train on, in which order.
+        total_steps: of the job.
+        rows: those of the stage are put here.
+        policy: when the adapter is judged, and when that ends the job.
+
+    Attributes:
+        total_steps: of the job.
+        rows: of the stage, those that no group has taken yet.
+        stage: which part of the job comes next.
+        position: up to the last committed group.
+        labels_in_batch: of the step's rows, done ones included.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        optimizer: AdapterOptimizer,
+        split: DataSplit,
+        plan: BatchPlan,
+        *,
+        total_steps: int,
+        rows: RowGrouping,
+        policy: EvaluationPolicy,
+    ) -> None:
+        self._adapter, self._optimizer = adapter, optimizer
+        self._split, self._plan, self._policy = split, plan, policy
+        self.total_steps, self.rows = total_steps, rows
+        self.labels_in_batch = 0
+        self._evaluated = (0.0, 0)  # loss sum, labels
+        self.restore(Position(step=0))
+
+    @property
+    def trains(self) -> bool:
+        """Whether the rows are trained on; else they are evaluated, and nothing is kept of them."""
+        return self.stage is JobStage.TRAINING
+
+    @property
+    def told(self) -> str:
+        """How far training came, and of which step the adapter is."""
+        return self._policy.told(self.position.judged, self.position.step, of=self.total_steps)
+
+    def restore(self, position: Position) -> None:
+        """Go on from a position."""
+        self.position = position
+        if self._split.held_out and position.base_eval_loss is None:
+            self._enter(JobStage.BASE_EVALUATION)
+        else:
+            self._enter(self._training_or_after())
+
+    def commit(self, rows: Sequence[int], loss: float) -> EvaluationDone | None:
+        """Note that a group is through; `loss`: the sum over its labels."""
+        at = self.position
+        if self.trains:
+            self._optimizer.commit()
+            committed = (*at.committed_rows, *rows)
+            self.position = replace(at, committed_rows=committed, loss_sum=at.loss_sum + loss)
+            return None
+        labels = sum(self.rows.examples[row].targets for row in rows)
+        self._evaluated = (self._evaluated[0] + loss, self._evaluated[1] + labels)
+        return self._end_evaluation() if self.rows.is_empty else None
+
+    def step(self, number: int) -> StepDone:
+        """Take the optimizer's step, once all of its rows are committed.
+
+        Raises:
+            NotFinite: a gradient is NaN or infinite.
+        """
+        facts = self._optimizer.step(number)
+        at = self.position
+        self.position = Position(
+            step=at.step + 1,
+            tokens_done=at.tokens_done + sum(self.rows.lengths[row] for row in at.committed_rows),
+            loss=at.loss_sum / self.labels_in_batch,
+            base_eval_loss=at.base_eval_loss,
+            judged=at.judged,
+        )
+        if (stage := self._training_or_after()) is JobStage.TRAINING:
+            self._begin_step()
+        else:
+            self._enter(stage)
+        return StepDone(self.position, facts)
+
+    def _training_or_after(self) -> JobStage:
+        at, judged = self.position.step, self.position.judged
+        due = judged.step < at and self._policy.judges(at, of=self.total_steps)
+        if due and self._split.held_out:
+            return JobStage.HELD_OUT_EVALUATION
+        if at < self.total_steps and not self._policy.ends(judged):
+            return JobStage.TRAINING
+        return JobStage.TUNED_EVALUATION if self._split.held_out else JobStage.FINISHED
+
+    def _enter(self, stage: JobStage) -> None:
+        self.stage = stage
+        if stage is JobStage.TUNED_EVALUATION and self._policy.patience:
+            self._optimizer.return_to_best()
+        self._adapter.switch(on=stage is not JobStage.BASE_EVALUATION, training=self.trains)
+        if self.trains:
+            self._begin_step()
+            return
+        held_out = self._split.held_out
+        self._evaluated = (0.0, 0)
+        self.rows.begin(self.position.step, held_out, range(len(held_out)), evaluation=True)
+
+    def _begin_step(self) -> None:
+        at = self.position
+        rows = self._plan.rows_of(at.step)
+        self.rows.begin(at.step, self._split.train, rows, done=set(at.committed_rows))
+        self.labels_in_batch = sum(self._split.train[row].targets for row in rows)
+
+    def _end_evaluation(self) -> EvaluationDone:
+        done = EvaluationDone(self.stage, self._evaluated[0] / self._evaluated[1])
+        if self.stage is JobStage.TUNED_EVALUATION:
+            self._enter(JobStage.FINISHED)
+            return done
+        if self.stage is JobStage.BASE_EVALUATION:
+            self.position = replace(self.position, base_eval_loss=done.loss)
+        else:
+            self._judge(done.loss)
+        self._enter(self._training_or_after())
+        return done
+
+    def _judge(self, loss: float) -> None:
+        at = self.position
+        judged = self._policy.judge(at.judged, at.step, loss)
+        if judged.is_best and self._policy.patience:
+            self._optimizer.keep_best()
+        self.position = replace(at, judged=judged)
