@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIMEOUT_S = 30.0
 # Bars of the page's plot.
 _BARS = 28
-_SHORTEST_BAR_S = 15
+_SHORTEST_BAR_MS = 15_000
+_REMEMBERED = "1d"  # how long a counter that is not scraped is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,16 @@ def from_prometheus(url: str, begin: datetime, end: datetime, price: float | Non
         Transient: it does not answer.
         UserError: what answers is no Prometheus.
     """
-    seconds = max(1, round((end - begin).total_seconds()))
-    tokens = _by_tenant(url, _gained(HARVESTED_TOKENS.name, seconds), end)
-    device_s = _by_tenant(url, _gained(HARVESTED_SECONDS.name, seconds), end)
+    bars = _bars(url, begin, end)
+    tokens: dict[str, float] = {}
+    hours: dict[str, float] = {}
+    for bar in bars:
+        tokens[bar.tenant] = tokens.get(bar.tenant, 0.0) + bar.tokens
+        hours[bar.tenant] = hours.get(bar.tenant, 0.0) + bar.device_hours
     tenants = [
-        TenantUsage(
-            tenant,
-            tokens.get(tenant, 0.0),
-            device_s.get(tenant, 0.0) / 3600,
-            _worth(device_s.get(tenant, 0.0) / 3600, price),
-        )
-        for tenant in tokens.keys() | device_s.keys()
+        TenantUsage(name, tokens[name], hours[name], _worth(hours[name], price)) for name in tokens
     ]
-    return UsageReport(
-        begin, end, f"Prometheus at {url}", price, _ordered(tenants), _bars(url, begin, end)
-    )
+    return UsageReport(begin, end, f"Prometheus at {url}", price, _ordered(tenants), bars)
 
 
 def from_status(
@@ -153,35 +148,32 @@ def _worth(hours: float | None, price: float | None) -> float | None:
     return hours * price if hours is not None and price is not None else None
 
 
-def _gained(series: str, seconds: int) -> str:
-    """What a counter gained; one that is new, or was reset, counts as it stands."""
-    return (
-        f"sum by (job_namespace) (({series} - ({series} offset {seconds}s)) >= 0 or {series}"
-        # A slot that is gone by the end: as it last stood.
-        f" or last_over_time({series}[{seconds}s]))"
-    )
-
-
-def _by_tenant(url: str, expr: str, at: datetime) -> dict[str, float]:
-    found = _ask(url, "query", {"query": expr, "time": at.timestamp()})
-    return {one["metric"].get("job_namespace", ""): float(one["value"][1]) for one in found}
+def _gained(series: str, within: str) -> str:
+    """What counters gained in the time before; new or reset ones count as they stand."""
+    # Of a slot that is gone: as it last stood. One that comes back goes on from there.
+    last = f"last_over_time({series}[{within}])"
+    before = f"last_over_time({series}[{_REMEMBERED}] offset {within})"
+    return f"sum by (job_namespace) (({last} - {before}) >= 0 or {last})"
 
 
 def _bars(url: str, begin: datetime, end: datetime) -> list[UsageBar]:
-    step_s = max(_SHORTEST_BAR_S, math.ceil((end - begin).total_seconds() / _BARS))
+    """Return bars that cover the whole period, so that they add up to what was gained in it."""
+    period_ms, end_ms = round((end - begin).total_seconds() * 1e3), round(end.timestamp() * 1e3)
+    count = max(1, min(_BARS, period_ms // _SHORTEST_BAR_MS))
+    step_ms = max(1, period_ms // count)
     sums: dict[tuple[float, str], list[float]] = {}
     for index, (name, scale) in enumerate(
         ((HARVESTED_SECONDS.name, 1 / 3600), (HARVESTED_TOKENS.name, 1.0))
     ):
         asked = {
-            "query": f"sum by (job_namespace) (increase({name}[{step_s}s]))",
-            "start": begin.timestamp() + step_s,
-            "end": end.timestamp(),
-            "step": step_s,
+            "query": _gained(name, f"{step_ms}ms"),
+            "start": (end_ms - (count - 1) * step_ms) / 1e3,
+            "end": end_ms / 1e3,
+            "step": step_ms / 1e3,
         }
         for one in _ask(url, "query_range", asked):
             for at, value in one["values"]:
-                key = (float(at) - step_s, one["metric"].get("job_namespace", ""))
+                key = (float(at) - step_ms / 1e3, one["metric"].get("job_namespace", ""))
                 sums.setdefault(key, [0.0, 0.0])[index] = float(value) * scale
     return [
         UsageBar(datetime.fromtimestamp(at, begin.tzinfo), tenant, *both)

@@ -21,10 +21,14 @@ ENV_PROMETHEUS = "PROMETHEUS_URL"
 HEAD = ("TENANT", "TOKENS", "DEVICE HOURS", "WORTH")
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Windrow: what was harvested</title>
+<meta name="viewport" content="width=device-width">
 <style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; color: #222 }}
+:root {{ color-scheme: light }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem;
+  background: #fff; color: #222 }}
 h1 {{ font-size: 1.4rem }} table {{ border-collapse: collapse; margin: 1rem 0 }}
-td, th {{ padding: .25rem 1.6rem .25rem 0; text-align: right }}
+td, th {{ padding: .25rem 0 .25rem 1.6rem; text-align: right }}
+td:first-child, th:first-child {{ padding-left: 0 }}
 td:first-child, th:first-child {{ text-align: left }} th {{ font-weight: 600; color: #555 }}
 tr:last-child td {{ border-top: 1px solid #ccc; font-weight: 600 }}
 td {{ font-variant-numeric: tabular-nums }} p {{ color: #555 }}
@@ -78,8 +82,17 @@ def write_page(report: UsageReport, path: Path) -> None:
                     row=row,
                     col=1,
                 )
-        margin = {"l": 50, "r": 10, "t": 40, "b": 30}
-        figure.update_layout(barmode="stack", height=480, template="plotly_white", margin=margin)
+        margin = {"l": 50, "r": 10, "t": 40, "b": 60}
+        figure.update_layout(
+            barmode="stack",
+            height=480,
+            template="plotly_white",
+            margin=margin,
+            # Below the plots: a narrow page has no room beside them.
+            legend={"orientation": "h", "y": -0.12},
+            showlegend=True,
+        )
+        figure.update_xaxes(range=[report.begin, report.end])
         plots = figure.to_html(
             full_html=False, include_plotlyjs="inline", config={"displayModeBar": False}
         )
