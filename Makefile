@@ -43,7 +43,7 @@ help:
 	@echo "make packages   as root: the Debian packages without which some tests skip"
 	@echo "make images   the operator's image (NAMES='operator sidecar'; BASE=debian without a registry)"
 	@echo "make docs   the site, into build/site, built strictly"
-	@echo "make lint | bench | proto | figures | clean"
+	@echo "make setup | lint | tidy | bench | proto | figures | constraints | clean"
 
 $(VENV)/bin/python:
 	@command -v $(PYTHON) >/dev/null || { echo "windrow needs Python 3.11+: install it, or set PYTHON=..."; exit 2; }

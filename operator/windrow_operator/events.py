@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -32,6 +31,7 @@ class Recorder:
         self._kube, self._clock = kube, clock
         self._said: dict[tuple[str, str, str], datetime] = {}
         self._forgotten_at = clock()
+        self._last_number = 0
         self._queue: asyncio.Queue[tuple[Mapping[str, Any], Event]] = asyncio.Queue(_WAITING_MAX)
 
     def put(self, about: Mapping[str, Any] | None, event: Event) -> None:
@@ -84,12 +84,15 @@ class Recorder:
 
     def _body(self, about: Mapping[str, Any], event: Event) -> dict[str, Any]:
         metadata = about["metadata"]
-        at = timestamp(self._clock())
+        now = self._clock()
+        # Times of events are whole seconds: the name has their order, in which they are listed.
+        self._last_number = max(self._last_number + 1, int(now.timestamp() * 1e9))
+        at = timestamp(now)
         return {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{metadata['name']}.{uuid.uuid4().hex[:16]}",
+                "name": f"{metadata['name']}.{self._last_number:x}",
                 "namespace": metadata["namespace"],
             },
             "involvedObject": {

@@ -206,7 +206,9 @@ def rate(tokens_per_second: float) -> str:
 
 def _explain(job: Job, table: SlotTable) -> str:
     if not table:
-        return "There is no harvested slot: no sidecar of a decode pod has attached"
+        return (
+            "There is no slot yet: a policy has to select a decode pod, and its sidecar to attach"
+        )
     first = itertools.islice(_shown(job, table), SLOTS_LISTED)
     listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in first]
     more = len(table) - len(listed)

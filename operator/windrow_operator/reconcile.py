@@ -303,7 +303,7 @@ def _after(
         )
     why = f"{run.stop_reason}; " if run.stop_reason else ""
     name = name_in(job.slot)
-    message = ("" if name in why else f"{name}: ") + f"{why}{run.detail or 'stopped'}"
+    message = ("" if name in why else f"{name}: ") + f"{why}{run.detail or _stopped_short(run)}"
     reason = Reason.SLOT_LOST
     if run.stop_asked_at and not pod_gone:
         reason = Reason.DECODE_BUSY if job.moves else Reason.POLICY_CHANGED
@@ -313,6 +313,12 @@ def _after(
         events=(Event(reason, message),),
         wake_at=now,
     )
+
+
+def _stopped_short(run: JobPlacement) -> str:
+    if not run.progress.checkpoint_path:
+        return "stopped before the first checkpoint"
+    return f"stopped with a checkpoint of step {run.progress.checkpoint_step}"
 
 
 def _stopped(run: JobPlacement) -> str:

@@ -1,4 +1,4 @@
-"""`windrow report` from a real Prometheus whose samples are known: what tenants gained, and when."""
+"""`windrow report` from a real Prometheus with known samples: what tenants gained, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOTS = {
     "all the time": ("team-a", {m: 1000 + 10 * (150 - m) for m in range(150, -1, -1)}),
     "gone after half an hour": ("team-b", {m: 5000 + 10 * (150 - m) for m in range(150, 29, -1)}),
     "new": ("team-c", {m: 300 + 60 * (10 - m) for m in range(10, -1, -1)}),
-    # Its sidecar began anew on a minute that no bar ends with; it had 500 in the period, then came to 400.
+    # Its sidecar began anew after 500 of the period, where no bar ends, and came to 400.
     "began anew": (
         "team-d",
         {

@@ -243,3 +243,12 @@ def test_files_that_documents_name_exist():
         if "NNNN" not in named and not any(f"/{file}".endswith(f"/{named}") for file in files)
     ]
     assert gone == []
+
+
+def test_make_help_names_every_target_that_a_person_may_ask_for():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(" ".join(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)).split())
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True
+    ).stdout
+    assert targets - set(re.findall(r"[\w-]+", shown)) == {"help", "locks"}  # locks: a part of lint

@@ -23,10 +23,22 @@ from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_simulator.scenario import SimulationSettings
 
-COMMANDS = (
-    *("demo", "up", "down", "submit", "get", "describe", "suspend", "resume", "delete", "logs"),
-    *("top", "adapter", "doctor", "inject", "explain", "report", "monitor", "profile"),
-)
+
+def commands():
+    """Return every command that the program has, groups opened: {words: command}."""
+    found = {}
+
+    def walk(group, words):
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                walk(command, f"{words}{name} ")
+            else:
+                found[f"{words}{name}"] = command
+
+    walk(typer.main.get_command(cli.app), "")
+    return found
+
+
 JOB = {
     "apiVersion": "windrow.dev/v1alpha1",
     "kind": "FinetuneJob",
@@ -59,11 +71,13 @@ def nowhere(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help_with_an_example(command, capsys):
-    assert cli.run([command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert f"Example: windrow {command}" in " ".join(shown.split())
+@pytest.mark.parametrize("command", commands())
+def test_each_command_has_help_with_an_example_and_answers_in_json(command, capsys):
+    assert cli.run([*command.split(), "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Example: windrow {command}" in shown or f"-- windrow {command}" in shown
+    # It becomes the server that it is given, whose output is its own.
+    assert ("--json" in shown) == (command != "run")
 
 
 @pytest.mark.parametrize(

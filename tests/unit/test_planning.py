@@ -280,7 +280,7 @@ def test_of_very_many_refusals_some_are_listed():
 
 
 def test_without_any_slot_the_message_says_so():
-    assert "no harvested slot" in place(job(), []).message
+    assert "a policy has to select a decode pod" in place(job(), []).message
 
 
 @pytest.mark.parametrize(("tokens", "text"), [(940.4, "940"), (9600, "9.6k"), (0, "0")])

@@ -1,4 +1,4 @@
-"""`windrow explain`: why a job is where it is, or why a slot decided as it did."""
+"""`windrow explain`: why a job is where it is, what a slot does, or why it decided as it did."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import re
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from windrow.cli.explain_job import explain_job, text_of
+from windrow.cli.explain_slot import explain_slot
+from windrow.cli.explain_slot import text_of as slot_text
 from windrow.cli.output import (
     Context,
     Json,
@@ -24,6 +26,9 @@ from windrow.decisions import Decision, around, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
 
+if TYPE_CHECKING:
+    from windrow.client import WindrowClient
+
 _AGO = re.compile(r"-(\d+(?:\.\d+)?)(s|m|h)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -32,34 +37,42 @@ def explain(
     name: Annotated[
         str,
         typer.Argument(
-            help="Name of a FinetuneJob; or a slot: the run directory of its decode pod "
-            "(/run/windrow inside it), or decode's process.",
+            help="Name of a FinetuneJob or of a slot; or, for what decode decided there, the run "
+            "directory of its pod (/run/windrow inside it), or decode's process.",
         ),
     ],
     at: Annotated[
         str,
-        typer.Option("--around", help="Of a slot: now, -30s, -5m, 18:02:11, or an ISO time."),
+        typer.Option("--around", help="Of decisions: now, -30s, -5m, 18:02:11, or an ISO time."),
     ] = "now",
-    within: Annotated[float, typer.Option(help="Of a slot: seconds before and after.")] = 2.0,
+    within: Annotated[float, typer.Option(help="Of decisions: seconds before and after.")] = 2.0,
     namespace: Namespace = "",
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
     context: Context = "",
 ) -> None:
-    """Say why a job is where it is, or what decode decided around a moment.
+    """Say why a job is where it is, what a slot does, or what decode decided around a moment.
 
-    Of a job: what can be done about its state, and what has happened to it. Of a slot: what decode
-    saw, what it granted, how steps went.
+    Of a job: what can be done about its state, and what has happened to it. Of a slot: its policy,
+    latency and shares. Of a run directory: what decode saw, what it granted, how steps went.
 
     Example: windrow explain support-tone
 
+    Example: windrow explain decode-0
+
     Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
-    if _is_slot(name):
+    if _has_decisions(name):
         _explain_decisions(name, at, within, as_json=as_json)
         return
+    from windrow.client import NotFound
+
     talk = client(kubeconfig, context)
-    job = talk.get(name, namespace=namespace)
+    try:
+        job = talk.get(name, namespace=namespace)
+    except NotFound as no_job:
+        _explain_slot(talk, name, namespace, no_job, as_json=as_json)
+        return
     slots = {f"{slot.namespace}/{slot.name}": slot for slot in talk.slots()} if job.slot else {}
     told = explain_job(
         job,
@@ -71,7 +84,22 @@ def explain(
     print_json(told) if as_json else print_line(text_of(told))
 
 
-def _is_slot(name: str) -> bool:
+def _explain_slot(
+    talk: WindrowClient, name: str, namespace: str, no_job: UserError, *, as_json: bool
+) -> None:
+    namespace = namespace or talk.namespace
+    slot = next((one for one in talk.slots(namespace=namespace) if one.name == name), None)
+    if slot is None:
+        raise UserError(
+            f"there is no FinetuneJob and no slot {namespace}/{name}",
+            field="NAME",
+            remedy="See `windrow get` for the jobs and `windrow top` for the slots.",
+        ) from no_job
+    told = explain_slot(slot, talk.events(name, namespace=namespace), datetime.now(UTC))
+    print_json(asdict(told)) if as_json else print_line(slot_text(told))
+
+
+def _has_decisions(name: str) -> bool:
     """Whether a name is a process or a path: no job has such a name, but for a number."""
     return name.isdigit() or "/" in name
 

@@ -72,7 +72,7 @@ def explain_job(
         advice=advice,
         progress=_progress(job),
         slot=_slot(slot),
-        story=[*_story(events, now)] or [*_turns(conditions, now)],
+        story=[*story_of(events, now)] or [*_turns(conditions, now)],
     )
 
 
@@ -109,7 +109,8 @@ def _slot(slot: SlotView | None) -> str:
     )
 
 
-def _story(events: Sequence[EventView], now: datetime) -> list[str]:
+def story_of(events: Sequence[EventView], now: datetime) -> list[str]:
+    """Return events as lines: how long ago, a mark on warnings, reason and message."""
     return [
         f"{_ago(event.at, now)} {'!' if event.warning else ' '} {event.reason}: {event.message}"
         for event in events

@@ -1,0 +1,183 @@
+"""What a person reads of a job that waited, ran, was preempted, moved, ended; and of a slot."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from kubernetes import client
+from operator_process import running
+from waiting import wait_until
+
+from windrow import cli
+from windrow.proto import attach_pb2 as pb
+from windrow_operator.events import Recorder
+from windrow_operator.kube import Kube
+from windrow_operator.reconcile import Event
+
+
+@pytest.fixture
+def urgent(kube):
+    """The name of a PriorityClass above all others of this test."""
+    api = client.SchedulingV1Api(kube)
+    body = {"metadata": {"name": "urgent-story"}, "value": 1000}
+    api.create_priority_class(body)
+    yield body["metadata"]["name"]
+    api.delete_priority_class(body["metadata"]["name"])
+
+
+def progress(assigned, step, **more):
+    return running(assigned, step=step, total_steps=100, loss=3.0, tokens=step * 800, **more)
+
+
+@pytest.fixture
+def lived(cluster, urgent):
+    """A job that has been through all of it, and ended."""
+    cluster.policy()
+    cluster.job()
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "NoSlot", "it waits")
+
+    first = cluster.attach(cluster.pod("decode-0"))
+    first.beat()
+    assigned = first.next("assign")
+    first.report(assigned, "STARTED")
+    first.beat(progress(assigned, 6))
+    cluster.await_state("Running")
+
+    cluster.job("at-once", priorityClassName=urgent)
+    first.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
+    stopped = pb.Progress(step=7, checkpoint_step=7, checkpoint_path="/c7")
+    first.report(assigned, "STOPPED", progress=stopped)
+    other = first.next("assign")
+    first.report(other, "STARTED")
+    first.beat(progress(other, 1))
+    cluster.await_state("Running", "at-once")
+    wait_until(lambda: cluster.condition("Requeued").get("status") == "True", "it waits again")
+
+    second = cluster.attach(cluster.pod("decode-1"))
+    second.beat()
+    again = second.next("assign")
+    assert (again.job_name, again.epoch) == ("tone", 2)
+    second.report(again, "STARTED", reason="Resumed", detail="from step 7, /c7")
+    second.beat(progress(again, 8))
+    cluster.await_state("Running")
+    second.report(again, "EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0)
+    second.report(again, "SUCCEEDED", adapter_path="/out/tone")
+    cluster.await_state("Succeeded")
+    wait_until(lambda: told(cluster)[-1:] == [TURNS[-1]], "its last event")
+    return cluster
+
+
+def told(cluster):
+    """Return reason and message of the events of the job, as the API server lists them."""
+    found = cluster.core.list_namespaced_event(
+        cluster.namespace, field_selector="involvedObject.name=tone"
+    ).items
+    return [(event.reason, event.message) for event in found]
+
+
+def find_kubectl():
+    """Return kubectl, of PATH or as `make node` has built it; None: there is none."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    built = sorted((cache / "windrow" / "node").glob("*/kubectl"))
+    return shutil.which("kubectl") or (str(built[-1]) if built else None)
+
+
+# What each turn has to say.
+TURNS = (
+    ("NoSlot", "There is no slot yet"),
+    ("Placed", "decode-0 predicts 9.6k tok/s"),
+    ("Started", "Started on decode-0"),
+    ("Preempted", "at-once of higher priority takes the slot; stopped with a checkpoint of step 7"),
+    ("NoSlot", "decode-0 runs job"),
+    ("Placed", "decode-1 predicts 9.6k tok/s"),
+    ("Resumed", "Resumed on decode-1, after step 7"),
+    ("Completed", "Adapter in /out/tone"),
+)
+
+
+def test_events_tell_why_at_each_turn_in_order_and_nothing_twice(lived, control_plane, capsys):
+    words = ["--namespace", lived.namespace, "--kubeconfig", str(control_plane.kubeconfig)]
+    assert cli.run(["explain", "tone", *words]) == 0
+    explained = capsys.readouterr().out
+    shown = [explained]
+    if kubectl := find_kubectl():
+        command = [kubectl, "describe", "ftj", "tone", *words]
+        described = subprocess.check_output(command, text=True)
+        shown.append(described[described.index("\nEvents:") :])
+    print(*shown)
+
+    story = told(lived)
+    assert [reason for reason, _ in story] == [reason for reason, _ in TURNS]
+    for (_, said), (_, wanted) in zip(story, TURNS, strict=True):
+        assert wanted in said
+    assert max(Counter(story).values()) == 1
+    # Those who read it see that order too, though the times of its events are whole seconds.
+    for text in shown:
+        places = [text.index(wanted) for _, wanted in TURNS]
+        assert places == sorted(places)
+    assert "placed 2 times" in explained
+    assert lived.status()["evictions"] == [{"reason": "Preempted", "count": 1}]
+
+
+def test_conditions_that_change_while_a_job_waits_are_one_event(cluster):
+    """What refuses it changes again and again: the condition follows, the story does not."""
+    cluster.policy()
+    cluster.job(policies=["other"])
+    wait_until(lambda: cluster.condition("Placed").get("reason") == "NoSlot", "it waits")
+    for name in ("decode-0", "decode-1"):
+        cluster.attach(cluster.pod(name)).beat()
+        wait_until(
+            lambda name=name: name in cluster.condition("Placed")["message"],
+            "the condition names each slot",
+        )
+    assert [reason for reason, _ in told(cluster)] == ["NoSlot"]
+
+
+async def test_the_same_words_about_the_same_object_are_said_once_a_minute(cluster, control_plane):
+    body = cluster.job(suspend=True)
+    at = [datetime(2025, 1, 1, 12, tzinfo=UTC)]
+    kube = await Kube.connect(control_plane.kubeconfig)
+    recorder = Recorder(kube, lambda: at[0])
+    try:
+        for seconds in (0, 1, 58, 2):
+            at[0] += timedelta(seconds=seconds)
+            await recorder.record(body, Event("SlotLost", "the same words"))
+            await recorder.record(body, Event("SlotLost", f"other words at {at[0]}"))
+    finally:
+        await kube.close()
+    assert Counter(told(cluster))[("SlotLost", "the same words")] == 2  # at 0 and at 61 s
+    assert len([message for _, message in told(cluster) if "other" in message]) == 4
+
+
+def test_a_slot_is_explained_by_its_name_and_what_is_neither_job_nor_slot_is_told(
+    cluster, control_plane, capsys
+):
+    cluster.policy()
+    sidecar = cluster.attach(cluster.pod("decode-0"))
+    sidecar.next("policy", what=lambda config: config.mode == "harvest")
+    sidecar.beat(
+        steps=1000, steps_over_objective=20, tpot_p99_seconds=0.015, batch=3, chunks_lent=8
+    )
+    words = ["--namespace", cluster.namespace, "--kubeconfig", str(control_plane.kubeconfig)]
+
+    def explained():
+        assert cli.run(["explain", "decode-0", *words]) in (0, cli.EXIT_USAGE)
+        return "p99 15.0 ms" in (said := capsys.readouterr().out) and said
+
+    said = wait_until(explained, "the slot's figures")
+    assert said.startswith(f"{cluster.namespace}/decode-0 is Serving: ")
+    assert "policy    chat, mode harvest" in said
+    assert "p99 15.0 ms of 40.0 ms, batch 3, 0 waiting, 2.00% of its steps over" in said
+    assert "8 of 108 chunks for the worker" in said
+    assert cli.run(["explain", "decode-0", "--json", *words]) == 0
+    assert json.loads(capsys.readouterr().out)["slot"] == f"{cluster.namespace}/decode-0"
+
+    assert cli.run(["explain", "nobody", *words]) == cli.EXIT_USAGE
+    assert "no FinetuneJob and no slot" in capsys.readouterr().err
