@@ -20,16 +20,26 @@ from grafana_foundation_sdk.cog import plugins
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from windrow.metrics import METRICS
+from windrow.metrics import METRICS, MetricType
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "windrow"
 RULES = CHART / "rules" / "windrow.rules.yaml"
 BOARDS = sorted((CHART / "dashboards").glob("*.json"))
 TABLE = {metric.name: metric for metric in METRICS}
-SECONDS = {"seconds", "device seconds", "Unix time"}
-TOKENS = {"tokens", "tokens per second"}
-UNITS = {"s": SECONDS, "bytes": {"bytes"}, "suffix: tok/s": TOKENS, "suffix: tok": TOKENS}
+DEVICE_SECONDS = {"device seconds"}
+SECONDS = {"seconds", "Unix time", *DEVICE_SECONDS}
+# What a panel's unit may be made of. Any other unit is refused.
+UNITS = {
+    "s": SECONDS,
+    "bytes": {"bytes"},
+    "suffix: tok/s": {"tokens", "tokens per second"},
+    "suffix: tok": {"tokens"},
+    "suffix: h": DEVICE_SECONDS,
+    "currencyUSD": DEVICE_SECONDS,
+    "reqps": {"requests"},
+}
+SAYS_ITS_UNIT = {*SECONDS, "bytes", "tokens", "tokens per second", "unit seconds"}
 
 spec = importlib.util.spec_from_file_location("query", ROOT / "tools" / "dashboards" / "query.py")
 query = importlib.util.module_from_spec(spec)
@@ -129,16 +139,74 @@ def test_a_dashboard_fits_the_schema_that_grafana_publishes(board):
     assert dropped({**given, "panelz": []}, kept) == [".panelz"]
 
 
+def wrong_with(unit, expr, legend=""):
+    """Return what is wrong with a query under a panel's unit; empty: nothing."""
+    read = [m for m in metrics_in(expr) if m.name != "windrow_slot_info"]
+    for name, of in recorded().items():
+        expr = expr.replace(name, f"({of})")
+    counts = all(f"{m.name}_count" in expr and f"{m.name}_sum" not in expr for m in read)
+    units = {m.unit for m in read}
+    changes = "rate(" in expr or "increase(" in expr
+    as_it_stands = [m.name for m in read if m.type is MetricType.COUNTER]
+    if as_it_stands and not (changes or " offset " in expr):
+        return f"{as_it_stands} count since their process began: rate or increase"
+    if any(m.type is MetricType.GAUGE and f"rate({m.name}" in expr for m in read):
+        return "a gauge has no rate"
+    match unit:
+        case "percentunit":
+            divided = " / " in expr and len(units) <= 2
+            return "" if units <= {"ratio"} or divided else f"{units} is no share"
+        case "short":
+            bare = units & SAYS_ITS_UNIT
+            named = counts or legend.endswith(", s")
+            return "" if not bare or named else f"{bare} without a unit"
+        case "suffix: h" | "currencyUSD" if "/ 3600" not in expr:
+            return "seconds are no hours"
+        case "suffix: h" | "currencyUSD" if (unit == "currencyUSD") != ("$price" in expr):
+            return "hours are money only times a price"
+        case "suffix: tok/s" | "reqps" if units & {"tokens", "requests"} and not changes:
+            return "a rate wants a rate"
+        case "suffix: tok" if changes:
+            return "a rate is no number of tokens"
+        case "s" if " / " in expr and not ("_sum" in expr and "_count" in expr):
+            return "a share of seconds is no time"
+        case _ if unit not in UNITS:
+            return f"{unit!r} is no unit that we use"
+    return "" if units and units <= UNITS[unit] else f"{units} in {unit!r}"
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_query_reads_metrics_that_there_are_in_their_own_unit(target):
-    metrics = [m for m in metrics_in(target.expr) if m.name != "windrow_slot_info"]
-    assert metrics or "vector" in target.expr
-    plain = " / " not in target.expr and "_count" not in target.expr
-    if (wanted := UNITS.get(target.unit)) and plain:
-        assert {metric.unit for metric in metrics} <= wanted
-    for metric in metrics:
-        if metric.unit == "bytes":
-            assert target.unit == "bytes"
+    assert metrics_in(target.expr) or "vector" in target.expr
+    assert wrong_with(target.unit, target.expr, target.legend) == ""
+
+
+@pytest.mark.parametrize(
+    ("unit", "expr"),
+    [
+        ("ms", "windrow_decode_objective_seconds"),
+        ("percentunit", "windrow_decode_objective_seconds"),
+        ("short", "windrow_decode_objective_seconds"),
+        ("short", "windrow_arena_bytes"),
+        ("s", "windrow_arena_bytes"),
+        ("s", "windrow_chunk_bytes / windrow_decode_objective_seconds"),
+        ("suffix: tok/s", "windrow_decode_context_tokens"),
+        ("suffix: tok/s", "windrow_harvested_tokens_total"),
+        ("suffix: tok/s", "rate(windrow_job_tokens_per_second[5m])"),
+        ("suffix: tok", "rate(windrow_harvested_tokens_total[5m])"),
+        ("suffix: h", "increase(windrow_harvested_device_seconds_total[5m])"),
+        ("currencyUSD", "increase(windrow_harvested_device_seconds_total[5m]) / 3600"),
+        ("reqps", "windrow_operator_api_requests_total"),
+        ("short", "windrow_worker_exits_total"),
+    ],
+)
+def test_a_wrong_unit_would_be_seen(unit, expr):
+    assert wrong_with(unit, expr) != ""
+
+
+def test_a_metric_that_there_is_none_of_would_be_seen():
+    with pytest.raises(AssertionError, match="no metric of the table"):
+        metrics_in("sum(windrow_harvested_token_total)")
 
 
 @pytest.mark.parametrize("rule", [rule for group in groups() for rule in group["rules"]])
