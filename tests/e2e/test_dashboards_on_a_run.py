@@ -17,6 +17,7 @@ from kubernetes.client import CoreV1Api
 
 from windrow.local import manifests
 from windrow.local.monitoring import Prometheus
+from windrow.metrics import SIDECAR_METRICS, MetricType
 
 pytestmark = [
     pytest.mark.alone,
@@ -143,6 +144,30 @@ def test_counts_of_the_run_are_those_of_its_job(scraped, farm):
     assert value("windrow_attach_streams") == 1
     assert 0 < value("sum(windrow_harvested_device_seconds_total)") < 300
     assert value('windrow_pods_not_injected_total{reason="OtherEngine"}') == 1
+
+
+# What a run in which nothing goes wrong, on the host, has none of.
+QUIET = {
+    "windrow_guard_trips_total",
+    "windrow_breaker_open",
+    "windrow_decode_waiting_requests",
+    "windrow_job_skipped_rows",
+    "windrow_job_cut_rows",
+    "windrow_worker_memory_bytes",
+}
+
+
+def test_each_row_of_the_sidecars_table_was_written_in_the_run(scraped):
+    prometheus, *_ = scraped
+
+    def most(metric):
+        name = f"{metric.name}_count" if metric.type is MetricType.HISTOGRAM else metric.name
+        found = ask(prometheus, f"max(max_over_time({name}[1h]))")
+        return float(found[0]["value"][1]) if found else None
+
+    written = {metric.name: most(metric) for metric in SIDECAR_METRICS}
+    assert {name for name, value in written.items() if not value} <= QUIET
+    assert None not in written.values()
 
 
 def test_a_skipped_pod_raises_its_alert_and_no_other_alert_fires(scraped):

@@ -10,12 +10,15 @@ from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
 from kubernetes import client
 from operator_process import running
-from waiting import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow import cli
+from windrow.metrics import OPERATOR_METRICS
 from windrow.proto import attach_pb2 as pb
 from windrow_operator.events import Recorder
 from windrow_operator.kube import Kube
@@ -124,6 +127,62 @@ def test_events_tell_why_at_each_turn_in_order_and_nothing_twice(lived, control_
         assert places == sorted(places)
     assert "placed 2 times" in explained
     assert lived.status()["evictions"] == [{"reason": "Preempted", "count": 1}]
+
+
+def samples(cluster):
+    """Return what the operator counts: {(name, labels): value}."""
+    url = f"http://127.0.0.1:{cluster.operator.state['metricsPort']}/metrics"
+    families = text_string_to_metric_families(httpx.get(url, timeout=DEADLINE_SECONDS).text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_the_operators_metrics_tell_the_same_story_and_each_has_a_writer(lived):
+    own = {"matchLabels": {"kubernetes.io/metadata.name": lived.namespace}}
+    lived.policy("limited", access={"namespaceSelector": own, "gpuSecondsPerDay": 3600})
+    assert lived.attach(lived.pod("refused"), token="not-a-token").refusal()
+    labels = {"windrow.dev/inject": "enabled"}
+    other = {"containers": [{"name": "v", "image": "v", "command": ["vllm", "serve", "/m"]}]}
+    body = {"metadata": {"name": "other", "labels": labels}, "spec": other}
+    lived.core.create_namespaced_pod(lived.namespace, body, dry_run="All")
+    # A sidecar that says it runs a placement which is long over.
+    uid = lived.get("finetunejobs", "tone")["metadata"]["uid"]
+    late = pb.RunningJob(slot=0, job_uid=uid, epoch=1)
+    lived.attach(lived.pod("decode-2"), running=[late]).beat(late)
+
+    def found(name, **labels):
+        return sum(
+            value
+            for (sample, held), value in samples(lived).items()
+            if sample == name and labels.items() <= dict(held).items()
+        )
+
+    mine = {"job_namespace": lived.namespace}
+    assert found("windrow_placements_total", **mine) == 3  # tone twice, at-once
+    assert found("windrow_job_placement_seconds_count", **mine) == 3
+    assert found("windrow_placement_ends_total", **mine, reason="Preempted") == 1
+    wait_until(lambda: found("windrow_placement_ends_total", **mine, reason="Finished") == 1, "end")
+    wait_until(lambda: found("windrow_jobs", **mine, state="Succeeded") == 1, "it has ended")
+    assert found("windrow_jobs", **mine, state="Running") == 1
+    assert found("windrow_operator_api_requests_total", resource="finetunejobs/status") >= 8
+    assert found("windrow_operator_leader") == 1
+
+    # Each row of the table is written by what has happened here; but a watch that misses something,
+    # of which tests/integration/test_operator_resync.py is.
+    silent = {"windrow_operator_watch_missed_total"}
+
+    def unwritten():
+        told = {name for (name, _), value in samples(lived).items() if value}
+        return {
+            metric.name
+            for metric in OPERATOR_METRICS
+            if not told & {metric.name, f"{metric.name}_count"}
+        }
+
+    wait_until(lambda: unwritten() <= silent, f"a writer of {unwritten() - silent}")
 
 
 def test_conditions_that_change_while_a_job_waits_are_one_event(cluster):

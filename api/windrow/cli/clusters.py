@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -212,13 +213,15 @@ def up(
     for decode, endpoint in zip(plan.decodes, plan.endpoints, strict=True):
         print_line(f"{decode.name} answers at {endpoint}")
     print_line(f"logs: {info.log_dir}")
+    program = "windrow" if shutil.which("windrow") else sys.argv[0]
     print_line("Try:")
-    print_line(f"  export KUBECONFIG={info.kubeconfig}")
-    print_line("  kubectl apply -f examples/harvestpolicy.yaml -f examples/finetunejob.yaml")
-    print_line("  kubectl get ftj,hs,hp,lp")
+    print_line(f"  {program} submit examples/harvestpolicy.yaml")
+    print_line(f"  {program} submit examples/finetunejob.yaml")
+    print_line(f"  {program} top")
     asked = " ".join(f"--endpoint {endpoint}" for endpoint in plan.endpoints)
-    print_line(f"  {sys.executable} -m windrow.local.load {asked} --seconds 120")
-    print_line("End it with: windrow down")
+    print_line(f"  {sys.executable} -m windrow.local.load {asked} --seconds 120 --rate 0.5")
+    print_line(f"For kubectl: export KUBECONFIG={info.kubeconfig}")
+    print_line(f"End it with: {program} down")
 
 
 def _named_from_here(model: Path) -> Path:
