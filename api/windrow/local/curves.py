@@ -36,7 +36,7 @@ h1 {{ font-size: 1.5rem; margin: 0 }} h2 {{ font-size: 1rem; margin: 0 0 .3rem }
 .said {{ margin: .2rem 0 1.4rem; color: #4a545e }}
 .notes {{ margin: 0 0 1.4rem; padding: .6rem 1rem .6rem 2rem; background: #fff4e0;
   border-left: 4px solid #d1590c }}
-.tables {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr));
+.tables {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr));
   gap: 1.2rem 2rem; margin-bottom: 1.6rem }}
 table {{ border-collapse: collapse; width: 100% }}
 td, th {{ padding: .12rem .8rem .12rem 0; text-align: left; vertical-align: top;
@@ -47,6 +47,7 @@ figure {{ margin: 0 0 1.3rem }} figcaption {{ font-weight: 600 }}
 .legend {{ font-weight: 400; color: #4a545e; margin-left: 1rem }}
 svg {{ display: block; width: 100%; height: auto }}
 svg text {{ font-size: 12px; fill: #4a545e }}
+@media (max-width: 640px) {{ svg text {{ font-size: 17px }} }}
 .grid {{ stroke: #e7ebef }} .line {{ fill: none; stroke-width: 1.6 }}
 .point {{ fill-opacity: 0 }} .point:hover {{ fill-opacity: 1 }}
 </style></head><body>
