@@ -25,6 +25,8 @@ ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
 
 ENV_MPS = "WINDROW_MPS"  # S: auto (default) or off; whether a private MPS daemon may be started
+# S: how its container sees GPUs, where that may be more than decode's: env, or mps of the node
+ENV_GPU_ACCESS = "WINDROW_GPU_ACCESS"
 ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a slot (4)
 
 # S, taken over from D, optional: bytes a second that frozen layers may move, like 2Gi

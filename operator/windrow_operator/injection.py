@@ -17,6 +17,7 @@ from typing import Any
 
 from windrow import rundir
 from windrow.crd import (
+    ANNOTATION_GPU_ACCESS,
     ANNOTATION_INJECTED_BY,
     ANNOTATION_METRICS_PORT,
     LABEL_DECODE,
@@ -24,6 +25,8 @@ from windrow.crd import (
     SIDECAR_CONTAINER,
 )
 from windrow.crd.harvestpolicy import SidecarSpec, VolumeSpec
+from windrow_operator.gpu_access import GpuAccess, choose_access
+from windrow_operator.model import Refusal
 
 RUN_VOLUME = "windrow-run"
 # What lies there: sockets, notes, the jobs' logs. It counts against the pod's memory.
@@ -63,18 +66,6 @@ class SidecarTemplate:
     metrics_port: int = 0
     cpu: str = "1"
     memory: str = "4Gi"
-
-
-class Refusal(Exception):
-    """A pod cannot have what was asked for.
-
-    Attributes:
-        reason: one word in CamelCase, for metrics and events.
-    """
-
-    def __init__(self, reason: str, message: str) -> None:
-        self.reason = reason
-        super().__init__(message)
 
 
 # --- which pods decode ----------------------------------------------------------------------------
@@ -258,13 +249,20 @@ class Injection:
         rule: by which it decodes.
         form: attach or sidecar.
         patch: JSON patch (RFC 6902); empty: nothing is left to do.
+        gpu: how the sidecar gets at decode's GPU.
         warnings: what the pod does not get, in sentences.
     """
 
     rule: str
     form: str
     patch: Patch
+    gpu: GpuAccess
     warnings: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What its creator is told."""
+        return (*self.warnings, self.gpu.lacks) if self.gpu.lacks else self.warnings
 
 
 def inject(
@@ -293,14 +291,15 @@ def inject(
     _require_drivable(decoder, rule)
     _require_free_place(decoder)
     volumes, warnings = _mountable(asked.volumes, around)
-    _mark(wanted, rule, asked.metrics_port or template.metrics_port)
+    gpu = choose_access(decoder, asked)
+    _mark(wanted, rule, asked.metrics_port or template.metrics_port, gpu)
     _add_volumes(spec, volumes)
     _prepare_decoder(decoder)
     if asked.form == "sidecar":
         native = _native_sidecar(template, wanted, asked)
         # Last: what fetches a model or waits for the network is not held up.
         _merge(spec.setdefault("initContainers", []), native)
-    return Injection(rule, asked.form, _difference(pod, wanted), warnings)
+    return Injection(rule, asked.form, _difference(pod, wanted), gpu, warnings)
 
 
 def _containers(pod: Mapping[str, Any]) -> list[Body]:
@@ -353,11 +352,13 @@ def _harm_of(volume: VolumeSpec, around: PodNamespace) -> str:
     return ""
 
 
-def _mark(pod: Body, rule: str, metrics_port: int) -> None:
+def _mark(pod: Body, rule: str, metrics_port: int, gpu: GpuAccess) -> None:
     metadata = pod.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), LABEL_DECODE: "true"}
     annotations = metadata.get("annotations") or {}
     metadata["annotations"] = {ANNOTATION_INJECTED_BY: rule, **annotations}
+    if gpu.way != "none" or gpu.lacks:
+        metadata["annotations"].setdefault(ANNOTATION_GPU_ACCESS, f"{gpu.way}: {gpu.why}")
     if metrics_port:
         metadata["annotations"].setdefault(ANNOTATION_METRICS_PORT, str(metrics_port))
 
@@ -413,6 +414,8 @@ def _native_sidecar(template: SidecarTemplate, pod: Body, asked: SidecarSpec) ->
     if qos_of(pod["spec"]) != "BestEffort":
         amounts = {"cpu": template.cpu, "memory": template.memory}
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
+    if claims := choose_access(decoder_of(pod), asked).claims:
+        container.setdefault("resources", {})["claims"] = list(claims)
     if port := _metrics_port(pod):
         container["ports"] = [{"name": "windrow-metrics", "containerPort": port}]
     return container
@@ -469,11 +472,13 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
         env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
+    gpu = choose_access(decoder, asked)
+    env += gpu.env
     container: Body = {
         "image": decoder.get("image", "") if own_image else template.image,
         "command": list(template.command),
         "env": env,
-        "volumeMounts": _mounts(pod, decoder, asked.volumes),
+        "volumeMounts": _mounts(pod, decoder, asked.volumes, gpu),
         "securityContext": _security_context(pod, decoder, own_image=own_image),
     }
     if own_image:
@@ -484,9 +489,12 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
 
 
 def _mounts(
-    pod: Mapping[str, Any], decoder: Mapping[str, Any], volumes: Iterable[VolumeSpec]
+    pod: Mapping[str, Any],
+    decoder: Mapping[str, Any],
+    volumes: Iterable[VolumeSpec],
+    gpu: GpuAccess,
 ) -> list[Body]:
-    """Return the mounts: ours, the policy's, and of decode's own /dev/shm and the served model."""
+    """Return the mounts: ours, the policy's, of decode's /dev/shm and model, for its GPU."""
     there = {volume["name"] for volume in pod["spec"].get("volumes") or ()}
     mounts: list[Body] = [
         {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)},
@@ -501,6 +509,8 @@ def _mounts(
         for volume in volumes
         if volume_name(volume) in there  # else it was left out when the pod was made
     ]
+    ours = {mount["mountPath"].rstrip("/") for mount in mounts}
+    mounts += [mount for mount in gpu.mounts if mount["mountPath"].rstrip("/") not in ours]
     model = option_of(decoder, "--model-path", "--model")
     taken = {mount["mountPath"].rstrip("/") for mount in mounts}
     for mount in decoder.get("volumeMounts") or ():

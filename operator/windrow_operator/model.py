@@ -19,6 +19,18 @@ from windrow.crd.finetunejob import MANAGED_BY_US
 STALE_AFTER: Final = timedelta(seconds=10)
 
 
+class Refusal(Exception):
+    """A pod cannot have what was asked for.
+
+    Attributes:
+        reason: one word in CamelCase, for metrics and events.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        self.reason = reason
+        super().__init__(message)
+
+
 def key_of(namespace: str, name: str) -> str:
     """Return the key of a namespaced object."""
     return f"{namespace}/{name}"

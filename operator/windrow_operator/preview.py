@@ -15,11 +15,11 @@ from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     PodNamespace,
-    Refusal,
     SidecarTemplate,
     inject,
     matching_rule,
 )
+from windrow_operator.model import Refusal
 from windrow_operator.pods import pod_of
 from windrow_operator.policies import policy_of, selects
 
@@ -60,7 +60,8 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         "touched": bool(done.patch),
         "form": done.form,
         "patch": done.patch,
-        "warnings": list(done.warnings),
+        "gpu": {"access": done.gpu.way, "why": done.gpu.why},
+        "warnings": list(done.said),
     }
 
 

@@ -11,10 +11,11 @@ from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
-from windrow_operator.injection import Refusal, SidecarTemplate, attached_sidecar
+from windrow_operator.gpu_access import choose_access
+from windrow_operator.injection import SidecarTemplate, attached_sidecar, decoder_of
 from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import EffectivePolicy, Pod
+from windrow_operator.model import EffectivePolicy, Pod, Refusal
 from windrow_operator.reconcile import Event
 from windrow_operator.session import Session
 
@@ -151,7 +152,11 @@ class Sidecars:
         after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
         self._cluster.put_pod(after)
         self._asked[pod.uid] = now
-        message = f"Container {container['name']} added, by policy {terms.policy.name}"
+        gpu = choose_access(decoder_of(body), terms.policy.spec.sidecar)
+        message = (
+            f"Container {container['name']} added, by policy {terms.policy.name}; "
+            f"GPU access {gpu.way}: {gpu.why}"
+        )
         self._recorder.put(after, Event("SidecarAttached", message))
 
     def _not_attached(self, pod: Pod, error: Refusal | ApiError, now: datetime) -> None:

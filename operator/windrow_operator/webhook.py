@@ -29,13 +29,12 @@ from windrow_operator.injection import (
     NOT_DISABLED,
     Injection,
     PodNamespace,
-    Refusal,
     SidecarTemplate,
     inject,
 )
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
-from windrow_operator.model import CheckedPolicy
+from windrow_operator.model import CheckedPolicy, Refusal
 from windrow_operator.pods import pod_of
 from windrow_operator.reconcile import Event
 
@@ -234,7 +233,7 @@ class Webhook:
             answer["patch"] = base64.b64encode(json.dumps(done.patch).encode()).decode()
             if not asked.get("dryRun"):
                 self._metrics.injected(done.rule)
-        said = [*warnings, *(done.warnings if done else ())]
+        said = [*warnings, *(done.said if done else ())]
         if said:
             what = "" if done else "the pod is left as it came: "
             answer["warnings"] = [f"windrow: {what}{sentence}" for sentence in said]
@@ -255,19 +254,21 @@ class Webhook:
         )
         done = inject(pod, self._template(), sidecar, around)
         if policy is not None and done is not None and not dry_run:
-            self._tell(policy, candidate.name, done.warnings)
+            lacks = [done.gpu.lacks] if done.gpu.lacks else []
+            self._tell(policy, candidate.name, "VolumeLeftOut", done.warnings)
+            self._tell(policy, candidate.name, "GpuNotShared", lacks)
         if done is None or done.form == "attach" or _has_sidecar(pod):
             return done
         await self._require_image(policy)
         await self._require_admitted(pod, done, namespace)
         return done
 
-    def _tell(self, policy: CheckedPolicy, pod: str, warnings: Iterable[str]) -> None:
+    def _tell(self, policy: CheckedPolicy, pod: str, reason: str, warnings: Iterable[str]) -> None:
         """Say of the policy what a pod does not get by it. The pod is not held up for that."""
         if (about := self._cluster.policy_bodies.get(policy.key)) is None:
             return
         for sentence in warnings:
-            event = Event("VolumeLeftOut", f"pod {pod}: {sentence}", warning=True)
+            event = Event(reason, f"pod {pod}: {sentence}", warning=True)
             task = asyncio.create_task(self._note(about, event))
             self._notes.add(task)
             task.add_done_callback(self._notes.discard)

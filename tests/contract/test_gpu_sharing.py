@@ -319,3 +319,53 @@ def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):
     findings = {finding["what"]: finding for finding in json.loads(said.stdout)}
     assert findings["gpu"]["ok"]
     assert findings["gpu sharing"]["found"].startswith("temporal: no MPS daemon")
+
+
+@pytest.mark.parametrize(
+    ("access", "hello", "shown"),
+    [
+        ("env", {"driver": "cuda"}, "GPU-12345678-9abc-def0-1234-56789abcdef0"),
+        ("mps", {"driver": "cuda:0"}, "GPU-12345678-9abc-def0-1234-56789abcdef0"),
+        (
+            "env",
+            {"driver": "cuda", "device": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"},
+            "MIG-12345678-9abc-def0-1234-56789abcdef0",
+        ),
+        ("env", {"driver": "cuda:1"}, "None"),
+        ("", {"driver": "cuda"}, "None"),
+    ],
+)
+async def test_workers_see_the_gpu_alone_that_decode_has_named(
+    run_dir, tmp_path, monkeypatch, access, hello, shown
+):
+    worker = "import os; print('sees', os.environ.get('CUDA_VISIBLE_DEVICES'))"
+    (tmp_path / "worker_that_says.py").write_text(worker)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    flags = ["--run-dir", str(run_dir)]
+    settings = replace(
+        parse_settings(flags, {"WINDROW_GPU_ACCESS": access}), worker_module="worker_that_says"
+    )
+    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None)
+    named = agent_pb2.EngineHello(device_uuid="123456789abcdef0" * 2, **hello)
+    await slot.engine_attached(named, OutgoingQueue[agent_pb2.EngineCommand]())
+    assign = attach_pb2.Assign(job_uid="u", epoch=1, spec_json="{}")
+    process = await WorkerProcess.start(settings, assign, slot._standby)
+    await process.wait()
+    assert f"sees {shown}\n" in (run_dir / "jobs" / "u" / "worker.log").read_text()
+    await slot.close()
+
+
+@pytest.mark.parametrize("is_client", [True, False])
+async def test_a_daemon_of_the_nodes_is_used_and_none_is_started(pod, is_client):
+    async def found(environment):
+        assert not environment, "the sidecar's own variables name it"
+        return replace(GPU, is_mps_client=is_client)
+
+    sharing = GpuSharing(pod.run_dir, None, of_node=True, probe=found)
+    await sharing.start()
+    assert sharing.sharing.mode == ("spatial" if is_client else "temporal")
+    assert is_client or "did not become a client of the node's daemon" in sharing.sharing.reason
+    assert not pod.run_dir.mps_folder.exists()
+    assert not pod.run_dir.mps_environment.exists()
+    await sharing.close()

@@ -12,19 +12,19 @@ from datetime import UTC, datetime
 
 import pytest
 from kubernetes import client
+from support.node_pods import (
+    RESTRICTED,
+    apply_policy,
+    await_registered,
+    ready_pod,
+    still_serves,
+)
 from waiting import wait_until
 
 from windrow.local.realnode import NODE_ADDRESS
 from windrow_operator.pki import make_authority, make_server, server_context
 from windrow_operator.webhook import webhook_configuration
 
-RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "capabilities": {"drop": ["ALL"]},
-    "runAsNonRoot": True,
-    "runAsUser": 1000,
-    "seccompProfile": {"type": "RuntimeDefault"},
-}
 AMOUNTS = {"cpu": "50m", "memory": "64Mi"}
 RESOURCES = {
     "BestEffort": {},
@@ -130,17 +130,6 @@ def place(node, kube):
         core.delete_namespace(name)
 
 
-def apply_policy(custom, namespace, changes):
-    body = {
-        "apiVersion": "windrow.dev/v1alpha1",
-        "kind": "HarvestPolicy",
-        "metadata": {"name": "chat"},
-        "spec": {"selector": {}, "objective": {"tpot": "40ms"}, **changes},
-    }
-    where = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies")
-    custom.create_namespaced_custom_object(*where, body)
-
-
 def decode_pod(case, image, labels=None):
     wishes = {"windrow.dev/inject": "enabled"} if case.asks else {}
     container = {
@@ -157,32 +146,6 @@ def decode_pod(case, image, labels=None):
     }
 
 
-def ready_pod(core, namespace):
-    """Return the pod once it is ready."""
-
-    def found():
-        pod = core.read_namespaced_pod("decode", namespace)
-        conditions = {c.type: c.status for c in pod.status.conditions or ()}
-        return pod if conditions.get("Ready") == "True" else None
-
-    return wait_until(found, f"the decode pod of {namespace} is ready")
-
-
-def await_registered(kube, namespace):
-    """Wait until the API server would ask about decode pods of the namespace."""
-    hooks = client.AdmissionregistrationV1Api(kube)
-
-    def asks():
-        found = hooks.read_mutating_webhook_configuration("windrow-operator").webhooks
-        return any(
-            namespace in (expression.values or ())
-            for hook in found
-            for expression in hook.namespace_selector.match_expressions
-        )
-
-    wait_until(asks, "the webhook is registered for the namespace")
-
-
 def compare(kube, image, place, case):
     """Run the pod without Windrow and with it; return the latter once both are ready."""
     core = client.CoreV1Api(kube)
@@ -197,12 +160,6 @@ def compare(kube, image, place, case):
     assert [c.image for c in with_.spec.containers] == [c.image for c in without.spec.containers]
     assert with_.spec.containers[0].resources == without.spec.containers[0].resources
     return with_
-
-
-def still_serves(core, namespace):
-    pod = core.read_namespaced_pod("decode", namespace)
-    (status,) = pod.status.container_statuses
-    return status.ready and status.restart_count == 0 and pod.status.phase == "Running"
 
 
 @pytest.fixture(scope="module")

@@ -212,6 +212,7 @@ def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
         ("limits.hours", ["25:00-08:00"], "spec.limits.hours[0]"),
         ("limits.hours", ["20:00-08:00 Europe/Atlantis"], "spec.limits.hours[0]"),
         ("sidecar", {"gpuAccess": "wrap"}, "spec.sidecar.gpuAccess"),
+        ("sidecar", {"gpuAccess": "dra"}, "spec.sidecar"),
         ("sidecar", {"volumes": [{"name": "a", "mountPath": "/a"}]}, "spec.sidecar.volumes[0]"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("b", "/a")]}, "spec.sidecar.volumes"),
         ("sidecar", {"volumes": [volume("a", "/a"), volume("a", "/b")]}, "spec.sidecar.volumes"),

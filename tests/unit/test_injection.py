@@ -10,7 +10,6 @@ from decode_pods import DECODE_PODS, OTHER_ENGINES
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator.injection import (
     PodNamespace,
-    Refusal,
     SidecarTemplate,
     attached_sidecar,
     decoder_of,
@@ -20,6 +19,7 @@ from windrow_operator.injection import (
     qos_of,
     served_model,
 )
+from windrow_operator.model import Refusal
 
 TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM", "sidecar:1")
 OWN_IMAGE = SidecarTemplate("10.0.0.1:8443", "PEM")

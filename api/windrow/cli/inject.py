@@ -51,6 +51,7 @@ def inject(
     for operation in answer["patch"]:
         print_line(f"--- {operation['op']} {operation['path']}")
         print_line(yaml.safe_dump(operation["value"], sort_keys=False).rstrip())
+    print_line(f"GPU access {answer['gpu']['access']}: {answer['gpu']['why']}")
     for warning in answer["warnings"]:
         print_line(f"warning: {warning}")
     if answer["form"] == "attach":

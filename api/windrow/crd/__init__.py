@@ -5,6 +5,7 @@
 
 from windrow.crd.adapter import AdapterSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.common import (
+    ANNOTATION_GPU_ACCESS,
     ANNOTATION_INJECTED_BY,
     ANNOTATION_LOGS,
     ANNOTATION_METRICS_PORT,
@@ -48,6 +49,7 @@ from windrow.crd.training import (
 from windrow.crd.values import format_duration, parse_duration, parse_quantity
 
 __all__ = [
+    "ANNOTATION_GPU_ACCESS",
     "ANNOTATION_INJECTED_BY",
     "ANNOTATION_LOGS",
     "ANNOTATION_METRICS_PORT",

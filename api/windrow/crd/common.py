@@ -18,6 +18,7 @@ CATEGORY: Final = "windrow"
 
 LABEL_DECODE: Final = f"{GROUP}/decode"  # on injected pods: the one selector of the pod watch
 LABEL_INJECT: Final = f"{GROUP}/inject"  # enabled | disabled, what a pod asks for
+ANNOTATION_GPU_ACCESS: Final = f"{GROUP}/gpu-access"  # how the sidecar reaches decode's GPU, why
 ANNOTATION_INJECTED_BY: Final = f"{GROUP}/injected-by"  # the rule that matched
 ANNOTATION_POLICY: Final = f"{GROUP}/policy"  # name of a HarvestPolicy, over any selector
 ANNOTATION_LOGS: Final = f"{GROUP}/log-dir"  # of a local cluster's pods: where their logs are

@@ -368,8 +368,23 @@ class VolumeSpec(Record):
         return self
 
 
+DRA_FORM = "gpuAccess dra needs form sidecar: an ephemeral container can hold no claims"
+
+
 class SidecarSpec(Record):
     """How the sidecar comes into a pod and reaches the device."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.gpuAccess) || self.gpuAccess != 'dra' || "
+                    "has(self.form) && self.form == 'sidecar'",
+                    DRA_FORM,
+                )
+            ]
+        }
+    )
 
     form: Literal["attach", "sidecar"] = Field(
         default="attach",
@@ -377,10 +392,15 @@ class SidecarSpec(Record):
         "stop decode. sidecar: a native sidecar with requests and limits of its own, made with the "
         "pod after a check that the pod would still be admitted.",
     )
-    gpu_access: Literal["auto", "dra", "wrap", "env"] = Field(
+    gpu_access: Literal["auto", "dra", "env", "mps"] = Field(
         default="auto",
-        description="How the worker gets at decode's GPU. auto: as the device needs it (a host "
-        "device needs nothing). v1alpha1 supports auto.",
+        description="How the sidecar's container gets at decode's GPU, never at a second one. dra: "
+        "it shares the claims of decode's container; needs form sidecar. env: the container "
+        "runtime shows it GPUs by NVIDIA_VISIBLE_DEVICES, decode's own value or all, and workers "
+        "use decode's alone; for nodes of one tenant. mps: as env, and as a client of the node's "
+        "MPS daemon, by the pipes that decode mounts. auto: dra, mps or env where decode's "
+        "container shows that it has it; never more than decode has. Read when a sidecar comes "
+        "into a pod.",
     )
     mps: bool = Field(
         default=True,
@@ -424,12 +444,11 @@ class SidecarSpec(Record):
                 )
         return volumes
 
-    @field_validator("gpu_access")
-    @classmethod
-    def _supported(cls, access: str) -> str:
-        if access != "auto":
-            raise invalid(f"{access!r} is not supported yet", "Write auto.")
-        return access
+    @model_validator(mode="after")
+    def _claims_need_a_container_of_the_pod(self) -> Self:
+        if self.gpu_access == "dra" and self.form != "sidecar":
+            raise invalid(DRA_FORM, "Set form: sidecar, or gpuAccess: auto.")
+        return self
 
 
 class HarvestPolicySpec(Record):

@@ -71,12 +71,14 @@ class NodeInfo:
         containerd: its socket.
         bin: folder of kubectl, helm, ctr.
         logs: of all processes.
+        kubelet: the kubelet's root directory, where drivers of devices put their sockets.
     """
 
     kubeconfig: str
     containerd: str
     bin: str
     logs: str
+    kubelet: str
 
     @classmethod
     def of_environment(cls) -> NodeInfo | None:
@@ -230,6 +232,7 @@ class RealNode:
         self._root, self._bin, self._tools, self._cgroup_name = root, binaries, tools, cgroup
         self._logs = root / "logs"
         self._socket = root / "containerd.sock"
+        self._kubelet = root / "kubelet"
         self._keeper = Keeper()
         self._children: dict[str, Child] = {}
         self._plane: ControlPlane | None = None
@@ -246,7 +249,8 @@ class RealNode:
         kubeconfig = self._plane.kubeconfig
         self._start_others(kubeconfig)
         self._await("kubelet", self._is_ready)
-        return NodeInfo(str(kubeconfig), str(self._socket), str(self._bin), str(self._logs))
+        folders = (self._bin, self._logs, self._kubelet)
+        return NodeInfo(str(kubeconfig), str(self._socket), *(str(folder) for folder in folders))
 
     def __exit__(self, *_: object) -> None:
         if self._plane is not None:
@@ -283,9 +287,9 @@ class RealNode:
         access = f"--kubeconfig={kubeconfig}"
         self._start(
             "kubelet",
-            *(f"--config={kubelet}", access, f"--root-dir={self._root}/kubelet"),
+            *(f"--config={kubelet}", access, f"--root-dir={self._kubelet}"),
             *(f"--hostname-override={NODE_NAME}", f"--node-ip={NODE_ADDRESS}"),
-            f"--cert-dir={self._root}/kubelet/pki",
+            f"--cert-dir={self._kubelet}/pki",
         )
         self._start("kube-scheduler", access, "--leader-elect=false", "--secure-port=0")
         self._start(

@@ -11,6 +11,7 @@ from windrow.errors import UserError
 from windrow.rundir import (
     DEFAULT_RUN_DIR,
     ENV_COPY_RATE,
+    ENV_GPU_ACCESS,
     ENV_LOG_DIR,
     ENV_MAX_JOBS,
     ENV_METRICS_PORT,
@@ -68,6 +69,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> AgentSett
         worker_module=args.worker_module,
         max_jobs=_jobs(args.max_jobs),
         copy_rate=_copy_rate(args.copy_rate),
+        gpu_access=args.gpu_access,
         mps=_mps(args.mps),
         output_trees=tuple(tree for tree in args.output_trees.split(":") if tree),
         standby=args.standby,
@@ -152,6 +154,13 @@ class _Flags:
             "--output-trees",
             ENV_OUTPUT_TREES,
             "directories that jobs may write besides the policy's volumes, with colons between",
+        )
+        self._add(
+            "--gpu-access",
+            ENV_GPU_ACCESS,
+            "env: the container may see more GPUs than decode's, which workers are then shown "
+            "alone; mps: so, and an MPS daemon of the node's is used",
+            "",
         )
         self._add(
             "--mps",

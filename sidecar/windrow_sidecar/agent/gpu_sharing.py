@@ -26,6 +26,9 @@ from windrow_sidecar.compute.survey import Survey
 _log = logging.getLogger(__name__)
 
 WATCH_EVERY_S = 1.0
+NOT_THE_NODES_CLIENT = (
+    "the sidecar did not become a client of the node's daemon (another user, or no hostIPC?)"
+)
 SWITCHED_OFF = "it is switched off (--mps off)"
 
 Probe = Callable[[Mapping[str, str]], Awaitable[Survey]]
@@ -55,6 +58,7 @@ class GpuSharing:
     Args:
         run_dir: of the pod.
         daemon: to start; None: MPS is switched off.
+        of_node: this process's environment names a daemon of the node's; none is started.
         probe: what the GPU offers to a process with such an environment.
         changed: called when the sharing is another than before.
         every_s: between two looks at the daemon.
@@ -66,11 +70,12 @@ class GpuSharing:
         daemon: MpsDaemon | None,
         *,
         probe: Probe = probe_gpu,
+        of_node: bool = False,
         changed: Callable[[], None] = lambda: None,
         every_s: float = WATCH_EVERY_S,
     ) -> None:
         self._run_dir, self._daemon, self._probe = run_dir, daemon, probe
-        self._changed, self._every_s = changed, every_s
+        self._changed, self._every_s, self._of_node = changed, every_s, of_node
         self._watch: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self.sharing: Sharing | None = None  # None: there is no GPU
@@ -83,7 +88,11 @@ class GpuSharing:
             _log.info("no GPU to share: %s", found.why)
             return
         mps_missing = SWITCHED_OFF if self._daemon is None else ""
-        if self._daemon is not None and not found.green_missing:
+        if self._of_node:
+            # It is the node's: neither started here nor watched, and its clients' GPU work is
+            # ended by nobody but its owner.
+            mps_missing = "" if found.is_mps_client else NOT_THE_NODES_CLIENT
+        elif self._daemon is not None and not found.green_missing:
             mps_missing = await self._start(self._daemon)
         self._settle(choose_sharing(GpuCapabilities(found.green_missing, mps_missing)))
 

@@ -35,8 +35,12 @@ class Sidecar:
         self._slots: dict[int, AgentSlot] = {}
         self._policy = agent_pb2.EnginePolicy()
         self._orders: set[asyncio.Task[None]] = set()
-        daemon = MpsDaemon(settings.run_dir.mps_folder) if settings.mps else None
-        self._sharing = GpuSharing(settings.run_dir, daemon, changed=self._sharing_changed)
+        of_node = settings.mps and settings.gpu_access == "mps"
+        private = settings.mps and not of_node
+        daemon = MpsDaemon(settings.run_dir.mps_folder) if private else None
+        self._sharing = GpuSharing(
+            settings.run_dir, daemon, of_node=of_node, changed=self._sharing_changed
+        )
         self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey)
 
     async def run(self, stop: asyncio.Event) -> None:

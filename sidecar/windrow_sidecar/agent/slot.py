@@ -15,7 +15,7 @@ from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
 from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
 from windrow_sidecar.compute.sharing import Sharing
-from windrow_sidecar.compute.utilization import Utilization, make_meter
+from windrow_sidecar.compute.utilization import Utilization, make_meter, visible_device
 
 _log = logging.getLogger(__name__)
 
@@ -80,12 +80,24 @@ class AgentSlot:
         if self.hello != hello:
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
+            self._standby.shown_gpu = self._gpu_to_show(hello)
             self._engine_shares(hello.sharing, hello.sharing_reason)
             self._on_facts()
         channel.send(agent_pb2.EngineCommand(policy=self.policy))
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
+
+    def _gpu_to_show(self, hello: agent_pb2.EngineHello) -> str:
+        """Return decode's GPU as CUDA_VISIBLE_DEVICES names it, where the container sees more.
+
+        Decode's first GPU is its worker's first then; another of decode's several keeps its number
+        only where both containers see the same ones, so there nothing is changed.
+        """
+        if not (self._settings.gpu_access and hello.device_uuid):
+            return ""
+        first = hello.driver in ("cuda", "cuda:0")
+        return visible_device(hello.device_uuid, hello.device) if first else ""
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Once a second."""

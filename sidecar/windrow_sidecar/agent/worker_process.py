@@ -105,7 +105,10 @@ class WorkerProcess:
         process = standby.take(assign) if standby else None
         if process is None:
             command = worker_command(settings, assign)
-            process = await _spawn(settings, command, log, stdin=asyncio.subprocess.DEVNULL)
+            shown = standby.shown_gpu if standby else ""
+            process = await _spawn(
+                settings, command, log, stdin=asyncio.subprocess.DEVNULL, shown_gpu=shown
+            )
         return cls(process, log, follower)
 
     @property
@@ -138,10 +141,15 @@ class WorkerProcess:
 
 
 class Standby:
-    """At most one worker that has loaded everything but its job; see `finetune.standby`."""
+    """At most one worker that has loaded everything but its job; see `finetune.standby`.
+
+    Attributes:
+        shown_gpu: the only GPU that the slot's workers see; "": all that the agent sees.
+    """
 
     def __init__(self, settings: AgentSettings, slot: int) -> None:
         self._settings, self._slot = settings, slot
+        self.shown_gpu = ""
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._closed = False
@@ -162,7 +170,11 @@ class Standby:
             ]
             log = self._settings.run_dir.root / f"standby-{self._slot}.log"
             self._process = await _spawn(
-                self._settings, command, log, stdin=asyncio.subprocess.PIPE
+                self._settings,
+                command,
+                log,
+                stdin=asyncio.subprocess.PIPE,
+                shown_gpu=self.shown_gpu,
             )
 
     def take(self, assign: attach_pb2.Assign) -> asyncio.subprocess.Process | None:
@@ -198,7 +210,7 @@ class Standby:
 
 
 async def _spawn(
-    settings: AgentSettings, command: list[str], log: Path, *, stdin: int
+    settings: AgentSettings, command: list[str], log: Path, *, stdin: int, shown_gpu: str = ""
 ) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -211,15 +223,18 @@ async def _spawn(
             stdin=stdin,
             stdout=out,
             stderr=out,
-            env=worker_environment(settings),
+            env=worker_environment(settings, shown_gpu),
             # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
             # session, because niceness counts only within one (autogroup).
             process_group=0,
         )
 
 
-def worker_environment(settings: AgentSettings) -> dict[str, str]:
-    """What a worker starts with; it is a client of the pod's MPS daemon where one runs."""
+def worker_environment(settings: AgentSettings, shown_gpu: str = "") -> dict[str, str]:
+    """What a worker starts with; it is a client of the pod's MPS daemon where one runs.
+
+    `shown_gpu`: the only GPU that it sees; "": all that this process sees.
+    """
     own = {
         # A team that spins at a barrier would take decode's cores (p99 from 10 to 100 ms).
         "OMP_WAIT_POLICY": "passive",
@@ -232,6 +247,8 @@ def worker_environment(settings: AgentSettings) -> dict[str, str]:
         own[ENV_COPY_RATE] = str(settings.copy_rate)
     if settings.log_dir:
         own[ENV_LOG_DIR] = str(settings.log_dir)
+    if shown_gpu:
+        own["CUDA_VISIBLE_DEVICES"] = shown_gpu
     return {**os.environ, **own, **settings.run_dir.read_mps_environment()}
 
 

@@ -215,6 +215,17 @@ def gpu_name(driver: str, uuid: str, environ: Mapping[str, str] = os.environ) ->
     return ordinal
 
 
+def visible_device(uuid: str, device: str) -> str:
+    """Return how CUDA_VISIBLE_DEVICES names a GPU or a slice of one.
+
+    Args:
+        uuid: as the driver tells it, 32 hexadecimal digits.
+        device: its name; a slice's holds its profile ("NVIDIA H100 80GB HBM3 MIG 1g.10gb").
+    """
+    kind = "MIG" if "MIG" in device.split() else "GPU"
+    return f"{kind}-{_dashed(uuid)}"
+
+
 def _dashed(uuid: str) -> str:
     ends = (8, 12, 16, 20, 32)
     return "-".join(uuid[begin:end] for begin, end in zip((0, *ends), ends, strict=False))
