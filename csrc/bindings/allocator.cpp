@@ -98,6 +98,8 @@ void bind_allocator(nb::module_& module) {
       .def("record_stream", &record_stream, nb::arg("address"), nb::arg("stream"))
       .def("keep_small", call(&DeviceAllocator::keep_small), nb::arg("blocks"), nb::kw_only(),
            nb::arg("stream") = 0)
+      .def("wait_freed", call(&DeviceAllocator::wait_freed),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("release_cached", call(&DeviceAllocator::release_cached))
       .def("stats", &figures_of)
       .def("fragmentation_bytes",

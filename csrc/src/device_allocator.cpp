@@ -152,15 +152,23 @@ std::size_t DeviceAllocator::keep_small(std::size_t blocks, StreamId stream) {
   return pool_of(stream).pool.keep(blocks);
 }
 
-void DeviceAllocator::release_cached() {
-  std::shared_ptr<const Event> everything;
-  {
-    const MutexLock lock(mutex_);
-    release_done();
-    trim_pools(nullptr);
-    everything = epochs_.close();
+void DeviceAllocator::wait_freed() {
+  for (bool is_last = false; !is_last;) {
+    std::shared_ptr<const Event> everything;
+    {
+      const MutexLock lock(mutex_);
+      release_done();
+      trim_pools(nullptr);
+      // What recorded streams still use is freed when they are done, in a later epoch.
+      is_last = deferred_.empty();
+      everything = epochs_.close();
+    }
+    everything->wait();
   }
-  everything->wait();
+}
+
+void DeviceAllocator::release_cached() {
+  wait_freed();
   const MutexLock lock(mutex_);
   aliases_.clear();
 }

@@ -425,6 +425,8 @@ class DeviceAllocator:
         """The allocation is used on that stream too."""
     def keep_small(self, blocks: int, *, stream: int = 0) -> int:
         """Hold so many blocks of 2 MiB for small requests; returns how many it could get."""
+    def wait_freed(self) -> None:
+        """Until nothing uses what was freed so far, on any stream."""
     def release_cached(self) -> None:
         """Give up what is not in use: empty pool blocks, idle mappings."""
     def stats(self) -> dict[str, int]:

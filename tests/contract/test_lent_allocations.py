@@ -6,6 +6,7 @@ small one that holds addresses of it as a job's tensors do.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -197,6 +198,43 @@ def test_activations_leave_first_and_adapter_and_moments_only_where_they_must(be
     assert beside.decode.draining(WORKER) == []
     assert job.log[0] == "spill"
     assert "out" not in job.log
+    job.close()
+
+
+class CopyStream:
+    """A stream of the process beside those that tasklets run on, with work that nobody awaits."""
+
+    def __init__(self, libcuda: Path) -> None:
+        self._calls, context = ctypes.CDLL(str(libcuda)), ctypes.c_void_p()
+        self._stream = ctypes.c_void_p()
+        self._calls.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0)
+        self._calls.cuCtxPushCurrent(context)
+        self._calls.cuStreamCreate(ctypes.byref(self._stream), 1)
+
+    def fill(self, address: int, n_bytes: int) -> None:
+        done = self._calls.cuMemsetD8Async(
+            ctypes.c_uint64(address), 0, ctypes.c_size_t(n_bytes), self._stream
+        )
+        assert done == 0
+
+    def close(self) -> None:
+        self._calls.cuStreamDestroy(self._stream)
+        self._calls.cuCtxPopCurrent(ctypes.byref(ctypes.c_void_p()))
+        self._calls.cuDevicePrimaryCtxRelease(0)
+
+
+@pytest.mark.parametrize("beside", ["standin", "standin token-major"], indirect=True)
+def test_copies_beside_the_tasklets_are_waited_for_before_more_is_moved(beside, cuda_standin):
+    """Those of a checkpoint have a stream of their own, and hold what was freed meanwhile."""
+    beside.lend(3)
+    job, copies = beside.load(), CopyStream(cuda_standin)
+    job.begin(10 * MIB)
+    copies.fill(job.state, 6 * MIB)
+    beside.decode.revoke(2)
+    beside.memory.settle()
+    assert beside.decode.draining(WORKER) == []
+    assert job.log == ["spill", "replan"]
+    copies.close()
     job.close()
 
 

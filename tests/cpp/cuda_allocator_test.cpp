@@ -192,6 +192,24 @@ TEST_F(CudaAllocator, AChunkIsGivenBackAfterTheKernelsThatWriteIt) {
   EXPECT_EQ(get(driver_, decode->data()), std::byte{5});
 }
 
+TEST_F(CudaAllocator, WhatWasFreedIsQuietAfterAWaitWhateverIsQueuedMeanwhile) {
+  for (const bool is_recorded : {false, true}) {
+    std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+    std::byte* const stays = allocator_->allocate(4 * kMiB, id(mine_));
+    launch_fill(other_, tensor, 5, 8 * kMiB);
+    if (is_recorded) {
+      allocator_->record_stream(tensor, id(other_));
+    }
+    allocator_->free(tensor);
+    allocator_->drain(1);
+    allocator_->wait_freed();
+    launch_fill(other_, stays, 6, 4 * kMiB);
+    EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+    allocator_->free(stays);
+    allocator_->lend(1);
+  }
+}
+
 // The worker's levels of SMs are streams: what was made on one is used on the next.
 TEST_F(CudaAllocator, AChunkIsNotGivenBackWhileAnotherStreamUsesWhatWasFreed) {
   std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));

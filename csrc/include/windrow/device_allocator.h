@@ -65,6 +65,9 @@ class DeviceAllocator {
   // Holds so many blocks of 2 MiB for small requests on `stream` (see sized_for); returns how many
   // it could get.
   std::size_t keep_small(std::size_t blocks, StreamId stream);
+  // Returns when nothing uses what was freed before this call, on any stream; chunks that were
+  // drained and hold no live allocation are quiet then.
+  void wait_freed();
   // Gives up everything that is not in use: empty pool blocks, idle aliases. Waits for whatever
   // runs.
   void release_cached();

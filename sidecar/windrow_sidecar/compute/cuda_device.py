@@ -23,7 +23,7 @@ _ANCHOR_LASTS_NS = 1_000_000_000
 # An interrupt between two looks at the clock makes one of them worthless, hardly all.
 _TRIES = 3
 # Two buffers of 4 MiB and eight of 16 KiB, as torch has them before Hopper, where it takes 32 MiB:
-# on six levels of SMs that would be 192 MiB of what decode lends.
+# for each product, and before 2.15 keeps them: on six levels of SMs 192 MiB of what decode lends.
 CUBLAS_WORKSPACES = ":4096:2:16:8"
 
 
@@ -53,7 +53,7 @@ class CudaDevice:
                 reason="NoCudaDevice",
             )
         if lent is not None:
-            # Read when cuBLAS is first used, of which torch keeps a workspace for each stream.
+            # Read when cuBLAS is first used: each product takes a workspace from torch's memory.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", CUBLAS_WORKSPACES)
             # Before anything that makes torch initialise CUDA, as `set_device` does: its own
             # allocator would stay then.
@@ -85,7 +85,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch)
 
     def release_caches(self) -> None:
-        """CuBLAS keeps a workspace for each stream, tens of MiB, in memory of torch's."""
+        """Drop the workspaces of cuBLAS, tens of MiB: torch before 2.15 keeps one a stream."""
         torch._C._cuda_clearCublasWorkspaces()
 
     def total_units(self) -> int:

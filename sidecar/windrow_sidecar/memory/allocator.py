@@ -58,6 +58,10 @@ class LentBudget:
         lent = len(self._chunks) * self._arena.geometry.chunk_bytes
         return max(0, lent - self.used_bytes())
 
+    def wait_freed(self) -> None:
+        """Until nothing uses what was freed so far, on any stream of this process."""
+        self._allocator.wait_freed()
+
     def give_back(self) -> None:
         """Return every chunk that nothing uses; the others go when this process ends."""
         self.settle()

@@ -194,16 +194,17 @@ class AllocatedMemory:
 
     def release(self) -> None:
         """Drop the group on its way and give back every chunk that is empty then."""
-        self._device.mark().wait()
         if self._job is not None:
             self._job.stream.drop()
+        self._budget.wait_freed()
         self._budget.give_back()
 
     def _leave(self) -> None:
         """Empty the chunks that drain, with as little moved as will do."""
-        # The allocator keeps a chunk until whatever may use it has ended, on every stream. With
-        # nothing queued its answer is final, and no more is moved than has to be.
-        self._device.mark().wait()
+        # The allocator keeps a chunk until whatever may use it has ended, on every stream: those of
+        # a checkpoint's copies and of frozen layers too. After the wait its answer is final, and no
+        # more is moved than has to be.
+        self._budget.wait_freed()
         self._budget.settle()
         residents = self._job.residents if self._job else None
         shrinks = [residents.shrink] * residents.layers if residents else []
@@ -219,7 +220,7 @@ class AllocatedMemory:
             if not self._budget.asked_back():
                 return
             step()
-            self._device.mark().wait()
+            self._budget.wait_freed()
             self._budget.settle()
         if not self._budget.asked_back():
             return
