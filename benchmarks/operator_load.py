@@ -29,7 +29,7 @@ from windrow.crd import FINETUNE_JOB, LABEL_DECODE
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
 from windrow.rundir import TOKEN_AUDIENCE
-from windrow_operator.injection import RUN_VOLUME
+from windrow_operator.decode_pods import RUN_VOLUME
 from windrow_operator.kube import ApiError, Kube, kind_path
 from windrow_sidecar.agent.operator_link import is_at_rest
 

@@ -21,9 +21,9 @@ from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
 from windrow_operator import status
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.decode_pods import option_of, serving_container
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
-from windrow_operator.injection import option_of, serving_container
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Job, key_of
 from windrow_operator.planning import same_model

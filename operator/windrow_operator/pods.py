@@ -8,7 +8,8 @@ from typing import Any
 
 from windrow.crd import SIDECAR_CONTAINER
 from windrow_operator import policies
-from windrow_operator.injection import RUN_VOLUME, attached_sidecars, decoder_of, served_model
+from windrow_operator.decode_pods import RUN_VOLUME, decoder_of, served_model
+from windrow_operator.injection import attached_sidecars
 from windrow_operator.model import Mount, Pod, SidecarState
 
 

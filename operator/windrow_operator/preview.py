@@ -12,12 +12,12 @@ from typing import Any
 
 from windrow.crd import parse_policy_spec
 from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.decode_pods import matching_rule
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
     PodNamespace,
     SidecarTemplate,
     inject,
-    matching_rule,
 )
 from windrow_operator.model import Refusal
 from windrow_operator.pods import pod_of

@@ -10,9 +10,10 @@ from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.decode_pods import decoder_of
 from windrow_operator.events import Recorder
 from windrow_operator.gpu_access import choose_access
-from windrow_operator.injection import SidecarTemplate, attached_sidecar, decoder_of
+from windrow_operator.injection import SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import EffectivePolicy, Pod, Refusal

@@ -22,11 +22,9 @@ from windrow.crd import GROUP, LABEL_DECODE
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator import policies
 from windrow_operator.cluster_state import ClusterState
+from windrow_operator.decode_pods import DECODES, IS_REQUESTED, NOT_DISABLED
 from windrow_operator.injection import (
     DECODE_IMAGE,
-    DECODES,
-    IS_REQUESTED,
-    NOT_DISABLED,
     Injection,
     PodNamespace,
     SidecarTemplate,

@@ -8,16 +8,18 @@ import pytest
 from decode_pods import DECODE_PODS, OTHER_ENGINES
 
 from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.decode_pods import (
+    decoder_of,
+    matching_rule,
+    other_engine,
+    served_model,
+)
 from windrow_operator.injection import (
     PodNamespace,
     SidecarTemplate,
     attached_sidecar,
-    decoder_of,
     inject,
-    matching_rule,
-    other_engine,
     qos_of,
-    served_model,
 )
 from windrow_operator.model import Refusal
 
