@@ -246,6 +246,19 @@ GUARD_TRIPS: Final = _of_slot(
 BREAKER_OPEN: Final = _of_slot(
     "windrow_breaker_open", _GAUGE, "", "1 while harvesting has given up on this slot, else 0."
 )
+THROTTLED_PERIODS: Final = _of_slot(
+    "windrow_decode_throttled_periods_total",
+    _COUNTER,
+    "",
+    "Periods in which decode's container had used up its CPU limit.",
+)
+THROTTLED_SECONDS: Final = _of_slot(
+    "windrow_decode_throttled_seconds_total",
+    _COUNTER,
+    "s",
+    "Time for which CPU limits have kept decode from running; some of it beside the worker opens "
+    "the breaker.",
+)
 HARVESTABLE: Final = _of_slot(
     "windrow_harvestable_tokens_per_second",
     _GAUGE,

@@ -1,4 +1,4 @@
-"""Read the CPU and memory limits of this process's control groups, v2 or v1."""
+"""Read the limits of this process's control groups, v2 or v1, and what they have cost."""
 
 from __future__ import annotations
 
@@ -37,6 +37,43 @@ def read_limits(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> CgroupLi
         if "memory" in controllers.split(","):
             _add(memory, _bytes(folder / "memory.limit_in_bytes"))
     return CgroupLimits(min(cpus, default=None), min(memory, default=None))
+
+
+@dataclass(frozen=True, slots=True)
+class Throttled:
+    """How often and how long CPU quotas have kept this process's groups from running."""
+
+    periods: int = 0
+    seconds: float = 0.0
+
+
+def read_throttled(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> Throttled:
+    """Read what was throttled since the groups were made, as far as it can be seen from here.
+
+    In a container that is its own group's quota. What the quota of the whole pod costs, which the
+    time of an attached sidecar counts against, Linux 6.6 and newer tell as well: in v2, as time.
+    """
+    seen = {
+        folder
+        for controllers, folder in groups(proc_file, mount)
+        if controllers == "" or "cpu" in controllers.split(",")
+    }
+    stats = [_stat(folder / "cpu.stat") for folder in seen]
+    by_itself = sum(
+        stat.get("throttled_usec", 0) / 1e6 + stat.get("throttled_time", 0) / 1e9 for stat in stats
+    )
+    # The deepest group's, for it holds what all above it have cost.
+    within = max(
+        (_stat(folder / "cpu.stat.local").get("throttled_usec", 0) / 1e6 for folder in seen),
+        default=0.0,
+    )
+    periods = sum(stat.get("nr_throttled", 0) for stat in stats)
+    return Throttled(periods, max(by_itself, within))
+
+
+def _stat(file: Path) -> dict[str, int]:
+    pairs = (line.split() for line in (_read(file) or "").splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
 
 
 def groups(proc_file: Path = _OWN_GROUPS, mount: Path = _MOUNT) -> Iterator[tuple[str, Path]]:

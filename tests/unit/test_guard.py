@@ -186,3 +186,16 @@ def test_a_latency_that_cannot_be_pauses_for_a_while():
     guard.distrust(NOW_NS)
     assert not guard.may_run(NOW_NS + 49 * MS)
     assert guard.may_run(NOW_NS + 50 * MS)
+
+
+def test_a_cpu_limit_that_holds_decode_up_opens_the_breaker_each_time_for_longer():
+    steps = Steps()
+    for break_s in (10, 20):
+        steps.guard.throttled(steps.now_ns, 0.25)
+        assert "250 ms" in steps.guard.reason
+        steps.now_ns += (break_s - 1) * SECOND_NS
+        steps.guard.throttled(steps.now_ns, 0.5)  # while it is open nothing is added
+        assert not steps.may_run()
+        steps.now_ns += SECOND_NS
+        assert steps.may_run()
+        assert steps.guard.reason == ""

@@ -188,6 +188,8 @@ def _decisions(slots: Mapping[Key, AgentSlot]) -> Iterator[Family]:
     )
     yield _counter(m.GUARD_TRIPS, each(lambda s: s.stats.guard_trips))
     yield _gauge(m.BREAKER_OPEN, each(lambda s: float(bool(s.stats.breaker))))
+    yield _counter(m.THROTTLED_PERIODS, each(lambda s: s.stats.throttled_periods))
+    yield _counter(m.THROTTLED_SECONDS, each(lambda s: s.stats.throttled_seconds))
     yield _gauge(m.HARVESTABLE, each(lambda s: s.stats.predicted_tokens_per_second))
 
 

@@ -130,6 +130,10 @@ class Controller:
         self._predictor = predictor
         self.refusal = _below_decode(self._terms, predictor)
 
+    def throttled(self, now_ns: int, seconds: float) -> None:
+        """Take note that a CPU limit kept decode from running so long beside the worker."""
+        self.guard.throttled(now_ns, seconds)
+
     @property
     def in_flight_bound_us(self) -> int:
         """A quarter of the objective: so long at most after a revocation the worker still runs."""

@@ -2,10 +2,10 @@
 
 Two consecutive steps over the objective while the worker ran pause it for 50 ms and widen the
 margin. A breaker gives up for a while when steps beside the worker break the objective much more
-often than steps of decode alone. The way back: after 10 s (twice as long each time, 160 s at most)
-it lets the worker run again on trial, judged by a fresh window; a clean window of 1,600 steps puts
-the 10 s back. What cannot be (a stale view, a clock that stands, a latency of NaN) pauses too.
-Time is an argument.
+often than steps of decode alone, or when a CPU limit kept decode from running beside it. The way
+back: after 10 s (twice as long each time, 160 s at most) it lets the worker run again on trial,
+judged by a fresh window; a clean window of 1,600 steps puts the 10 s back. What cannot be (a stale
+view, a clock that stands, a latency of NaN) pauses too. Time is an argument.
 """
 
 from __future__ import annotations
@@ -149,6 +149,20 @@ class Guard:
             self.begin_trial()
         return not self.reason
 
+    def throttled(self, now_ns: int, seconds: float) -> None:
+        """Give up for a while: a CPU limit has kept decode from running beside the worker.
+
+        Limits are counted in periods of 100 ms, so decode stands still for longer than any margin
+        covers, and what the worker takes of the pod's limit decode lacks.
+        """
+        if self.reason:
+            return
+        self.reason = (
+            f"its CPU limit kept decode from running for {seconds * 1000:.0f} ms beside the "
+            "worker: raise resources.limits.cpu of decode's container, or harvest fewer cores"
+        )
+        self._open(now_ns)
+
     def begin_trial(self) -> None:
         """Half-open: the worker runs again on trial, judged by a fresh window of its own."""
         self.reason = ""
@@ -196,5 +210,9 @@ class Guard:
             f"{beside.share:.1%} of {min(beside.seen, settings.window_steps)} steps beside the "
             f"worker broke the objective, {self._alone.share:.1%} of those without"
         )
+        self._open(now_ns)
+
+    def _open(self, now_ns: int) -> None:
+        """Open the breaker, each time for twice as long."""
         self._open_until_ns = now_ns + self._break_ns
-        self._break_ns = min(2 * self._break_ns, settings.longest_break_ns)
+        self._break_ns = min(2 * self._break_ns, self._settings.longest_break_ns)

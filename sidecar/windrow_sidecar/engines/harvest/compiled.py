@@ -88,6 +88,11 @@ class CompiledController(Controller):
                 self._decider.correct(*newest)
         return residual
 
+    def throttled(self, now_ns: int, seconds: float) -> None:
+        """Take note that a CPU limit kept decode from running so long beside the worker."""
+        super().throttled(now_ns, seconds)
+        self._tell_guard()
+
     def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
         """Return the last decision with what it rested on."""
         of = self._decider

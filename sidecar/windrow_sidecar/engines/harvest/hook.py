@@ -37,10 +37,10 @@ _DECODE = 0  # a writer of the page
 class HarvestHook:
     """Implements `engines.hook.StepHook` over a real arena and page.
 
-    Without a policy it grants nothing and lends nothing. `set_terms` and `worker_lives` may be
-    called from another thread; they take effect at the next step. The page lies with `ViewWriter`,
-    `OfferReader` and `GrantWriter`, chunks with `LendingManager`, the decision with `Controller`:
-    here they are called in their order.
+    Without a policy it grants nothing and lends nothing. `set_terms`, `throttled` and
+    `worker_lives` may be called from another thread; they take effect at the next step. The page
+    lies with `ViewWriter`, `OfferReader` and `GrantWriter`, chunks with `LendingManager`, the
+    decision with `Controller`: here they are called in their order.
 
     Args:
         arena: made by this process.
@@ -81,6 +81,7 @@ class HarvestHook:
         self._rate = HarvestRate(profile, solo, levels.units)
         self._decisions = Decisions(settings.run_dir) if settings.run_dir else None
         self._new_terms: list[HarvestTerms | None] = []
+        self._throttled: list[float] = []  # seconds for which a CPU limit held decode up
         self._unjudged: list[tuple[int, int]] = []  # latency_us, cost_ns
         self._prefilled = False
         self._breaker = ("", 0)  # reason and trips, as last seen
@@ -128,6 +129,11 @@ class HarvestHook:
     def set_terms(self, terms: HarvestTerms | None) -> None:
         """A policy has arrived, changed or gone."""
         self._new_terms.append(terms)
+
+    def throttled(self, seconds: float) -> None:
+        """A CPU limit has kept decode from running for so long beside the worker."""
+        self._throttled.append(seconds)
+        self._steady_until_ns = 0
 
     def worker_lives(self, epoch: int) -> None:
         """The only worker that lives is of this job epoch; 0: none does."""
@@ -186,6 +192,8 @@ class HarvestHook:
                 residual = controller.observe(now_ns, latency_us)
                 if residual is not None:
                     stats.predicted(residual)
+        while self._throttled:
+            controller.throttled(now_ns, self._throttled.pop(0))
         guard = controller.guard
         breaker = (guard.reason, guard.trips)
         if breaker != self._breaker:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import grpc
 
 from windrow.errors import UserError
 from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow_sidecar.cgroup import Throttled, read_throttled
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.engines.harvest.stats import BucketCounts, StepStatistics
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
@@ -34,6 +35,38 @@ class Profile:
     json: str
 
 
+# A tenth of a period in which limits are counted; less is a limit that is just met.
+_THROTTLED_FOR_S = 0.01
+
+
+class Throttling:
+    """Watches what CPU limits cost decode.
+
+    `read`: since the control groups were made, which may be older than this process.
+    """
+
+    def __init__(self, read: Callable[[], Throttled]) -> None:
+        self._read = read
+        self._first = self._newest = read()
+        self._unit_seconds = 0.0
+
+    @property
+    def total(self) -> Throttled:
+        """Since this began to watch."""
+        first, newest = self._first, self._newest
+        return Throttled(newest.periods - first.periods, newest.seconds - first.seconds)
+
+    def beside_the_worker(self, unit_seconds: float) -> float:
+        """Return the seconds since the last call; 0 where they are few, or no worker ran then.
+
+        `unit_seconds`: that a worker was granted since the start.
+        """
+        before, ran = self._newest, unit_seconds > self._unit_seconds
+        self._newest, self._unit_seconds = self._read(), unit_seconds
+        seconds = self._newest.seconds - before.seconds
+        return seconds if ran and seconds >= _THROTTLED_FOR_S else 0.0
+
+
 class EngineAgentLink:
     """Keeps one `Agent.Engine` stream open for as long as the engine lives."""
 
@@ -45,6 +78,7 @@ class EngineAgentLink:
         profile: Profile | None = None,
         *,
         interval_s: float = 1.0,
+        throttled: Callable[[], Throttled] = read_throttled,
     ) -> None:
         self._target = f"unix:{socket}"
         self._hello, self._hook, self._profile = hello, hook, profile
@@ -53,6 +87,7 @@ class EngineAgentLink:
         self._call: grpc.Call | None = None
         self._refusal = ""  # why the last policy is not in force
         self._requests_completed = 0
+        self._throttled = Throttling(throttled)
         self._thread = threading.Thread(target=self._run, name="windrow-agent-link", daemon=True)
 
     def start(self) -> None:
@@ -119,6 +154,9 @@ class EngineAgentLink:
 
     def _stats(self) -> agent_pb2.EngineStats:
         s: StepStatistics = self._hook.snapshot()
+        if seconds := self._throttled.beside_the_worker(s.unit_seconds):
+            self._hook.throttled(seconds)
+        throttled = self._throttled.total
         controller, moved = self._hook.controller, self._hook.lending_counts
         predictor = controller.predictor
         return agent_pb2.EngineStats(
@@ -151,6 +189,8 @@ class EngineAgentLink:
             guard_trips=controller.guard.trips,
             granted_unit_seconds=s.unit_seconds,
             predictor_margin=predictor.margin if predictor else 0.0,
+            throttled_periods=throttled.periods,
+            throttled_seconds=throttled.seconds,
         )
 
     def _obey(self, command: agent_pb2.EngineCommand) -> None:
