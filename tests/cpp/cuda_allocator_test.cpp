@@ -178,6 +178,29 @@ TEST_F(CudaAllocator, NothingIsUnmappedWhileAnyStreamThatTakesMemoryIsAtWork) {
   allocator_->free(theirs);
 }
 
+TEST_F(CudaAllocator, AddressesThatAKernelStillUsesAreNotTakenForAnotherTensor) {
+  std::byte* const used = allocator_->allocate(4 * kMiB, id(mine_));
+  launch_fill(other_, used, 5, 4 * kMiB);
+  allocator_->free(used);
+  // Tensors of other shapes and places, until there are no addresses that nobody has had.
+  std::minstd_rand random(3);
+  std::vector<std::byte*> live;
+  for (int i = 0; i < 1000 && allocator_->mapping_calls().unmap == 0; ++i) {
+    const std::size_t bytes = (random() % 2 == 0 ? 1 : 3 + random() % 3) * 2 * kMiB;
+    while (static_cast<std::size_t>(allocator_->stats().reserved_bytes.all.current) + bytes >
+           16 * kMiB) {
+      const auto at = live.begin() + static_cast<std::ptrdiff_t>(random() % live.size());
+      allocator_->free(*at);
+      live.erase(at);
+    }
+    live.push_back(allocator_->allocate(bytes, id(mine_)));
+  }
+  EXPECT_GT(allocator_->mapping_calls().unmap, 0);
+  for (std::byte* const tensor : live) {
+    allocator_->free(tensor);
+  }
+}
+
 TEST_F(CudaAllocator, AChunkIsGivenBackAfterTheKernelsThatWriteIt) {
   std::byte* const tensor = allocator_->allocate(16 * kMiB, id(mine_));
   launch_fill(mine_, tensor, 5, 16 * kMiB);

@@ -236,6 +236,16 @@ TEST_F(DeviceAllocatorTest, MemoryWhoseEventCannotBeRecordedIsNotLostButWaitsFor
   }
 }
 
+TEST_F(DeviceAllocatorTest, AnotherStreamWaitsForMemoryWhoseEventCouldNotBeRecorded) {
+  lend(1);
+  std::byte* const address = allocator_.allocate(8 * kMiB, kMine);
+  streams_.launch(kMine);
+  streams_.fail_next_record();
+  allocator_.free(address);
+  EXPECT_EQ(allocator_.allocate(8 * kMiB, kOther), address);
+  EXPECT_EQ(streams_.waits(), 1);
+}
+
 TEST_F(DeviceAllocatorTest, ARecordedStreamWithoutAnEventKeepsTheMemoryUntilAllStreamsAreDone) {
   lend(1);
   std::byte* const address = allocator_.allocate(4 * kMiB, kMine);

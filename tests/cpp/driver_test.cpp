@@ -190,6 +190,15 @@ TEST_P(DriverContract, AMappingThatACopyStillUsesIsTakenDownAfterIt) {
   EXPECT_TRUE(event->done());
 }
 
+TEST_P(DriverContract, WhatACopyStillUsesIsUnmappedAfterIt) {
+  const auto memory = driver().create(2 * page(), "test");
+  const auto range = driver().reserve(2 * page());
+  range->map(0, *memory, 0, 2 * page(), Access::kReadWrite);
+  const auto event = driver().copy(range->data() + page(), range->data(), page());
+  range->unmap(0, 2 * page());
+  EXPECT_TRUE(event->done());
+}
+
 TEST_P(DriverContract, FactsNameUnitsAndMemory) {
   const DeviceFacts facts = driver().facts();
   EXPECT_FALSE(facts.compute_units.empty());
@@ -310,8 +319,17 @@ TEST(CudaDriverTest, AProcessIsAnMpsClientWhereItsContextIs) {
   EXPECT_FALSE(host_driver().facts().is_mps_client);
 }
 
-TEST(CudaDriverTest, MemoryStaysWritableForItsMakerWhereTheDriverTakesNoAccessAway) {
+// By what a driver answers that does not give, or take, such an access.
+class RefusedAccess : public ::testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(With, RefusedAccess,
+                         ::testing::Values(cuda::kInvalidValue, cuda::kNotPermitted,
+                                           cuda::kNotSupported));
+
+TEST_P(RefusedAccess, MemoryStaysWritableForItsMakerWhereTheDriverTakesNoAccessAway) {
   const testing::StandinSetting stubborn("WINDROW_STANDIN_NARROWS", "0");
+  const testing::StandinSetting answer("WINDROW_STANDIN_REFUSES_WITH",
+                                       std::to_string(GetParam()).c_str());
   CudaDriver driver(WINDROW_STANDIN, 0);
   SharedWeights weights(driver, 4096);
   std::byte* const at = weights.mapping()->reservation().data();
@@ -326,8 +344,10 @@ TEST(CudaDriverTest, MemoryStaysWritableForItsMakerWhereTheDriverTakesNoAccessAw
   EXPECT_EQ(Standin::violations(), "");
 }
 
-TEST(CudaDriverTest, WeightsAreSharedAllTheSameWhereTheDriverKnowsNoReadOnlyMappings) {
+TEST_P(RefusedAccess, WeightsAreSharedAllTheSameWhereTheDriverKnowsNoReadOnlyMappings) {
   const testing::StandinSetting blunt("WINDROW_STANDIN_READ_ONLY", "0");
+  const testing::StandinSetting answer("WINDROW_STANDIN_REFUSES_WITH",
+                                       std::to_string(GetParam()).c_str());
   CudaDriver driver(WINDROW_STANDIN, 0);
   SharedWeights weights(driver, 4096);
   put(driver, weights.mapping()->reservation().data(), std::byte{1});

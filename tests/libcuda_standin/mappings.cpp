@@ -228,7 +228,7 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
     return (held & ~desc->flags) != 0;
   });
   if ((is_narrowing && !s.narrows) || (desc->flags == cuda::kAccessRead && !s.reads)) {
-    return cuda::kNotSupported;
+    return setting("WINDROW_STANDIN_REFUSES_WITH", cuda::kNotSupported);
   }
   const int protection = (desc->flags & cuda::kAccessRead ? PROT_READ : PROT_NONE) |
                          (desc->flags == cuda::kAccessReadWrite ? PROT_WRITE : PROT_NONE);

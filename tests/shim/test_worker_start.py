@@ -206,11 +206,17 @@ print(shim.windrow_shim_orders() - before, bool((found[0]["sum/a"] == 1).all()))
 
 
 @pytest.fixture
-def pod(shim, standin: Path, tmp_path_factory) -> Iterator[Pod]:
-    """Decode in this process over the stand-in; its workers have the shim, and compute."""
+def pod(shim, standin: Path, tmp_path_factory, request) -> Iterator[Pod]:
+    """Decode in this process over the stand-in; its workers have the shim, and compute.
+
+    A parameter says whether they are clients of MPS.
+    """
     _core.use_libcuda(str(standin))
     root = tmp_path_factory.mktemp("p")
     environ = shim.environment(computes=True, WINDROW_SHIM_COUNTS=str(root / "counts"))
+    if getattr(request, "param", False):
+        (root / "control").touch()
+        environ |= {"CUDA_MPS_PIPE_DIRECTORY": str(root), "WINDROW_STANDIN_MPS": "1"}
     pod = Pod(root, driver="cuda", environ=environ)
     yield pod
     pod.close()
@@ -259,3 +265,32 @@ def test_a_job_over_decodes_weights_leaves_every_chunk_and_goes_on_in_others(pod
     arena.lend(arena.geometry.chunks - 1, owner=1)
     until(lambda: step_of(pod) > at + 1, pod=pod, worker=worker)
     assert "rule broken" not in pod.logs()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("pod", [True], indirect=True)
+def test_a_client_of_mps_computes_on_the_share_that_is_granted_and_on_the_whole(pod):
+    worker = started(pod, maxSteps=100_000)
+    pod.decode.go(units=64)
+    until(lambda: step_of(pod) >= 1, pod=pod, worker=worker)
+    at = step_of(pod)
+    pod.decode.go(units=132)
+    until(lambda: step_of(pod) > at, pod=pod, worker=worker)
+    assert "the GPU is shared in spatial mode" in pod.logs()
+    assert "rule broken" not in pod.logs()
+
+
+@pytest.mark.alone
+def test_a_worker_that_is_no_client_waits_for_the_whole_beside_a_decode_that_grants_parts(pod):
+    worker = pod.start(maxSteps=100_000)
+    until(lambda: pod.decode.offer.job_epoch == 1, pod=pod, worker=worker)
+    pod.decode.go(units=64)
+    lend_what_is_wanted(pod, worker)
+    until(lambda: pod.decode.offer.tokens > 0, pod=pod, worker=worker)
+    pod.decode.pause()
+    epoch = pod.decode.grant.pause_epoch
+    until(lambda: pod.decode.offer.pause_epoch_seen == epoch, pod=pod, worker=worker)
+    assert pod.decode.offer.tasklet_id == 0, "it has run none on a part"
+    pod.decode.go(units=132)
+    until(lambda: step_of(pod) >= 1, pod=pod, worker=worker)
+    assert "shares the GPU in time only" in pod.logs()
