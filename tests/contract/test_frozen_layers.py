@@ -262,6 +262,23 @@ def test_a_device_that_queues_is_fed_from_pinned_copies_and_learns_the_same(
     assert copier.seconds > 0
 
 
+class Unpinned(Queueing):
+    """A GPU whose driver pins no more host memory."""
+
+    def host_copy(self, n_bytes):
+        raise RuntimeError(f"CUDA error: out of memory ({n_bytes} bytes of the host)")
+
+
+@pytest.mark.timeout(60)
+def test_what_fails_on_the_copying_thread_is_told_to_who_waits_for_the_layer(windowed):
+    device = Unpinned()
+    _, frozen, _, _ = windowed(copier=Copier(device=device, pinned_bytes=PLENTY), device=device)
+    for layer in (0, 1):
+        with pytest.raises(RuntimeError, match="of the host"), frozen.forward(layer):
+            pass
+    frozen.close()
+
+
 def test_what_is_kept_on_the_host_is_read_from_its_file_once(checkpoint, windowed, monkeypatch):
     reads = []
     read = OpenFiles.read_into

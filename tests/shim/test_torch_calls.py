@@ -195,6 +195,21 @@ print(pinned - 2 * (8 << 20) <= room, pinned)  # two buffers beside what is kept
     assert shim.run(SLOT + code, tmp_path).split()[:2] == ["True", "True"]
 
 
+def test_times_of_events_hang_on_a_stream_of_their_own_and_on_the_best_of_three_looks(shim):
+    """A stream that another part is handed too may be busy when the clock is looked at."""
+    code = """
+import torch
+from windrow_sidecar.compute.cuda_device import CudaDevice, _Anchor
+clock = CudaDevice()._clock
+handed_out = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+looks = iter([900, 40, 700])
+print(clock._idle.cuda_stream in handed_out)
+clock._try = lambda: _Anchor(None, 0, next(looks))
+print(clock.anchor().within_ns)
+"""
+    assert shim.run(code).split() == ["False", "40"]
+
+
 def test_what_is_not_lent_is_told_as_memory_that_is_missing(shim, tmp_path):
     code = """
 from windrow_sidecar.compute.host_device import out_of_memory

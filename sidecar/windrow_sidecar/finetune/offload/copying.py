@@ -78,6 +78,7 @@ class Transfer:
 
         Raises:
             OSError: a file could not be read.
+            RuntimeError: the device pins or copies nothing.
         """
         self.done.wait()
         if self.error is not None:
@@ -161,15 +162,18 @@ class Copier:
             del transfer  # it holds the layer's memory, which may go while nothing is queued
 
     def _move(self, transfer: Transfer) -> None:
-        if transfer.after is not None:
-            self._copies.after(transfer.after)
         try:
-            for part in transfer.parts:
-                (self._queue_part if self._device.queues else self._read_part)(transfer, part)
-        except OSError as error:
+            if transfer.after is not None:
+                self._copies.after(transfer.after)
+            try:
+                for part in transfer.parts:
+                    (self._queue_part if self._device.queues else self._read_part)(transfer, part)
+            finally:
+                transfer.arrived = self._copies.mark()
+        except (OSError, RuntimeError) as error:  # of a file; of CUDA, as torch raises them
             transfer.error = error
-        transfer.arrived = self._copies.mark()
-        transfer.done.set()
+        finally:
+            transfer.done.set()
 
     def _read_part(self, transfer: Transfer, part: Part) -> None:
         """Straight into its place."""
