@@ -6,14 +6,17 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.cuda import MOST_LEVELS, CudaPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
+from windrow_sidecar.finetune.standalone.dedicated import take_units
 
 
 @pytest.fixture(params=["cuda_standin", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -102,6 +105,13 @@ def test_a_driver_that_keeps_torchs_events_from_shares_is_shared_in_time(standin
     )
     assert "keeps events of the primary context from streams of green contexts" in said.stdout
     assert "CUDA_ERROR_INVALID_HANDLE" in said.stdout
+
+
+def test_units_that_are_no_level_are_told_with_the_levels_and_no_word_of_decode(cuda_standin):
+    device = SimpleNamespace(torch=torch.device("cuda"), name="cuda")
+    with pytest.raises(UserError, match=r"its levels here are 16, .* Choose one of them") as error:
+        take_units(device, 63)
+    assert "decode" not in str(error.value)
 
 
 def test_a_machine_without_a_gpu_is_told_what_to_do():

@@ -13,13 +13,20 @@ _NAMES: dict[Side, str] = {"decode": "decode", "finetune": "the worker"}
 
 
 class UnknownLevel(InvariantBroken):
-    """A share was asked for that is none of the partition's levels; the old one is kept."""
+    """A share was asked for that is none of the partition's levels; the old one is kept.
+
+    Attributes:
+        problem: what was asked for, and what there is.
+    """
 
     def __init__(self, side: Side, level: int, levels: Sequence[int], unit: str) -> None:
         known = ", ".join(map(str, levels))
-        super().__init__(
+        self.problem = (
             f"{_NAMES[side]} cannot take {level} of {levels[-1]} {unit};"
-            f" its levels here are {known}. Make decode's partition and the worker's over the same"
+            f" its levels here are {known}"
+        )
+        super().__init__(
+            f"{self.problem}. Make decode's partition and the worker's over the same"
             " device, and grant only what levels() names."
         )
 

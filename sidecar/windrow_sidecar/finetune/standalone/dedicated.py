@@ -89,7 +89,7 @@ def take_units(device: ComputeDevice, units: int | None) -> int:
     try:
         CudaPartition("finetune", device.name).activate(units)
     except UnknownLevel as error:
-        raise UserError(str(error), field="--units", remedy="Choose one of them.") from error
+        raise UserError(error.problem, field="--units", remedy="Choose one of them.") from error
     return units
 
 
