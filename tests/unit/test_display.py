@@ -1,12 +1,14 @@
 """A frame shows what the API server says, as a picture and as a line."""
 
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from windrow.cli.top import row_of
 from windrow.local.display import Frame, clock, draw, line, memory_cells, sparkline
+from windrow.local.watcher import Watcher
 from windrow.views import Chunks, EventView, JobView, SlotView
 
 JOB = {
@@ -79,6 +81,20 @@ def test_in_a_narrow_terminal_no_line_is_broken():
     assert [at for at, line in enumerate(narrow) if "…" in line] == [len(narrow) - 1]
 
 
+def test_the_line_of_latencies_is_full_at_the_objective_and_each_report_counts_once():
+    history = {"decode-0-0": [0.0, 9.0, 18.0, 40.0]}
+    assert "p99 15.1 ms  ▁▅██" in shown(frame(tpot_history=history))
+    reports = [SLOT | {"status": SLOT["status"] | {"steps": steps}} for steps in (70, 70, 80)]
+    read = iter(reports)
+    client = SimpleNamespace(
+        slots=lambda namespace: [SlotView.of(next(read))], recent_events=lambda namespace: []
+    )
+    watcher = Watcher(client, Console(file=StringIO()), kubernetes="v1", policy="windrow")
+    for _ in reports:
+        watcher._read()
+    assert watcher.frame().tpot_history["decode-0-0"] == pytest.approx([15.1, 15.1])
+
+
 def test_where_no_step_ran_there_is_a_dash():
     progress = {"step": 0, "totalSteps": 400, "tokensPerSecond": 0.0}
     job = JobView.of({**JOB, "status": JOB["status"] | {"progress": progress}})
@@ -88,7 +104,8 @@ def test_where_no_step_ran_there_is_a_dash():
     idle = SlotView.of(
         SLOT | {"status": {"batch": 0, "steps": 0, "jobName": "default/support-tone"}}
     )
-    assert "TPOT p50 - ms  p99 - ms" in shown(frame(slots=[idle], job=job))
+    assert "TPOT p50 -  p99 - " in shown(frame(slots=[idle], job=job))
+    assert "p99 -, batch" in line(frame(slots=[idle], job=job))
     assert row_of(idle)[2:5] == ("-", "-", "-")
 
 

@@ -127,13 +127,14 @@ def test_the_report_opens_without_network_and_holds_every_plot(figures, tmp_path
     page = write_report(tmp_path / "run", figures, rows_of(figures)).read_text()
     assert "<script src=" not in page
     for title in (
-        "Time per output token",
+        "Time of each decode step",
         "Harvested tokens",
         "Memory of decode-0",
         "Training loss",
     ):
         assert title in page
-    assert "objective 12 ms" in page
+    assert "objective, 12" in page
+    assert "width=device-width" in page
 
 
 def test_the_plotted_step_times_keep_the_slowest_steps():

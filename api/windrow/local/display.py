@@ -48,20 +48,20 @@ class Frame:
     phase: str  # what the run does, in words
     slots: Sequence[SlotView] = ()
     job: JobView | None = None
-    tpot_history: dict[str, Sequence[float]] = field(default_factory=dict)
+    tpot_history: dict[str, Sequence[float]] = field(default_factory=dict)  # p99, ms
     loss_history: Sequence[float] = ()
     events: Sequence[EventView] = ()
 
 
-def sparkline(values: Iterable[float]) -> str:
-    """Return one block a value, from the lowest to the highest of them."""
+def sparkline(values: Iterable[float], full: float = 0.0) -> str:
+    """Return one block a value: from the lowest to the highest of them, or from 0 to `full`."""
     shown = list(values)
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
+    low, high = (0.0, full) if full else (min(shown), max(shown))
     span = (high - low) or 1.0
     top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round((v - low) / span * top)] for v in shown)
+    return "".join(_BLOCKS[round(min(1.0, (v - low) / span) * top)] for v in shown)
 
 
 def clock(seconds: float) -> str:
@@ -121,9 +121,12 @@ def _slot(slot: SlotView, frame: Frame) -> RenderableType:
         (f"{slot.pod:<{_INDENT - 1}} ", _HEAD), f"TPOT p50 {_ms(slot.tpot_p50_s)} "
     )
     first.append(" p99 ")
-    late = slot.tpot_p99_s is not None and slot.tpot_p99_s * 1e3 > frame.objective_ms > 0
-    first.append(_ms(slot.tpot_p99_s), style=_BAD if late else _GOOD)
-    first.append(f"  {sparkline(frame.tpot_history.get(slot.name, ())):<{HISTORY}}", style=_DIM)
+    p99 = slot.tpot_p99_s
+    late = p99 is not None and p99 * 1e3 > frame.objective_ms > 0
+    first.append(_ms(p99), style=_DIM if p99 is None else _BAD if late else _GOOD)
+    # A full block: at the objective, or beyond it.
+    history = sparkline(frame.tpot_history.get(slot.name, ()), frame.objective_ms)
+    first.append(f"  {history:<{HISTORY}}", style=_DIM)
     if not slot.reported:
         return _line(first.append(f"  {slot.why}"))
     second = Text(" " * _INDENT)
@@ -172,7 +175,7 @@ def _rate(job: JobView) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "- ms" if seconds is None else f"{seconds * 1e3:.1f} ms"
+    return "-" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def line(frame: Frame) -> str:

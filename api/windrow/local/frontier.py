@@ -20,10 +20,11 @@ _BAR = 110  # pixels of an arm's TPOT
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Windrow: ways of sharing a device</title>
+<meta name="viewport" content="width=device-width">
 <style>{style}</style></head><body>
 <h1>The same load, shared in different ways</h1>
 <p>{said}</p>
-<table>{table}</table>
+<div style="overflow-x: auto"><table>{table}</table></div>
 <p>{caption}. {load}</p>
 {frontier}
 {over_time}

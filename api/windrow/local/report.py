@@ -27,14 +27,16 @@ _COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b")
 _KV, _LENT, OBJECTIVE_COLOUR, _HARVEST = "#17becf", "#ff9f1c", "#d62728", "#2ca02c"
 
 PAGE_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px;
-  color: #222 }
+:root { color-scheme: light }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; padding: 0 1rem;
+  background: #fff; color: #222 }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse } td, th { padding: .15rem 1.2rem .15rem 0; text-align: left }
 th { font-weight: 600; color: #555 } td { font-variant-numeric: tabular-nums }
 """
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Windrow: a run</title>
+<meta name="viewport" content="width=device-width">
 <style>{style}</style></head><body>
 <h1>Windrow: a run of {seconds:.0f} s</h1>
 <table>{rows}</table>
@@ -64,7 +66,9 @@ def write_report(folder: Path, summary: dict[str, Any], rows: Sequence[tuple[str
             f"<tr><th>{html.escape(label)}</th><td>{html.escape(value)}</td></tr>"
             for label, value in rows
         ),
-        plots=plots.to_html(full_html=False, include_plotlyjs="inline"),
+        plots=plots.to_html(
+            full_html=False, include_plotlyjs="inline", config={"displayModeBar": False}
+        ),
     )
     path = folder / "report.html"
     path.write_text(page, encoding="utf-8")
@@ -75,8 +79,8 @@ def figure(events: Events, window: SummaryWindow, summary: dict[str, Any]) -> go
     """Return TPOT, harvested throughput, memory and loss, one below the other."""
     sources = sorted({source for source, s in events.steps if window.holds(s.end_ns)})
     titles = [
-        "Time per output token of each decode step, ms",
-        f"Harvested tokens per second (alone on the device: "
+        f"Time of each decode step, ms (dashed: objective, {window.objective_ms:g})",
+        f"Harvested tokens a second (alone on the device: "
         f"{summary['harvest']['dedicated_tokens_per_second']:,.0f})",
         *(f"Memory of {source}: chunks of the arena" for source in sources),
         "Training loss, nats per token",
@@ -84,20 +88,26 @@ def figure(events: Events, window: SummaryWindow, summary: dict[str, Any]) -> go
     plots = make_subplots(
         rows=len(titles), cols=1, shared_xaxes=True, vertical_spacing=0.06, subplot_titles=titles
     )
+    # A narrow page has no room for centred titles, nor for a legend beside the plots.
+    plots.update_annotations(x=0, xanchor="left", font={"size": 14})
     for i, source in enumerate(sources):
         steps = [s for of, s in events.steps if of == source and window.holds(s.end_ns)]
         _add_tpot(plots, source, steps, window, _COLOURS[i % len(_COLOURS)])
         _add_memory(plots, 3 + i, steps, window, legend=i == 0)
     plots.add_hline(
-        y=window.objective_ms, line={"color": OBJECTIVE_COLOUR, "dash": "dash"}, row=1, col=1,
-        annotation_text=f"objective {window.objective_ms:g} ms",
-    )  # fmt: skip
+        y=window.objective_ms, line={"color": OBJECTIVE_COLOUR, "dash": "dash"}, row=1, col=1
+    )
     _add_throughput(plots, events.tasklets, window)
     _add_loss(plots, len(titles), events, window)
     plots.update_xaxes(title_text="seconds since the load began", row=len(titles), col=1)
     plots.update_yaxes(rangemode="tozero")
+    # One step that waits for something is a hundred times as long as the others.
+    plots.update_yaxes(type="log", dtick=1, row=1, col=1)
     plots.update_layout(
-        height=260 * len(titles), template="plotly_white", margin={"t": 40, "l": 50, "r": 20}
+        height=260 * len(titles),
+        template="plotly_white",
+        margin={"t": 40, "l": 50, "r": 20},
+        legend={"orientation": "h", "y": -0.08},
     )
     return plots
 

@@ -43,6 +43,7 @@ class Watcher:
         self._began = time.monotonic()
         self._phase, self._objective_ms, self._job_name = "starting", 0.0, ""
         self._tpots: dict[str, History] = {}
+        self._steps: dict[str, int] = {}
         self._losses = History()
         self._slots: list[SlotView] = []
         self._job: JobView | None = None
@@ -123,8 +124,10 @@ class Watcher:
             return
         self._slots = slots
         for slot in slots:
-            p50 = None if slot.tpot_p50_s is None else slot.tpot_p50_s * 1e3
-            self._tpots.setdefault(slot.name, History()).add(p50)
+            # Read more often than it is written: each report counts once.
+            if slot.tpot_p99_s is not None and slot.steps != self._steps.get(slot.name):
+                self._tpots.setdefault(slot.name, History()).add(slot.tpot_p99_s * 1e3)
+            self._steps[slot.name] = slot.steps
         if job is not None and (self._job is None or job.step != self._job.step):
             self._losses.add(job.loss)
         self._job = job
