@@ -22,10 +22,12 @@ class _Page(HTMLParser):
         super().__init__()
         self.fetched: list[str] = []
         self.links: list[str] = []
+        self.anchors: set[str] = set()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Note the addresses of one tag."""
         found = {name: value or "" for name, value in attrs}
+        self.anchors |= {found[name] for name in ("id", "name") if found.get(name)}
         if tag in _FETCHED and found.get(_FETCHED[tag]):
             self.fetched.append(found[_FETCHED[tag]])
         elif tag == "link" and set(found.get("rel", "").split()) & _LINKED_KINDS:
@@ -34,25 +36,38 @@ class _Page(HTMLParser):
             self.links.append(found["href"])
 
 
+def _read(path: Path) -> _Page:
+    page = _Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
 def problems(site: Path) -> list[str]:
     """Return a sentence for each thing that is wrong with a site."""
     found = []
-    for path in sorted(site.rglob("*.html")):
-        page = _Page()
-        page.feed(path.read_text(encoding="utf-8"))
-        where = path.relative_to(site)
+    pages = {path.resolve(): _read(path) for path in sorted(site.rglob("*.html"))}
+    for path, page in pages.items():
+        where = path.relative_to(site.resolve())
         found += [
             f"{where} fetches {address}" for address in page.fetched if urlsplit(address).netloc
         ]
-        for address in (*page.fetched, *page.links):
+        # The page for what is not found has absolute addresses, as it may stand anywhere.
+        for address in () if where.name == "404.html" else (*page.fetched, *page.links):
             parts = urlsplit(address)
-            # The page for what is not found has absolute addresses, as it may stand anywhere.
-            if parts.scheme or parts.netloc or not parts.path or where.name == "404.html":
+            if parts.scheme or parts.netloc:
                 continue
-            target = path.parent / unquote(parts.path)
-            if not (target / "index.html" if target.is_dir() else target).exists():
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if not target.exists():
                 found.append(f"{where} leads to {address}, which is not there")
+            elif target in pages and not _has(pages[target], unquote(parts.fragment)):
+                found.append(f"{where} leads to {address}, a place that the page does not have")
     return found
+
+
+def _has(page: _Page, anchor: str) -> bool:
+    # Those that begin so are the theme's own, made by its script.
+    return not anchor or anchor in page.anchors or anchor.startswith("__")
 
 
 def main() -> int:
