@@ -232,12 +232,41 @@ def test_kubectl_finds_the_same_program_as_a_plugin(capsys):
     assert "Usage: kubectl windrow top" in capsys.readouterr().out
 
 
-def test_a_shell_completes_commands(monkeypatch, capsys):
-    monkeypatch.setenv("_WINDROW_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "windrow rep")
-    monkeypatch.setenv("COMP_CWORD", "1")
+@pytest.mark.parametrize(
+    ("shell", "asked", "answer"),
+    [
+        ("bash", {"COMP_WORDS": "windrow rep", "COMP_CWORD": "1"}, "report"),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "windrow rep"}, '"report"'),
+        (
+            "fish",
+            {"_TYPER_COMPLETE_ARGS": "windrow rep", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+            "report\t",
+        ),
+    ],
+)
+def test_shells_get_a_script_and_complete_commands(shell, asked, answer, monkeypatch, capsys):
+    monkeypatch.setenv("_WINDROW_COMPLETE", f"source_{shell}")
     assert cli.run([]) == 0
-    assert capsys.readouterr().out.split() == ["report"]
+    assert f"_WINDROW_COMPLETE=complete_{shell}" in capsys.readouterr().out
+    monkeypatch.setenv("_WINDROW_COMPLETE", f"complete_{shell}")
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    assert cli.run([]) == 0
+    assert answer in capsys.readouterr().out
+
+
+def test_bash_itself_completes_by_that_script():
+    typed = """
+    eval "$(_WINDROW_COMPLETE=source_bash windrow)"
+    COMP_WORDS=(windrow rep) COMP_CWORD=1
+    _windrow_completion windrow
+    echo "${COMPREPLY[@]}"
+    """
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", typed], env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["report"], done.stderr
 
 
 def test_options_of_the_simulator_are_its_settings():
