@@ -170,6 +170,15 @@ def test_each_row_of_the_sidecars_table_was_written_in_the_run(scraped):
     assert None not in written.values()
 
 
+def test_the_labels_of_a_slot_are_namespace_and_name_of_its_harvestslot(scraped, farm):
+    prometheus, *_ = scraped
+    found = {
+        (one["metric"]["namespace"], one["metric"]["slot"])
+        for one in ask(prometheus, '{__name__=~"windrow_.+", slot!=""}')
+    }
+    assert found == {(slot.namespace, slot.name) for slot in farm.client.slots()}
+
+
 def test_a_skipped_pod_raises_its_alert_and_no_other_alert_fires(scraped):
     prometheus, *_ = scraped
     until(

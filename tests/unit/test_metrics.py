@@ -35,6 +35,14 @@ def test_names_and_labels_keep_prometheus_conventions(metric):
     assert metric.help.endswith(".")
 
 
+def test_slot_is_a_harvestslot_by_name_and_the_operator_has_no_series_for_each_of_them():
+    for metric in m.SIDECAR_METRICS:
+        assert ("slot" in metric.labels) == ("namespace" in metric.labels), metric.name
+        assert ("job_name" in metric.labels) <= ("slot" in metric.labels), metric.name
+    for metric in m.OPERATOR_METRICS:
+        assert not {"slot", "job_name", "pod", "node"} & set(metric.labels), metric.name
+
+
 def test_names_are_given_once():
     names = [metric.name for metric in m.METRICS]
     assert len(names) == len(set(names))
