@@ -193,10 +193,10 @@ def cli_markdown() -> str:
     ]
     for name, command in _commands(typer.main.get_command(app), "windrow"):
         text = inspect.cleandoc(command.help or "").replace("\b", "")
-        body, _, example = text.partition("Example: ")
+        body, *examples = text.split("Example: ")
         lines += [f"## {name}", "", body.strip(), ""]
-        if example:
-            lines += [f"    {' '.join(example.split())}", ""]
+        lines += [f"    {' '.join(example.split())}" for example in examples]
+        lines += [""]
         rows = [row for one in command.params if (row := _parameter(one))]
         if rows:
             lines += ["| | meaning | default |", "|---|---|---|", *rows, ""]

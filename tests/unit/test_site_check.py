@@ -1,17 +1,26 @@
-"""What `make docs` finds wrong with a site: links and places that are not there, things fetched."""
+"""What `make docs` makes of names and examples, and what it finds wrong with a site."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-spec = importlib.util.spec_from_file_location("check_site", ROOT / "tools" / "check_site.py")
-check_site = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(check_site)
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+check_site, site_hooks = load("check_site"), load("site_hooks")
 
 
 @pytest.fixture
@@ -53,6 +62,29 @@ def test_what_is_there_is_no_problem(site, line):
 def test_what_is_not_there_is_told(site, line, told):
     (problem,) = check_site.problems(site(line))
     assert told in problem
+
+
+def test_each_example_of_a_command_is_a_line_of_its_own():
+    subprocess.run([sys.executable, ROOT / "tools" / "generate_docs.py"], check=True)
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    examples = re.findall(r"^    (.+)$", page, re.MULTILINE)
+    assert "windrow explain decode-0" in examples
+    assert not [line for line in examples if "Example:" in line]
+
+
+@pytest.mark.parametrize(
+    ("cell", "shown"),
+    [
+        ("<code>windrow_slot_info</code>", "<code>windrow_<wbr>slot_<wbr>info</code>"),
+        ("slot <code>EngineNotServing</code>", "slot <code>Engine<wbr>Not<wbr>Serving</code>"),
+        ("<code>--objective</code>", '<code style="white-space: nowrap">--objective</code>'),
+        ("<code>windrow top --json</code>", "<code>windrow top --json</code>"),
+    ],
+)
+def test_long_names_break_between_words_in_tables_and_nowhere_else(cell, shown):
+    table = "<table><tr><td>{}</td></tr></table>"
+    assert site_hooks.on_page_content(table.format(cell)) == table.format(shown)
+    assert site_hooks.on_page_content(f"<p>{cell}</p>") == f"<p>{cell}</p>"
 
 
 def test_mkdocs_counts_its_warnings():
