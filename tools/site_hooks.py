@@ -7,8 +7,8 @@ from typing import Any
 
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _OPTION = re.compile(r"<code>(?=--[a-z-]+</code>)")
-_NAME = re.compile(r"(?<=<code>)\w+(?=</code>)")
-_WORD_ENDS = re.compile(r"(?<=_)(?=[a-z])|(?<=[a-z])(?=[A-Z])")
+_NAME = re.compile(r"(?<=<code>)[\w.]+(?=</code>)")
+_WORD_ENDS = re.compile(r"(?<=[_.])(?=[a-z])|(?<=[a-z])(?=[A-Z])")
 
 
 def on_page_content(html: str, **_: Any) -> str:  # noqa: ANN401 - mkdocs' page, config and files

@@ -76,6 +76,7 @@ def test_each_example_of_a_command_is_a_line_of_its_own():
     ("cell", "shown"),
     [
         ("<code>windrow_slot_info</code>", "<code>windrow_<wbr>slot_<wbr>info</code>"),
+        ("<code>dataset.badRows</code>", "<code>dataset.<wbr>bad<wbr>Rows</code>"),
         ("slot <code>EngineNotServing</code>", "slot <code>Engine<wbr>Not<wbr>Serving</code>"),
         ("<code>--objective</code>", '<code style="white-space: nowrap">--objective</code>'),
         ("<code>windrow top --json</code>", "<code>windrow top --json</code>"),
