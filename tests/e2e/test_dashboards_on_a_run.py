@@ -60,6 +60,12 @@ def skipped_pod():
     }
 
 
+def asks_for_long(endpoint):
+    body = {"model": "m", "prompt": "A coffee machine", "max_tokens": 500}
+    answer = httpx.post(f"{endpoint}/v1/completions", json=body, timeout=60)
+    return answer.raise_for_status().json()["usage"]["completion_tokens"]
+
+
 @pytest.fixture(scope="module")
 def scraped(farm, tmp_path_factory):
     """A job from submission to end under requests, with a policy that tightens meanwhile."""
@@ -86,6 +92,14 @@ def scraped(farm, tmp_path_factory):
             until("revoked chunks come back", lambda: ask(prometheus, returned))
             del policy["spec"]["limits"]
             farm.client.apply_policy(policy)
+            # Longer than a scrape's interval, so that one meets it.
+            until(
+                "a request is seen in the batch",
+                lambda: (
+                    asks_for_long(farm.endpoint("decode-0"))
+                    and ask(prometheus, "max_over_time(windrow_decode_batch_requests[5m]) > 0")
+                ),
+            )
         farm.succeeded("seen")
         ended = 'windrow_worker_exits_total{outcome="succeeded"}'
         until("the worker has ended", lambda: ask(prometheus, ended))
