@@ -313,8 +313,7 @@ class AttachServer(pb_grpc.AttachServicer):
                     listener.on_heartbeat()
             case "job_event":
                 mine = [live.key for live in self._cluster.slots_of(session.pod.uid)]
-                stale = reports.take_event(self._cluster, mine, message.job_event, now)
-                self._end_stale(session, stale)
+                reports.take_event(self._cluster, mine, message.job_event, now)
                 listener.on_news()
             case "profile":
                 listener.on_profile(session.pod, message.profile)

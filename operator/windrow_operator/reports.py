@@ -1,7 +1,9 @@
 """Apply what sidecars report to the cluster state.
 
 Each function applies one message. A report about a placement counts only when it is the job's
-newest one; for any other the function returns the command that ends the stale worker.
+newest one; where a hello or a heartbeat says that another one runs, the function returns the command
+that ends the stale worker. An event says what has happened: a sidecar that dials again tells those of
+jobs that have ended as well.
 """
 
 from __future__ import annotations
@@ -38,9 +40,6 @@ _STATE: Final = {
 # What a slot promises follows its heartbeats with this time constant: a burst of decode, or a gap
 # between two, moves no job.
 _PROMISE_OVER: Final = timedelta(minutes=2)
-_LAST_WORDS: Final = frozenset(
-    {pb.JobEvent.STOPPED, pb.JobEvent.SUCCEEDED, pb.JobEvent.FAILED, pb.JobEvent.REJECTED}
-)
 
 
 def take_hello(
@@ -94,19 +93,16 @@ def take_heartbeat(
 
 def take_event(
     cluster: ClusterState, slots: Iterable[str], event: pb.JobEvent, now: datetime
-) -> list[pb.JobCommand]:
+) -> None:
     """Take up a turn in a job's life, reported by the sidecar that speaks for `slots`."""
     slot = next((key for key in slots if cluster.expects(event.job_uid, event.epoch, key)), "")
     if not slot:
-        if event.kind in _LAST_WORDS:
-            return []
-        return [_abort(event.job_uid, event.epoch)]
+        return
     run = _current(cluster, slot, event.job_uid, event.epoch, now)
     if run.state not in ALIVE:
-        return []  # a last word was said already
+        return  # a last word was said already
     cluster.put_run(_with_event(run, event, now))
     cluster.changed_slots.mark(slot)
-    return []
 
 
 def detach(cluster: ClusterState, pod: Pod, now: datetime) -> None:

@@ -329,13 +329,19 @@ def test_a_job_whose_assignment_was_lost_is_placed_again_under_a_new_epoch(place
     assert again.next("assign").epoch == 2
 
 
-def test_a_stale_epoch_is_aborted_and_its_reports_do_not_count(placed):
+def test_a_stale_epoch_that_runs_is_aborted_and_what_is_told_of_it_does_not_count(placed):
     cluster, sidecar, assigned = placed
     start(sidecar, assigned)
     cluster.await_state("Running")
     old = pb.Assign(job_uid=assigned.job_uid, epoch=0)
-    sidecar.report(old, "SUCCEEDED", adapter_path="/stale")
+    # As a sidecar that dials again tells what it told before.
     sidecar.report(old, "STARTED")
+    sidecar.report(old, "SUCCEEDED", adapter_path="/stale")
+    now = running(assigned, step=70, total_steps=100, loss=2.0)
+    sidecar.beat(now)
+    wait_until(lambda: cluster.status().get("step") == "70/100", "what was said after it")
+    assert all(message.WhichOneof("message") != "command" for message in sidecar.told)
+    sidecar.beat(jobs=[now, running(old)])
     command = sidecar.next("command")
     assert (command.action, command.epoch) == (command.ABORT, 0)
     assert cluster.status()["state"] == "Running"

@@ -142,6 +142,39 @@ def test_a_row_of_parquet_that_is_not_utf8_is_named_and_the_others_are_read(tmp_
     assert texts(read(tmp_path / "rows.parquet", bad_rows="skip")) == ["ab", "cd"]
 
 
+# As pandas writes them, and others that Python's own types do not hold.
+TIMES = {
+    "nanoseconds": pa.timestamp("ns"),
+    "unknown zone": pa.timestamp("us", tz="Nowhere/Never"),
+    "far": pa.timestamp("ms"),
+    "day": pa.date32(),
+    "while": pa.duration("ns"),
+    "hour": pa.time64("ns"),
+}
+
+
+@pytest.mark.parametrize("kind", TIMES)
+def test_a_column_of_times_beside_the_rows_is_told_and_harms_none(tmp_path, kind):
+    times = pa.array([3 * 10**14 if kind == "far" else 10**7 + 1, None]).cast(pa.int64())
+    if kind == "day":
+        times = times.cast(pa.int32())
+    table = pa.table({"text": ["a", "b"], "at": times.view(TIMES[kind])})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    made = read(tmp_path / "rows.parquet")
+    assert texts(made) == ["a", "b"]
+    assert made.notes[0].startswith("fields of rows that are not read: at (1);")
+
+
+def test_a_row_of_parquet_that_python_cannot_hold_is_named_and_the_others_are_read(tmp_path):
+    at = pa.array([{"at": 7}, {"at": 7000}], pa.struct([("at", pa.timestamp("ns"))]))
+    table = pa.table({"text": ["a", "b"], "more": at})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match="holds a value that cannot be read") as caught:
+        read(tmp_path / "rows.parquet")
+    assert caught.value.field.endswith("rows.parquet[0]")
+    assert texts(read(tmp_path / "rows.parquet", bad_rows="skip")) == ["b"]
+
+
 @pytest.mark.parametrize("content", ["", "\n \n"])
 def test_a_file_without_a_row_is_refused(tmp_path, content):
     with pytest.raises(UserError) as caught:

@@ -155,14 +155,15 @@ def test_the_last_word_of_a_placement_stands(cluster):
     assert cluster.runs["u"].state is RunState.SUCCEEDED
 
 
-def test_last_words_of_an_old_epoch_are_ignored_and_its_news_are_answered(cluster):
-    assert reports.take_event(cluster, [KEY], event("STOPPED", epoch=0), NOW) == []
-    (command,) = reports.take_event(cluster, [KEY], event("STARTED", epoch=0), NOW)
-    assert command.action == pb.JobCommand.ABORT
+def test_a_worker_of_an_old_epoch_is_ended_when_a_heartbeat_names_it(cluster):
+    reports.take_hello(cluster, POD, hello(), NOW, first=True)
+    beat = pb.SlotHeartbeat(slot=0, jobs=[running(epoch=0)])
+    (command,) = reports.take_heartbeat(cluster, cluster.slots[KEY], beat, NOW)
+    assert (command.action, command.epoch) == (pb.JobCommand.ABORT, 0)
 
 
 def test_a_sidecar_cannot_speak_for_a_slot_of_another_pod(cluster):
-    assert reports.take_event(cluster, ["team/decode-9"], event("SUCCEEDED"), NOW) == []
+    reports.take_event(cluster, ["team/decode-9"], event("SUCCEEDED"), NOW)
     assert "u" not in cluster.runs
 
 

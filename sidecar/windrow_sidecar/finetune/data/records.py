@@ -45,6 +45,9 @@ class DatasetRecord:
         """
         if isinstance(self.content, UnicodeDecodeError):
             raise bad_row(self.where, "holds text that is not UTF-8", "Mend or drop the row.")
+        if isinstance(self.content, Exception):
+            problem = f"holds a value that cannot be read ({self.content})"
+            raise bad_row(self.where, problem, "Mend or drop the row, or take its column out.")
         found = _decoded(self.content, self.where) if _is_line(self.content) else self.content
         if not isinstance(found, dict):
             raise bad_row(self.where, "is not a JSON object", 'Write an object: {"...": ...}.')
@@ -139,7 +142,7 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
         if twice := [column for column in columns if columns.count(column) > 1]:
             raise _bad_file(name, f"has two columns {twice[0]!r}")
         for batch in table.iter_batches(_BATCH_ROWS):
-            for element in _python_of(batch):
+            for element in _python_of(_without_times(batch)):
                 yield DatasetRecord(f"{name}[{number}]", element)
                 number += 1
     except pyarrow.ArrowException as error:
@@ -147,13 +150,24 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
 
 
 def _python_of(batch: Any) -> list[Any]:  # noqa: ANN401 - pyarrow's
-    """Return the rows of a batch; one that is not UTF-8 is its error, and the others are rows."""
+    """Return the rows of a batch; one that Python cannot hold is its error, the others are rows."""
     try:
         return list(batch.to_pylist())
-    except UnicodeDecodeError as error:
+    except (ValueError, OverflowError) as error:
         if batch.num_rows == 1:
             return [error]
     return [row for n in range(batch.num_rows) for row in _python_of(batch.slice(n, 1))]
+
+
+def _without_times(batch: Any) -> Any:  # noqa: ANN401 - pyarrow's
+    """Return a batch with True for each time: no format reads one, and Python holds not all."""
+    import pyarrow
+
+    for n, column in enumerate(batch.schema):
+        if pyarrow.types.is_temporal(column.type):
+            there = [value or None for value in batch.column(n).is_valid().to_pylist()]
+            batch = batch.set_column(n, column.name, pyarrow.array(there, pyarrow.bool_()))
+    return batch
 
 
 def _is_line(content: Any) -> bool:  # noqa: ANN401
