@@ -331,7 +331,11 @@ LIFECYCLE: Final = (
 SLOT: Final = (
     ConditionRow(T.ATTACHED, "True", R.CONNECTED, "The sidecar is connected."),
     ConditionRow(
-        T.ATTACHED, "False", R.DISCONNECTED, "The sidecar's stream has ended; it dials again."
+        T.ATTACHED,
+        "False",
+        R.DISCONNECTED,
+        "The sidecar's stream has ended. One that runs dials again; one that has ended comes back "
+        "once a job needs its slot.",
     ),
     ConditionRow(T.READY, "True", R.SERVING, "The slot can take a job."),
     ConditionRow(T.READY, "False", R.DISCONNECTED, "The sidecar is not connected."),

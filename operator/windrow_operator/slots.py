@@ -29,6 +29,11 @@ LOOK_SECONDS = 2.0
 # So long after another replica has come to lead, a slot that is not attached yet is not said to be.
 _COMES_BACK = timedelta(seconds=60)
 _AT_ONCE = 100  # looked at in one go; admission and streams have their turn in between
+# It may have been killed while nothing ran on it: then nobody brings it back before a job waits.
+_DISCONNECTED = (
+    "The sidecar is not connected. One that runs dials again; one that has ended comes back once a "
+    "job needs its slot"
+)
 _OURS = ("name", "namespace", "ownerReferences")
 # Figures that change every second are for Prometheus; here they are for people, and are written as
 # the budget for what can wait allows.
@@ -154,7 +159,7 @@ def _conditions(view: Slot, held: list[Body], now: datetime) -> list[Body]:
     attached: tuple[Status, str, str] = (
         ("True", Reason.CONNECTED, "The sidecar is connected")
         if view.attached
-        else ("False", Reason.DISCONNECTED, "The sidecar is not connected; it dials again")
+        else ("False", Reason.DISCONNECTED, _DISCONNECTED)
     )
     held = set_condition(held, T.ATTACHED, *attached, None, now)
     return set_condition(held, T.READY, *readiness(view), None, now)

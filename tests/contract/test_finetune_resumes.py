@@ -115,7 +115,7 @@ def poisoned_sum(job):
 def poisoned_loss(job):
     """A base that overflows in its last layer."""
     with torch.no_grad():
-        job.model.get_base_model().lm_head.weight[0, 0] = torch.inf
+        job.model.get_base_model().lm_head.weight[:2] = torch.finfo(torch.float32).max
 
 
 @pytest.mark.parametrize(
@@ -132,6 +132,14 @@ def test_what_is_not_finite_ends_the_job_in_the_state_of_the_step_before(tmp_pat
     assert bit_equal(adapter_of(job), before)
     assert job.stream.position.step == 1
     assert failure(caught.value, str(tmp_path))[0].reason == "LossNotFinite"
+
+
+def test_a_base_with_a_weight_that_is_no_number_is_the_users_error_by_its_name():
+    job = tiny_job(evaluation_policy=EvaluationPolicy())
+    with torch.no_grad():
+        job.model.get_base_model().model.layers[1].mlp.down_proj.weight[3, 1] = torch.nan
+    with pytest.raises(UserError, match="down_proj.*weight holds numbers that are not finite"):
+        finish(job)
 
 
 def test_a_worker_that_is_killed_in_any_phase_is_resumed_bit_for_bit(uninterrupted, tmp_path):

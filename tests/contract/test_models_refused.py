@@ -56,6 +56,28 @@ def test_logits_that_are_not_made_of_the_last_hidden_states_are_refused():
         Head(stack)
 
 
+def infinite_norm(model):
+    model.model.norm.weight.data[0] = torch.inf
+
+
+def epsilon_of_nan(model):
+    model.model.norm.variance_epsilon = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (infinite_norm, "model.norm.weight holds numbers that are not finite. Copy the model"),
+        (epsilon_of_nan, "its logits are not finite. Look for numbers in its config.json"),
+    ],
+)
+def test_a_model_that_computes_no_numbers_is_told_with_what_makes_it(breaks, words):
+    model = random_model("Llama")
+    breaks(model)
+    with pytest.raises(UserError, match=words):
+        Head(DecoderStack(model))
+
+
 class Noisy(nn.Embedding):
     """Adds noise while it trains, by no dropout."""
 

@@ -131,6 +131,20 @@ def test_a_job_without_a_slot_says_why_once():
     assert life.step() == NOTHING
 
 
+def test_why_a_job_waits_is_of_now_in_its_condition_and_an_event_when_it_is_another_reason():
+    life = Life(slots={KEY: slot(attached=False)})
+    life.step()
+    # What stands in the way changes with every job that comes or ends: no event for each.
+    life.slots = {KEY: slot(engine_state="starting")}
+    other = life.step(now=later(seconds=5))
+    assert (life.condition("Placed")["message"], other.events) == (
+        "decode-0 has an engine that is starting",
+        (),
+    )
+    life.job = replace(life.job, priority_class_missing="batch")
+    assert [e.reason for e in life.step(now=later(seconds=9)).events] == ["PriorityClassNotFound"]
+
+
 def test_an_invalid_job_is_not_placed_and_names_the_field():
     life = Life()
     life.job = replace(life.job, spec=None, error="spec.adapter.lora.rank: 0 is wrong")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 from windrow.cli.explain_job import _slot
+from windrow.conditions import get_condition
 from windrow.crd import HarvestSlotStatus
 from windrow.proto import attach_pb2 as pb
 from windrow.views import SlotView
@@ -34,3 +35,13 @@ def test_a_slot_says_how_its_gpu_is_shared_and_why():
 
 def test_a_slot_of_a_host_says_nothing_of_a_gpu():
     assert not {"sharing", "sharingReason"} & written()["status"].keys()
+
+
+def test_a_slot_without_its_sidecar_promises_no_call_of_one_that_has_ended():
+    # Killed while nothing ran on it, it is not brought back before a job needs the slot.
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0")
+    status = slot_status(live, Slot(live.key, attached=False), [], [], NOW)
+    assert get_condition(status["conditions"], "Attached")["message"] == (
+        "The sidecar is not connected. One that runs dials again; one that has ended comes back "
+        "once a job needs its slot"
+    )

@@ -20,6 +20,7 @@ from windrow_sidecar.finetune.engine.orders import Lookahead, Order, layer_major
 from windrow_sidecar.finetune.engine.sizing import TaskletSizing, WholeRows
 from windrow_sidecar.finetune.engine.stages import JobStage, JobStages, Outcome
 from windrow_sidecar.finetune.model.boundaries import Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.model.whole import check_numbers
 from windrow_sidecar.finetune.offload.job_state import Home
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
@@ -169,6 +170,7 @@ class TaskletStream:
 
         Raises:
             NotFinite: loss or gradient is NaN or infinite.
+            UserError: that comes of the base model's weights.
             ValueError: it may not run now.
         """
         if self._batch_group is None:
@@ -191,6 +193,7 @@ class TaskletStream:
     def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
         if math.isfinite(batch_group.loss):
             return
+        check_numbers(self._parts.stack.model)
         where = ", ".join(self._rows.examples[row].where for row in batch_group.rows[:3])
         when = f"step {step + 1}" if self._stages.trains else f"an evaluation at step {step}"
         raise NotFinite(f"the loss of {when} is not finite (rows {where})")

@@ -22,6 +22,7 @@ from windrow_sidecar.finetune.model.structure import (
     unsupported,
 )
 from windrow_sidecar.finetune.model.token_dropout import DropoutKeys
+from windrow_sidecar.finetune.model.whole import check_numbers
 
 # Logits of one slice: 2**22 fp32 elements, 16 MiB.
 SLICE_ELEMENTS = 1 << 22
@@ -34,7 +35,7 @@ class Head:
         """Take the head of a model.
 
         Raises:
-            UserError: the model makes other logits of the last hidden states.
+            UserError: the model makes other logits of the last hidden states, or none that are finite.
         """
         self._stack = stack
         self._positions = max(1, SLICE_ELEMENTS // int(stack.config.vocab_size))
@@ -42,6 +43,13 @@ class Head:
         with torch.no_grad(), asking(model), in_mode(model, training=False):
             theirs, embedded = logits_of(model, stack.layers, stack.probe, stack.returned)
             ours = self._logits(embedded[0])
+        if not torch.isfinite(theirs).all():
+            check_numbers(model)
+            raise unsupported(
+                model,
+                "its logits are not finite",
+                "Look for numbers in its config.json that make them so.",
+            )
         if not torch.allclose(ours, theirs[0].float(), rtol=1e-2, atol=1e-3):
             raise unsupported(model, "its logits are not made of its last hidden states alone")
 

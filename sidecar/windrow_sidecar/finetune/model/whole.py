@@ -1,4 +1,4 @@
-"""Refuse weights that are not exactly those of a model: it would train over random numbers."""
+"""Refuse weights that are not exactly those of a model, or no numbers: nothing is learnt over them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from windrow_sidecar.engines.weight_files import (
@@ -81,6 +82,27 @@ def check_types(directory: Path, model: nn.Module) -> None:
             f"{directory} holds {_some(sorted(found))} as {found[min(found)]}, and its config.json "
             "names no quantisation",
             PLAIN_REMEDY,
+        )
+
+
+def check_numbers(model: nn.Module) -> None:
+    """Refuse frozen weights that hold NaN or infinity: to be asked once a result is not finite.
+
+    Raises:
+        UserError: names the tensors.
+    """
+    broken = [
+        name
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad
+        and weight.is_floating_point()
+        and weight.device.type != "meta"
+        and weight.numel()
+        and not all(torch.isfinite(end) for end in torch.aminmax(weight))
+    ]
+    if broken:
+        raise unusable(
+            f"the base model's {_some(broken)} holds numbers that are not finite", COPY_AGAIN
         )
 
 
