@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -33,6 +33,26 @@ def path_of(destination: str) -> str:
     name = posixpath.normpath(path)
     # POSIX leaves two slashes at the begin to the system; to Linux they are one.
     return f"/{name.lstrip('/')}" if name.startswith("//") else name
+
+
+def folder_of(about: Mapping[str, object], manifest: Path) -> str:
+    """Return the name of a job's own folder below its destination: its uid, else the manifest's.
+
+    Args:
+        about: the job's metadata.
+        manifest: where they were read.
+
+    Raises:
+        UserError: it would be another directory than one of its own.
+    """
+    name = str(about.get("uid", manifest.stem))
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise UserError(
+            f"{name!r} cannot be the name of the job's folder",
+            field="metadata.uid",
+            remedy="Write a name without slashes, or leave it out and name the file like JOB.yaml.",
+        )
+    return name
 
 
 def is_below(trees: Iterable[str], destination: str) -> bool:

@@ -1,9 +1,9 @@
 """Apply what sidecars report to the cluster state.
 
 Each function applies one message. A report about a placement counts only when it is the job's
-newest one; where a hello or a heartbeat says that another one runs, the function returns the command
-that ends the stale worker. An event says what has happened: a sidecar that dials again tells those of
-jobs that have ended as well.
+newest one; where a hello or a heartbeat says that another one runs, the function returns the
+command that ends the stale worker. An event says what has happened: a sidecar that dials again
+tells those of jobs that have ended as well.
 """
 
 from __future__ import annotations

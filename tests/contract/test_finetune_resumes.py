@@ -138,7 +138,7 @@ def test_a_base_with_a_weight_that_is_no_number_is_the_users_error_by_its_name()
     job = tiny_job(evaluation_policy=EvaluationPolicy())
     with torch.no_grad():
         job.model.get_base_model().model.layers[1].mlp.down_proj.weight[3, 1] = torch.nan
-    with pytest.raises(UserError, match="down_proj.*weight holds numbers that are not finite"):
+    with pytest.raises(UserError, match=r"down_proj.*weight holds numbers that are not finite"):
         finish(job)
 
 

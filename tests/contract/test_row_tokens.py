@@ -239,6 +239,33 @@ def test_a_template_gets_tools_settings_and_all_that_a_turn_has(tools):
     assert tokenizer.decode(made.ids).endswith("hi<|tool|>weatherx1:42\n<|assistant|>:hot\n")
 
 
+WHOLE_TURNS = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (PLAIN, "thought (2), quiet (1), tools (1)"),
+        (MARKED, "thought (2), quiet (1), tools (1)"),
+        (PLAIN + "{{ tools }}{{ quiet }}", "thought (2)"),
+        (WHOLE_TURNS, "quiet (1), tools (1)"),
+    ],
+)
+def test_fields_that_a_template_does_not_write_are_told_with_their_rows(template, told):
+    tokenizer = letters()
+    tokenizer.chat_template = template
+    rows = RowTokenizer(tokenizer, max_length=500, learn_all=True)
+    answer = {"role": "assistant", "content": "hi", "thought": "to greet", "mood": None, "cut": ""}
+    row = {"messages": [{"role": "user", "content": "Hello"}, answer]}
+    more = {"tools": [{"name": "f"}], "chat_template_kwargs": {"quiet": True}}
+    for each in (row, row | more):
+        rows.example(row_of(DatasetRecord("rows.jsonl:1", each), "chat"))
+    (note,) = rows.notes()
+    assert note.startswith("fields of chat rows that the model's chat template does not write: ")
+    named = note.partition(": ")[2].partition(";")[0].split(", ")
+    assert sorted(named) == sorted(told.split(", "))
+
+
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [

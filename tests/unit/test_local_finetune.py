@@ -35,6 +35,7 @@ from windrow.local.finetune import (
     without_cluster,
 )
 from windrow_sidecar.finetune.job.assembly import read_job, without_effect
+from windrow_sidecar.finetune.training.optimizer import Schedule
 
 SPEC = parse_job_spec(
     {
@@ -167,6 +168,17 @@ def test_what_does_not_do_what_it_seems_to_is_told(changed, rows, note):
     assert not list(without_effect(fits, 99, 4, 64))
 
 
+def test_a_warm_up_that_leaves_no_step_a_rate_is_told():
+    spec = SPEC.model_copy(
+        update={"training": SPEC.training.model_copy(update={"eval_every_steps": None})}
+    )
+    (said,) = without_effect(spec, 99, 1, None)
+    assert "the only step belongs to the warm-up" in said
+    assert Schedule("cosine", 1.0, 1, float(SPEC.training.warmup_ratio)).rate(0) == 0
+    without = spec.training.model_copy(update={"warmup_ratio": 0.0})
+    assert not list(without_effect(spec.model_copy(update={"training": without}), 99, 1, None))
+
+
 def test_a_revision_of_a_folder_is_told(tmp_path):
     model = SPEC.model.model_copy(update={"name": str(tmp_path), "revision": "v2"})
     (said,) = without_effect(SPEC.model_copy(update={"model": model}), 99, 4, None)
@@ -189,6 +201,24 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path):
     manifest.write_text("apiVersion: v1\nkind: Pod\n")
     with pytest.raises(UserError):
         read_local_job(manifest)
+
+
+@pytest.mark.parametrize(
+    ("name", "uid"),
+    [("m.yaml", "../../x"), ("m.yaml", ""), ("m.yaml", ".."), ("...yaml", None), ("..yaml", None)],
+)
+def test_a_job_has_a_folder_of_its_own_whatever_its_manifest_says(tmp_path, name, uid):
+    manifest = {
+        "apiVersion": "windrow.dev/v1alpha1",
+        "kind": "FinetuneJob",
+        "metadata": {"name": "tone"} | ({} if uid is None else {"uid": uid}),
+        "spec": SPEC.model_dump(mode="json", by_alias=True, exclude_none=True),
+    }
+    path = tmp_path / name
+    path.write_text(json.dumps(manifest))
+    for reads in (read_local_job, read_job):
+        with pytest.raises(UserError, match="cannot be the name of the job's folder"):
+            reads(path)
 
 
 def test_manifests_of_one_destination_are_refused_before_a_worker_starts(tmp_path):

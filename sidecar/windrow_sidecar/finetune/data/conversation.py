@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from windrow.conditions import Reason
@@ -29,6 +31,8 @@ class Conversations:
         self._tokenizer, self._learn_all = tokenizer, learn_all
         # Answers that a later turn makes the template write otherwise, and the first such row.
         self.rewritten, self.first_rewritten = 0, ""
+        self.unread: Counter[str] = Counter()  # rows with a field of which the text has nothing
+        self._counts: dict[str, bool] = {}  # by field
 
     def rendered(self, row: DatasetRow) -> Rendered:
         """Return a row's text: all turns as the template writes them in one conversation.
@@ -47,6 +51,7 @@ class Conversations:
                 remedy="Use a model with a template, or rows of another format.",
                 reason=Reason.DATASET_INVALID,
             )
+        self._note_unread(row)
         if self._learn_all:
             text = self._text(row, row.turns)
             return Rendered(text, ((0, len(text)),), special=False)
@@ -57,6 +62,21 @@ class Conversations:
         if _MARK.search(template):
             return self._marked(row, turns, template)
         return self._told_apart(row, turns)
+
+    def _note_unread(self, row: DatasetRow) -> None:
+        """Count fields that change nothing in the text: the template knows no such field."""
+        with _rendering(row):
+            template = self._tokenizer.get_chat_template(None, row.tools)
+        for name in _fields_of(row):
+            counts = self._counts.get(name)
+            if counts is None:
+                without = _without(row, name)
+                counts = name in template or (
+                    self._text(row, row.turns) != self._text(without, without.turns)
+                )
+                self._counts[name] = counts
+            if not counts:
+                self.unread[name] += 1
 
     def _marked(self, row: DatasetRow, turns: tuple[Fields, ...], template: str) -> Rendered:
         """Return what a template with `{% generation %}` marks, as the tokenizer's own mask does.
@@ -113,6 +133,30 @@ class Conversations:
                 **row.template_settings,
             )
         return str(text)
+
+
+def _fields_of(row: DatasetRow) -> set[str]:
+    """Return what a row gives the template besides roles and contents; nothing of what is empty."""
+    known = ("role", "content", "weight")
+    found = {
+        key
+        for turn in row.turns
+        for key, value in turn.items()
+        if key not in known and value not in ("", [], {})
+    }
+    return found | row.template_settings.keys() | ({"tools"} if row.tools else set())
+
+
+def _without(row: DatasetRow, name: str) -> DatasetRow:
+    def left(fields: Fields) -> Fields:
+        return {key: value for key, value in fields.items() if key != name}
+
+    return replace(
+        row,
+        turns=tuple(left(turn) for turn in row.turns),
+        tools=None if name == "tools" else row.tools,
+        template_settings=left(row.template_settings),
+    )
 
 
 @contextmanager

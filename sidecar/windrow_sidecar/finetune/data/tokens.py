@@ -12,6 +12,8 @@ from windrow_sidecar.finetune.data.records import bad_row
 from windrow_sidecar.finetune.data.rows import DatasetRow
 from windrow_sidecar.finetune.data.split import Example
 
+_NAMED = 10  # fields in one sentence
+
 
 def rows_are(count: int) -> str:
     """Begin a sentence about so many rows."""
@@ -75,6 +77,12 @@ class RowTokenizer:
             yield (
                 f"{rows_are(self._blank)} completed by blanks alone (first {self._first_blank}): "
                 "the model learns to say nothing there"
+            )
+        if unread := self._conversations.unread.most_common(_NAMED):
+            named = ", ".join(f"{name} ({n})" for name, n in unread)
+            yield (
+                f"fields of chat rows that the model's chat template does not write: {named}; "
+                "nothing follows from them"
             )
         if self._conversations.rewritten:
             yield (

@@ -18,7 +18,7 @@ from torch import Tensor
 from windrow.crd import FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
-from windrow.outputs import check_alone, check_within, path_of
+from windrow.outputs import check_alone, check_within, folder_of, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, check_reach, trainable
@@ -107,7 +107,7 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
     return JobSpec(
         namespace=str(about.get("namespace", "default")),
         name=str(about.get("name", path.stem)),
-        uid=str(about.get("uid", path.stem)),
+        uid=folder_of(about, path),
         epoch=int(document.get("epoch", 1)),
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
@@ -304,6 +304,11 @@ def without_effect(
         yield (
             f"spec.training.evalEverySteps is {training.eval_every_steps}: no evaluation comes "
             f"between the {steps} steps{never}"
+        )
+    if steps == 1 and float(training.warmup_ratio) > 0:
+        yield (
+            f"spec.training.warmupRatio is {training.warmup_ratio}: the only step belongs to the "
+            "warm-up, which begins at a rate of 0, so nothing is learnt; write 0, or more steps"
         )
     if positions is not None and training.max_sequence_length > positions:
         yield (

@@ -35,7 +35,8 @@ class Head:
         """Take the head of a model.
 
         Raises:
-            UserError: the model makes other logits of the last hidden states, or none that are finite.
+            UserError: the model makes other logits of the last hidden states, or none that are
+                finite.
         """
         self._stack = stack
         self._positions = max(1, SLICE_ELEMENTS // int(stack.config.vocab_size))

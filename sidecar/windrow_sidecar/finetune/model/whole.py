@@ -1,4 +1,4 @@
-"""Refuse weights that are not exactly those of a model, or no numbers: nothing is learnt over them."""
+"""Refuse weights that are not exactly those of a model, or no numbers: no base to learn on."""
 
 from __future__ import annotations
 
