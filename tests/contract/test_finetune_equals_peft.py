@@ -311,3 +311,10 @@ def test_a_layer_that_drops_units_by_itself_runs_on_whole_rows_only():
     assert stack.own_dropout
     assert stack.windows_refused == "its layers drop units by themselves"
     assert DecoderStack(random_model("OPT")).windows_refused == ""
+
+
+def test_a_layer_whose_router_draws_runs_on_whole_rows_though_few_tokens_do_not_show_it():
+    # It draws among experts that are close; of the probe's tokens none has such ones.
+    stack = DecoderStack(random_model("Phimoe", num_local_experts=4, num_experts_per_tok=2))
+    assert stack.own_dropout
+    assert stack.windows_refused == "its layers drop units by themselves"

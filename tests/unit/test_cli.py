@@ -99,8 +99,8 @@ def test_output_that_goes_nowhere_is_no_error_and_a_full_disk_is_told_once(close
     assert (done.returncode, done.stderr) == (0, says)
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
-def test_no_time_at_all_is_nothing_to_measure(seconds, tmp_path, capsys):
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+def test_no_time_at_all_or_an_endless_one_is_nothing_to_measure(seconds, tmp_path, capsys):
     manifest = tmp_path / "job.yaml"
     manifest.write_text(yaml.safe_dump(JOB))
     assert cli.run(["finetune", str(manifest), f"--seconds={seconds}"]) == cli.EXIT_USAGE

@@ -203,6 +203,13 @@ def test_a_manifest_of_another_kind_is_refused(tmp_path):
         read_local_job(manifest)
 
 
+def test_a_job_is_not_read_from_the_manifest_of_another_kind(tmp_path):
+    path = tmp_path / "policy.yaml"
+    path.write_text('{"kind": "HarvestPolicy", "spec": {"selector": {}}}')
+    with pytest.raises(UserError, match=r"is a HarvestPolicy\. Name a FinetuneJob manifest"):
+        read_job(path)
+
+
 @pytest.mark.parametrize(
     ("name", "uid"),
     [("m.yaml", "../../x"), ("m.yaml", ""), ("m.yaml", ".."), ("...yaml", None), ("..yaml", None)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -91,11 +92,11 @@ def _finetune(
     """
     from windrow.local import finetune as local
 
-    if seconds is not None and not seconds > 0:
+    if seconds is not None and not 0 < seconds < math.inf:
         raise UserError(
             f"{seconds:g} seconds cannot be measured",
             field="--seconds",
-            remedy="Write a number above zero.",
+            remedy="Write a number above zero, and not an endless one.",
         )
     if output is not None and manifests[1:]:
         raise UserError(

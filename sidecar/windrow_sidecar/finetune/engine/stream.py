@@ -193,7 +193,7 @@ class TaskletStream:
     def _check_loss(self, batch_group: MicroBatchGroup, step: int) -> None:
         if math.isfinite(batch_group.loss):
             return
-        check_numbers(self._parts.stack.model)
+        check_numbers(self.parts.stack.model)
         where = ", ".join(self._rows.examples[row].where for row in batch_group.rows[:3])
         when = f"step {step + 1}" if self._stages.trains else f"an evaluation at step {step}"
         raise NotFinite(f"the loss of {when} is not finite (rows {where})")

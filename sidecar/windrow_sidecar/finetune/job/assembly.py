@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windrow.crd import FinetuneJobSpec, parse_job_spec
+from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
 from windrow.outputs import check_alone, check_within, folder_of, path_of
@@ -96,6 +96,8 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
         UserError: the file cannot be read, or the spec in it cannot be honoured.
     """
     document = read_document(path, "Name a FinetuneJob manifest.")
+    if (kind := document.get("kind", FINETUNE_JOB.kind)) != FINETUNE_JOB.kind:
+        raise UserError(f"is a {kind}", field=str(path), remedy="Name a FinetuneJob manifest.")
     if not isinstance(document.get("spec"), dict):
         raise UserError("holds no spec", field=str(path), remedy="Name a FinetuneJob manifest.")
     if output is not None:

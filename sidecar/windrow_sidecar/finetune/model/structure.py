@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
@@ -161,14 +162,43 @@ def record(
 
 
 def has_own_dropout(layer: Callable[[], Any]) -> bool:
-    """Return whether a layer's output depends on torch's random state. Advances that state."""
+    """Return whether a layer's output depends on torch's random state. Advances that state.
+
+    What a router draws may change nothing of a few tokens, so drawing numbers is enough.
+    """
     torch.manual_seed(1)
-    once = layer()
+    with _Drawing() as drawing:
+        once = layer()
+    if drawing.found:
+        return True
     torch.manual_seed(2)
     again = layer()
     if isinstance(once, tuple):
         once, again = once[0], again[0]
     return not torch.equal(once, again)
+
+
+# Of torch and of its tensors; dropouts show in what a layer makes.
+_DRAW = {
+    *("bernoulli", "bernoulli_", "exponential_", "gumbel_softmax", "multinomial", "normal_"),
+    *("rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_", "uniform_"),
+}
+
+
+class _Drawing(TorchFunctionMode):
+    """Notes whether numbers are drawn inside."""
+
+    found = False
+
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        self.found = self.found or getattr(func, "__name__", "") in _DRAW
+        return func(*args, **(kwargs or {}))
 
 
 def logits_of(
