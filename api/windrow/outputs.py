@@ -13,6 +13,8 @@ from windrow.errors import UserError
 
 _FIELD = "spec.output.destination"
 BUCKET_SCHEMES = ("s3",)
+# Below a destination: what jobs leave there beside the adapter, each in a folder of its own.
+OWN_FOLDER = ".windrow"
 
 
 def is_bucket(destination: str) -> bool:
@@ -127,11 +129,14 @@ def check_alone(place: str) -> Path:
     actual, here = destination.resolve(), Path.cwd().resolve()
     if actual == Path(actual.anchor):
         raise _refusal(f"{destination} is the root of the file system", "Name a directory.")
-    if not destination.is_absolute() and not actual.is_relative_to(here):
-        raise _refusal(
-            f"{destination} leads by a link to {actual}, out of the working directory",
-            f"Write {actual} if that is meant.",
-        )
+    for named in () if destination.is_absolute() else (destination, destination / OWN_FOLDER):
+        if not (actual := named.resolve()).is_relative_to(here):
+            raise _refusal(
+                f"{named} leads by a link to {actual}, out of the working directory",
+                f"Write {actual} if that is meant."
+                if named == destination
+                else "Remove the link, or name another directory.",
+            )
     return destination
 
 

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from windrow.crd import parse_job_spec
 from windrow.errors import UserError
 from windrow.outputs import check_alone, check_within, is_below, path_of
+from windrow_sidecar.finetune.job.assembly import JobSpec
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,22 @@ def test_a_link_below_a_volume_is_refused_wherever_it_leads(volume, link_to):
             check_within(place, [volume])
 
 
+@pytest.mark.parametrize("link", [".windrow", ".windrow/u", ".windrow/u/checkpoints"])
+def test_a_link_where_a_jobs_own_folder_comes_is_refused(volume, tmp_path, link):
+    spec = {
+        "model": {"name": "/m"},
+        "dataset": {"source": "/rows.jsonl"},
+        "training": {"maxSteps": 1},
+        "output": {"destination": str(volume / "tone")},
+    }
+    job = JobSpec("team", "tone", "u", 1, parse_job_spec(spec), outputs=(volume,))
+    assert job.destination == tmp_path / "disk" / "tone"
+    (volume / "tone" / link).parent.mkdir(parents=True)
+    (volume / "tone" / link).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="leads by a link to"):
+        _ = job.destination
+
+
 def test_outside_of_the_volumes_is_refused_with_what_there_is(volume, tmp_path):
     with pytest.raises(UserError) as refused:
         check_within(tmp_path / "disk2" / "tone", [volume])
@@ -102,6 +120,10 @@ def test_alone_a_link_may_not_lead_a_relative_path_out_of_the_working_directory(
     Path("out").symlink_to(tmp_path / "there")
     with pytest.raises(UserError, match="out of the working directory"):
         check_alone("out/tone")
+    Path("plain").mkdir()
+    Path("plain/.windrow").symlink_to(tmp_path / "there")
+    with pytest.raises(UserError, match=r"\.windrow leads by a link .* out of the working"):
+        check_alone("plain")
     # Named in full it is meant.
     assert check_alone(str(tmp_path / "here" / "out" / "tone")).name == "tone"
 

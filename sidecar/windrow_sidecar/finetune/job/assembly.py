@@ -18,7 +18,7 @@ from torch import Tensor
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.documents import read_document
 from windrow.errors import UserError
-from windrow.outputs import check_alone, check_within, folder_of, path_of
+from windrow.outputs import OWN_FOLDER, check_alone, check_within, folder_of, path_of
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.adapter.adapters import Adapter, add_adapter, check_reach, trainable
@@ -82,7 +82,11 @@ class JobSpec:
         place = self.spec.output.destination
         if self.outputs is None:
             return check_alone(place)
-        return check_within(Path(path_of(place)), self.outputs)
+        named = Path(path_of(place))
+        actual = check_within(named, self.outputs)
+        # Who writes to the volume may have put a link where the job's own folder comes.
+        check_within(named / OWN_FOLDER / self.uid / "checkpoints", self.outputs)
+        return actual
 
 
 def read_job(path: Path, output: str | None = None) -> JobSpec:
