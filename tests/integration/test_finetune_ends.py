@@ -109,6 +109,19 @@ def test_a_worker_whose_command_was_killed_writes_a_checkpoint_that_an_immediate
     assert "Traceback" not in log
 
 
+def test_a_worker_that_only_measures_ends_with_the_command_that_was_killed(tmp_path):
+    # It says nothing until it is done, so no closed pipe ends it.
+    with started(manifest(tmp_path, **ENDLESS), "--seconds=3600") as process:
+        log = wait_until(
+            lambda: next(job_folder(tmp_path).glob("dedicated-*.events.jsonl"), None),
+            "the measurement has begun",
+        )
+        process.kill()
+        process.wait()
+    worker = int(log.name.partition("-")[2].partition(".")[0])
+    wait_until(lambda: not is_running(worker), "the worker has ended")
+
+
 def test_a_disk_that_takes_no_checkpoint_is_told_at_the_first_one_and_leaves_no_half_adapter(
     tmp_path,
 ):
