@@ -13,7 +13,6 @@ Example: make node ARGS=".venv/bin/python -m benchmarks.node --json /tmp/node.js
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -28,15 +27,11 @@ import httpx
 
 from benchmarks.harness import ROOT, Result, arguments, environment, middle, write
 from benchmarks.sglang import interval
-from windrow.crd import API_VERSION
-from windrow.local.realnode import NodeInfo, write_image
+from windrow.local import realpods
+from windrow.local.realnode import NodeInfo
 
 ARCHIVE = ROOT / "build" / "images" / "operator.tar"
-IMAGE = "docker.io/windrow/decode:bench"
-MODEL = ROOT / "models" / "windrow-tiny"
-PORT = 8001
 TOKENS = 128
-LABELS = {"app": "chat"}
 WITHIN_S = 180.0
 
 
@@ -66,35 +61,22 @@ class NodeBenchmark:
         """Work with `node`; adapters go below `folder`."""
         self._node = node
         self._folder = folder
-        python = Path(os.path.realpath(sys.executable)).parents[1]
-        # This machine's programs, by the places where Python looks for them.
-        self._programs = {"usr": "/usr", "etc": "/etc", "repo": str(ROOT), "python": str(python)}
 
     def load_images(self) -> None:
         """Put the operator's image and one that runs this machine's programs on the node."""
-        archive = self._folder / "decode.tar"
-        links = {
-            name: Path("/", name)
-            for name in ("lib", "lib64", "bin")
-            if Path("/", name).is_symlink()
-        }
-        pause = {"pause": Path(self._node.bin, "pause"), **links}
-        write_image(archive, IMAGE, pause, ["/pause"])
-        for image in (archive, ARCHIVE):
-            run = [f"{self._node.bin}/ctr", "--address", self._node.containerd]
-            run += ["--namespace", "k8s.io", "images", "import", str(image)]
-            subprocess.run(run, check=True, capture_output=True)
+        realpods.import_decode_image(self._node, self._folder)
+        realpods.import_image(self._node, ARCHIVE)
 
     def install(self) -> Result:
         """Return the seconds from `helm install` to a job's first step."""
         began = time.monotonic()
         run = ["helm", "install", "windrow", str(ROOT / "deploy" / "helm" / "windrow")]
         run += ["--namespace", "windrow-system", "--create-namespace", "--wait"]
-        command = f"{sys.executable} -m windrow_sidecar.agent"
-        run += ["--set", f"image.pullPolicy=Never,sidecar.command={command}"]
+        run += ["--set", f"image.pullPolicy=Never,sidecar.command={realpods.SIDECAR_COMMAND}"]
         subprocess.run(run, check=True, capture_output=True)
-        self._serve("serving", policy=self._policy("harvest"))
-        self._apply(self._job("serving"))
+        self._serve("serving", mode="harvest")
+        job = realpods.finetune_job("serving", "first", str(self._folder / "first"), 5000)
+        self._apply(job)
         until(
             lambda: (
                 (self._get("finetunejob", "first", "serving").get("status") or {})
@@ -111,8 +93,8 @@ class NodeBenchmark:
 
     def idle_sidecar(self, pairs: int) -> list[Result]:
         """Return what an attached idle sidecar adds to decode's time a token, in percent."""
-        self._serve("without", policy=None)
-        self._serve("attached", policy=self._policy("observe"))
+        self._serve("without", mode="")
+        self._serve("attached", mode="observe")
         until(
             lambda: any(
                 "running" in (found.get("state") or {})
@@ -125,7 +107,7 @@ class NodeBenchmark:
         urls = {}
         for name in ("without", "attached"):
             address = self._get("pod", "decode", name)["status"]["podIP"]
-            urls[name] = f"http://{address}:{PORT}/v1/completions"
+            urls[name] = f"http://{address}:{realpods.PORT}/v1/completions"
         for url in list(urls.values()) * 3:  # the profile is taken, caches are warm
             milliseconds_a_token(url)
         draw, extra, alone = random.Random(3), [], []
@@ -146,15 +128,12 @@ class NodeBenchmark:
             Result(f"{what}, 95% interval to", round(high, 2), "%", "lower"),
         ]
 
-    def _serve(self, namespace: str, policy: dict[str, Any] | None) -> None:
-        # The label says that directories of the node may be mounted here.
-        labels = {"pod-security.kubernetes.io/enforce": "privileged"}
-        meta = {"name": namespace, "labels": labels}
-        self._apply({"apiVersion": "v1", "kind": "Namespace", "metadata": meta})
-        pod = self._pod(namespace)
-        if policy:
-            policy["metadata"]["namespace"] = namespace
-            self._apply(policy)
+    def _serve(self, namespace: str, mode: str) -> None:
+        """Have decode serve there, under a policy of that mode; "": under none."""
+        self._apply(realpods.namespace(namespace))
+        pod = realpods.decode_pod(namespace)
+        if mode:
+            self._apply(realpods.policy(namespace, self._folder, mode=mode))
             until(lambda: "windrow-run" in self._tried(pod), "decode pods are prepared")
         self._apply(pod)
         until(
@@ -164,77 +143,6 @@ class NodeBenchmark:
             ),
             "decode serves",
         )
-
-    def _pod(self, namespace: str) -> dict[str, Any]:
-        container = {
-            "name": "decode",
-            "image": IMAGE,
-            "imagePullPolicy": "Never",
-            "command": [sys.executable, "-m", "windrow_sidecar.engines.builtin"],
-            "args": [
-                f"--model-path={MODEL}",
-                "--disaggregation-mode=decode",
-                "--disaggregation-transfer-backend=fake",
-                "--host=0.0.0.0",
-                f"--port={PORT}",
-            ],
-            "resources": {
-                "requests": {"cpu": "500m", "memory": "2Gi"},
-                "limits": {"cpu": "2", "memory": "4Gi"},
-            },
-            "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 1},
-            "volumeMounts": [
-                {"name": f"of-{name}", "mountPath": path} for name, path in self._programs.items()
-            ],
-        }
-        return {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "decode", "namespace": namespace, "labels": LABELS},
-            "spec": {
-                "terminationGracePeriodSeconds": 3,
-                "containers": [container],
-                "volumes": [
-                    {"name": f"of-{name}", "hostPath": {"path": path}}
-                    for name, path in self._programs.items()
-                ],
-            },
-        }
-
-    def _policy(self, mode: str) -> dict[str, Any]:
-        mounted = {**self._programs, "out": str(self._folder)}
-        return {
-            "apiVersion": API_VERSION,
-            "kind": "HarvestPolicy",
-            "metadata": {"name": "chat"},
-            "spec": {
-                "selector": {"matchLabels": LABELS},
-                "objective": {"tpot": "2s"},
-                "mode": mode,
-                "sidecar": {
-                    "volumes": [
-                        {"name": name, "mountPath": path, "hostPath": {"path": path}}
-                        for name, path in mounted.items()
-                        if path != str(ROOT)  # of decode's model, so the sidecar has it already
-                    ]
-                },
-            },
-        }
-
-    def _job(self, namespace: str) -> dict[str, Any]:
-        rows = ROOT / "examples" / "support-tone" / "train.jsonl"
-        return {
-            "apiVersion": API_VERSION,
-            "kind": "FinetuneJob",
-            "metadata": {"name": "first", "namespace": namespace},
-            "spec": {
-                "model": {"name": str(MODEL)},
-                "dataset": {"source": str(rows), "format": "chat"},
-                "adapter": {"type": "lora", "lora": {"rank": 4, "targetModules": "all-linear"}},
-                "training": {"maxSteps": 5000, "batchSize": 4, "learningRate": "2e-4"},
-                "output": {"destination": str(self._folder / "first")},
-            },
-        }
 
     def _kubectl(self, *words: str, body: object = None) -> str:
         run = [f"{self._node.bin}/kubectl", "--kubeconfig", self._node.kubeconfig, *words]

@@ -141,7 +141,13 @@ def tools(request):
 
 
 @pytest.fixture(scope="session")
-def object_store(request, tmp_path_factory):
+def store_address():
+    """Where the S3 server listens."""
+    return "127.0.0.1"
+
+
+@pytest.fixture(scope="session")
+def object_store(request, tmp_path_factory, store_address):
     """A running S3 server with one bucket: what a Secret for it holds."""
     built = request.config.stash[STORE]
     if isinstance(built, UserError):
@@ -149,19 +155,20 @@ def object_store(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("objects")
     (root / "team").mkdir()
     port = free_port()
+    address = f"{store_address}:{port}"
     secret = {
         "AWS_ACCESS_KEY_ID": "team-key",
         "AWS_SECRET_ACCESS_KEY": "team-secret-a7f3",
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT_URL": f"http://{address}",
         "AWS_REGION": "us-east-1",
     }
-    command = [built / "versitygw", "--port", f"127.0.0.1:{port}", "--quiet"]
+    command = [built / "versitygw", "--port", address, "--quiet"]
     command += ["posix", "--sidecar", tmp_path_factory.mktemp("metadata"), root]
     keys = {"ROOT_ACCESS_KEY": "team-key", "ROOT_SECRET_KEY": secret["AWS_SECRET_ACCESS_KEY"]}
     with (root.parent / "object-store.log").open("wb") as log:
         server = subprocess.Popen(command, env=os.environ | keys, stdout=log, stderr=log)
     try:
-        while not answers(port):
+        while not answers(store_address, port):
             assert server.poll() is None, (root.parent / "object-store.log").read_text()
             time.sleep(0.05)
         yield secret
@@ -170,9 +177,9 @@ def object_store(request, tmp_path_factory):
         server.wait()
 
 
-def answers(port):
+def answers(address, port):
     with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((address, port)) == 0
 
 
 @pytest.fixture

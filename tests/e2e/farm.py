@@ -6,15 +6,14 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import closing
-import httpx
 import psutil
+from support.requests import Requests
 
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import Transient
@@ -39,8 +38,6 @@ ALONE_S = 4.0
 WITHIN_S = 150.0  # a worker has idle time only, and the machine may have little
 JOB_WITHIN_S = 240.0  # from its begin to its end
 CHECKPOINT_EVERY = 4
-# Between two requests: a worker that loads its libraries has only the time that decode leaves.
-BETWEEN_S = 0.3
 
 
 def until(what: str, read: Callable[[], object], within_s: float = WITHIN_S) -> None:
@@ -60,38 +57,6 @@ def until(what: str, read: Callable[[], object], within_s: float = WITHIN_S) -> 
             return
         assert time.monotonic() < deadline, f"not in {within_s:g} s: {what} (last: {last})"
         time.sleep(0.1)
-
-
-@dataclass
-class Requests:
-    """Completions asked of one pod, now and then, until stopped; each must be answered."""
-
-    endpoint: str
-    answered: int = 0
-    failures: list[str] = field(default_factory=list)
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _thread: threading.Thread | None = None
-
-    def __enter__(self) -> Requests:
-        self._thread = threading.Thread(target=self._ask)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _ask(self) -> None:
-        with httpx.Client(timeout=60) as http:
-            while not self._stop.wait(BETWEEN_S):
-                body = {"model": "m", "prompt": "A coffee machine", "max_tokens": 24}
-                try:
-                    answer = http.post(f"{self.endpoint}/v1/completions", json=body)
-                    answer.raise_for_status()
-                    assert answer.json()["usage"]["completion_tokens"] > 0
-                    self.answered += 1
-                except (httpx.HTTPError, AssertionError) as e:
-                    self.failures.append(repr(e))
 
 
 def bearable_ms(pods: serving.Pods, events: Path) -> float:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-from pathlib import Path
-
 import pytest
 from kubernetes import client, config
 from operator_process import OperatorProcess, install_crds
 
-from windrow.local.realnode import NODE_ADDRESS, NodeInfo, write_image
-
-IMAGE = "docker.io/windrow/decode:1"
+from windrow.local.realnode import NODE_ADDRESS, NodeInfo
+from windrow.local.realpods import import_decode_image
 
 
 @pytest.fixture(scope="session")
@@ -33,14 +29,7 @@ def kube(node):
 @pytest.fixture(scope="session")
 def image(node, tmp_path_factory):
     """An image that waits, and that runs this machine's programs where /usr is mounted."""
-    archive = tmp_path_factory.mktemp("image") / "image.tar"
-    links = {
-        name: Path("/", name) for name in ("lib", "lib64", "bin") if Path("/", name).is_symlink()
-    }
-    write_image(archive, IMAGE, {"pause": Path(node.bin, "pause"), **links}, ["/pause"])
-    ctr = [f"{node.bin}/ctr", "--address", node.containerd, "--namespace", "k8s.io"]
-    subprocess.run([*ctr, "images", "import", archive], check=True, capture_output=True)
-    return IMAGE
+    return import_decode_image(node, tmp_path_factory.mktemp("image"))
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +58,9 @@ def start_operator(node, kube, tmp_path_factory):
         print(process.log.read_text()[-20000:])
     hooks = client.AdmissionregistrationV1Api(kube)
     hooks.delete_mutating_webhook_configuration("windrow-operator")
+
+
+@pytest.fixture(scope="session")
+def store_address():
+    """Where the S3 server of these tests listens: pods reach the node by that address alone."""
+    return NODE_ADDRESS

@@ -16,7 +16,9 @@ from support.node_pods import (
     RESTRICTED,
     apply_policy,
     await_registered,
+    note_start,
     ready_pod,
+    start,
     still_serves,
 )
 from waiting import wait_until
@@ -146,16 +148,18 @@ def decode_pod(case, image, labels=None):
     }
 
 
-def compare(kube, image, place, case):
+def compare(kube, image, place, name, case):
     """Run the pod without Windrow and with it; return the latter once both are ready."""
     core = client.CoreV1Api(kube)
     plain = place(Case(policy=None, level=case.level, quota=case.quota, limits=case.limits))
     ours = place(case)
     if case.policy is not None and not case.webhook:
         await_registered(kube, ours)
-    core.create_namespaced_pod(plain, decode_pod(case, image, {"windrow.dev/inject": "disabled"}))
-    core.create_namespaced_pod(ours, decode_pod(case, image))
-    without, with_ = ready_pod(core, plain), ready_pod(core, ours)
+    # One after the other: a pod's start takes time from another's.
+    opted_out = decode_pod(case, image, {"windrow.dev/inject": "disabled"})
+    starts = start(core, plain, opted_out), start(core, ours, decode_pod(case, image))
+    note_start(name, *starts)
+    (without, _), (with_, _) = starts
     assert with_.status.qos_class == without.status.qos_class
     assert [c.image for c in with_.spec.containers] == [c.image for c in without.spec.containers]
     assert with_.spec.containers[0].resources == without.spec.containers[0].resources
@@ -251,7 +255,7 @@ def test_a_decode_pod_is_ready_with_the_qos_class_that_it_has_without_windrow(
     kube, image, place, operator, name
 ):
     case, core = CASES[name], client.CoreV1Api(kube)
-    pod = compare(kube, image, place, case)
+    pod = compare(kube, image, place, name, case)
     namespace = pod.metadata.namespace
     prepared = "windrow-run" in {volume.name for volume in pod.spec.volumes}
     native = case.policy is not None and case.policy.get("sidecar", {}).get("form") == "sidecar"
@@ -279,7 +283,7 @@ def test_a_decode_pod_is_ready_whatever_answers_for_the_webhook(
     plain = place(Case(policy=None))
     ours = place(Case(policy=None))
     server = answers(case.webhook, ours)
-    core.create_namespaced_pod(plain, decode_pod(case, image))
+    first = start(core, plain, decode_pod(case, image))
 
     def asked():
         # The API server takes up a registration after a moment.
@@ -287,8 +291,9 @@ def test_a_decode_pod_is_ready_whatever_answers_for_the_webhook(
         return server.asked.is_set() or case.webhook == "down"
 
     wait_until(asked, "the API server asks the impostor")
-    core.create_namespaced_pod(ours, decode_pod(case, image))
-    with_, without = ready_pod(core, ours), ready_pod(core, plain)
+    second = start(core, ours, decode_pod(case, image))
+    note_start(name, first, second)
+    (without, _), (with_, _) = first, second
     assert with_.status.qos_class == without.status.qos_class
     assert with_.metadata.labels == without.metadata.labels
     assert still_serves(core, ours)
@@ -300,7 +305,7 @@ def test_a_decode_pod_is_ready_where_the_sidecars_image_is_not_to_be_had(
 ):
     start_operator("--sidecar-image", MISSING_IMAGE)
     case, core = WITHOUT_IMAGE[name], client.CoreV1Api(kube)
-    pod = compare(kube, image, place, case)
+    pod = compare(kube, image, place, name, case)
     namespace = pod.metadata.namespace
     if case.policy == NATIVE:
         assert pod.spec.init_containers is None

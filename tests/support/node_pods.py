@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
+from pathlib import Path
+
 from kubernetes import client
 from waiting import wait_until
 
+ENV_STARTS = "WINDROW_NODE_STARTS"
 RESTRICTED = {
     "allowPrivilegeEscalation": False,
     "capabilities": {"drop": ["ALL"]},
@@ -23,6 +29,26 @@ def apply_policy(custom, namespace, changes):
     }
     where = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies")
     custom.create_namespaced_custom_object(*where, body)
+
+
+def start(core, namespace, body):
+    """Create a pod; return it once it is ready, and the seconds until that was seen."""
+    begin = time.monotonic()
+    core.create_namespaced_pod(namespace, body)
+    pod = ready_pod(core, namespace)
+    return pod, time.monotonic() - begin
+
+
+def note_start(name, without, with_):
+    """Add a line to the file of `benchmarks.starts`, where that runs these tests; see `start`."""
+    if file := os.environ.get(ENV_STARTS):
+        line = {
+            "case": name,
+            "qos": [pod.status.qos_class for pod, _ in (without, with_)],
+            "seconds": [round(seconds, 3) for _, seconds in (without, with_)],
+        }
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
 
 
 def ready_pod(core, namespace):
