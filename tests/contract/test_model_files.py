@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -24,7 +27,15 @@ from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint, served_files
 from windrow_sidecar.engines.weight_files import weight_files
-from windrow_sidecar.finetune.model.loading import ExportedWeights, find_model, load_base
+from windrow_sidecar.finetune.job.failures import failure
+from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.model.loading import (
+    ExportedWeights,
+    NoTemporaryDirectory,
+    _told_as_unusable,
+    find_model,
+    load_base,
+)
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -328,3 +339,18 @@ def test_a_folder_that_is_no_whole_model_is_the_users_error_with_file_and_remedy
         loaded(folder)
     assert str(folder) in refused.value.problem
     assert refused.value.field == "spec.model.name"
+
+
+def test_a_machine_without_a_directory_for_temporary_files_is_no_fault_of_the_model(monkeypatch):
+    # As with a root file system that is read-only and no volume at /tmp.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(NoTemporaryDirectory) as told, _told_as_unusable("config.json"):
+            tempfile.gettempdir()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert re.search("No usable temporary directory found in .*: free space there", str(told.value))
+    event, ending = failure(told.value, "")
+    assert (event.user_error, ending) == (False, Ending.FAILED)

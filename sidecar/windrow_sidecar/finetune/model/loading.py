@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from windrow.conditions import Reason
-from windrow.errors import Transient, UserError
+from windrow.errors import Transient, UserError, WindrowError
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
@@ -53,11 +53,17 @@ CONFIG_REMEDY = (
 PICKLED_REMEDY = (
     "Write them as safetensors: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
 )
+# How Python's tempfile says that it has found none.
+_NO_TEMPORARY = "No usable temporary directory"
 TOKENIZER_REMEDY = "Copy the model's tokenizer.json and tokenizer_config.json beside its weights."
 
 
 class ModelSilent(Transient):
     """The place where the model is does not answer."""
+
+
+class NoTemporaryDirectory(WindrowError):
+    """Nothing temporary can be written here, which libraries do as they are loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +404,7 @@ def _told_as_unusable(what: str, remedy: str = MODEL_REMEDY) -> Iterator[None]:
     Raises:
         UserError: instead.
         CannotWindow, MemoryError, torch.OutOfMemoryError, RuntimeError for want of memory: as is.
+        NoTemporaryDirectory: it is the machine's fault.
     """
     try:
         yield
@@ -406,6 +413,11 @@ def _told_as_unusable(what: str, remedy: str = MODEL_REMEDY) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error):
             raise
+        if isinstance(error, FileNotFoundError) and _NO_TEMPORARY in str(error):
+            raise NoTemporaryDirectory(
+                f"{str(error).partition('] ')[2]}: free space there, mount a volume at /tmp, or "
+                "set TMPDIR"
+            ) from error
         said = str(error).strip().partition("\n")[0].rstrip(".:")
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         raise unusable(f"{what} cannot be loaded: {kind}{said}", remedy) from error
