@@ -234,28 +234,23 @@ class WindrowClient:
         """Yield the lines that a job's worker has written, from the log of its slot's sidecar.
 
         Of a job without a slot: what the sidecars of all slots still have. `follow`: until the
-        job has left its slot.
+        job has ended, from slot to slot; before it has one, it is waited for.
 
         Raises:
             UserError: no sidecar has a line of it.
         """
         mark = worker_line(f"{namespace or self.namespace}/{name}")
-        told = 0
+        told: dict[tuple[str, str], int] = {}  # lines of each pod
         while True:
             job = self.get(name, namespace=namespace)
-            places = [
-                s for s in self.slots() if not job.slot or f"{s.namespace}/{s.name}" == job.slot
-            ]
-            pods = dict.fromkeys((slot.namespace, slot.pod) for slot in places)
-            found = [
-                line.partition(mark)[2]
-                for pod in pods
-                for line in self._sidecar_log(*pod)
-                if mark in line
-            ]
-            yield from found[told:]
-            told = max(told, len(found))
-            if not follow or job.finished or not job.slot:
+            for pod in self._pods_of(job, told):
+                found = [
+                    line.partition(mark)[2] for line in self._sidecar_log(*pod) if mark in line
+                ]
+                yield from found[told.get(pod, 0) :]
+                if found:
+                    told[pod] = max(told.get(pod, 0), len(found))
+            if not follow or job.finished:
                 break
             time.sleep(_POLL_S)
         if not told:
@@ -266,10 +261,20 @@ class WindrowClient:
                 remedy="What has happened to it: windrow explain " + name,
             )
 
+    def _pods_of(self, job: JobView, known: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
+        """Return the pods whose sidecars may have lines of a job that are not known."""
+        if not job.slot and known:
+            return list(known)
+        slots = [s for s in self.slots() if job.slot in ("", f"{s.namespace}/{s.name}")]
+        return list(dict.fromkeys((slot.namespace, slot.pod) for slot in slots))
+
     def _sidecar_log(self, namespace: str, pod: str) -> list[str]:
-        """Return the lines of a pod's sidecar, of all of its containers, oldest first."""
-        with _answers(f"pod {namespace}/{pod}"):
-            body = self._core.read_namespaced_pod(pod, namespace, _request_timeout=_TIMEOUT_S)
+        """Return the lines of a pod's sidecar, oldest first; none of a pod that is gone."""
+        try:
+            with _answers(f"pod {namespace}/{pod}"):
+                body = self._core.read_namespaced_pod(pod, namespace, _request_timeout=_TIMEOUT_S)
+        except NotFound:
+            return []
         spec = body.spec
         names = [
             c.name for c in (*(spec.init_containers or ()), *(spec.ephemeral_containers or ()))

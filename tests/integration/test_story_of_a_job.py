@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,8 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow import cli
+from windrow.client import WindrowClient
+from windrow.crd import ANNOTATION_LOGS
 from windrow.metrics import OPERATOR_METRICS
 from windrow.proto import attach_pb2 as pb
+from windrow.rundir import worker_line
 from windrow_operator.events import Recorder
 from windrow_operator.kube import Kube
 from windrow_operator.reconcile import Event
@@ -240,3 +244,65 @@ def test_a_slot_is_explained_by_its_name_and_what_is_neither_job_nor_slot_is_tol
 
     assert cli.run(["explain", "nobody", *words]) == cli.EXIT_USAGE
     assert "no FinetuneJob and no slot" in capsys.readouterr().err
+
+
+def logging_pod(cluster, name, folder):
+    """Create a decode pod with a native sidecar whose log lies in a folder, as on a local node."""
+    (folder / name).mkdir()
+    command = ["python", "-m", "engine", "--disaggregation-mode", "decode", "--model-path", "/m"]
+    body = {
+        "metadata": {
+            "name": name,
+            "labels": {"app": "chat", "windrow.dev/inject": "enabled"},
+            "annotations": {ANNOTATION_LOGS: str(folder / name)},
+        },
+        "spec": {
+            "containers": [{"name": "decode", "image": "none", "command": command}],
+            "initContainers": [{"name": "windrow", "image": "none", "restartPolicy": "Always"}],
+        },
+    }
+    return cluster.core.create_namespaced_pod(cluster.namespace, body)
+
+
+def test_the_log_of_a_worker_is_followed_from_slot_to_slot_until_its_job_has_ended(
+    cluster, control_plane, tmp_path
+):
+    mark = worker_line(f"{cluster.namespace}/tone")
+    talk = WindrowClient(control_plane.kubeconfig)
+    followed = []
+
+    def follow():
+        for line in talk.worker_logs("tone", namespace=cluster.namespace, follow=True):
+            followed.append(line)  # noqa: PERF402 - looked at while it grows
+
+    def writes(pod, *lines):
+        with (tmp_path / pod / "windrow.log").open("a") as log:
+            log.writelines(f"{at}\n" for at in ("of the sidecar", *(mark + one for one in lines)))
+        wait_until(lambda: followed[-1:] == [lines[-1]], f"{lines[-1]}, there is {followed}")
+
+    cluster.policy()
+    cluster.job()
+    reader = threading.Thread(target=follow)
+    reader.start()  # before there is a slot
+    try:
+        first = cluster.attach(logging_pod(cluster, "decode-0", tmp_path))
+        first.beat()
+        assigned = first.next("assign")
+        first.report(assigned, "STARTED")
+        first.beat(progress(assigned, 1))
+        writes("decode-0", "one", "two")
+        # Its pod goes: the job goes on in another, whose log is shorter.
+        cluster.core.delete_namespaced_pod("decode-0", cluster.namespace, grace_period_seconds=0)
+        second = cluster.attach(logging_pod(cluster, "decode-1", tmp_path))
+        second.beat()
+        again = second.next("assign")
+        second.report(again, "STARTED")
+        second.beat(progress(again, 2))
+        writes("decode-1", "three")
+        second.report(again, "SUCCEEDED", adapter_path="/out/tone")
+        reader.join(DEADLINE_SECONDS)
+        assert not reader.is_alive()
+    finally:
+        if reader.is_alive():
+            cluster.delete_job()
+    assert followed == ["one", "two", "three"]
