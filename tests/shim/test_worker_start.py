@@ -120,8 +120,10 @@ device = CudaDevice()
         ("sizing=Windows(5)", 3, 0),
         # transformers looks where rows begin in a line, to make the mask.
         ("evaluation_policy=EvaluationPolicy(packed=True)", 1, 1),
+        # A mixture of experts; what torch's product of groups does itself is not seen here.
+        ("base=random_model('Mixtral').requires_grad_(False).to(device.torch)", 1, 0),
     ],
-    ids=["rows", "micro-batches", "windows", "packed"],
+    ids=["rows", "micro-batches", "windows", "packed", "experts"],
 )
 def test_between_its_first_layer_and_its_last_a_group_never_waits_for_the_device(
     shim, options, losses, begins
@@ -131,7 +133,8 @@ def test_between_its_first_layer_and_its_last_a_group_never_waits_for_the_device
         """
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.training.evaluation import EvaluationPolicy
-job = tiny_job(base=tiny_llama().to(device.torch), steps=3, OPTIONS)
+from windrow_sidecar.testing.architectures import random_model
+job = tiny_job(**dict(base=tiny_llama().to(device.torch), steps=3) | dict(OPTIONS))
 found, steps = [], 0
 while (tasklet := job.stream.peek()) is not None:
     before = waited()

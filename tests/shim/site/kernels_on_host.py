@@ -151,12 +151,19 @@ def install() -> None:
         if packet in KEPT:
             continue
         call = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        if name == "aten::histc":
+            call = histogram_of_any
         if any(has(name, key) for key in OF_THE_HOST):
             implementation = on_host(call, packet)
         else:
             implementation = refused(name)
         _library.impl(name, implementation, "CUDA", allow_override=True)
     _library.impl("aten::copy_", copy, "CUDA", with_keyset=True, allow_override=True)
+
+
+def histogram_of_any(numbers: Tensor, *arguments: Any) -> Tensor:
+    """CUDA counts integers too (experts of tokens), the CPU only floats."""
+    return torch.histc(numbers.float(), *arguments).to(numbers.dtype)
 
 
 def _replay_graphs() -> None:
