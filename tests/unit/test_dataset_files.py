@@ -106,6 +106,16 @@ def test_files_beside_the_rows_that_are_not_read_are_told(tmp_path):
     assert "c/d.tsv, e0.csv, e1.csv, 7 more (" in told(tmp_path)[1][0]
 
 
+def test_a_link_to_a_directory_is_told_as_what_is_not_read(tmp_path):
+    put(tmp_path / "rows" / "a.jsonl", "jsonl", [{"text": "ab"}])
+    put(tmp_path / "more" / "b.jsonl", "jsonl", [{"text": "cd"}])
+    (tmp_path / "rows" / "linked").symlink_to(tmp_path / "more")
+    found, (note,) = told(tmp_path / "rows")
+    assert found == ["a.jsonl"]
+    assert "not read: linked (" in note
+    assert note.endswith(", or are links to directories)")
+
+
 @pytest.mark.parametrize(
     "name", ["Test.jsonl", "data_test.jsonl", "testing.jsonl", "x/my-val.json"]
 )

@@ -116,7 +116,9 @@ def find_files(
     wanted, without = _of_split(rows, path, place, split)
     unread = [*without, *(p for p in found if not _suffix(p) and _may_be_rows(p))]
     if unread:
-        why = f"they name no split, or do not end in {', '.join(SUFFIXES)}"
+        why = (
+            f"they name no split, do not end in {', '.join(SUFFIXES)}, or are links to directories"
+        )
         tell(f"{place} holds files that are not read: {_some(unread, path)} ({why})")
     if doubtful := [p for p in wanted if _looks_like_another_split(p[len(path) :], split)]:
         tell(
