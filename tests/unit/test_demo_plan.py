@@ -7,7 +7,7 @@ import yaml
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
-from windrow.local import assets, manifests, sglang
+from windrow.local import assets, manifests, realpods, sglang
 from windrow.local.devices import Device, devices
 from windrow.local.manifests import DecodePod
 
@@ -81,6 +81,24 @@ def test_policy_and_job_of_the_demo_are_valid(tmp_path):
     assert spec.training.max_steps == 7
     assert spec.output.destination == str(tmp_path / "o")
     assert example["spec"]["training"]["maxSteps"] != 7, "the example itself stays as it was"
+
+
+def test_on_a_real_node_pods_run_this_python_on_their_devices_cores(tmp_path):
+    plain = manifests.decode_pod(DecodePod("decode-0", 8001, Device((0, 1)), tmp_path))
+    pod = realpods.on_the_node(plain, tmp_path, tmp_path / "pods")
+    (container,) = pod["spec"]["containers"]
+    assert container["command"][:3] == ["taskset", "--cpu-list", "0,1"]
+    assert {"name": "WINDROW_LOG_DIR", "value": str(tmp_path / "pods" / "decode-0")} in (
+        container["env"]
+    )
+    names = {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert names == {mount["name"] for mount in container["volumeMounts"]}
+    assert "hostNetwork" not in plain["spec"], "what was given stays as it was"
+    policy = realpods.on_the_node(
+        manifests.harvest_policy("demo", 18.3, "windrow"), tmp_path, tmp_path
+    )
+    written = [v for v in parse_policy_spec(policy["spec"]).sidecar.volumes if v.name == "out"]
+    assert [volume.mount_path for volume in written] == [str(tmp_path)]
 
 
 @pytest.mark.parametrize("name", ["finetunejob", "harvestpolicy", "decode-pod"])

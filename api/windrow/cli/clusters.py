@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.table import Table
 
 from windrow.cli.output import Json, print_json, print_line, spread
 from windrow.errors import UserError
+
+if TYPE_CHECKING:
+    from windrow.local.realnode import NodeInfo
 
 ENGINES = ("builtin", "sglang")
 Pods = Annotated[
@@ -26,6 +29,16 @@ Engine = Annotated[
     typer.Option(
         help="What decodes: builtin, or sglang: SGLang's own server from the environment that "
         "`make sglang` has made."
+    ),
+]
+
+
+NODES = ("process", "real")
+Node = Annotated[
+    str,
+    typer.Option(
+        help="Where pods run: process, as processes; real, in containers of a kubelet that lives "
+        "as long as the command (root; see `make node`)."
     ),
 ]
 
@@ -84,6 +97,7 @@ def demo(
     options: DemoOptions,
     compared: CompareOptions,
     engine: Engine = "builtin",
+    node: Node = "process",
     compare: Annotated[
         bool,
         typer.Option(
@@ -109,6 +123,7 @@ def demo(
 
     console = Console(stderr=as_json)
     sglang = _sglang(engine)
+    on_node = _node(node, console, compare=compare, sglang=sglang)
     if compare and sglang is not None:
         raise UserError(
             "the comparison runs on the built-in engine only",
@@ -119,6 +134,7 @@ def demo(
         out=_new_folder(out, goes_on=comparison.PLAN if compare else ""),
         busy=compare,
         sglang=sglang,
+        node=on_node,
         **vars(options),
     )
     if compare:
@@ -135,6 +151,31 @@ def demo(
         print_json(summary)
     console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
     console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
+
+
+def _node(node: str, console: Console, *, compare: bool, sglang: Path | None) -> NodeInfo | None:
+    """Return the real node that this process runs on; None: none is asked for.
+
+    Where there is none yet, one is brought up, and this very command is run on it.
+    """
+    from windrow.local import realnode
+
+    if node not in NODES:
+        raise UserError(
+            f"{node!r} is no node", field="--node", remedy=f"Write {' or '.join(NODES)}."
+        )
+    if node == "process":
+        return None
+    if compare or sglang is not None:
+        raise UserError(
+            "on a real node the demo runs with the built-in engine, and compares nothing",
+            field="--node",
+            remedy="Leave out --compare and --engine, or --node.",
+        )
+    if (there := realnode.NodeInfo.of_environment()) is not None:
+        return there
+    again = [sys.executable, *sys.argv]
+    raise typer.Exit(realnode.run(again, console))
 
 
 def _sglang(engine: str) -> Path | None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from windrow.client import WindrowClient, read_manifest
 from windrow.errors import WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
-from windrow.local import assets, generator, manifests, measure, serving
+from windrow.local import assets, generator, manifests, measure, realpods, serving
 from windrow.local.cluster import ClusterSettings, LocalCluster
 from windrow.local.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow.local.environment import environment
@@ -36,6 +36,8 @@ from windrow.local.objective import (
     solo_model,
 )
 from windrow.local.processes import Keeper
+from windrow.local.realcluster import RealCluster
+from windrow.local.realnode import NodeInfo
 from windrow.local.report import rows_of, write_report
 from windrow.local.summary import PODS, Events, run_log, summarize
 from windrow.local.trace import TraceRequest
@@ -69,6 +71,7 @@ class DemoSettings:
         factor: the objective by rule, in solo steps.
         arena_bytes: of each decode pod; 0: the engine's default.
         sglang: the environment whose SGLang decodes; None: the built-in engine.
+        node: the real node that this process runs on; None: pods run as processes.
     """
 
     out: Path
@@ -87,6 +90,7 @@ class DemoSettings:
     factor: float = FACTOR
     arena_bytes: int = 0
     sglang: Path | None = None
+    node: NodeInfo | None = None
 
 
 class DemoFailed(WindrowError):
@@ -98,7 +102,7 @@ class DemoStage:
     """What a run acts on: a control plane, this machine's devices, the files it needs."""
 
     settings: DemoSettings
-    cluster: LocalCluster
+    cluster: LocalCluster | RealCluster
     client: WindrowClient
     keeper: Keeper
     watcher: Watcher
@@ -143,6 +147,12 @@ class DemoStage:
         )
         return share_of(requests, 0, n)
 
+    def shaped(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a pod or policy as the node needs it."""
+        if self.settings.node is None:
+            return body
+        return realpods.on_the_node(body, self.settings.out, self.settings.out / PODS)
+
     def job(self, destination: Path, steps: int) -> dict[str, Any]:
         """Return the run's FinetuneJob."""
         return manifests.finetune_job(
@@ -184,10 +194,11 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     (settings.out / PODS).mkdir(parents=True)
     log_dir = settings.out / "logs"
     others = bystanders(held)
-    asked = ClusterSettings(
-        log_dir=log_dir, event_log_root=settings.out / PODS, outputs=(settings.out,), cpus=others
-    )
-    with Keeper() as keeper, LocalCluster(asked, console=console) as cluster, on_cpus(others):
+    with (
+        Keeper() as keeper,
+        _cluster(settings, others, keeper, console) as cluster,
+        on_cpus(others),
+    ):
         client = WindrowClient(cluster.kubeconfig)
         watcher = Watcher(
             WindrowClient(cluster.kubeconfig),
@@ -210,6 +221,21 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
         )
         with watcher, _explained(on):
             yield on
+
+
+def _cluster(
+    settings: DemoSettings, cpus: list[int], keeper: Keeper, console: Console
+) -> LocalCluster | RealCluster:
+    """Return what the demo runs on, not started yet."""
+    if settings.node is not None:
+        return RealCluster(settings.node, keeper, settings.out)
+    asked = ClusterSettings(
+        log_dir=settings.out / "logs",
+        event_log_root=settings.out / PODS,
+        outputs=(settings.out,),
+        cpus=cpus,
+    )
+    return LocalCluster(asked, console=console)
 
 
 @contextlib.contextmanager
@@ -236,7 +262,11 @@ def serve(on: DemoStage) -> serving.Pods:
     """Create the decode pods under a policy, and return once they serve and have a profile."""
     settings = on.settings
     pods = serving.plan_pods(
-        on.devices, on.model, arena_bytes=settings.arena_bytes, sglang=settings.sglang
+        on.devices,
+        on.model,
+        arena_bytes=settings.arena_bytes,
+        sglang=settings.sglang,
+        shaped=on.shaped,
     )
     serving.observe(on.client, pods, POLICY, settings.policy, PODS_WITHIN)
     on.say(f"{len(pods.decodes)} decode pod(s) start and take their latency profile")
@@ -257,7 +287,7 @@ def learn(on: DemoStage, pods: serving.Pods) -> None:
     """
     serving.await_observed(on.client, pods, PODS_WITHIN)
     policy = manifests.harvest_policy(POLICY, serving.PLACEHOLDER_MS, on.settings.policy)
-    on.client.apply_policy(policy)
+    on.client.apply_policy(on.shaped(policy))
     for n in range(LEARN_LOADS):
         on.say(f"load for {LEARN_S:g} s, from which decode learns its latency profile ({n + 1})")
         play(on, pods, f"learning-{n + 1}", LEARN_S, on.settings.rate or LEARN_RATE)
@@ -326,7 +356,7 @@ def harvest(on: DemoStage, pods: serving.Pods, objective: Objective) -> JobView:
     settings = on.settings
     serving.await_observed(on.client, pods, PODS_WITHIN)
     policy = manifests.harvest_policy(POLICY, objective.milliseconds, settings.policy)
-    on.client.apply_policy(policy)
+    on.client.apply_policy(on.shaped(policy))
     serving.await_slots(on.client, pods, PODS_WITHIN)
     measured = steps_through_load(on)
     steps = settings.steps or measured

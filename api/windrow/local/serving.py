@@ -16,7 +16,7 @@ from windrow.client import WindrowClient
 from windrow.crd import LABEL_DECODE, LatencyProfileSpec
 from windrow.errors import Transient, WindrowError
 from windrow.local.devices import Device
-from windrow.local.manifests import NAMESPACE, DecodePod, decode_pod, harvest_policy
+from windrow.local.manifests import NAMESPACE, DecodePod, Json, decode_pod, harvest_policy
 from windrow.local.ports import LOOPBACK, ReservedPort
 from windrow.views import SlotView
 
@@ -39,9 +39,14 @@ class NotReady(WindrowError):
 
 @dataclass(frozen=True)
 class Pods:
-    """Decode pods that serve."""
+    """Decode pods that serve.
+
+    Attributes:
+        shaped: makes of a pod or a policy what the cluster's node needs.
+    """
 
     decodes: tuple[DecodePod, ...]
+    shaped: Callable[[Json], Json] = lambda body: body
 
     @property
     def endpoints(self) -> list[str]:
@@ -64,11 +69,12 @@ def plan_pods(
     arena_bytes: int = 0,
     sglang: Path | None = None,
     asks: bool = False,
+    shaped: Callable[[Json], Json] = lambda body: body,
 ) -> Pods:
     """Name a decode pod for each device and choose free ports.
 
     `sglang`: the environment whose SGLang decodes; None: the built-in engine. `asks`: there is no
-    policy yet, so the pods ask by their label to be prepared for a sidecar.
+    policy yet, so the pods ask by their label to be prepared for a sidecar. `shaped`: see `Pods`.
     """
     with ExitStack() as held:
         ports = [held.enter_context(ReservedPort()).number for _ in devices]
@@ -86,7 +92,8 @@ def plan_pods(
                 asks,
             )
             for i, (port, device) in enumerate(zip(ports, devices, strict=True))
-        )
+        ),
+        shaped,
     )
 
 
@@ -95,9 +102,9 @@ def observe(client: WindrowClient, pods: Pods, name: str, policy: str, within: t
 
     Its objective is a placeholder: the real one follows from what is observed.
     """
-    client.apply_policy(harvest_policy(name, PLACEHOLDER_MS, policy, mode="observe"))
+    client.apply_policy(pods.shaped(harvest_policy(name, PLACEHOLDER_MS, policy, mode="observe")))
     core = k8s.CoreV1Api(client.api)
-    probe = decode_pod(pods.decodes[0])
+    probe = pods.shaped(decode_pod(pods.decodes[0]))
 
     def is_prepared() -> bool:
         made = core.create_namespaced_pod(NAMESPACE, probe, dry_run="All")
@@ -123,7 +130,7 @@ def create(client: WindrowClient, pods: Pods) -> None:
     """Create the pods."""
     core = k8s.CoreV1Api(client.api)
     for decode in pods.decodes:
-        core.create_namespaced_pod(NAMESPACE, decode_pod(decode))
+        core.create_namespaced_pod(NAMESPACE, pods.shaped(decode_pod(decode)))
 
 
 def await_ready(client: WindrowClient, pods: Pods, within: timedelta) -> None:

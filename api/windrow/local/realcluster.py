@@ -1,0 +1,106 @@
+"""Our resources and operator on the real node that this process runs on, as a demo needs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from windrow.errors import WindrowError
+from windrow.local import realpods
+from windrow.local.processes import Child, Keeper, ProcessCommand
+from windrow.local.realnode import NODE_ADDRESS, NodeInfo
+from windrow.local.resources import resource_directory
+
+_START_WITHIN_S = 60.0
+_TAIL_LINES = 20
+
+
+class RealCluster:
+    """A context manager; the node itself stays for as long as its command runs.
+
+    Attributes:
+        kubeconfig: of a cluster administrator.
+        version: of Kubernetes.
+        directory: the run's own folder.
+
+    Args:
+        node: that this process runs on.
+        keeper: ends the operator, however this process ends.
+        folder: of the run, below which logs lie and jobs may write.
+    """
+
+    def __init__(self, node: NodeInfo, keeper: Keeper, folder: Path) -> None:
+        self._node, self._keeper, self._folder = node, keeper, folder
+        self.directory = folder
+        self.kubeconfig = Path(node.kubeconfig)
+        self.version = ""
+        self._operator: Child | None = None
+
+    def __enter__(self) -> Self:
+        with tempfile.TemporaryDirectory() as archive:
+            realpods.import_decode_image(self._node, Path(archive))
+        versions = json.loads(self._kubectl("version", "-o", "json"))
+        self.version = versions["serverVersion"]["gitVersion"]
+        crds = str(resource_directory("crds"))
+        self._kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
+        self._kubectl("wait", "--for=condition=Established", "crd", "--all")
+        # What says that policies may give directories of the node there.
+        enforce = "pod-security.kubernetes.io/enforce=privileged"
+        self._kubectl("label", "--overwrite", "namespace", "default", enforce)
+        self._start_operator()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End the operator, and have the API server ask nobody about pods any more."""
+        if self._operator is not None:
+            self._operator.stop(timedelta(seconds=15))
+        hook = ("mutatingwebhookconfiguration", "windrow-operator")
+        self._kubectl("delete", *hook, "--ignore-not-found")
+
+    def _start_operator(self) -> None:
+        log = self._folder / "logs" / "operator.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        state = self._folder / "logs" / "operator.json"
+        command = ProcessCommand(
+            [
+                *(sys.executable, "-m", "windrow_operator", f"--kubeconfig={self.kubeconfig}"),
+                *("--attach-host=0.0.0.0", f"--advertise-address={NODE_ADDRESS}"),
+                *(f"--{name}-port=0" for name in ("attach", "webhook", "metrics")),
+                *("--identity=local", f"--state-file={state}"),
+                f"--sidecar-command={realpods.SIDECAR_COMMAND}",
+            ],
+            log=log,
+        )
+        self._operator = self._keeper.start(command)
+        deadline = time.monotonic() + _START_WITHIN_S
+        while not self._leads(state):
+            if self._operator.poll() is not None or time.monotonic() > deadline:
+                tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+                raise WindrowError("\n".join(["the operator is not ready; its log:", *tail]))
+            time.sleep(0.05)
+
+    @staticmethod
+    def _leads(state: Path) -> bool:
+        try:
+            return bool(json.loads(state.read_text(encoding="utf-8")).get("leads"))
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def _kubectl(self, *words: str) -> str:
+        run = [f"{self._node.bin}/kubectl", f"--kubeconfig={self.kubeconfig}", *words]
+        done = subprocess.run(run, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise WindrowError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
