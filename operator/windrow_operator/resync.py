@@ -2,7 +2,8 @@
 
 A watch that begins anew after its version has expired tells of no object that was deleted
 meanwhile, and one that is stuck tells of nothing. So now and then everything is listed; what the
-watch ought to have told and did not is taken up, and said.
+watch ought to have told and did not is taken up, and said. A listing that has an older version than
+was known before it began is of a store that was put back to a snapshot: then the older one is true.
 """
 
 from __future__ import annotations
@@ -83,13 +84,18 @@ class Resync:
         """
         missed: dict[str, int] = {}
         for kind in self._kinds:
-            before, listed = kind.known(), set[str]()
+            before, listed, put_back = kind.known(), set[str](), 0
             changed: dict[str, Body] = {}  # and nothing else: there may be thousands
             async for body in self._each(kind):
                 key = kind.key(body)
                 listed.add(key)
-                if before.get(key, -1) < _version(body):
+                known = before.get(key, -1)
+                if known < _version(body):
                     changed[key] = body
+                elif known != _ANY and known > _version(body):
+                    put_back += 1
+                    kind.drop(key)
+                    kind.put(body)
             gone = before.keys() - listed
             await asyncio.sleep(_TOLD_WITHIN_S)
             now = kind.known()
@@ -103,8 +109,8 @@ class Resync:
                 kind.put(body)
             for key in gone:
                 kind.drop(key)
-            if gone or newer:
-                missed[kind.name] = len(gone) + len(newer)
+            if gone or newer or put_back:
+                missed[kind.name] = len(gone) + len(newer) + put_back
         return missed
 
     async def _each(self, kind: _Watched) -> AsyncIterator[Body]:
