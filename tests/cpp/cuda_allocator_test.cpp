@@ -244,6 +244,19 @@ TEST_F(CudaAllocator, AChunkIsNotGivenBackWhileAnotherStreamUsesWhatWasFreed) {
   EXPECT_EQ(allocator_->take_quiet().size(), 1U);
 }
 
+TEST_F(CudaAllocator, WhereNoEventOfTheContextIsToBeHadTheStreamsThatTookMemoryAreAsked) {
+  const testing::StandinSetting refused("WINDROW_STANDIN_CONTEXT_EVENTS", "0");
+  std::byte* const tensor = allocator_->allocate(8 * kMiB, id(mine_));
+  std::byte* const theirs = allocator_->allocate(4 * kMiB, id(other_));
+  launch_fill(other_, tensor, 5, 8 * kMiB);
+  allocator_->free(tensor);
+  allocator_->drain(1);
+  EXPECT_TRUE(allocator_->take_quiet().empty());
+  synchronize(other_);
+  EXPECT_EQ(allocator_->take_quiet().size(), 1U);
+  allocator_->free(theirs);
+}
+
 TEST_F(CudaAllocator, AChunkIsNotGivenBackUnderAKernelOfAGreenContext) {
   const auto partition = driver_.partition({});
   const auto level =

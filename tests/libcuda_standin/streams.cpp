@@ -186,6 +186,9 @@ Result cuCtxRecordEvent(cuda::Context context, cuda::Event event) {
   if (const Result result = enter(); result != cuda::kSuccess) {
     return result;
   }
+  if (setting("WINDROW_STANDIN_CONTEXT_EVENTS", 1) == 0) {
+    return cuda::kNotSupported;
+  }
   EventState* found = find_event(event, "cuCtxRecordEvent");
   if (found == nullptr) {
     return cuda::kInvalidHandle;
