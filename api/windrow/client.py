@@ -239,7 +239,8 @@ class WindrowClient:
         Raises:
             UserError: no sidecar has a line of it.
         """
-        mark = worker_line(f"{namespace or self.namespace}/{name}")
+        of = f"{namespace or self.namespace}/{name}"
+        mark = worker_line(of)
         told: dict[tuple[str, str], int] = {}  # lines of each pod
         while True:
             job = self.get(name, namespace=namespace)
@@ -255,8 +256,7 @@ class WindrowClient:
             time.sleep(_POLL_S)
         if not told:
             raise UserError(
-                f"FinetuneJob {namespace}/{name} has no worker whose log can be read: it is "
-                f"{job.state}",
+                f"FinetuneJob {of} has no worker whose log can be read: it is {job.state}",
                 field="name",
                 remedy="What has happened to it: windrow explain " + name,
             )

@@ -224,6 +224,15 @@ def test_commands_take_the_namespace_of_their_context(talk, namespace, kubeconfi
     assert talk.jobs(namespace=namespace) == []
 
 
+def test_a_job_without_a_worker_is_named_with_the_namespace_of_the_context(
+    talk, namespace, kubeconfig, capsys
+):
+    talk.submit(JOB, namespace=namespace)
+    words = ["logs", "tone", "--worker", "--kubeconfig", str(kubeconfig), "--context", "mine"]
+    assert cli.run(words) == cli.EXIT_USAGE
+    assert f"FinetuneJob {namespace}/tone has no worker" in capsys.readouterr().err
+
+
 def test_describe_shows_conditions(talk, namespace, kubeconfig, set_status, capsys):
     talk.submit(JOB, namespace=namespace)
     said = {"type": "Placed", "status": "False", "reason": "NoSlot", "message": "there is none"}
