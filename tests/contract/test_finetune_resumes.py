@@ -259,6 +259,12 @@ def test_a_job_that_runs_already_is_not_run_a_second_time_until_its_process_is_g
     assert not job.folder.exists()
 
 
+def test_a_directory_where_the_adapter_goes_is_refused_before_anything_runs(tmp_path):
+    (tmp_path / "adapter_model.safetensors").mkdir()
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is a directory"):
+        JobFolder(tmp_path, UID, 1).claim()
+
+
 def test_a_destination_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError) as caught:

@@ -158,6 +158,12 @@ def test_a_head_of_its_own_under_a_config_that_ties_it_is_told(folder):
     assert "tie_word_embeddings" in note
 
 
+def test_code_of_the_models_own_that_is_not_run_is_told(folder):
+    configure(folder, auto_map={"AutoModelForCausalLM": "modeling_own.OwnModel"})
+    (note,) = loaded(folder).notes
+    assert "modeling_own.OwnModel" in note
+
+
 def test_a_buffer_that_the_model_makes_itself_may_lie_in_its_files(tmp_path):
     GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=32, n_layer=2, n_head=2)).save_pretrained(
         tmp_path

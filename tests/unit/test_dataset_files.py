@@ -41,6 +41,18 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
     assert caught.value.field == "spec.dataset.source"
 
 
+def test_a_pipe_that_nobody_may_ever_write_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="neither a file nor a directory"):
+        texts(tmp_path / "rows.jsonl")
+
+
+@pytest.mark.parametrize(("place", "lacks"), [("http:///x.jsonl", "host"), ("s3:///x", "bucket")])
+def test_a_url_without_a_host_is_the_users_to_mend(place, lacks):
+    with pytest.raises(UserError, match=f"names no {lacks}"):
+        find_files(place)
+
+
 def test_paths_and_file_urls_name_files_and_other_schemes_are_refused():
     assert str(local_path("file:///a%20b/c", field="f")) == "/a b/c"
     assert str(local_path("a/b", field="f")) == "a/b"

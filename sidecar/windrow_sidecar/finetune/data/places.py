@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -99,6 +99,7 @@ def find_files(
         # `isdir` and `exists` take a place that does not answer for one that is not there.
         about = system.info(path)
         if about["type"] != "directory" and not system.isdir(path):
+            _refuse_endless(about, source)
             _refuse_unknown(path, source)
             _refuse_split_of_file(path, source, split)
             return [DataFile(system, path, source)]
@@ -178,7 +179,14 @@ def unreadable(source: str, error: Exception) -> UserError:
 
 def _url(source: str) -> str:
     """Return what fsspec takes; a name like owner/name that is no path is one of the Hub."""
-    scheme = urlsplit(source).scheme
+    scheme, host, *_ = urlsplit(source)
+    if scheme in ("http", "https", "s3", "gs") and not host:
+        raise UserError(
+            f"{source} names no {'host' if scheme.startswith('http') else 'bucket'}",
+            field=FIELD,
+            remedy=f"Write {scheme}://name/path.",
+            reason=Reason.DATASET_UNREADABLE,
+        )
     if scheme in ("", "file"):
         path = local_path(source, field=FIELD)
         hub = scheme == "" and HUB_NAME.fullmatch(source) and not _suffix(source)
@@ -203,6 +211,17 @@ def _open_system(url: str, credentials: Credentials) -> tuple[Any, str]:
             reason=Reason.DATASET_UNREADABLE,
         ) from error
     return system, str(path)
+
+
+def _refuse_endless(about: Mapping[str, Any], source: str) -> None:
+    """Refuse a pipe, a socket or a device: who reads one waits for whoever writes it."""
+    if about["type"] == "other":
+        raise UserError(
+            f"{source} is neither a file nor a directory",
+            field=FIELD,
+            remedy="Write its rows into a file.",
+            reason=Reason.DATASET_UNREADABLE,
+        )
 
 
 def _refuse_unknown(path: str, source: str) -> None:

@@ -219,8 +219,9 @@ def load_base(
         model.to(device.torch)
     model.requires_grad_(requires_grad=False)
     found = model_fingerprint(directory) if weight_files(directory) else ""
-    notes = tuple(note for note in (unread_note(directory), _untied_note(model)) if note)
-    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, notes)
+    notes = (unread_note(directory), _untied_note(model), _own_code_note(config))
+    told = tuple(note for note in notes if note)
+    return BaseModel(model, model.config, tokenizer, exported is not None, frozen, found, told)
 
 
 def _untied_note(model: Any) -> str:  # noqa: ANN401 - of transformers
@@ -232,6 +233,17 @@ def _untied_note(model: Any) -> str:  # noqa: ANN401 - of transformers
     return (
         "config.json ties the model's head to its embeddings (tie_word_embeddings), and its files "
         "hold a head of its own: it is trained over that, where a server may take the embeddings"
+    )
+
+
+def _own_code_note(config: Any) -> str:  # noqa: ANN401 - of transformers
+    """Say where a checkpoint names code of its own, which is never run; else ""."""
+    named = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if not named:
+        return ""
+    return (
+        f"config.json names code of the model's own ({named}), which is not run: the model is that "
+        f"of transformers for the type {config.model_type}"
     )
 
 

@@ -164,6 +164,7 @@ class JobFolder:
             OSError: the disk is full.
         """
         holder = self.root / f"{HOLDER}{self.epoch}"
+        self._refuse_folders()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             wait_for_orphan(holder, waits_for, alive)
@@ -186,6 +187,17 @@ class JobFolder:
                 remedy="Name a directory on a volume that the worker may write.",
                 reason=Reason.OUTPUT_NOT_WRITABLE,
             ) from error
+
+    def _refuse_folders(self) -> None:
+        """Refuse a destination where a directory has the name of one of an adapter's files."""
+        for taken in self.destination.glob("adapter_*.*"):
+            if taken.is_dir():
+                raise UserError(
+                    f"{taken} is a directory, where a file of the adapter goes",
+                    field="spec.output.destination",
+                    remedy="Remove it, or name another directory.",
+                    reason=Reason.OUTPUT_NOT_WRITABLE,
+                )
 
     def _remove_drafts(self) -> None:
         """Of workers that were killed while they wrote: as large as what they would have been."""
