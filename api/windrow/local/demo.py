@@ -373,7 +373,20 @@ def harvest(on: DemoStage, pods: serving.Pods, objective: Objective) -> JobView:
         raise serving.NotReady(str(e), logs=[*pods.logs, "operator"]) from e
     on.say(f"the job has ended: {done.state}")
     serving.delete(on.client, pods, PODS_WITHIN)
+    if settings.node is not None:
+        forget(on, done)
     return done
+
+
+def forget(on: DemoStage, job: JobView) -> None:
+    """Delete the job, and return once it is gone: the node stays, the next demo's has its name."""
+    on.client.delete(job.name, namespace=NAMESPACE)
+
+    def left() -> list[str]:
+        return [known.name for known in on.client.jobs(namespace=NAMESPACE)]
+
+    if job.name in serving.poll(left, lambda names: job.name not in names, PODS_WITHIN):
+        raise serving.NotReady(f"job {job.name} is still there after {PODS_WITHIN}")
 
 
 def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any]:
