@@ -45,7 +45,7 @@ from windrow.crd import (
 )
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
-from windrow.rundir import worker_line
+from windrow.rundir import read_worker_line
 from windrow.views import EventView, JobView, SlotView
 
 DEFAULT_NAMESPACE = "default"
@@ -240,14 +240,12 @@ class WindrowClient:
             UserError: no sidecar has a line of it.
         """
         of = f"{namespace or self.namespace}/{name}"
-        mark = worker_line(of)
         told: dict[tuple[str, str], int] = {}  # lines of each pod
         while True:
             job = self.get(name, namespace=namespace)
             for pod in self._pods_of(job, told):
-                found = [
-                    line.partition(mark)[2] for line in self._sidecar_log(*pod) if mark in line
-                ]
+                lines = (read_worker_line(line, of) for line in self._sidecar_log(*pod))
+                found = [line for line in lines if line is not None]
                 yield from found[told.get(pod, 0) :]
                 if found:
                     told[pod] = max(told.get(pod, 0), len(found))

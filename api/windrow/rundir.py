@@ -6,6 +6,7 @@ In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts in
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +105,16 @@ class RunDir:
         return self.root / "jobs" / job_uid
 
 
-def worker_line(job: str, text: str = "") -> str:
-    """Return a line of a worker's log as the sidecar's own log has it; `job` is namespace/name."""
-    return f"worker {job} | {text}"
+def worker_line(jobs: Iterable[str], text: str) -> str:
+    """Return a line of a worker's log as the sidecar's own log has it.
+
+    `jobs`: namespace/name of each that the worker has; who may read the sidecar's log sees all.
+    """
+    return f"worker {', '.join(jobs)} | {text}"
+
+
+def read_worker_line(line: str, job: str) -> str | None:
+    """Return what a worker wrote while it had `job`, namespace/name; None: it is no such line."""
+    names, found, text = line.partition(" | ")
+    _, of_worker, jobs = names.rpartition("worker ")
+    return text if found and of_worker and job in jobs.split(", ") else None

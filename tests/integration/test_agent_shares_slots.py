@@ -9,6 +9,7 @@ import pytest
 from agent_pod import attached_pod
 
 from windrow.proto import attach_pb2
+from windrow.rundir import read_worker_line
 from windrow_sidecar.testing.attached_operator import until
 
 pytestmark = pytest.mark.alone
@@ -75,6 +76,27 @@ async def test_jobs_share_a_worker_and_it_is_reaped_after_the_last(pod):
     assert agent.worker_pids() == []
     assert agent.sample("windrow_worker_exits_total", outcome="stopped") == 1.0
     assert operator.kinds("uid-1") == operator.kinds("uid-2") == ["STARTED", "STOPPED"]
+
+
+async def test_lines_of_a_shared_worker_are_those_of_each_job_that_it_has(pod):
+    operator, agent, _ = pod
+
+    def wrote(uid: str) -> list[str]:
+        lines = (agent.folder / "agent.log").read_text().splitlines()
+        found = (read_worker_line(line, f"team-a/{uid}") for line in lines)
+        return [text for text in found if text is not None]
+
+    await started(operator, "uid-1", "run")
+    await until(lambda: "uid-1 begins" in wrote("uid-1"))
+    await started(operator, "uid-2", "run")
+    await until(lambda: "uid-2 begins" in wrote("uid-2"))
+    assert "uid-2 begins" in wrote("uid-1")
+    operator.command(Ask.STOP, "uid-1", 1)
+    await until(lambda: end_of(operator, "uid-1"))
+    await started(operator, "uid-3", "run")
+    await until(lambda: "uid-3 begins" in wrote("uid-2"))
+    assert "uid-3 begins" in wrote("uid-3")
+    assert "uid-3 begins" not in wrote("uid-1")
 
 
 async def test_more_jobs_than_it_said_are_rejected_and_come_when_there_is_room(pod):

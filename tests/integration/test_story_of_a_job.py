@@ -267,7 +267,7 @@ def logging_pod(cluster, name, folder):
 def test_the_log_of_a_worker_is_followed_from_slot_to_slot_until_its_job_has_ended(
     cluster, control_plane, tmp_path
 ):
-    mark = worker_line(f"{cluster.namespace}/tone")
+    mark = worker_line([f"{cluster.namespace}/tone"], "")
     talk = WindrowClient(control_plane.kubeconfig)
     followed = []
 

@@ -75,6 +75,7 @@ class JobWorker:
             self._linger()
         if self._behave == "at-work":
             TurnNote(self._run_dir.turn_note()).of(self._job_uid, self._epoch)()
+        print(f"{self._job_uid} begins", flush=True)
         self._event("STARTED", "Started", "from the beginning")
         if self._behave == "crash":
             os.abort()

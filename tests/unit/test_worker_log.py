@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from windrow.rundir import read_worker_line
 from windrow_sidecar.agent.worker_process import WorkerLogFollower
 
 
@@ -34,6 +35,30 @@ def test_what_an_earlier_worker_wrote_is_not_told_again(tmp_path):
         more.write("of now\n")
     following.look()
     assert said == ["worker team-a/tone | of now"]
+
+
+def test_lines_of_a_worker_with_several_jobs_are_those_of_each(tmp_path):
+    log = tmp_path / "worker.log"
+    following, said = follower(log)
+    with log.open("a") as more:
+        for text, change, job in (
+            ("one alone", following.add, "team-b/tone"),
+            ("both", following.drop, "team-a/tone"),
+            ("the other alone", None, ""),
+        ):
+            more.write(f"{text}\n")
+            more.flush()
+            if change is not None:
+                change(job)  # before anybody has looked
+    following.look()
+
+    def of(job):
+        return [text for line in said if (text := read_worker_line(line, job)) is not None]
+
+    assert of("team-a/tone") == ["one alone", "both"]
+    assert of("team-b/tone") == ["both", "the other alone"]
+    assert of("team-b/ton") == []
+    assert read_worker_line("2026-11-22 INFO the worker has ended", "team-a/tone") is None
 
 
 async def test_the_last_words_are_told_when_the_worker_has_ended(tmp_path):

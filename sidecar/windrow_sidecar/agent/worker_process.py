@@ -84,6 +84,11 @@ class Exit:
         return f"worker {how}; last lines of its log:\n{self.log_tail}" if self.log_tail else how
 
 
+def name_of(assign: attach_pb2.Assign) -> str:
+    """Return namespace/name of the job of an assignment."""
+    return f"{assign.job_namespace}/{assign.job_name}"
+
+
 class WorkerProcess:
     """A running worker. Ends with the agent, whatever happens to that."""
 
@@ -101,7 +106,7 @@ class WorkerProcess:
     ) -> WorkerProcess:
         """Write the job's spec to its directory and start the worker, the waiting one if it is."""
         log = write_job(settings, assign) / WORKER_LOG
-        follower = WorkerLogFollower(log, f"{assign.job_namespace}/{assign.job_name}")
+        follower = WorkerLogFollower(log, name_of(assign))
         process = standby.take(assign) if standby else None
         if process is None:
             command = worker_command(settings, assign)
@@ -115,6 +120,14 @@ class WorkerProcess:
     def pid(self) -> int:
         """Of the worker."""
         return self._process.pid
+
+    def joined(self, assign: attach_pb2.Assign) -> None:
+        """It has another job beside those that it has: lines of its log are that one's too."""
+        self._follower.add(name_of(assign))
+
+    def left(self, assign: attach_pb2.Assign) -> None:
+        """It does not have that job any more, and has others."""
+        self._follower.drop(name_of(assign))
 
     async def wait(self) -> Exit:
         """Reap it; meanwhile its log is repeated on the agent's output."""
@@ -269,14 +282,25 @@ class WorkerLogFollower:
 
     Args:
         log: of the worker; it need not be there yet.
-        job: namespace/name that each line is marked with.
+        job: namespace/name that each line is marked with, until others come beside it.
         emit: takes each marked line.
     """
 
     def __init__(self, log: Path, job: str, emit: Callable[[str], None] = _print) -> None:
-        self._log, self._job, self._emit = log, job, emit
+        self._log, self._jobs, self._emit = log, [job], emit
         self._at = log.stat().st_size if log.exists() else 0
         self._begun = b""
+
+    def add(self, job: str) -> None:
+        """Mark what is written from now on with another job as well."""
+        self.look()
+        self._jobs.append(job)
+
+    def drop(self, job: str) -> None:
+        """Mark what is written from now on with the others alone."""
+        self.look()
+        if job in self._jobs:  # else it never came so far
+            self._jobs.remove(job)
 
     async def run(self) -> None:
         """Follow until cancelled; what came last is told then."""
@@ -303,4 +327,4 @@ class WorkerLogFollower:
             self._tell(line)
 
     def _tell(self, line: bytes) -> None:
-        self._emit(worker_line(self._job, line.decode(errors="replace").rstrip("\r")))
+        self._emit(worker_line(self._jobs, line.decode(errors="replace").rstrip("\r")))

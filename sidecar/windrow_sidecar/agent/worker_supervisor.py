@@ -102,6 +102,8 @@ class WorkerSupervisor:
             await run.cannot_start(error)
             return
         _log.info("job %s epoch %d: joins worker %d", assign.job_uid, assign.epoch, self.pid)
+        if self._process:
+            self._process.joined(assign)
         control.send(
             agent_pb2.WorkerCommand(action="ADD_JOB", job_uid=assign.job_uid, epoch=assign.epoch)
         )
@@ -125,7 +127,9 @@ class WorkerSupervisor:
     def ended(self, run: JobRun) -> None:
         """After the last one the worker should end by itself; it is killed after the grace."""
         self._last_end = attach_pb2.JobEvent.Kind.Name(run.ended or 0).lower()
-        if self._process and not self.is_shared_by(run):
+        if self._process and self.is_shared_by(run):
+            self._process.left(run.assign)
+        elif self._process:
             self._killer = self._killer or asyncio.create_task(self._kill_after_grace())
 
     def _control_stream(self) -> JobRun | None:
