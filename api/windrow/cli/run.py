@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Annotated
 
 import typer
@@ -66,40 +65,38 @@ def supervise(command: list[str], environment: dict[str, str]) -> int:
         UserError: there is no such program, or it may not be executed.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent becomes ours
-    child: subprocess.Popen[bytes] | None = None
-    early: list[int] = []
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if child is None:
-            early.append(number)
-        else:
-            with suppress(ProcessLookupError):
-                child.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in _FORWARDED}
+    # Waited for, not handled: a handler that comes just before a wait for the child begins would
+    # run after the child's end.
+    awaited = {*_FORWARDED, signal.SIGCHLD}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     try:
         try:
-            child = subprocess.Popen(command, env=environment, preexec_fn=_dying_with(os.getpid()))
+            child = subprocess.Popen(
+                command, env=environment, preexec_fn=_dying_with(os.getpid(), before)
+            )
         except OSError as error:
             raise UserError(
                 f"{command[0]!r} cannot be run: {error.strerror}",
                 field="COMMAND",
                 remedy="Give the server's command line after --.",
             ) from error
-        for number in early:
-            child.send_signal(number)
-        code = child.wait()
+        while (code := child.poll()) is None:
+            if (number := signal.sigwait(awaited)) != signal.SIGCHLD:
+                child.send_signal(number)
     finally:
         _end_children()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return 128 - code if code < 0 else code
 
 
-def _dying_with(parent: int) -> Callable[[], None]:
-    """Make the child die with the launcher, also where that has died already."""
+def _dying_with(parent: int, signals: Iterable[int]) -> Callable[[], None]:
+    """Make the child die with the launcher, also where that has died already.
+
+    `signals`: that it blocks, as the launcher did when it began.
+    """
 
     def in_child() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
