@@ -79,6 +79,13 @@ def scraped(farm, tmp_path_factory):
         farm.submit("seen", steps=16)
         # A worker that loads its libraries has only the time that decode and this machine leave.
         until("its first step", lambda: farm.job("seen").step >= 1, within_s=240)
+        # Decode alone cannot keep this, so the worker pauses; without requests no step is late.
+        bearable, policy["spec"]["objective"] = policy["spec"]["objective"], {"tpot": "0.1ms"}
+        farm.client.apply_policy(policy)
+        paused = "max_over_time(windrow_worker_paused[5m]) > 0"
+        until("a pause is scraped", lambda: ask(prometheus, paused))
+        policy["spec"]["objective"] = bearable
+        farm.client.apply_policy(policy)
         with Requests(farm.endpoint("decode-0")) as requests:
             with config.new_client_from_config(str(farm.cluster.kubeconfig)) as api:
                 CoreV1Api(api).create_namespaced_pod(

@@ -100,7 +100,11 @@ def test_the_cluster_that_stays_does_what_the_page_says(page):
     assert "is Pending" in said["explain support-tone"]
     assert "a policy has to select a decode pod" in said["explain support-tone"]
     assert "TENANT" in said["report --since 1h"]
-    assert "decode-0" in said["top --plain"]
+    assert "HARVESTABLE" in said["top --plain"]
+    until(
+        "the slot is listed",
+        lambda: "decode-0" in run(".venv/bin/windrow top --plain", environment),
+    )
 
 
 @pytest.mark.skipif(
