@@ -1,4 +1,7 @@
-"""`windrow demo --node real`: the demo's pods as containers, the same summary and report."""
+"""What the quick start on a node tells people to run, run on the node.
+
+`make images` and `make test-node`, which it names too, are how this test comes to run.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +18,27 @@ from windrow.local.summary import summarize
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart" / "node.md"
 
 
-def options_of_the_page() -> list[str]:
-    """What the quick start hands to `windrow demo`."""
-    (line,) = [one for one in PAGE.read_text().splitlines() if one.startswith("    make demo")]
-    _, _, arguments = shlex.split(line)
-    return arguments.removeprefix("ARGS=").split()
+def handed_to(target: str) -> list[list[str]]:
+    """What the quick start hands to a target of make by ARGS: the words of each such line."""
+    lines = [one.strip() for one in PAGE.read_text().splitlines() if one.startswith("    make ")]
+    words = [shlex.split(one.partition("  #")[0]) for one in lines]
+    of_target = [one[2] for one in words if one[1] == target and len(one) > 2]
+    return [shlex.split(arguments.removeprefix("ARGS=")) for arguments in of_target]
+
+
+def test_a_command_on_the_node_is_one_of_its_shell(node):
+    (command,) = handed_to("node")
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "NAMESPACE" in done.stdout or "No resources found" in done.stderr
 
 
 @pytest.mark.timeout(600)
 def test_the_demo_runs_on_the_node_to_the_same_summary_and_report(node, tmp_path):
     out = tmp_path / "run"
     command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
-    command += [*options_of_the_page(), "--seconds=10", f"--out={out}", "--json", "--steps=6"]
+    (options,) = handed_to("demo")
+    command += [*options, "--seconds=10", f"--out={out}", "--json", "--steps=6"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-6000:]
     summary = json.loads((out / "summary.json").read_text())
