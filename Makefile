@@ -32,8 +32,8 @@ SANITIZED := build/cpp-address
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
-	@echo "make check  lint, the unit tests and the core contracts: two minutes, after each change"
-	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes: half an hour"
+	@echo "make check  lint, the unit tests and the core contracts, after each change"
+	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes, a minute or two each"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "   (SGLANG_VERSION=0.5.22: another version than the pinned one, in an environment beside it)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
