@@ -87,8 +87,8 @@ class NodeBenchmark:
             "the job has made a step",
         )
         seconds = time.monotonic() - began
-        self._kubectl("delete", "finetunejob", "first", "--namespace=serving")
-        self._kubectl("delete", "namespace", "serving")
+        self._node.kubectl("delete", "finetunejob", "first", "--namespace=serving")
+        self._node.kubectl("delete", "namespace", "serving")
         return Result("helm install to first step", round(seconds, 1), "s", "lower", goal=90.0)
 
     def idle_sidecar(self, pairs: int) -> list[Result]:
@@ -144,23 +144,15 @@ class NodeBenchmark:
             "decode serves",
         )
 
-    def _kubectl(self, *words: str, body: object = None) -> str:
-        run = [f"{self._node.bin}/kubectl", "--kubeconfig", self._node.kubeconfig, *words]
-        text = json.dumps(body) if body else None
-        done = subprocess.run(run, input=text, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise RuntimeError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout
-
     def _apply(self, body: object) -> None:
-        self._kubectl("apply", "-f", "-", body=body)
+        self._node.kubectl("apply", "-f", "-", body=body)
 
     def _tried(self, pod: object) -> str:
         """Return the pod as it would be created."""
-        return self._kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", body=pod)
+        return self._node.kubectl("create", "--dry-run=server", "-o", "json", "-f", "-", body=pod)
 
     def _get(self, kind: str, name: str, namespace: str) -> dict[str, Any]:
-        text = self._kubectl("get", kind, name, f"--namespace={namespace}", "-o", "json")
+        text = self._node.kubectl("get", kind, name, f"--namespace={namespace}", "-o", "json")
         found: dict[str, Any] = json.loads(text)
         return found
 

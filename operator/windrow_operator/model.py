@@ -36,6 +36,12 @@ def key_of(namespace: str, name: str) -> str:
     return f"{namespace}/{name}"
 
 
+def version_of(body: Mapping[str, Any]) -> int:
+    """Return the version of an object: versions of one kind are in order, newer ones higher."""
+    # Comparable since Kubernetes 1.35 (KEP-5504); etcd's revision in all versions before.
+    return int(body["metadata"].get("resourceVersion") or 0)
+
+
 def name_in(key: str) -> str:
     """Return the name in a key, for messages."""
     return key.rpartition("/")[2]

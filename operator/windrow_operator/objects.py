@@ -14,7 +14,7 @@ from typing import Any
 
 from windrow_operator import policies
 from windrow_operator.job_index import JobIndex
-from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, key_of
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, key_of, version_of
 from windrow_operator.pods import pod_of
 from windrow_operator.usage import UsageLedger
 from windrow_operator.work_queue import Changes
@@ -188,9 +188,4 @@ class WatchedObjects:
 
 
 def _is_newer(body: Mapping[str, Any], known: Mapping[str, Any] | None) -> bool:
-    return known is None or _version(body) >= _version(known)
-
-
-def _version(body: Mapping[str, Any]) -> int:
-    # Comparable since Kubernetes 1.35 (KEP-5504); etcd's revision in all versions before.
-    return int(body["metadata"].get("resourceVersion") or 0)
+    return known is None or version_of(body) >= version_of(known)

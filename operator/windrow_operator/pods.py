@@ -10,7 +10,7 @@ from windrow.crd import SIDECAR_CONTAINER
 from windrow_operator import policies
 from windrow_operator.decode_pods import RUN_VOLUME, decoder_of, served_model
 from windrow_operator.injection import attached_sidecars
-from windrow_operator.model import Mount, Pod, SidecarState
+from windrow_operator.model import Mount, Pod, SidecarState, version_of
 
 
 def pod_of(body: Mapping[str, Any]) -> Pod:
@@ -26,7 +26,7 @@ def pod_of(body: Mapping[str, Any]) -> Pod:
         ending="deletionTimestamp" in metadata or status.get("phase") in ("Succeeded", "Failed"),
         volumes=frozenset(v["name"] for v in (body.get("spec") or {}).get("volumes") or ()),
         mounts=_mounts_of(body),
-        version=int(metadata.get("resourceVersion") or 0),
+        version=version_of(body),
         model=served_model(body),
         sidecar=_sidecar_state(body),
     )

@@ -17,7 +17,7 @@ from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, Kind
 from windrow_operator import handlers
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.kube import Kube, kind_path
-from windrow_operator.model import key_of
+from windrow_operator.model import key_of, version_of
 
 Body = Mapping[str, Any]
 
@@ -90,9 +90,9 @@ class Resync:
                 key = kind.key(body)
                 listed.add(key)
                 known = before.get(key, -1)
-                if known < _version(body):
+                if known < version_of(body):
                     changed[key] = body
-                elif known != _ANY and known > _version(body):
+                elif known != _ANY and known > version_of(body):
                     put_back += 1
                     kind.drop(key)
                     kind.put(body)
@@ -103,7 +103,7 @@ class Resync:
             newer = {
                 key: body
                 for key, body in changed.items()
-                if now.get(key, -1) < _version(body) and (key in now or key not in before)
+                if now.get(key, -1) < version_of(body) and (key in now or key not in before)
             }
             for body in newer.values():
                 kind.put(body)
@@ -120,10 +120,6 @@ class Resync:
             async for piece in self._kube.pieces(kind.path(namespace), labels=kind.labels):
                 for body in piece:
                     yield body
-
-
-def _version(body: Body) -> int:
-    return int(body["metadata"].get("resourceVersion") or 0)
 
 
 def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
@@ -160,7 +156,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             HARVEST_POLICY.plural,
             _path_of(HARVEST_POLICY),
             lambda body: key_of(body["metadata"]["namespace"], body["metadata"]["name"]),
-            lambda: {key: _version(body) for key, body in cluster.policy_bodies.items()},
+            lambda: {key: version_of(body) for key, body in cluster.policy_bodies.items()},
             cluster.put_policy,
             cluster.drop_policy,
         ),
@@ -168,7 +164,7 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             FINETUNE_JOB.plural,
             _path_of(FINETUNE_JOB),
             _uid,
-            lambda: {uid: _version(body) for uid, body in cluster.jobs.items()},
+            lambda: {uid: version_of(body) for uid, body in cluster.jobs.items()},
             cluster.put_job,
             cluster.drop_job,
         ),

@@ -2,7 +2,7 @@
 
 import pytest
 from kubernetes import client
-from operator_process import Cluster, OperatorProcess, install_crds
+from operator_process import HURRIED, Cluster, OperatorProcess, install_crds
 
 
 @pytest.fixture(scope="module")
@@ -12,8 +12,7 @@ def operator(control_plane, kube, tmp_path_factory):
     process = OperatorProcess(
         control_plane.kubeconfig,
         tmp_path_factory.mktemp("operator"),
-        *("--gone-grace-seconds", "1", "--lost-grace-seconds", "3"),
-        *("--backoff-base-seconds", "0.2", "--stop-timeout-seconds", "4"),
+        *HURRIED,
     )
     process.start()
     yield process
@@ -32,3 +31,13 @@ def cluster(kube, namespace, operator):
     cluster = Cluster(kube, namespace, operator)
     yield cluster
     cluster.close()
+
+
+@pytest.fixture
+def urgent(kube):
+    """The name of a PriorityClass above all others of this test."""
+    api = client.SchedulingV1Api(kube)
+    body = {"metadata": {"name": "urgent-finetuning"}, "value": 1000}
+    api.create_priority_class(body)
+    yield body["metadata"]["name"]
+    api.delete_priority_class(body["metadata"]["name"])

@@ -47,6 +47,13 @@ def install_crds(kube):
     wait_until(served, "the CRDs are established")
 
 
+# Patient for seconds, not minutes.
+HURRIED = (
+    *("--gone-grace-seconds", "1", "--lost-grace-seconds", "3"),
+    *("--backoff-base-seconds", "0.2", "--stop-timeout-seconds", "4"),
+)
+
+
 class OperatorProcess:
     """`python -m windrow_operator` on loopback ports; may be killed and started again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from api_proxy import ApiProxy, Fault
-from operator_process import Cluster, OperatorProcess, install_crds, running
+from operator_process import HURRIED, Cluster, OperatorProcess, install_crds, running
 from waiting import wait_until
 
 from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
@@ -24,8 +24,7 @@ def cluster(kube, namespace, proxy, tmp_path):
     operator = OperatorProcess(
         proxy.kubeconfig,
         tmp_path,
-        *("--gone-grace-seconds", "1", "--lost-grace-seconds", "3"),
-        *("--backoff-base-seconds", "0.2", "--stop-timeout-seconds", "4"),
+        *HURRIED,
     )
     operator.start()
     made = Cluster(kube, namespace, operator)

@@ -137,16 +137,6 @@ def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed
     cluster.await_state("Pending")
 
 
-@pytest.fixture
-def urgent(kube):
-    """The name of a PriorityClass above all others of this test."""
-    api = client.SchedulingV1Api(kube)
-    body = {"metadata": {"name": "urgent-finetuning"}, "value": 1000}
-    api.create_priority_class(body)
-    yield body["metadata"]["name"]
-    api.delete_priority_class(body["metadata"]["name"])
-
-
 def test_a_job_of_higher_priority_gets_the_slot_after_a_checkpoint(placed, urgent):
     cluster, sidecar, assigned = placed
     start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/c5")

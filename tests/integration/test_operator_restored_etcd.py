@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import urllib3
 from kubernetes import client, config
-from operator_process import Cluster, OperatorProcess, install_crds, running
+from operator_process import HURRIED, Cluster, OperatorProcess, install_crds, running
 from waiting import wait_until
 
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
@@ -92,8 +92,7 @@ def cluster(plane, store, tmp_path):
         operator = OperatorProcess(
             plane.kubeconfig,
             tmp_path,
-            *("--gone-grace-seconds", "1", "--lost-grace-seconds", "3"),
-            *("--backoff-base-seconds", "0.2", "--stop-timeout-seconds", "4"),
+            *HURRIED,
         )
         operator.start()
         made = Cluster(kube, "team", operator)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from kubernetes import client
 from operator_process import running
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_SECONDS, wait_until
@@ -27,16 +26,6 @@ from windrow.rundir import worker_line
 from windrow_operator.events import Recorder
 from windrow_operator.kube import Kube
 from windrow_operator.reconcile import Event
-
-
-@pytest.fixture
-def urgent(kube):
-    """The name of a PriorityClass above all others of this test."""
-    api = client.SchedulingV1Api(kube)
-    body = {"metadata": {"name": "urgent-story"}, "value": 1000}
-    api.create_priority_class(body)
-    yield body["metadata"]["name"]
-    api.delete_priority_class(body["metadata"]["name"])
 
 
 def progress(assigned, step, **more):

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 from kubernetes import client
 from support.dra_driver import GROUP, FakeGpus, claim, template
-from support.node_pods import RESTRICTED, apply_policy, await_registered, ready_pod, still_serves
+from support.node_pods import (
+    apply_policy,
+    await_registered,
+    decode_container,
+    ready_pod,
+    still_serves,
+)
 from waiting import wait_until
 
 from windrow.local.realnode import NODE_NAME
@@ -65,21 +71,14 @@ def claims(kube, namespace=None):
 
 
 def decode_pod(image, **of_claim):
-    container = {
-        "name": "decode",
-        "image": image,
-        "imagePullPolicy": "Never",
-        "args": ["--disaggregation-mode", "decode"],
-        "securityContext": RESTRICTED,
-        "resources": {
-            "requests": AMOUNTS,
-            "limits": AMOUNTS,
-            "claims": [{"name": "mine", "request": "gpu"}],
-        },
+    resources = {
+        "requests": AMOUNTS,
+        "limits": AMOUNTS,
+        "claims": [{"name": "mine", "request": "gpu"}],
     }
     spec = {
         "terminationGracePeriodSeconds": 0,
-        "containers": [container],
+        "containers": [decode_container(image, resources)],
         "resourceClaims": [{"name": "mine", **of_claim}],
     }
     return {"metadata": {"name": "decode"}, "spec": spec}

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 import pytest
 from kubernetes import client
 from support.node_pods import (
-    RESTRICTED,
     apply_policy,
     await_registered,
+    decode_container,
     note_start,
     ready_pod,
     start,
@@ -134,14 +134,7 @@ def place(node, kube):
 
 def decode_pod(case, image, labels=None):
     wishes = {"windrow.dev/inject": "enabled"} if case.asks else {}
-    container = {
-        "name": "decode",
-        "image": image,
-        "imagePullPolicy": "Never",
-        "args": ["--disaggregation-mode", "decode"],
-        "securityContext": RESTRICTED,
-        "resources": RESOURCES[case.qos],
-    }
+    container = decode_container(image, RESOURCES[case.qos])
     return {
         "metadata": {"name": "decode", "labels": {**wishes, **(labels or {})}},
         "spec": {"terminationGracePeriodSeconds": 0, "containers": [container]},

@@ -20,6 +20,18 @@ RESTRICTED = {
 }
 
 
+def decode_container(image, resources):
+    """A container that only waits, and says that it decodes."""
+    return {
+        "name": "decode",
+        "image": image,
+        "imagePullPolicy": "Never",
+        "args": ["--disaggregation-mode", "decode"],
+        "securityContext": RESTRICTED,
+        "resources": resources,
+    }
+
+
 def apply_policy(custom, namespace, changes):
     body = {
         "apiVersion": "windrow.dev/v1alpha1",

@@ -21,6 +21,7 @@ from windrow.cli.output import (
     table,
 )
 from windrow.errors import UserError
+from windrow.outputs import OWN_FOLDER
 from windrow.views import JobView
 
 if TYPE_CHECKING:
@@ -276,6 +277,6 @@ def adapter(
             )
         if out.exists():
             raise UserError(f"{out} exists", field="--out", remedy="Name a directory that is new.")
-        shutil.copytree(path, out, ignore=shutil.ignore_patterns(".windrow"))
+        shutil.copytree(path, out, ignore=shutil.ignore_patterns(OWN_FOLDER))
         path = str(out)
     print_json({"adapter": path}) if as_json else print_line(path)

@@ -20,7 +20,7 @@ from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
-from windrow.outputs import check_alone, folder_of, is_bucket, path_of
+from windrow.outputs import OWN_FOLDER, check_alone, folder_of, is_bucket, path_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
@@ -102,7 +102,7 @@ def read_local_job(manifest: Path, output: str | None = None) -> LocalJob:
         raise UserError(error.problem, field=where, remedy=error.remedy) from error
     destination = check_alone(spec.output.destination)
     name = body["metadata"]["name"]
-    return LocalJob(manifest, name, destination / ".windrow" / folder, destination, spec)
+    return LocalJob(manifest, name, destination / OWN_FOLDER / folder, destination, spec)
 
 
 # Of a spec, what only a cluster does.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,14 +45,14 @@ class RealCluster:
     def __enter__(self) -> Self:
         with tempfile.TemporaryDirectory() as archive:
             realpods.import_decode_image(self._node, Path(archive))
-        versions = json.loads(self._kubectl("version", "-o", "json"))
+        versions = json.loads(self._node.kubectl("version", "-o", "json"))
         self.version = versions["serverVersion"]["gitVersion"]
         crds = str(resource_directory("crds"))
-        self._kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
-        self._kubectl("wait", "--for=condition=Established", "crd", "--all")
+        self._node.kubectl("apply", "--server-side", "--force-conflicts", "-f", crds)
+        self._node.kubectl("wait", "--for=condition=Established", "crd", "--all")
         # What says that policies may give directories of the node there.
         enforce = "pod-security.kubernetes.io/enforce=privileged"
-        self._kubectl("label", "--overwrite", "namespace", "default", enforce)
+        self._node.kubectl("label", "--overwrite", "namespace", "default", enforce)
         self._start_operator()
         return self
 
@@ -67,7 +66,7 @@ class RealCluster:
         if self._operator is not None:
             self._operator.stop(timedelta(seconds=15))
         hook = ("mutatingwebhookconfiguration", "windrow-operator")
-        self._kubectl("delete", *hook, "--ignore-not-found")
+        self._node.kubectl("delete", *hook, "--ignore-not-found")
 
     def _start_operator(self) -> None:
         log = self._folder / "logs" / "operator.log"
@@ -97,10 +96,3 @@ class RealCluster:
             return bool(json.loads(state.read_text(encoding="utf-8")).get("leads"))
         except (FileNotFoundError, ValueError):
             return False
-
-    def _kubectl(self, *words: str) -> str:
-        run = [f"{self._node.bin}/kubectl", f"--kubeconfig={self.kubeconfig}", *words]
-        done = subprocess.run(run, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise WindrowError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
-        return done.stdout

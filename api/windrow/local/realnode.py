@@ -86,6 +86,23 @@ class NodeInfo:
         text = os.environ.get(ENV_NODE)
         return cls(**json.loads(text)) if text else None
 
+    def kubectl(self, *words: str, body: object = None) -> str:
+        """Run kubectl and return what it prints; `body`: is handed to it as JSON.
+
+        Raises:
+            NodeError: it refused.
+        """
+        done = subprocess.run(
+            [f"{self.bin}/kubectl", f"--kubeconfig={self.kubeconfig}", *words],
+            input=None if body is None else json.dumps(body),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise NodeError(f"kubectl {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
 
 # --- what the machine has -------------------------------------------------------------------------
 

@@ -61,6 +61,14 @@ def programs() -> dict[str, str]:
     return {name: path for name, path in places.items() if not path.startswith("/usr/")}
 
 
+def _mounts(places: Mapping[str, str]) -> list[Json]:
+    return [{"name": f"of-{volume}", "mountPath": path} for volume, path in places.items()]
+
+
+def _volumes(places: Mapping[str, str]) -> list[Json]:
+    return [{"name": f"of-{name}", "hostPath": {"path": path}} for name, path in places.items()]
+
+
 def namespace(name: str) -> Json:
     """Return a namespace whose pods may mount directories of the node, and whose policies too."""
     labels = {"pod-security.kubernetes.io/enforce": "privileged"}
@@ -105,9 +113,7 @@ def decode_pod(
             "limits": {"cpu": "2", "memory": "4Gi"},
         },
         "readinessProbe": {"httpGet": {"path": "/health", "port": PORT}, "periodSeconds": 1},
-        "volumeMounts": [
-            {"name": f"of-{volume}", "mountPath": path} for volume, path in mounted.items()
-        ],
+        "volumeMounts": _mounts(mounted),
     }
     return {
         "apiVersion": "v1",
@@ -116,10 +122,7 @@ def decode_pod(
         "spec": {
             "terminationGracePeriodSeconds": 3,
             "containers": [container],
-            "volumes": [
-                {"name": f"of-{volume}", "hostPath": {"path": path}}
-                for volume, path in mounted.items()
-            ],
+            "volumes": _volumes(mounted),
             **of_spec,
         },
     }
@@ -192,9 +195,7 @@ def on_the_node(body: Json, folder: Path, log_root: Path) -> Json:
         "image": IMAGE,
         "imagePullPolicy": "Never",
         "command": [*pinned, sys.executable if program == "python" else program, *words],
-        "volumeMounts": [
-            {"name": f"of-{volume}", "mountPath": path} for volume, path in mounted.items()
-        ],
+        "volumeMounts": _mounts(mounted),
     }
     container["env"] = [
         *container.get("env", ()),
@@ -202,7 +203,5 @@ def on_the_node(body: Json, folder: Path, log_root: Path) -> Json:
     ]
     container["readinessProbe"]["httpGet"]["host"] = LOOPBACK
     spec["hostNetwork"] = True
-    spec["volumes"] = [
-        {"name": f"of-{volume}", "hostPath": {"path": path}} for volume, path in mounted.items()
-    ]
+    spec["volumes"] = _volumes(mounted)
     return made

@@ -57,26 +57,29 @@ class Conversations:
             return Rendered(text, ((0, len(text)),), special=False)
         roles = [turn["role"] for turn in row.turns]
         turns = row.turns[: len(roles) - roles[::-1].index("assistant")]
-        with _rendering(row):
-            template = self._tokenizer.get_chat_template(None, row.tools)
+        template = self._template(row)
         if _MARK.search(template):
             return self._marked(row, turns, template)
         return self._told_apart(row, turns)
 
     def _note_unread(self, row: DatasetRow) -> None:
         """Count fields that change nothing in the text: the template knows no such field."""
-        with _rendering(row):
-            template = self._tokenizer.get_chat_template(None, row.tools)
         for name in _fields_of(row):
-            counts = self._counts.get(name)
-            if counts is None:
-                without = _without(row, name)
-                counts = name in template or (
-                    self._text(row, row.turns) != self._text(without, without.turns)
-                )
-                self._counts[name] = counts
-            if not counts:
+            if name not in self._counts:
+                self._counts[name] = self._is_written(row, name)
+            if not self._counts[name]:
                 self.unread[name] += 1
+
+    def _is_written(self, row: DatasetRow, name: str) -> bool:
+        """Whether the template names a field of a row, or writes another text without it."""
+        without = _without(row, name)
+        return name in self._template(row) or (
+            self._text(row, row.turns) != self._text(without, without.turns)
+        )
+
+    def _template(self, row: DatasetRow) -> str:
+        with _rendering(row):
+            return str(self._tokenizer.get_chat_template(None, row.tools))
 
     def _marked(self, row: DatasetRow, turns: tuple[Fields, ...], template: str) -> Rendered:
         """Return what a template with `{% generation %}` marks, as the tokenizer's own mask does.

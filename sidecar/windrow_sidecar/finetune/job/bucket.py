@@ -26,7 +26,7 @@ from torch import Tensor
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
-from windrow.outputs import is_bucket, path_of
+from windrow.outputs import OWN_FOLDER, is_bucket, path_of
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
     answers_later,
@@ -128,7 +128,7 @@ class BucketFolder(JobFolder):
         self._jobs = (scratch or Path(tempfile.gettempdir())) / "windrow-jobs" / job_uid
         super().__init__(here or self._jobs / str(epoch), job_uid, epoch, parent)
         self.place, self._system = url, system
-        self._url = f"{url}/.windrow/{job_uid}"
+        self._url = f"{url}/{OWN_FOLDER}/{job_uid}"
 
     def claim(
         self,

@@ -120,10 +120,7 @@ class Ledger:
             OSError: the disk has no room for a checkpoint.
         """
         if self._forgets and (done := self._folder.completion()) is not None:
-            self._progress()
-            told = self._job_state.progress
-            told = replace(told, step=done.step, tokens=done.tokens, loss=done.loss)
-            self._job_state.progress = told
+            self._progress(step=done.step, tokens=done.tokens, loss=done.loss)
             self._tell_completion(done, "an earlier worker wrote the adapter")
             return False
         found = self._newest()
@@ -329,17 +326,19 @@ class Ledger:
 
     def _progress(self, **changed: float | str | None) -> None:
         at, rows = self._stream.position, self._session.rows
+        now = {
+            "step": at.step,
+            # A checkpoint may be of a later step than the job asks for by now.
+            "total_steps": max(self._stream.total_steps, at.step),
+            "loss": at.loss,
+            "tokens": at.tokens_done,
+            "train_rows": len(rows.train),
+            "held_out_rows": len(rows.held_out),
+            "skipped_rows": rows.skipped,
+            "cut_rows": rows.cut,
+            "memory_bytes": self._session.device.peak_bytes(),
+        }
         self._job_state.progress = replace(
             self._job_state.progress,
-            step=at.step,
-            # A checkpoint may be of a later step than the job asks for by now.
-            total_steps=max(self._stream.total_steps, at.step),
-            loss=at.loss,
-            tokens=at.tokens_done,
-            train_rows=len(rows.train),
-            held_out_rows=len(rows.held_out),
-            skipped_rows=rows.skipped,
-            cut_rows=rows.cut,
-            memory_bytes=self._session.device.peak_bytes(),
-            **changed,  # type: ignore[arg-type]
+            **(now | changed),  # type: ignore[arg-type]
         )

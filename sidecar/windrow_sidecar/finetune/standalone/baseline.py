@@ -19,6 +19,7 @@ from torch import Tensor
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog, MarkEvent, TaskletEvent
+from windrow.outputs import OWN_FOLDER
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
@@ -143,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = find_device(options.device)
         units = take_units(device, options.units)
         job = read_job(options.job)
-        folder = options.log_dir or job.destination / ".windrow" / job.uid
+        folder = options.log_dir or job.destination / OWN_FOLDER / job.uid
         events = EventLog(folder / f"baseline-{os.getpid()}.events.jsonl", source="baseline")
         loop = PlainLoop(
             replace(job, spec=endless(job.spec)),

@@ -12,6 +12,7 @@ import torch
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog, TaskletEvent
+from windrow.outputs import OWN_FOLDER
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.compute.host_device import HostDevice
@@ -70,7 +71,7 @@ def measure_alone(options: argparse.Namespace) -> int:
 
 def event_log(job: JobSpec, folder: Path | None) -> EventLog:
     """Return the event log of a job, in `folder` or in the job's own directory."""
-    folder = folder or job.destination / ".windrow" / job.uid
+    folder = folder or job.destination / OWN_FOLDER / job.uid
     return EventLog(folder / f"dedicated-{os.getpid()}.events.jsonl", source="dedicated")
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
+from windrow.outputs import OWN_FOLDER
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import Judged
 
@@ -138,7 +139,7 @@ class JobFolder:
 
     def __init__(self, destination: Path, job_uid: str, epoch: int, parent: int = 0) -> None:
         self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
-        self.root = destination / ".windrow" / job_uid
+        self.root = destination / OWN_FOLDER / job_uid
         self.checkpoints = self.root / "checkpoints"
         self.place = str(destination)
         self.passed_over: tuple[str, ...] = ()
