@@ -3,10 +3,10 @@
 - speed: 1,000 GPUs for an hour under one policy, wall time and peak memory of all its processes;
 - bounds: an H200 with a constant batch under every policy, against the roofline's spatial bound;
 - truth: against a real run (`windrow demo --out FOLDER`, then `--run FOLDER`): the same requests,
-  profile and policy; what the run's first part teaches is judged on the rest;
+  profile and policy; what every second stretch of the run teaches is judged on the others;
 - papers: the papers' comparisons beside their published figures (in the document only).
 
-`--docs FILE` writes the tables into that document and the plots beside it.
+With `--docs FILE` nothing of this: it writes the tables into that document and the plots beside it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ from benchmarks.harness import Baseline, Result, arguments, environment, write
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SPEED = {"gpus": 1000, "policy": "windrow", "rate": 20.0, "objectives_ms": [12.0]}
+JOBS = {
+    **{"gpus": 8, "rate": 8.0, "objectives_ms": [8.0], "seconds": 1800.0},
+    **{"jobs": 16, "job_tokens": [1e6, 20e6], "surge": 5.0},
+    "priorities": [[0, 0.7], [100, 0.2], [1000, 0.1]],
+}
 PLAN = {"gpus": 1000, "policy": "all", "rate": 20.0, "objectives_ms": [10.0, 12.0, 20.0]}
 BOUND_GOAL, SECONDS_GOAL, GIB_GOAL = 0.9, 120.0, 2.0
 _COLOURS = ("#2ca02c", "#1f77b4", "#9467bd", "#8c564b", "#ff9f1c", "#17becf", "#e377c2", "#7f7f7f")
@@ -208,30 +213,39 @@ def plot_plan(found: dict[str, Any], folder: Path) -> None:
         plot(lines, title, "objective, ms", folder / f"simulator-cluster-{name}.svg")
 
 
-def documented(asked: argparse.Namespace, found_bounds: dict[str, Any]) -> None:
-    """Write tables and plots of the document."""
-    folder = asked.docs.parent / "images"
+def documented(asked: argparse.Namespace) -> None:
+    """Write tables and plots of the document, each as soon as it is there."""
     seconds = 30.0 if asked.quick else 180.0
-    traces = str(TRACES) if TRACES.is_dir() else ""
-    plan = simulator({**PLAN, "seconds": seconds, "traces": traces})
-    papers = simulator({"seconds": seconds, "traces": traces}, "--papers")
-    alone = simulator({"contention": 0.0}, "--bounds")
-    into_document(asked.docs, "cluster", markdown(plan["tables"][0]))
-    into_document(asked.docs, "bounds", markdown(found_bounds["tables"][0]))
-    into_document(asked.docs, "uncontended", _ratios(alone))
-    into_document(asked.docs, "papers", markdown(papers["tables"][0]))
-    plot_bounds(found_bounds["bounds"], folder)
-    plot_plan(plan, folder)
+    common = {"seconds": seconds, "traces": str(asked.traces) if asked.traces.is_dir() else ""}
 
+    def put(name: str, text: str) -> None:
+        into_document(asked.docs, name, text)
 
-def _ratios(found: dict[str, Any]) -> str:
-    ratios = sorted(row["eta"]["windrow"] / row["spatial"] for row in found["bounds"])
-    met = sum(ratio >= BOUND_GOAL for ratio in ratios)
-    middle = ratios[len(ratios) // 2]
-    return (
-        f"Without contention for memory, `windrow` reaches 0.9 of the bound at {met} of "
-        f"{len(ratios)} points; the median is {middle:.2f}."
-    )
+    def cluster() -> None:
+        plan = simulator({**PLAN, **common})
+        put("cluster", markdown(plan["tables"][0]))
+        plot_plan(plan, asked.docs.parent / "images")
+
+    def near_bounds() -> None:
+        found = simulator({}, "--bounds")
+        put("bounds", markdown(found["tables"][0]))
+        put("limits", markdown(found["tables"][1]))
+        plot_bounds(found["bounds"], asked.docs.parent / "images")
+
+    parts = {
+        "bounds": near_bounds,
+        "jobs": lambda: put("jobs", markdown(simulator(JOBS)["tables"][1])),
+        "papers": lambda: put("papers", markdown(simulator(common, "--papers")["tables"][0])),
+        "cluster": cluster,
+    }
+    if asked.run:
+        run = f"--run={asked.run}"
+        parts["truth"] = lambda: put("truth", markdown(simulator({}, run)["tables"][0]))
+    wanted = asked.only.split(",") if asked.only else list(parts)
+    if unknown := set(wanted) - parts.keys():
+        raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")
+    for name in wanted:
+        parts[name]()
 
 
 def main() -> None:
@@ -239,6 +253,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--run", type=Path, help="folder of a demo to compare with")
     parser.add_argument("--docs", type=Path, help="write tables and plots into that document")
+    parser.add_argument("--only", default="", help="with --docs: these tables, with commas")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of published traces")
     parser.add_argument("--no-speed", action="store_true", help="leave the hour of 1,000 GPUs out")
     parser.add_argument("--speed-only", action="store_true", help="that hour and nothing else")
     asked = parser.parse_args()
@@ -246,16 +262,13 @@ def main() -> None:
     if asked.speed_only:
         write("simulate-speed", speed(60.0 if asked.quick else 3600.0), before, asked.json)
         return
-    results = [] if asked.no_speed else speed(60.0 if asked.quick else 3600.0)
-    found_bounds = simulator({}, "--bounds")
-    results += bounds(found_bounds)
-    if asked.run:
-        compared = simulator({}, f"--run={asked.run}")
-        results += truth(compared)
-        if asked.docs:
-            into_document(asked.docs, "truth", markdown(compared["tables"][0]))
     if asked.docs:
-        documented(asked, found_bounds)
+        documented(asked)
+        return
+    results = [] if asked.no_speed else speed(60.0 if asked.quick else 3600.0)
+    results += bounds(simulator({}, "--bounds"))
+    if asked.run:
+        results += truth(simulator({}, f"--run={asked.run}"))
     write("simulate", results, before, asked.json)
 
 

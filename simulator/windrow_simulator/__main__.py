@@ -22,7 +22,14 @@ from windrow_simulator.papers import paper_rows
 from windrow_simulator.replay import replay
 from windrow_simulator.run import best_of, described, simulate
 from windrow_simulator.scenario import DEFAULT_GPU, SimulationSettings, build
-from windrow_simulator.tables import of_bounds, of_jobs, of_papers, of_replay, of_simulation
+from windrow_simulator.tables import (
+    of_bounds,
+    of_jobs,
+    of_limits,
+    of_papers,
+    of_replay,
+    of_simulation,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +81,7 @@ def run(fields: dict[str, Any]) -> dict[str, Any]:
         "results": [plain(f) for f in figures],
         "best": [{"objective_ms": ms, "policy": policy or None} for ms, policy in best.items()],
     }
-    tables = [of_simulation(result), *([of_jobs(result)] if ground.settings.jobs else [])]
+    tables = [of_simulation(result), *([of_jobs(result)] if ground.has_jobs else [])]
     return {**result, "tables": [asdict(table) for table in tables]}
 
 
@@ -98,7 +105,7 @@ def _bounds(fields: dict[str, Any]) -> dict[str, Any]:
         processes=fields.get("processes", 2),
         progress=_say,
     )
-    return {"bounds": rows, "tables": [asdict(of_bounds(rows))]}
+    return {"bounds": rows, "tables": [asdict(of_bounds(rows)), asdict(of_limits(rows))]}
 
 
 def _say(text: str) -> None:

@@ -1,201 +1,325 @@
-"""FinetuneJobs on a simulated cluster: placed as the operator places them, until they are done.
+"""FinetuneJobs on a simulated cluster: the operator's own decisions about them, in simulated time.
 
-Every few seconds the waiting jobs are offered the slots, the more important ones first, and
-`windrow_operator.planning.place` says where each goes. GPUs that are not simulated step by step
-take jobs as well, at the pace of the simulated GPU that they are like.
+Once a second each job has its turn as in production: `windrow_operator.reconcile` says what is next
+for it (with `planning.place` where it waits), `preemption.victims` which jobs give way to one of
+higher priority, `moving.JobMoves` which leave a slot where decode leaves them little. What the
+operator writes into a job's status is kept as the API server would; sidecars are simulated.
 """
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import mean
+from typing import Any
 
+from windrow.conditions import Reason, is_finished
 from windrow.crd import FinetuneJobSpec, parse_job_spec, parse_policy_spec
-from windrow_operator.model import Base, CheckedPolicy, EffectivePolicy, Holder, Job, Slot
-from windrow_operator.planning import Placement, place
+from windrow_operator.model import (
+    Base,
+    CheckedPolicy,
+    EffectivePolicy,
+    Holder,
+    Job,
+    JobPlacement,
+    RunState,
+    Slot,
+)
+from windrow_operator.moving import JobMoves
+from windrow_operator.preemption import victims
+from windrow_operator.reconcile import Actions, Timeouts, reconcile
+from windrow_operator.reports import smoothed_promise
+from windrow_operator.slot_table import SlotTable
+from windrow_simulator.agent import GpuShare, JobTimes, SimulatedSidecar, Stay
 from windrow_simulator.decode import DecodeGpu
+from windrow_simulator.figures import JobFigures, PriorityFigures
+from windrow_simulator.traffic import JobArrival
 
 _BEGIN = datetime(2025, 1, 1, tzinfo=UTC)
 _NAMESPACE, _POLICY, _FOLDER = "simulated", "simulated", "/adapters"
-URGENT = 1000  # priority of the urgent jobs; of the others 0
+GPUS_OF_A_NODE = 8
+_MOVES_EVERY_S = 10.0
+# Sidecars report once a second, in a large cluster so seldom that 50 a second do.
+_REPORTS_PER_SECOND = 50.0
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedJob:
-    """A job, and how far it is. Times in seconds since the simulation began."""
+    """A job as the API server holds it, and how it fares. Moments: seconds since the beginning."""
 
     job: Job
     tokens: float
     arrived_s: float
+    saved: float = 0.0
     done: float = 0.0
-    placed_s: float = -1.0
+    waited_s: float = 0.0  # without a slot, so far
     ended_s: float = -1.0
+    trained_s: float = 0.0
+    lost_s: float = 0.0
+    due_s: float = 0.0  # when it has its next turn, if nothing happens before
 
+    @property
+    def lost_tokens(self) -> float:
+        """What it would have made in the time that was lost, at its own pace so far."""
+        return self.lost_s * self.done / self.trained_s if self.trained_s else 0.0
 
-@dataclass(frozen=True, slots=True)
-class JobFigures:
-    """What became of the jobs.
+    @property
+    def finished(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return is_finished(self.job.status.get("conditions"))
 
-    Attributes:
-        wait_s: mean time until a job that was placed had its slot.
-        turnaround_s: mean time from submission to the end, of those that ended.
-        urgent_wait_s: `wait_s` of the urgent ones; of none: 0.
-    """
-
-    submitted: int
-    ended: int
-    running: int
-    waiting: int
-    wait_s: float
-    urgent_wait_s: float
-    turnaround_s: float
-    tokens: float
+    def evicted(self, reason: Reason) -> int:
+        """How often it lost its slot for that reason, by its status."""
+        counts = self.job.status.get("evictions") or ()
+        return next((int(c["count"]) for c in counts if c["reason"] == reason), 0)
 
 
 @dataclass(slots=True)
-class _Place:
-    """A slot of the cluster: a simulated GPU, or one that is like it."""
+class _Looked:
+    """What the last turns have seen."""
 
-    key: str
-    like: DecodeGpu
-    simulated: bool
-    jobs: list[SimulatedJob] = field(default_factory=list)
-    predicted: float = 0.0
-    seen_tokens: float = 0.0
+    at_s: float = 0.0
+    reports_s: float = -1e9
+    moves_s: float = 0.0
+    room: int = -1
+    runs: dict[str, JobPlacement] = field(default_factory=dict)
 
 
 class JobQueue:
-    """Jobs that come, wait, run and end.
+    """Jobs that come, wait, run, give way, move and end.
 
     Args:
         gpus: simulated ones.
         cluster: GPUs in all; those beyond `gpus` are like these, in turn.
         model: that decode serves and jobs train.
-        jobs: how many come.
-        tokens: of each.
-        within_s: they come at random moments until then.
-        urgent: share of them with a high priority.
+        jobs: that come.
+        times: what a stay costs besides training.
         jobs_per_slot: that take turns on a slot.
-        seed: of the moments.
+        preemption: jobs of higher priority take the slots of lower ones.
     """
 
     def __init__(
         self,
-        gpus: list[DecodeGpu],
+        gpus: Sequence[DecodeGpu],
         *,
         cluster: int,
         model: str,
-        jobs: int,
-        tokens: float,
-        within_s: float,
-        urgent: float = 0.1,
+        jobs: Sequence[JobArrival],
+        times: JobTimes | None = None,
         jobs_per_slot: int = 1,
-        seed: int = 7,
+        preemption: bool = True,
     ) -> None:
         self._model, self._per_slot = model, jobs_per_slot
-        self._terms = _terms()
-        self._places = {
-            f"{_NAMESPACE}/gpu-{i:06}": _Place(
-                f"{_NAMESPACE}/gpu-{i:06}", gpus[i % len(gpus)], i < len(gpus)
-            )
-            for i in range(cluster)
-        }
-        draw = random.Random(seed)
-        spec = _job_spec(model)
-        moments = sorted(draw.random() * within_s for _ in range(jobs))
-        self.jobs = [
-            SimulatedJob(_job(i, spec, at_s, draw.random() < urgent), tokens, at_s)
-            for i, at_s in enumerate(moments)
+        self._terms, self._timeouts, self._times = _terms(), Timeouts(), times or JobTimes()
+        self._shares = [
+            GpuShare(gpu, len(range(i, cluster, len(gpus)))) for i, gpu in enumerate(gpus)
         ]
-        self._waiting: list[SimulatedJob] = []
+        self._sidecars: dict[str, SimulatedSidecar] = {}
+        for i in range(cluster):
+            key, node = f"{_NAMESPACE}/gpu-{i:06}", f"node-{i // GPUS_OF_A_NODE:05}"
+            share = self._shares[i % len(gpus)]
+            self._sidecars[key] = SimulatedSidecar(key, node, share, self._times)
+        self._table = SlotTable(self._view(at) for at in self._sidecars.values())
+        spec = _job_spec(model)
+        least = min((arrival.priority for arrival in jobs), default=0)
+        self.jobs = [
+            SimulatedJob(
+                _job(i, spec, arrival, may_preempt=preemption and arrival.priority > least),
+                arrival.tokens,
+                arrival.at_s,
+            )
+            for i, arrival in enumerate(sorted(jobs, key=lambda arrival: arrival.at_s))
+        ]
         self._coming = list(reversed(self.jobs))
-        self._epoch = 0
-        for gpu in gpus:
-            gpu.worker.assign(0)
+        self._there: dict[str, SimulatedJob] = {}  # by UID; not finished
+        self._moves, self._looked = JobMoves(), _Looked()
 
-    def turn(self, now_s: float, elapsed_s: float) -> None:
-        """Count what was done since the last turn, end what is done, place what waits."""
-        for at in self._places.values():
-            self._progress(at, now_s, elapsed_s)
+    def turn(self, now_s: float) -> None:
+        """Let sidecars report what was done until now, and the operator act on it."""
+        elapsed_s = now_s - self._looked.at_s
+        self._looked.at_s = now_s
+        now = _BEGIN + timedelta(seconds=now_s)
+        due = self._reports(now, now_s, elapsed_s)
         while self._coming and self._coming[-1].arrived_s <= now_s:
-            self._waiting.append(self._coming.pop())
-        self._waiting.sort(key=lambda j: (-j.job.priority, j.arrived_s, j.job.key))
-        if self._waiting:
-            self._place(now_s)
+            come = self._coming.pop()
+            self._there[come.job.uid] = come
+            come.waited_s = now_s - come.arrived_s
+            due.add(come.job.uid)
+        due |= self._preempt() | self._move(now, now_s)
+        due |= {uid for uid, each in self._there.items() if each.due_s <= now_s}
+        # What ends its stay frees its slot first; then those that wait come, as in the operator's
+        # queue the more important ones first.
+        self._take_turns((each for each in self._placed() if each.job.uid in due), now, now_s)
+        waiting = [each for each in self._there.values() if not each.job.slot]
+        if self._table.room != self._looked.room or any(each.job.uid in due for each in waiting):
+            self._looked.room = self._table.room
+            waiting.sort(key=lambda each: (-each.job.priority, each.job.created, each.job.key))
+            self._take_turns(waiting, now, now_s)
+        for share in self._shares:
+            like = (at for at in self._sidecars.values() if at.share is share)
+            share.train(sum(at.trains for at in like))
 
-    def _progress(self, at: _Place, now_s: float, elapsed_s: float) -> None:
-        hook, worker = at.like.hook, at.like.worker
-        if at.simulated:
-            at.predicted = hook.predicted_tokens_per_second(hook.snapshot())
-            made = worker.tokens - at.seen_tokens
-            at.seen_tokens = worker.tokens
-        else:
-            twin = self._places[f"{_NAMESPACE}/gpu-{self._index(at):06}"]
-            at.predicted = twin.predicted
-            made = worker.tokens - at.seen_tokens if twin.jobs else at.predicted * elapsed_s
-            at.seen_tokens = worker.tokens
-        for job in list(at.jobs):
-            job.done = min(job.tokens, job.done + made / len(at.jobs))
-            if job.done >= job.tokens:
-                job.ended_s = now_s
-        at.jobs = [job for job in at.jobs if job.ended_s < 0]
-        if at.simulated and not at.jobs:
-            worker.assign(0)
+    def _placed(self) -> list[SimulatedJob]:
+        return [each for each in self._there.values() if each.job.slot]
 
-    def _index(self, at: _Place) -> int:
-        simulated = sum(1 for each in self._places.values() if each.simulated)
-        return int(at.key.rpartition("-")[2]) % simulated
+    def _reports(self, now: datetime, now_s: float, elapsed_s: float) -> set[str]:
+        """Take up what sidecars say; return the UIDs of the jobs that something is new of."""
+        interval_s = max(1.0, len(self._sidecars) / _REPORTS_PER_SECOND)
+        reports = now_s - self._looked.reports_s >= interval_s
+        made = {id(share): share.take_tokens() for share in self._shares}
+        if reports:
+            since = timedelta(seconds=now_s - self._looked.reports_s)
+            self._looked.reports_s = now_s
+            for share in self._shares:
+                share.promise = smoothed_promise(share.promise, share.predict(), since)
+        news: set[str] = set()
+        for at in self._sidecars.values():
+            if at.stays:
+                news |= at.pass_time(now, now_s, elapsed_s, made[id(at.share)])
+            for stay in at.stays:
+                each = self._there[stay.run.uid]
+                each.done, each.saved = stay.done, stay.saved
+                each.trained_s, each.lost_s = stay.trained_s, stay.lost_s
+                self._looked.runs[stay.run.uid] = stay.run
+            if reports:
+                self._table.put(self._view(at))
+        for each in self._there.values():
+            if not each.job.slot:
+                each.waited_s += elapsed_s
+        return news
 
-    def _place(self, now_s: float) -> None:
-        slots = {key: self._slot(at) for key, at in self._places.items()}
-        left: list[SimulatedJob] = []
-        for waiting in self._waiting:
-            choice = place(waiting.job, slots.values())
-            if not isinstance(choice, Placement):
-                left.append(waiting)
-                continue
-            at = self._places[choice.slot.key]
-            at.jobs.append(waiting)
-            waiting.placed_s = now_s
-            slots[at.key] = self._slot(at)
-            if at.simulated:
-                self._epoch += 1
-                at.like.worker.assign(self._epoch)
-        self._waiting = left
+    def _preempt(self) -> set[str]:
+        """Choose which jobs give way to one that waits; what was chosen stays so while it waits."""
+        waiting = [each.job for each in self._there.values() if not each.job.slot]
+        urgent = sorted(
+            (job for job in waiting if job.may_preempt),
+            key=lambda job: (-job.priority, job.created, job.key),
+        )
+        placed = [each.job for each in self._placed()]
+        if not urgent and not any(job.preempted_by for job in placed):
+            return set()
+        wanted = {job.key for job in waiting}
+        chosen = {job.uid: job.preempted_by for job in placed if job.preempted_by in wanted}
+        chosen |= victims(placed, self._table, self._looked.runs, urgent)
+        return self._mark("preempted_by", chosen)
 
-    def _slot(self, at: _Place) -> Slot:
+    def _move(self, now: datetime, now_s: float) -> set[str]:
+        """Choose which jobs leave a slot where decode leaves them little."""
+        if now_s - self._looked.moves_s < _MOVES_EVERY_S:
+            return set()
+        self._looked.moves_s = now_s
+        placed = [each.job for each in self._placed()]
+        chosen = {job.uid: job.moves for job in placed if job.moves}
+        return self._mark("moves", self._moves.due(placed, self._table, now) | chosen)
+
+    def _mark(self, what: str, chosen: dict[str, str]) -> set[str]:
+        changed: set[str] = set()
+        for each in self._placed():
+            said = chosen.get(each.job.uid, "")
+            if getattr(each.job, what) != said:
+                marks: dict[str, Any] = {what: said}
+                each.job = replace(each.job, **marks)
+                changed.add(each.job.uid)
+        return changed
+
+    def _take_turns(self, jobs: Iterable[SimulatedJob], now: datetime, now_s: float) -> None:
+        for each in jobs:
+            run = self._looked.runs.get(each.job.uid)
+            current = run if run is not None and run.epoch == each.job.epoch else None
+            actions = reconcile(each.job, current, self._table, now, self._timeouts)
+            self._carry_out(each, actions, now, now_s)
+
+    def _carry_out(self, each: SimulatedJob, actions: Actions, now: datetime, now_s: float) -> None:
+        job, before = each.job, self._sidecars.get(each.job.slot)
+        each.due_s = 1e18 if actions.wake_at is None else (actions.wake_at - _BEGIN).total_seconds()
+        if actions.finalizer is not None:
+            job = replace(job, has_finalizer=actions.finalizer)
+        if actions.status is not None:
+            job = replace(job, status=actions.status)
+        if before is not None and not job.slot:
+            before.forget(job.uid)
+            job = replace(job, preempted_by="", moves="")
+        each.job = job
+        for command in actions.commands:
+            at = self._sidecars[command.slot]
+            if command.action == "ASSIGN":
+                run = JobPlacement(
+                    *(job.uid, command.epoch, command.slot, RunState.ASSIGNED, now),
+                    resumed=each.saved > 0,
+                    checkpoint_before=0,
+                )
+                self._looked.runs[job.uid] = run
+                at.stays.append(
+                    Stay(
+                        *(run, _holder(job), each.tokens, each.saved),
+                        until_s=now_s + self._times.load_s,
+                        saved=each.saved,
+                        trained_s=each.trained_s,
+                        lost_s=each.lost_s,
+                    )
+                )
+            elif command.action == "STOP":
+                at.stop(job.uid, command.reason, now, now_s)
+            else:
+                at.forget(job.uid)
+            self._table.put(self._view(at))
+        if before is not None:
+            self._table.put(self._view(before))
+        if each.finished:
+            each.ended_s = now_s
+            del self._there[job.uid]
+
+    def _view(self, at: SimulatedSidecar) -> Slot:
+        """Return a slot as placement sees it."""
         return Slot(
             at.key,
+            node=at.node,
             model=self._model,
-            breaker=at.like.hook.controller.guard.reason,
-            predicted_tokens_per_second=at.predicted,
+            breaker=at.share.refusal,
+            memory_full=at.share.is_full,
+            predicted_tokens_per_second=at.share.promise,
             terms=self._terms,
-            holders=tuple(
-                Holder(j.job.uid, j.job.name, Base.of(j.job.spec) if j.job.spec else None)
-                for j in at.jobs
-            ),
+            holders=tuple(stay.holder for stay in at.stays),
             max_jobs=self._per_slot,
             outputs=(_FOLDER,),
         )
 
     def figures(self) -> JobFigures:
-        """Return what has become of the jobs so far."""
-        placed = [j for j in self.jobs if j.placed_s >= 0]
-        ended = [j for j in placed if j.ended_s >= 0]
-        urgent = [j for j in placed if j.job.priority]
-        come = len(self.jobs) - len(self._coming)
+        """Return what has become of the jobs so far, the most important ones first."""
+        come = [each for each in self.jobs if each.arrived_s <= self._looked.at_s]
+        priorities = sorted({each.job.priority for each in self.jobs}, reverse=True)
         return JobFigures(
-            submitted=come,
-            ended=len(ended),
-            running=len(placed) - len(ended),
-            waiting=len(self._waiting),
-            wait_s=mean(j.placed_s - j.arrived_s for j in placed) if placed else 0.0,
-            urgent_wait_s=mean(j.placed_s - j.arrived_s for j in urgent) if urgent else 0.0,
-            turnaround_s=mean(j.ended_s - j.arrived_s for j in ended) if ended else 0.0,
-            tokens=sum(j.done for j in self.jobs),
+            tuple(
+                _figures(str(value), [each for each in come if each.job.priority == value])
+                for value in priorities
+            ),
+            _figures("all", come),
         )
+
+
+def _figures(priority: str, jobs: Sequence[SimulatedJob]) -> PriorityFigures:
+    ended = [each for each in jobs if each.ended_s >= 0]
+    running = [each for each in jobs if each.job.slot]
+    return PriorityFigures(
+        priority,
+        submitted=len(jobs),
+        ended=len(ended),
+        running=len(running),
+        waiting=len(jobs) - len(ended) - len(running),
+        wait_s=mean(each.waited_s for each in jobs) if jobs else 0.0,
+        longest_wait_s=max((each.waited_s for each in jobs), default=0.0),
+        turnaround_s=mean(each.ended_s - each.arrived_s for each in ended) if ended else 0.0,
+        preemptions=sum(each.evicted(Reason.PREEMPTED) for each in jobs),
+        moves=sum(each.evicted(Reason.DECODE_BUSY) for each in jobs),
+        lost_s=sum(each.lost_s for each in jobs),
+        lost_tokens=sum(each.lost_tokens for each in jobs),
+        tokens=sum(each.done for each in jobs),
+    )
+
+
+def _holder(job: Job) -> Holder:
+    return Holder(job.uid, job.key, Base.of(job.spec) if job.spec else None)
 
 
 def _terms() -> EffectivePolicy:
@@ -217,13 +341,15 @@ def _job_spec(model: str) -> FinetuneJobSpec:
     )
 
 
-def _job(number: int, spec: FinetuneJobSpec, at_s: float, urgent: bool) -> Job:
+def _job(number: int, spec: FinetuneJobSpec, arrival: JobArrival, *, may_preempt: bool) -> Job:
+    name = f"job-{number:06}"
     return Job(
         namespace=_NAMESPACE,
-        name=f"job-{number:06}",
-        uid=f"job-{number:06}",
+        name=name,
+        uid=name,
         generation=1,
-        created=_BEGIN + timedelta(seconds=at_s),
+        created=_BEGIN + timedelta(seconds=arrival.at_s),
         spec=spec,
-        priority=URGENT if urgent else 0,
+        priority=arrival.priority,
+        may_preempt=may_preempt,
     )

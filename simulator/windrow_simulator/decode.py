@@ -100,6 +100,7 @@ class DecodeGpu:
         self._step = 0
         self._drained_at_ns = 0
         self._hold_until_ns = 0  # no request is admitted before
+        self.counted_share = 1.0  # of what the worker makes: of the slots that this stands for
         self.on_finished: Callable[[DecodeRequest], None] = lambda request: None
 
     def _clock(self) -> int:
@@ -198,7 +199,9 @@ class DecodeGpu:
             both_us = truth.step_us(batch, context, units, beside)
             share = worker.work_share(self.now_ns, both_us)
             alone_us += share * (both_us - alone_us)
-        return alone_us * self._noise.factor(beside=beside > 0, admitting=admitting)
+        return alone_us * self._noise.factor(
+            beside=beside > 0, admitting=admitting, now_ns=self.now_ns
+        )
 
     def _wait(self, held: bool) -> None:
         """For memory, a millisecond; for the end of a hold, or a request, 20 ms at most."""
@@ -216,7 +219,7 @@ class DecodeGpu:
 
     def _work(self, begin_ns: int, end_ns: int, *, beside_decode: bool) -> None:
         made = self.worker.run(begin_ns, end_ns, beside_decode=beside_decode)
-        self.figures.finetuned(made)
+        self.figures.finetuned(made * self.counted_share)
         if self._drained_at_ns and end_ns >= self._drained_at_ns:
             self.arena.give_back_draining()
             self._drained_at_ns = 0

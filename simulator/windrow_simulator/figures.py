@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windrow_simulator.cluster import JobFigures
     from windrow_simulator.decode import DecodeRequest
 
 _BINS = 200  # of a histogram, for a factor of e: half a percent each
@@ -164,6 +163,45 @@ _SUMS = (
     *("finetune_tokens", "prompt_tokens", "generated_tokens", "requests", "retractions"),
     "waited_for_kv",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PriorityFigures:
+    """What has become of the jobs of one priority.
+
+    Attributes:
+        priority: its value; `all`: of all jobs.
+        wait_s: mean time without a slot so far, of those that wait still as well.
+        longest_wait_s: of one job.
+        turnaround_s: mean time from submission to the end, of those that ended.
+        preemptions: how often one gave its slot to a job of higher priority.
+        moves: how often one left a slot where decode left it little.
+        lost_s: time of slots that went into stopping and loading again.
+        lost_tokens: what the jobs would have made meanwhile, each at its own pace so far.
+        tokens: made.
+    """
+
+    priority: str
+    submitted: int
+    ended: int
+    running: int
+    waiting: int
+    wait_s: float
+    longest_wait_s: float
+    turnaround_s: float
+    preemptions: int
+    moves: int
+    lost_s: float
+    lost_tokens: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """What has become of the jobs: by priority, the highest first, and of all."""
+
+    by_priority: tuple[PriorityFigures, ...]
+    all: PriorityFigures
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class GpuFigures:
 
     Attributes:
         sms: streaming multiprocessors.
-        sm_group: SMs that a green context takes at least, and in steps of which it grows.
+        sm_group: the fewest SMs that a green context takes; shares are so many, twice as many, ...
         bandwidth_gb_s: of its memory.
         tflops: dense bf16 with fp32 accumulation.
         memory_gb: of the card.
@@ -54,15 +54,15 @@ GPUS: dict[str, GpuFigures] = {
             "NVIDIA H200 Tensor Core GPU datasheet (SXM)",
         ),
         GpuFigures(
-            *("L40S", 142, 2, 864.0, 362.0, 48.0, 25.0, 0.9),
+            *("L40S", 142, 4, 864.0, 362.0, 48.0, 25.0, 0.9),
             "NVIDIA L40S GPU datasheet",
         ),
         GpuFigures(
-            *("RTX-6000-Ada", 142, 2, 960.0, 364.0, 48.0, 25.0, 0.8),
+            *("RTX-6000-Ada", 142, 4, 960.0, 364.0, 48.0, 25.0, 0.8),
             "NVIDIA RTX 6000 Ada Generation datasheet; Ada architecture whitepaper",
         ),
         GpuFigures(
-            *("RTX-3090", 82, 2, 936.0, 71.0, 24.0, 25.0, 0.2),
+            *("RTX-3090", 82, 4, 936.0, 71.0, 24.0, 25.0, 0.2),
             "NVIDIA Ampere GA102 architecture whitepaper",
         ),
     )

@@ -1,22 +1,25 @@
 """Hold the simulator against a real run: the same requests, profile and policy, side by side.
 
-A run's folder (`windrow demo --out`) is cut in two. Of the first part, and of its warm-up, the
-simulator learns what no profile says: noise, what a worker costs a step, how fast the worker is
-beside decode. The second part is simulated and compared; nothing of it is used.
+The time of a run's load (`windrow demo --out`) is cut into stretches of some seconds. Of every
+second one the simulator learns what no profile says: noise at about that moment, what a worker
+costs a step, how fast the worker is beside decode. All are simulated, and the other ones compared;
+nothing of them is used. What the worker did is counted by tasklets, each worth the tokens that its
+kind makes on the whole device: optimizer steps are too few for it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from windrow.errors import UserError
-from windrow.eventlog import RequestEvent, StepEvent, read_events
+from windrow.eventlog import RequestEvent, StepEvent, TaskletEvent, read_events
 from windrow.local.summary import DEDICATED, PODS, Events, SummaryWindow, throughput, window_of
 from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import SECOND_NS, DecodeRequest
@@ -33,7 +36,8 @@ from windrow_simulator.truth import MeasuredTruth, Residuals, Worker
 from windrow_simulator.worker import WorkerMemory
 
 PROFILE_FILE = "profile.json"
-LEARNED = 0.4  # of the load's time; the rest is judged
+# Longer than a standing decision and a pause of the guard, shorter than what else a machine does.
+STRETCH_NS = 6_000_000_000
 # A p99 needs two steps beyond it at least.
 LEAST_STEPS = 200
 
@@ -58,16 +62,49 @@ class Compared:
         return self.difference <= self.goal
 
 
+class TaskletWorth:
+    """Tokens that a finished tasklet is worth, by what its phase took on the whole device.
+
+    Raises:
+        UserError: the dedicated worker finished no optimizer step between two others.
+    """
+
+    def __init__(self, dedicated: Sequence[TaskletEvent]) -> None:
+        ends = [t for t in dedicated if t.phase == "opt"]
+        begin, end = (ends[0], ends[-1]) if ends else (None, None)
+        took_ns: dict[str, int] = {}
+        tokens: dict[str, int] = {}
+        within: list[TaskletEvent] = []
+        if begin is not None and end is not None:
+            within = [t for t in dedicated if begin.end_ns < t.end_ns <= end.end_ns and t.tokens]
+        if begin is None or end is None or not within or end.tokens_done <= begin.tokens_done:
+            raise UserError(
+                "its dedicated worker finished no two steps",
+                field="--run",
+                remedy="Run the demo for longer: --seconds 60.",
+            )
+        for t in within:
+            took_ns[t.phase] = took_ns.get(t.phase, 0) + t.end_ns - t.start_ns
+            tokens[t.phase] = tokens.get(t.phase, 0) + t.tokens
+        made = end.tokens_done - begin.tokens_done
+        each = made / sum(took_ns.values())
+        self._of = {phase: each * ns / tokens[phase] for phase, ns in took_ns.items()}
+
+    def tokens(self, tasklets: Iterable[TaskletEvent]) -> float:
+        """Of all of them together."""
+        return sum(self._of.get(t.phase, 0.0) * t.tokens for t in tasklets)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a folder says of a run, cut at `cut_ns`."""
+    """What a folder says of a run."""
 
     folder: Path
     window: SummaryWindow
-    cut_ns: int
     profile: dict[str, Any]
     policy: str
     dedicated_per_second: float
+    worth: TaskletWorth
     events: Events
     requests: dict[str, list[RequestEvent]]  # by pod
 
@@ -87,8 +124,7 @@ class Run:
             )
         said = json.loads(summary.read_text(encoding="utf-8"))
         window = window_of(Events.of((s, e) for s, e in read_events(folder) if s == "run").marks)
-        length = window.end_ns - window.begin_ns
-        dedicated = throughput(Events.read(folder / DEDICATED).tasklets)
+        alone = Events.read(folder / DEDICATED).tasklets
         requests: dict[str, list[RequestEvent]] = {}
         for source, event in read_events(folder / PODS):
             if isinstance(event, RequestEvent) and window.holds(event.arrived_ns):
@@ -96,26 +132,41 @@ class Run:
         return cls(
             folder,
             window,
-            window.begin_ns + int(LEARNED * length),
             read_profile(folder / PROFILE_FILE),
             said["run"]["policy"],
-            dedicated.tokens_per_second,
+            throughput(alone).tokens_per_second,
+            TaskletWorth(alone),
             Events.read(folder / PODS),
             requests,
         )
 
-    def steps(self, begin_ns: int, end_ns: int) -> list[StepEvent]:
-        """Steps that ended in a stretch."""
-        return [s for _, s in self.events.steps if begin_ns < s.end_ns <= end_ns]
+    def stretches(self, *, judged: bool) -> list[tuple[int, int]]:
+        """Begin and end of those that are judged, or learned from; in nanoseconds, in order."""
+        begin_ns, end_ns = self.window.begin_ns, self.window.end_ns
+        cuts = [*range(begin_ns, end_ns, STRETCH_NS), end_ns]
+        return list(pairwise(cuts))[judged::2]
 
-    def tokens_per_second(self, begin_ns: int, end_ns: int) -> float:
-        """Of the worker, between its first and last optimizer step of a stretch."""
-        window = SummaryWindow(begin_ns, end_ns, self.window.objective_ms, end_ns)
-        return throughput(self.events.tasklets, window).tokens_per_second
+    def seconds(self, *, judged: bool) -> float:
+        """Of all of these together."""
+        return sum(end - begin for begin, end in self.stretches(judged=judged)) / 1e9
+
+    def steps(self, *, judged: bool) -> list[StepEvent]:
+        """Steps that ended in a stretch of that kind."""
+        return [s for _, s in self.events.steps if self._is_judged(s.end_ns) is judged]
+
+    def tasklets(self, *, judged: bool) -> list[TaskletEvent]:
+        """Tasklets that ended in a stretch of that kind."""
+        return [t for t in self.events.tasklets if self._is_judged(t.end_ns) is judged]
+
+    def _is_judged(self, at_ns: int) -> bool | None:
+        """None: before or after the load."""
+        if not self.window.begin_ns < at_ns <= self.window.end_ns:
+            return None
+        return (at_ns - self.window.begin_ns - 1) // STRETCH_NS % 2 == 1
 
 
 def replay(folder: Path, *, seed: int = 7, repeats: int = 5) -> dict[str, Any]:
-    """Simulate the second part of a run and return its figures beside the measured ones.
+    """Simulate a run and return the figures of the judged stretches beside the measured ones.
 
     `repeats`: seeds, whose median counts.
 
@@ -126,7 +177,7 @@ def replay(folder: Path, *, seed: int = 7, repeats: int = 5) -> dict[str, Any]:
     units = max(int(row["units"]) for row in run.profile["solo"])
     truth, residuals, learned = _learn(run, units)
     ground = _ground(run, truth, residuals, units, seed)
-    judged = run.steps(run.cut_ns, run.window.end_ns)
+    judged = run.steps(judged=True)
     if len(judged) < LEAST_STEPS:
         raise UserError(
             f"{len(judged)} steps are too few to compare",
@@ -142,7 +193,7 @@ def replay(folder: Path, *, seed: int = 7, repeats: int = 5) -> dict[str, Any]:
         "run": str(folder),
         "policy": run.policy,
         "objective_ms": run.window.objective_ms,
-        "seconds": (run.window.end_ns - run.cut_ns) / 1e9,
+        "seconds": run.seconds(judged=True),
         "steps": len(judged),
         "learned": learned,
         "compared": [
@@ -167,8 +218,8 @@ def replay(folder: Path, *, seed: int = 7, repeats: int = 5) -> dict[str, Any]:
 def _measured(run: Run, steps: Sequence[StepEvent]) -> dict[str, float]:
     ms = sorted((s.end_ns - s.start_ns) / 1e6 for s in steps)
     busy_ms = sum(ms)
-    seconds = (run.window.end_ns - run.cut_ns) / 1e9
-    rate = run.tokens_per_second(run.cut_ns, run.window.end_ns)
+    seconds = run.seconds(judged=True)
+    rate = run.worth.tokens(run.tasklets(judged=True)) / seconds
     return {
         "eta": rate / run.dedicated_per_second,
         "TPOT p50 ms": ms[len(ms) // 2],
@@ -181,9 +232,11 @@ def _measured(run: Run, steps: Sequence[StepEvent]) -> dict[str, float]:
 
 
 def _learn(run: Run, units: int) -> tuple[MeasuredTruth, Residuals, dict[str, Any]]:
-    """Return the truth that the first part of the run shows."""
+    """Return the truth that the stretches show that are learned from."""
     bare = MeasuredTruth(run.profile, units, Worker(run.dedicated_per_second, {}))
-    early = run.steps(0, run.cut_ns)
+    # Before the load nobody finetunes: what steps are alone.
+    warm_up = [s for _, s in run.events.steps if s.end_ns <= run.window.begin_ns]
+    early = [*warm_up, *run.steps(judged=False)]
     ratios = [
         (
             s,
@@ -194,8 +247,15 @@ def _learn(run: Run, units: int) -> tuple[MeasuredTruth, Residuals, dict[str, An
         for s in early
         if s.batch and not s.prefill_tokens and s.decode_units
     ]
-    alone = [r for s, r in ratios if not s.finetune_units and not s.admitted]
-    beside = [r for s, r in ratios if s.finetune_units and not s.admitted]
+    kinds: dict[tuple[bool, bool], list[tuple[int, float]]] = {}
+    for s, r in ratios:
+        at_ns = SECOND_NS + s.start_ns - run.window.begin_ns
+        kinds.setdefault((s.admitted > 0, s.finetune_units > 0), []).append((at_ns, r))
+    alone, beside, new, new_beside = (
+        sorted(kinds.get((admitted, harvested), ()))
+        for admitted in (False, True)
+        for harvested in (False, True)
+    )
     if len(alone) < LEAST_STEPS or len(beside) < LEAST_STEPS:
         raise UserError(
             f"{len(alone)} steps alone and {len(beside)} beside a worker are too few to learn from",
@@ -203,39 +263,43 @@ def _learn(run: Run, units: int) -> tuple[MeasuredTruth, Residuals, dict[str, An
             remedy="Run the demo for longer: --seconds 60.",
         )
     residuals = Residuals(
-        alone=tuple(alone),
-        beside=tuple(beside),
-        admitting=tuple(r for s, r in ratios if not s.finetune_units and s.admitted) or (1.0,),
-        admitting_beside=tuple(r for s, r in ratios if s.finetune_units and s.admitted) or (1.0,),
+        alone=_ratios(alone),
+        beside=_ratios(beside),
+        admitting=_ratios(new),
+        admitting_beside=_ratios(new_beside),
+        moments_ns=tuple(
+            tuple(at_ns for at_ns, _ in kind) for kind in (alone, beside, new, new_beside)
+        ),
     )
     worker = _worker(run, units)
     learned = {
         "steps": len(ratios),
-        "alone": median(alone),
-        "beside": median(beside),
+        "alone": median(residuals.alone),
+        "beside": median(residuals.beside),
         "tokens_per_second_beside": dict(worker.beside),
         "dedicated": worker.dedicated,
     }
     return MeasuredTruth(run.profile, units, worker), residuals, learned
 
 
+def _ratios(kind: list[tuple[int, float]]) -> tuple[float, ...]:
+    return tuple(ratio for _, ratio in kind)
+
+
 def _worker(run: Run, units: int) -> Worker:
-    """Return the rates: on the idle device the dedicated one, beside decode what is left."""
-    begin_ns, end_ns = run.window.begin_ns, run.cut_ns
-    steps = run.steps(begin_ns, end_ns)
-    rate = run.tokens_per_second(begin_ns, end_ns)
-    busy_s = sum(s.end_ns - s.start_ns for s in steps) / 1e9
-    beside: dict[int, float] = {}
-    for s in steps:
-        if s.finetune_units:
-            beside[s.finetune_units] = (
-                beside.get(s.finetune_units, 0.0) + (s.end_ns - s.start_ns) / 1e9
-            )
-    seconds = (end_ns - begin_ns) / 1e9
-    idle_s = max(0.0, seconds - busy_s)
-    made = max(0.0, rate * seconds - run.dedicated_per_second * idle_s)
-    unit_s = sum(n * s for n, s in beside.items())
-    each = made / unit_s if unit_s else 0.0
+    """Return the rates: beside decode what tasklets were worth in the time that was granted.
+
+    On the idle device the dedicated one.
+    """
+    granted_s: dict[int, float] = {}
+    for s in run.steps(judged=False):
+        if n := s.finetune_units:
+            granted_s[n] = granted_s.get(n, 0.0) + (s.end_ns - s.start_ns) / 1e9
+    made: dict[int, float] = {}
+    for t in run.tasklets(judged=False):
+        made[t.units] = made.get(t.units, 0.0) + run.worth.tokens([t])
+    unit_s = sum(n * s for n, s in granted_s.items())
+    each = sum(made.get(n, 0.0) for n in granted_s) / unit_s if unit_s else 0.0
     rates = {n: each * n for n in range(1, units + 1)}
     return Worker(run.dedicated_per_second, rates, {units: run.dedicated_per_second})
 
@@ -272,10 +336,11 @@ def _simulate(run: Run, ground: Ground, seed: int) -> dict[str, float]:
                     at_ns, at_ns, request.prompt_tokens, request.completion_tokens, number
                 )
             )
-        slot.run_until(SECOND_NS + run.cut_ns - run.window.begin_ns)
-        slot.figures.begin()
-        slot.run_until(SECOND_NS + run.window.end_ns - run.window.begin_ns)
-        total.add(slot.figures)
+        for begin_ns, end_ns in run.stretches(judged=True):
+            slot.run_until(SECOND_NS + begin_ns - run.window.begin_ns)
+            slot.figures.begin()
+            slot.run_until(SECOND_NS + end_ns - run.window.begin_ns)
+            total.add(slot.figures)
     return {
         "eta": total.finetune_tokens / total.seconds / run.dedicated_per_second,
         "TPOT p50 ms": total.tpot.quantile(0.5) / 1e3,

@@ -12,13 +12,15 @@ from typing import Any
 
 from windrow.local.generator import generate
 from windrow.local.trace import TraceRequest
-from windrow_simulator.cluster import JobFigures, JobQueue
+from windrow_simulator.agent import JobTimes
+from windrow_simulator.cluster import JobQueue
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
-from windrow_simulator.figures import PolicyFigures, SlotFigures, add_up
+from windrow_simulator.figures import JobFigures, PolicyFigures, SlotFigures, add_up
 from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, SimulationSettings, terms_for
-from windrow_simulator.traffic import Arrival, PrefillPool, dealt, prefill_gpus
+from windrow_simulator.traffic import Arrival, PrefillPool, dealt, job_arrivals, prefill_gpus
 
 EPOCH_S = 5.0  # arrivals are handed to the GPUs for so long at a time
+TURN_S = 1.0  # the operator looks after its jobs so often
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class Cell:
         for slot in self.slots:
             slot.set_terms(terms)
         self._until_s = settings.warm_up + settings.seconds
-        self.pool = PrefillPool(ground.prefill, prefill_size(ground, gpus))
+        # Every second cell has the surge: the other ones have room for what gives way to it.
+        self._surge = settings.surge if number % 2 else 1.0
+        self.pool = PrefillPool(ground.prefill, prefill_size(ground, gpus, self._surge))
         self._arrivals = self._coming(seed)
         self._next: Arrival | None = next(self._arrivals, None)
         self._number = 0
@@ -57,7 +61,8 @@ class Cell:
         settings = self._ground.settings
         if settings.batch:
             return iter(())
-        arrivals = self._ground.traffic.arrivals(self._gpus, self._until_s, seed)
+        traffic = self._ground.traffic
+        arrivals = traffic.arrivals(self._gpus, self._until_s, seed, self._surge)
         return dealt(arrivals, self.pool, self._gpus)
 
     def run(self) -> CellResult:
@@ -105,7 +110,7 @@ class Cell:
             self._next = next(self._arrivals, None)
         for slot in self.slots:
             slot.run_until(_ns(at_s))
-            if not self._ground.settings.jobs:
+            if not self._ground.has_jobs:
                 slot.hook.snapshot()  # as the agent's link does, once a second
 
 
@@ -132,15 +137,18 @@ def _ns(seconds: float) -> int:
     return SECOND_NS + int(seconds * 1e9)
 
 
-def prefill_size(ground: Ground, gpus: int) -> int:
-    """Return how many prefill GPUs a cell has."""
+def prefill_size(ground: Ground, gpus: int, surge: float = 1.0) -> int:
+    """Return how many prefill GPUs a cell has, enough for a surge."""
     settings = ground.settings
     if ground.prefill is None or settings.batch:
         return 1
     if settings.prefill:
         return max(1, round(settings.prefill * gpus / settings.gpus))
-    sample = list(islice(ground.traffic.requests, 2000)) or _generated(settings)
-    return prefill_gpus(ground.prefill, sample, settings.rate * gpus)
+    if settings.lengths:
+        sample = list(islice(ground.traffic.arrivals(1, 1e9, settings.seed), 2000))
+    else:
+        sample = list(islice(ground.traffic.requests, 2000)) or _generated(settings)
+    return prefill_gpus(ground.prefill, sample, settings.rate * gpus * max(1.0, surge))
 
 
 def _generated(settings: SimulationSettings) -> list[TraceRequest]:
@@ -178,7 +186,7 @@ class _Work:
             Cell(ground, self.policy, self.objective_ms, number, gpus)
             for number, gpus in self.cells
         ]
-        if not ground.settings.jobs or self.policy == ALONE:
+        if not ground.has_jobs or self.policy == ALONE:
             results = [cell.run() for cell in cells]
             return _Done({cell[0]: r for cell, r in zip(self.cells, results, strict=True)})
         jobs = _run_with_jobs(ground, cells)
@@ -193,26 +201,32 @@ class _Done:
 
 
 def _run_with_jobs(ground: Ground, cells: list[Cell]) -> JobFigures:
-    """Run cells side by side, and place jobs on their GPUs every few seconds."""
+    """Run cells side by side, and give the jobs on their GPUs a turn every second."""
     settings = ground.settings
+    jobs = ground.jobs or job_arrivals(
+        settings.jobs,
+        settings.warm_up + settings.seconds / 2,
+        tokens=settings.job_tokens,
+        priorities=settings.priorities,
+        seed=settings.seed,
+    )
     queue = JobQueue(
         [slot for cell in cells for slot in cell.slots],
         cluster=settings.gpus,
         model=settings.train or settings.model,
-        jobs=settings.jobs,
-        tokens=settings.job_tokens,
-        within_s=settings.warm_up + settings.seconds / 2,
-        urgent=settings.urgent,
+        jobs=jobs,
+        times=JobTimes(settings.job_load_s, settings.job_save_s),
         jobs_per_slot=settings.jobs_per_slot,
-        seed=settings.seed,
+        preemption=settings.preemption,
     )
     at_s = 0.0
+    queue.turn(at_s)
     for until_s in (settings.warm_up, settings.warm_up + settings.seconds):
         while at_s < until_s:
-            before_s, at_s = at_s, min(until_s, at_s + EPOCH_S)
+            at_s = min(until_s, at_s + TURN_S)
             for cell in cells:
                 cell.advance(at_s)
-            queue.turn(at_s, at_s - before_s)
+            queue.turn(at_s)
         if until_s == settings.warm_up:
             for cell in cells:
                 cell.begin()
@@ -238,7 +252,7 @@ def simulate(
     ]
     cells = cells_of(settings)
     # Jobs are placed on all GPUs at once, so that these are simulated side by side.
-    groups = [tuple(cells)] if settings.jobs else [(cell,) for cell in cells]
+    groups = [tuple(cells)] if ground.has_jobs else [(cell,) for cell in cells]
     work = [_Work(*run, group) for run in runs for group in groups]
     done: dict[tuple[str, float], list[_Done]] = {run: [] for run in runs}
     began_s = time.monotonic()
@@ -307,6 +321,15 @@ def best_of(figures: list[PolicyFigures], percentile: float) -> dict[float, str]
     return best
 
 
+def _load_of(settings: SimulationSettings) -> str:
+    if settings.batch:
+        return "closed loop"
+    if settings.lengths:
+        prompt, output = settings.lengths
+        return f"Poisson, {prompt:g} prompt and {output:g} output tokens"
+    return settings.trace
+
+
 def described(ground: Ground) -> dict[str, Any]:
     """Return what was simulated, for people and for JSON."""
     settings = ground.settings
@@ -317,8 +340,8 @@ def described(ground: Ground) -> dict[str, Any]:
         "levels": [[s.finetune_units, s.decode_units] for s in ground.levels.splits],
         "chunks": ground.geometry.chunks,
         "dedicated_tokens_per_second": ground.dedicated_per_second,
-        "trace": "closed loop" if settings.batch else settings.trace,
-        "generated": not settings.batch and not ground.traffic.requests,
+        "trace": _load_of(settings),
+        "generated": not (settings.batch or settings.lengths or ground.traffic.requests),
         "prefill_gpus": (
             0
             if ground.prefill is None or settings.batch

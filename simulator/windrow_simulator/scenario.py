@@ -16,7 +16,12 @@ import yaml
 from windrow.crd import parse_profile_spec
 from windrow.errors import UserError
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
-from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, overlapping_levels
+from windrow_sidecar.qos.levels import (
+    Partitioning,
+    PartitionLevel,
+    gpu_shares,
+    overlapping_levels,
+)
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
@@ -24,7 +29,7 @@ from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import DecodeGpu, DecodeSettings
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.hardware import GpuFigures, ModelFigures, gpu_named, model_named
-from windrow_simulator.traffic import Traffic, load_trace
+from windrow_simulator.traffic import JobArrival, Traffic, load_trace, read_jobs
 from windrow_simulator.truth import (
     Assumptions,
     MeasuredTruth,
@@ -40,7 +45,6 @@ from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 ALONE = "alone"  # nothing is harvested: what decode is by itself
 ALL = "all"
 DEFAULT_GPU = "H200"
-MOST_LEVELS = 8  # beside decode alone
 CELL_GPUS = 4  # decode GPUs that share a prefill pool
 MICRO_BATCH_TOKENS = 2048
 _MEMORY_FOR_WINDROW = 0.9  # of what the weights leave: workspaces and graphs have the rest
@@ -58,10 +62,17 @@ class SimulationSettings:
         partition: green: decode and worker on SMs of their own; none: decode on every SM.
         deferral_ms: how long a policy may hold a request back; 0: as usual.
         contention: see `truth.Assumptions`.
-        levels: shares of the worker in percent; (): as `gpu_levels` spreads them.
+        levels: shares of the worker in percent; (): as engines have them.
         train: the finetuned model; "": the served one, whose weights are shared.
+        lengths: mean prompt and output tokens, instead of those of the trace; (): as it has them.
+        surge: in the middle third of the time every second cell has so many times the requests.
         jobs: FinetuneJobs that come during the run; 0: one that does not end, on each GPU.
-        urgent: share of the jobs that have a high priority.
+        job_tokens: of a job, least and most (see `traffic.job_arrivals`).
+        job_list: a file with the jobs instead (see `traffic.read_jobs`).
+        priorities: of the jobs, each value with its weight.
+        preemption: a job gives its slot to one of higher priority.
+        job_load_s: from a job's assignment until it trains.
+        job_save_s: to write the checkpoint with which a job stops.
         jobs_per_slot: that take turns on a GPU.
         price: dollars for an hour of a GPU; 0: that of the device's figures.
     """
@@ -77,6 +88,7 @@ class SimulationSettings:
     trace: str = "conv"
     traces: str = ""
     rate: float = 4.0
+    lengths: tuple[float, ...] = ()
     day: bool = False
     batch: int = 0
     context: int = 1024
@@ -94,9 +106,14 @@ class SimulationSettings:
     max_batch: int = 64
     prefill: int = 0
     jobs: int = 0
-    job_tokens: int = 20_000_000
-    urgent: float = 0.1
+    job_tokens: tuple[float, float] = (20e6, 20e6)
+    job_list: str = ""
+    priorities: tuple[tuple[int, float], ...] = ((0, 0.9), (1000, 0.1))
+    preemption: bool = True
+    job_load_s: float = 20.0
+    job_save_s: float = 2.0
     jobs_per_slot: int = 1
+    surge: float = 1.0
     price: float = 0.0
     seed: int = 7
     processes: int = 2
@@ -129,8 +146,12 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         ("--batch", settings.batch, 0, 4096),
         ("--max-batch", settings.max_batch, 1, 4096),
         ("--jobs", settings.jobs, 0, 1_000_000),
-        ("--job-tokens", settings.job_tokens, 1, 10**15),
-        ("--urgent", settings.urgent, 0, 1),
+        ("--job-tokens", settings.job_tokens[0], 1, settings.job_tokens[-1]),
+        ("--job-tokens", settings.job_tokens[-1], 1, 10**15),
+        ("--load-seconds", settings.job_load_s, 0, 3600),
+        # The operator ends a job that has not stopped within a minute.
+        ("--save-seconds", settings.job_save_s, 0, 50),
+        ("--surge", settings.surge, 1, 1000),
         ("--jobs-per-slot", settings.jobs_per_slot, 1, 64),
         ("--price", settings.price, 0, 1e6),
         ("--memory-gb", settings.memory_gb, 0, 1e6),
@@ -146,6 +167,12 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
                 field=option,
                 remedy="Give a number in that range.",
             )
+    if settings.lengths and (len(settings.lengths) != 2 or not min(settings.lengths) >= 1):
+        raise UserError(
+            f"{settings.lengths} are no two means of 1 and more",
+            field="--lengths",
+            remedy="Write mean prompt and output tokens, for example 60:65.",
+        )
     if settings.partition not in ("green", "none"):
         raise UserError(
             f"{settings.partition!r} is no partition",
@@ -154,6 +181,14 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
         )
     if not settings.objectives_ms:
         raise UserError("none is given", field="--objective", remedy="Write for example 12ms.")
+    if sum(weight for _, weight in settings.priorities) <= 0 or any(
+        weight < 0 for _, weight in settings.priorities
+    ):
+        raise UserError(
+            "no priority has a weight above 0",
+            field="--priorities",
+            remedy="Write values with weights, for example 0:90,1000:10.",
+        )
     if any(not 0 < percent < 100 for percent in settings.levels):
         raise UserError(
             f"{settings.levels} are not all between 0 and 100",
@@ -209,9 +244,15 @@ class Ground:
     price: float
     device: str
     source: str
+    jobs: tuple[JobArrival, ...] = ()  # of a list; else as many as the settings say
     prefill: RooflineTruth | None = None
     residuals: Residuals | None = None  # None: those assumed of a GPU
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether jobs come, instead of one without an end on each GPU."""
+        return bool(self.settings.jobs or self.jobs)
 
     @property
     def dedicated_per_second(self) -> float:
@@ -252,10 +293,10 @@ def build(settings: SimulationSettings) -> Ground:
     settings = checked(settings)
     folder = Path(settings.traces) if settings.traces else None
     requests = [] if settings.batch else load_trace(settings.trace, folder)
-    traffic = Traffic(requests, settings.rate, settings.day)
-    if settings.profile:
-        return _measured(settings, traffic)
-    return _published(settings, traffic)
+    traffic = Traffic(requests, settings.rate, settings.day, settings.lengths)
+    ground = (_measured if settings.profile else _published)(settings, traffic)
+    jobs = read_jobs(Path(settings.job_list)) if settings.job_list else []
+    return replace(ground, jobs=tuple(jobs))
 
 
 def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
@@ -284,17 +325,14 @@ def _published(settings: SimulationSettings, traffic: Traffic) -> Ground:
 
 
 def gpu_levels(gpu: GpuFigures, *, disjoint: bool, percents: tuple[int, ...] = ()) -> Partitioning:
-    """Return decode alone, and shares in whole groups of SMs: `percents` of them, or up to eight.
+    """Return decode alone, and the shares that a worker has on such a GPU, or `percents` of it.
 
-    Decode's shares begin with one group (of 8 at least): above half of the SMs it gains nothing.
+    They are whole groups of SMs; those that fill no group are decode's, as on a real one.
     """
-    group = max(8, gpu.sm_group)
-    most = gpu.sms // 2 // group
-    chosen = sorted({round(1 + i * (most - 1) / (MOST_LEVELS - 1)) for i in range(MOST_LEVELS)})
-    shares = sorted(gpu.sms - n * group for n in chosen)
+    group = gpu.sm_group
+    shares = [group * share for share in gpu_shares(gpu.sms // group)]
     if percents:
-        unit = gpu.sm_group
-        shares = sorted({max(unit, gpu.sms * p // 100 // unit * unit) for p in percents})
+        shares = sorted({max(group, gpu.sms * p // 100 // group * group) for p in percents})
     if not disjoint:
         return overlapping_levels(gpu.sms, tuple(shares))
     splits = tuple(PartitionLevel(share, gpu.sms - share) for share in shares)

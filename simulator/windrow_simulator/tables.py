@@ -8,6 +8,7 @@ from typing import Any
 
 from windrow_simulator.scenario import ALONE
 
+BOUND_GOAL = 0.9  # of the spatial bound
 _OF_HARVEST = {"eta", "eta_error", "gpu_hours", "dollars", "tokens"}
 COLUMNS = (
     ("objective ms", "objective_ms", "{:g}"),
@@ -91,15 +92,48 @@ def simulated_line(result: dict[str, Any]) -> str:
 
 
 def of_jobs(result: dict[str, Any]) -> TextTable:
-    """Return what became of the jobs of a simulation."""
-    names = ("submitted", "ended", "running", "waiting", "wait_s", "urgent_wait_s", "turnaround_s")
+    """Return what became of the jobs of a simulation, by priority."""
     rows = [
-        [row["policy"], f"{row['objective_ms']:g}", *(f"{row['jobs'][n]:,.0f}" for n in names)]
+        [
+            row["policy"],
+            f"{row['objective_ms']:g}",
+            of["priority"],
+            *(form.format(of[name] / (1e6 if "token" in name else 1)) for _, name, form in _JOBS),
+        ]
         for row in result["results"]
         if row["jobs"]
+        for of in _priorities(row["jobs"])
     ]
-    head = ["submitted", "ended", "running", "waiting", "wait s", "urgent wait s", "turnaround s"]
-    return TextTable("Jobs", ["policy", "objective ms", *head], rows)
+    head = ["policy", "objective ms", "priority", *(title for title, _, _ in _JOBS)]
+    return TextTable(
+        "Jobs",
+        head,
+        rows,
+        "Wait: mean time without a slot so far. Lost: what slots spent on stopping a job and "
+        "loading it again while nobody trained.",
+    )
+
+
+_JOBS = (
+    ("submitted", "submitted", "{:,.0f}"),
+    ("ended", "ended", "{:,.0f}"),
+    ("running", "running", "{:,.0f}"),
+    ("waiting", "waiting", "{:,.0f}"),
+    ("wait s", "wait_s", "{:,.0f}"),
+    ("longest", "longest_wait_s", "{:,.0f}"),
+    ("turnaround s", "turnaround_s", "{:,.0f}"),
+    ("preempted", "preemptions", "{:,.0f}"),
+    ("moved", "moves", "{:,.0f}"),
+    ("lost s", "lost_s", "{:,.0f}"),
+    ("lost Mtokens", "lost_tokens", "{:,.2f}"),
+    ("Mtokens", "tokens", "{:,.1f}"),
+)
+
+
+def _priorities(jobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of a policy: each priority, and all where there are several."""
+    several = len(jobs["by_priority"]) > 1
+    return [*jobs["by_priority"], *([jobs["all"]] if several else [])]
 
 
 def of_bounds(rows: Sequence[dict[str, Any]]) -> TextTable:
@@ -124,6 +158,38 @@ def of_bounds(rows: Sequence[dict[str, Any]]) -> TextTable:
         table,
         "! more than 1% of the steps are over the objective",
     )
+
+
+def of_limits(rows: Sequence[dict[str, Any]], policy: str = "windrow") -> TextTable:
+    """Return what keeps a policy below the spatial bound, by factors whose product is its ratio."""
+    near = sum(row["eta"][policy] >= BOUND_GOAL * row["spatial"] for row in rows)
+    return TextTable(
+        f"What {policy} stays below the spatial bound by",
+        [
+            *("batch", "objective ms", "spatial bound", "contention", "shares offered"),
+            *(policy, f"{policy} / bound", "step ms", "on the next share"),
+        ],
+        [
+            [
+                str(row["batch"]),
+                f"{row['objective_ms']:g}",
+                f"{row['spatial']:.3f}",
+                _factor(row["contended"], row["spatial"]),
+                _factor(row["offered"], row["contended"]),
+                _factor(row["eta"][policy], row["offered"]),
+                f"{row['eta'][policy] / row['spatial']:.2f}",
+                *(f"{row[name]:.2f}" if row[name] else "-" for name in ("step_ms", "next_ms")),
+            ]
+            for row in rows
+        ],
+        f"{policy} reaches {BOUND_GOAL:g} of the bound at {near} of {len(rows)} points. Step: on "
+        "the largest share offered that meets the objective, contention counted, without noise. On "
+        "the next share: the step if the worker had that one.",
+    )
+
+
+def _factor(part: float, whole: float) -> str:
+    return f"x {part / whole:.2f}" if whole else "-"
 
 
 def _eta(row: dict[str, Any], policy: str) -> str:

@@ -1,4 +1,4 @@
-"""Which request reaches which decode GPU when: trace or generator, prefill pool, transfer of KV."""
+"""What comes when: requests to decode GPUs, by trace or generator and prefill; FinetuneJobs."""
 
 from __future__ import annotations
 
@@ -137,29 +137,47 @@ class Traffic:
         requests: of a trace; empty: generated like the Azure conversation trace.
         per_second: mean rate of one decode GPU.
         day: the mean follows the hours of a day, stretched over the run.
+        lengths: mean prompt and output tokens, each exponentially distributed, and arrivals by
+            Poisson, instead of the trace's; (): as the trace has them.
     """
 
     requests: Sequence[TraceRequest]
     per_second: float
     day: bool = False
+    lengths: tuple[float, ...] = ()
 
-    def arrivals(self, gpus: int, seconds: float, seed: int) -> Iterator[TraceRequest]:
+    def arrivals(
+        self, gpus: int, seconds: float, seed: int, surge: float = 1.0
+    ) -> Iterator[TraceRequest]:
         """Return what arrives at a cell of so many GPUs, in order.
 
         Each cell plays the trace from a place of its own on, so that bursts of two cells do not
-        coincide; a trace that is over begins again.
+        coincide; a trace that is over begins again. In the middle third of the time `surge` times
+        as much comes.
         """
         rate = self.per_second * gpus
-        if self.requests:
+        if self.lengths:
+            even = self._drawn(rate, seed)
+        elif self.requests:
             even = self._played(rate, seed)
         else:
-            made = generator.generate(per_second=rate, seconds=seconds * 1.02 + 1, seed=seed)
+            even_s = seconds * (1 + (surge - 1) / 3)
+            made = generator.generate(per_second=rate, seconds=even_s * 1.02 + 1, seed=seed)
             even = iter(made)
         for request in even:
             at_s = day_time(request.at_s, seconds) if self.day else request.at_s
+            at_s = surge_time(at_s, seconds, surge)
             if at_s >= seconds:
                 return
             yield TraceRequest(at_s, request.prompt_tokens, request.output_tokens)
+
+    def _drawn(self, rate: float, seed: int) -> Iterator[TraceRequest]:
+        draw, at_s = random.Random(seed), 0.0
+        prompt, output = self.lengths
+        while True:
+            at_s += draw.expovariate(rate)
+            lengths = (max(1, round(draw.expovariate(1 / mean))) for mean in (prompt, output))
+            yield TraceRequest(at_s, *lengths)
 
     def _played(self, rate: float, seed: int) -> Iterator[TraceRequest]:
         requests = self.requests
@@ -174,6 +192,15 @@ class Traffic:
                 at_s = (r.at_s - origin + turn * span_s) * stretch
                 yield TraceRequest(at_s, r.prompt_tokens, r.output_tokens)
             turn += 1
+
+
+def surge_time(at_s: float, seconds: float, surge: float) -> float:
+    """Return when what would come at `at_s` comes if the middle third has `surge` times as much."""
+    third_s = seconds / 3
+    surged_s = (at_s - third_s) / surge
+    if at_s <= third_s:
+        return at_s
+    return third_s + surged_s if surged_s <= third_s else at_s - (surge - 1) * third_s
 
 
 def day_time(at_s: float, seconds: float) -> float:
@@ -240,3 +267,74 @@ def dealt(arrivals: Iterable[TraceRequest], pool: PrefillPool, gpus: int) -> Ite
         yield Arrival(
             request.at_s, ready_s, request.prompt_tokens, request.output_tokens, number % gpus
         )
+
+
+@dataclass(frozen=True, slots=True)
+class JobArrival:
+    """A FinetuneJob that comes at a moment."""
+
+    at_s: float
+    priority: int
+    tokens: float
+
+
+def job_arrivals(
+    count: int,
+    within_s: float,
+    *,
+    tokens: tuple[float, float],
+    priorities: Sequence[tuple[int, float]],
+    seed: int,
+) -> list[JobArrival]:
+    """Return jobs that come at random moments until `within_s`.
+
+    Args:
+        count: how many.
+        within_s: the last of them comes before that.
+        tokens: least and most of a job; any factor between them is as likely as any other.
+        priorities: each value with its weight among the jobs.
+        seed: of the draws.
+    """
+    draw = random.Random(seed)
+    values, weights = [p for p, _ in priorities], [w for _, w in priorities]
+    least, most = tokens
+    return [
+        JobArrival(
+            draw.random() * within_s,
+            draw.choices(values, weights)[0],
+            least * (most / least) ** draw.random(),
+        )
+        for _ in range(count)
+    ]
+
+
+def read_jobs(path: Path) -> list[JobArrival]:
+    """Read jobs from a CSV file with the columns at_seconds, priority and tokens.
+
+    Raises:
+        UserError: no such file, or a line that says no job.
+    """
+    columns = ("at_seconds", "priority", "tokens")
+    try:
+        with path.open(encoding="utf-8", newline="") as lines:
+            rows = list(csv.DictReader(lines))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot be read: {error}", field=str(path), remedy="Give --job-list a CSV file."
+        ) from error
+    jobs = []
+    for number, row in enumerate(rows, start=2):
+        try:
+            at_s, priority, tokens = (float(row[name] or "nan") for name in columns)
+        except (KeyError, TypeError, ValueError):
+            at_s = priority = tokens = math.nan
+        if not (0 <= at_s < LONGEST_S and abs(priority) <= 1e9 and 1 <= tokens <= 1e15):
+            raise UserError(
+                "says no job",
+                field=f"{path}:{number}",
+                remedy=f"Write the columns {', '.join(columns)}, for example 60,1000,2e6.",
+            )
+        jobs.append(JobArrival(at_s, int(priority), tokens))
+    if not jobs:
+        raise UserError("holds no job", field=str(path), remedy="Write a line for each.")
+    return jobs

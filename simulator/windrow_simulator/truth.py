@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,7 +44,8 @@ class Assumptions:
         decode: share of a copy's bandwidth that a decode step reaches.
         finetune: share of a matrix product's rate that finetuning reaches.
         overhead_us: of a step, whatever its size.
-        saturating_sms: share of the SMs from which on decode reaches its bandwidth.
+        sm_gb_s: that an SM reads at most. By it half of an H200's SMs reach its memory's bandwidth,
+            as is assumed of it, and the fewer SMs of a GPU do the slower its memory is.
         contention: by how much a decode step's reads slow down per share of the bandwidth that the
             worker takes, before the memory is full.
         shared_sm: what decode gets of an SM that the worker is on, where it is not confined.
@@ -56,7 +58,7 @@ class Assumptions:
     decode: float = 0.8
     finetune: float = 0.6
     overhead_us: float = 600.0
-    saturating_sms: float = 0.5
+    sm_gb_s: float = 65.2
     contention: float = 0.35
     shared_sm: float = 0.5
     prefill: float = 0.6
@@ -97,7 +99,7 @@ class RooflineTruth:
         """Microseconds of a byte that is read, and of a request's arithmetic."""
         a, gpu = self._assumed, self._gpu
         sms = decode if self._disjoint else gpu.sms - (1 - a.shared_sm) * finetune
-        share = min(1.0, sms / (a.saturating_sms * gpu.sms))
+        share = min(1.0, sms * a.sm_gb_s * 1e3 / self._limit)
         byte_us = 1 / (self._limit * a.decode * share)
         if finetune:
             worker = self._traffic * finetune / gpu.sms
@@ -204,27 +206,29 @@ class Residuals:
         beside: of steps with one.
         admitting: of steps alone that a request joined; its KV comes in during them.
         admitting_beside: of such steps with a worker.
+        moments_ns: when each was, in simulated time, for each of these four; (): whenever.
     """
 
     alone: tuple[float, ...]
     beside: tuple[float, ...] = ()
     admitting: tuple[float, ...] = ()
     admitting_beside: tuple[float, ...] = ()
+    moments_ns: tuple[tuple[int, ...], ...] = ()
 
-    def of(self, beside: bool, admitting: bool) -> tuple[float, ...]:
-        """Those of one kind of steps; where there are none, the nearest kind's."""
-        if admitting:
-            found = self.admitting_beside if beside else self.admitting
-            if found:
-                return found
-        return (self.beside if beside else ()) or self.alone
+    def of(self, beside: bool, admitting: bool) -> tuple[tuple[float, ...], tuple[int, ...]]:
+        """Those of one kind of steps, and when; where there are none, the nearest kind's."""
+        kinds = (self.alone, self.beside, self.admitting, self.admitting_beside)
+        wanted = [2 * admitting + beside, int(beside), 0]
+        kind = next((n for n in wanted if kinds[n]), 0)
+        return kinds[kind], self.moments_ns[kind] if self.moments_ns else ()
 
 
 class Noise:
     """What a step takes more or less than the model says: a factor, drawn as it was measured.
 
     Args:
-        residuals: to draw from.
+        residuals: to draw from; where their moments are known, from those of about the same
+            moment, since what else runs on a machine comes and goes.
         seed: the same seed draws the same factors.
         run: steps of a kind come from the same stretch of the measurement for so many steps, since
             disturbances last.
@@ -238,16 +242,31 @@ class Noise:
         self._kinds = kinds
         self._at, self._left = [0] * 4, [0] * 4
 
-    def factor(self, *, beside: bool = False, admitting: bool = False) -> float:
-        """Of the next step."""
+    def factor(self, *, beside: bool = False, admitting: bool = False, now_ns: int = 0) -> float:
+        """Of the next step, which begins at that moment."""
         kind = 2 * beside + admitting
-        ratios = self._kinds[kind]
+        ratios, moments_ns = self._kinds[kind]
         if self._left[kind] <= 0:
-            self._at[kind] = int(self._draw.random() * len(ratios))
+            low, high = _around(moments_ns, now_ns) if moments_ns else (0, len(ratios))
+            self._at[kind] = low + int(self._draw.random() * (high - low))
             self._left[kind] = self._run
         self._left[kind] -= 1
         at = self._at[kind] = (self._at[kind] + 1) % len(ratios)
         return ratios[at]
+
+
+# Steps of so long around a moment are of about the same moment, and so many at least.
+_ABOUT_NS, _ABOUT_STEPS = 8_000_000_000, 64
+
+
+def _around(moments_ns: Sequence[int], now_ns: int) -> tuple[int, int]:
+    """Return which of the moments are about now: from one on, up to another."""
+    low = bisect_left(moments_ns, now_ns - _ABOUT_NS)
+    high = bisect_left(moments_ns, now_ns + _ABOUT_NS)
+    missing = _ABOUT_STEPS - (high - low)
+    if missing > 0:
+        low, high = max(0, low - missing), min(len(moments_ns), high + missing)
+    return low, max(high, low + 1)
 
 
 def gpu_noise(seed: int) -> Noise:

@@ -15,7 +15,7 @@ from windrow_operator import budget, job_steps, slots, webhook
 from windrow_operator.lease import LeaseTimes
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
-from windrow_sidecar.engines.sglang import learning, plugin
+from windrow_sidecar.engines.sglang import compat, learning
 from windrow_sidecar.finetune.colocated import agent_link, loading
 from windrow_sidecar.finetune.job import multiplexer
 from windrow_sidecar.finetune.offload import copying
@@ -67,6 +67,7 @@ SAID = {
     "docs/allocator.md": [f"or {CSRC['kMostIdleBlocks']:,} blocks idle"],
     "docs/policies.md": [
         f"needs {policy.GROW_HEADROOM:.0%} of headroom and {policy.REST_NS / 1e6:.0f} ms since",
+        f"{policy.GROW_HEADROOM / 2:.0%} once a share has stood for {policy.STOOD_NS / 1e9:g} s",
         f"over {policy.SLACK_STEPS} steps at least",
         f"worth at least {policy.PART_GAIN - 1:.0%} more",
         f"pause the worker for {GUARD.pause_ns / 1e6:.0f} ms and widen the margin by "
@@ -88,7 +89,7 @@ SAID = {
     ],
     "docs/sglang.md": [
         f"({demo.LEARN_S:.0f} s, again up to four times)",
-        f"a chunk waits {plugin._TRANSFER_GUARD_NS / 1e9:.0f} s before it is lent",
+        f"a chunk waits {compat.TRANSFER_GUARD_S:.0f} s before it is lent",
         f"seen {learning._STEPS_NEEDED} times, blocks of {learning._BLOCK} steps",
     ],
     "docs/gpu.md": [

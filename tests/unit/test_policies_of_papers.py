@@ -18,7 +18,7 @@ from windrow_sidecar.qos.policies.harli import Harli
 from windrow_sidecar.qos.policies.llmstation import LlmStation, accompanied_layers
 from windrow_sidecar.qos.policies.temporal import LEAST_GAP_US, Temporal
 from windrow_sidecar.qos.policies.windrow import Windrow
-from windrow_sidecar.qos.view import Action, Offer, Phase, View
+from windrow_sidecar.qos.view import LEVELS_MAX, Action, Offer, Phase, View
 
 START_NS = 5_000_000_000
 BUSY = View(batch=6, objective_us=20_000, start_ns=START_NS)
@@ -74,10 +74,10 @@ def test_llmstation_turns_accompanied_layers_into_tasklets():
     grant = LlmStation().decide(BUSY, WORK, gpu())
     assert (grant.action, grant.finetune_units, grant.n_tasklets) == (Action.GO, 66, 4)
     # Without an estimate the same time is granted instead.
-    unknown = WORK._replace(estimates_us=(0,) * 8)
+    unknown = WORK._replace(estimates_us=(0,) * LEVELS_MAX)
     assert LlmStation().decide(BUSY, unknown, gpu()).budget_us == 16_406
     # As for a tasklet that takes longer: the worker runs a part of it beside each step.
-    longer = WORK._replace(estimates_us=(20_000,) * 8)
+    longer = WORK._replace(estimates_us=(20_000,) * LEVELS_MAX)
     grant = LlmStation().decide(BUSY, longer, gpu())
     assert (grant.n_tasklets, grant.budget_us) == (0, 16_406)
 
@@ -120,7 +120,7 @@ def test_flexllm_caps_its_window_and_pauses_where_not_even_the_smallest_fits():
     assert FlexLlm().decide(BUSY, fast, gpu()).window_tokens == 512
     slow = WORK._replace(estimates_us=(400_000, 300_000, 0, 0, 0, 0, 0, 0))
     assert FlexLlm().decide(BUSY, slow, gpu()).action == Action.PAUSE
-    unknown = WORK._replace(estimates_us=(0,) * 8)
+    unknown = WORK._replace(estimates_us=(0,) * LEVELS_MAX)
     assert FlexLlm().decide(BUSY, unknown, gpu()).window_tokens == 16
 
 
@@ -260,5 +260,5 @@ def test_every_share_has_its_own_estimate(levels):
 
 
 def test_a_large_cpu_set_offers_estimates_for_the_shares_that_decode_grants():
-    assert offered_levels(range(1, 65)) == (9, 18, 27, 36, 45, 54, 63, 64)
+    assert offered_levels(range(1, 65)) == (8, 16, 24, 32, 39, 47, 55, 63, 64)
     assert offered_levels((8, 16, 132)) == (8, 16, 132)

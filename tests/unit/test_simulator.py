@@ -5,29 +5,31 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
+from statistics import mean, stdev
 
 import pytest
 
 from windrow.errors import UserError
 from windrow.local.trace import TraceRequest
-from windrow_operator import planning
 from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.policies import POLICIES
 from windrow_sidecar.qos.terms import HarvestTerms
-from windrow_simulator import cluster
+from windrow_simulator import papers
 from windrow_simulator.arena import ArenaGeometry
-from windrow_simulator.bounds import spatial_bound, temporal_bound
+from windrow_simulator.bounds import limits, spatial_bound, temporal_bound
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest, DecodeSettings
 from windrow_simulator.figures import Histogram, SlotFigures, interval
 from windrow_simulator.hardware import gpu_named, model_named
+from windrow_simulator.papers import joining_gain, with_prompts
 from windrow_simulator.replay import replay
 from windrow_simulator.run import Cell, best_of, simulate
-from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked
+from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked, gpu_levels
 from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
-from windrow_simulator.truth import Noise, Residuals
+from windrow_simulator.truth import Assumptions, Noise, Residuals, RooflineTruth
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
 MS = 1_000_000
@@ -356,37 +358,6 @@ def test_sound_settings_are_returned_as_they_are():
     assert checked(SMALL) is SMALL
 
 
-def test_jobs_go_where_the_operator_would_place_them_and_each_token_is_of_one_job(monkeypatch):
-    placed = []
-
-    def place(job, slots):
-        choice = planning.place(job, slots)
-        placed.append((job.name, choice))
-        return choice
-
-    monkeypatch.setattr(cluster, "place", place)
-    settings = replace(SMALL, gpus=2, jobs=6, job_tokens=20_000, urgent=0.5, seconds=30)
-    figures = simulate(build(settings))[1]
-    assert figures.jobs.submitted == 6
-    assert figures.jobs.ended + figures.jobs.running + figures.jobs.waiting == 6
-    assert sum(isinstance(choice, planning.Placement) for _, choice in placed) >= 2
-    # A job that ends within a turn leaves what the worker made after it to nobody.
-    assert 0 < figures.jobs.tokens <= 6 * 20_000
-    assert figures.jobs.ended > 0
-
-
-def test_more_jobs_than_slots_wait_and_the_urgent_ones_wait_less():
-    settings = replace(SMALL, jobs=12, job_tokens=30_000, urgent=0.4, seconds=40)
-    jobs = simulate(build(settings))[1].jobs
-    assert jobs.wait_s > jobs.urgent_wait_s
-
-
-def test_gpus_that_are_like_simulated_ones_take_jobs_too():
-    settings = replace(SMALL, gpus=10, sample=2, jobs=10, job_tokens=1e9, seconds=20)
-    jobs = simulate(build(settings))[1].jobs
-    assert (jobs.running, jobs.waiting) == (10, 0)
-
-
 # Of an H200 with Llama-3-8B at 1,024 tokens a request: temporal and spatial bound.
 @pytest.mark.parametrize(
     ("batch", "objective_ms", "temporal", "spatial"),
@@ -400,6 +371,68 @@ def test_the_roofline_bounds_are_those_worked_out_on_paper(batch, objective_ms, 
     assert spatial_bound(gpu_figures, model, batch, objective_ms) == pytest.approx(
         spatial, abs=0.005
     )
+
+
+def test_what_contention_and_shares_leave_of_the_bound_worked_by_hand():
+    gpu_figures, model = gpu_named("h200"), model_named("llama-3-8b")
+    truth = RooflineTruth(gpu_figures, model, model)
+    levels = gpu_levels(gpu_figures, disjoint=True)
+    # One to eight of 16 groups of 8 SMs are left to decode, with the 4 SMs that make no group.
+    assert [s.finetune_units for s in levels.splits] == [0, 16, 64, 80, 88, 96, 104, 112, 120]
+    assert {s.finetune_units + s.decode_units for s in levels.splits} == {132}
+    found = limits(truth, levels, 16, 15.0)
+    # Beside a worker its traffic of 0.21 of the bandwidth slows a byte by 0.35 of that, and the
+    # worker by 0.8 times as much. On 24 SMs decode would need 15.14 ms, so it has 32; of the shares
+    # that are offered it has 28.
+    slower = 1 + 0.35 * 0.2107 * 0.8
+    assert found["contended"] == pytest.approx(100 / 132 / slower, rel=1e-3)
+    assert found["offered"] == pytest.approx(104 / 132 / slower, rel=1e-3)
+    assert found["step_ms"] < 15 < found["next_ms"]
+    # Without contention the best of whole groups is the bound itself.
+    free = RooflineTruth(gpu_figures, model, model, Assumptions(contention=0.0))
+    for batch, objective_ms in [(8, 8), (16, 15), (64, 20)]:
+        bound = spatial_bound(gpu_figures, model, batch, objective_ms)
+        assert limits(free, levels, batch, objective_ms)["contended"] == pytest.approx(bound)
+
+
+def test_a_gpu_with_slower_memory_reads_all_of_it_with_fewer_sms():
+    ada, model = gpu_named("rtx-6000-ada"), model_named("llama-3-8b")
+    truth = RooflineTruth(ada, model, model)
+    # 960 GB/s at 89.6% over 65.2 GB/s an SM: 13.2 of its 142 SMs. With 7 it reads 0.53 as fast.
+    whole, few, fewer = (truth.step_us(1, 1024, sms, 0) - 600 for sms in (142, 14, 7))
+    assert few == pytest.approx(whole)
+    assert fewer == pytest.approx(whole * 13.19 / 7, rel=1e-3)
+
+
+def test_requests_of_given_lengths_come_by_poisson():
+    came = list(Traffic((), per_second=2.0, lengths=(60.0, 65.0)).arrivals(3, 2000.0, 1))
+    assert len(came) == pytest.approx(12_000, rel=0.03)
+    assert sum(r.prompt_tokens for r in came) / len(came) == pytest.approx(60, rel=0.05)
+    assert sum(r.output_tokens for r in came) / len(came) == pytest.approx(65, rel=0.05)
+    # Exponential distances: as wide as their mean.
+    gaps = [b.at_s - a.at_s for a, b in pairwise(came)]
+    assert stdev(gaps) == pytest.approx(mean(gaps), rel=0.05)
+    with pytest.raises(UserError, match="--lengths"):
+        build(replace(SMALL, lengths=(60.0,)))
+
+
+def test_prompts_on_the_same_gpus_take_their_time_from_light_and_heavy_load():
+    one, tokens, _ = with_prompts(1.0, (4.0, 20.0), "")
+    # One and five requests a second on each of four GPUs.
+    prefill = build(papers.FLEXLLM).prefill
+    light_s = prefill.prefill_us(int(tokens)) / 1e6
+    # A prompt of mean length takes a little less than prompts do on average, since attention grows
+    # with the square.
+    assert one == pytest.approx((1 - 5 * light_s) / (1 - light_s), rel=0.1)
+    half, _, wanted = with_prompts(0.9, (4.0, 20.0), "")
+    assert half == pytest.approx(0.9 * one)
+    assert 0 < wanted < tokens
+
+
+def test_holding_only_while_decode_is_empty_gains_its_part_of_the_empty_time():
+    # Empty for 1 s, busy for 3: a quarter of the time. Held for half a second: 1.5 of 4.5 s.
+    assert joining_gain(1.0, 0.25, 0.5) == pytest.approx((1.5 / 4.5) / 0.25 - 1)
+    assert joining_gain(1.0, 0.25, 0.0) == 0
 
 
 def test_a_folder_that_holds_no_run_cannot_be_compared(tmp_path):

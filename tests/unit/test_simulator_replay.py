@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from shutil import copytree
 
 import pytest
 
@@ -15,7 +16,7 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
 from windrow_simulator.figures import SlotFigures
-from windrow_simulator.replay import replay
+from windrow_simulator.replay import TaskletWorth, replay
 from windrow_simulator.truth import MeasuredTruth, Noise, Residuals, Worker
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
@@ -62,6 +63,18 @@ class Recorded:
         self._log = EventLog(folder / "pods" / "decode-0" / "d.events.jsonl", source="decode-0")
         self._jobs = EventLog(folder / "pods" / "decode-0" / "w.events.jsonl", source="worker")
         self._next_opt_ns = 0
+        self._work, self.worker.run, self._rest = self.worker.run, self._ran, 0.0
+
+    def _ran(self, begin_ns, end_ns, *, beside_decode):
+        units = self.worker.interference_units(begin_ns)
+        made = self._work(begin_ns, end_ns, beside_decode=beside_decode)
+        tokens, self._rest = divmod(self._rest + made, 1)
+        middle_ns = (begin_ns + end_ns) // 2
+        for phase, at_ns in (("fwd", begin_ns), ("bwd", middle_ns)) if tokens else ():
+            self._jobs.append(
+                TaskletEvent("j", 1, 1, phase, 0, int(tokens), 0, at_ns, end_ns - 1, units)
+            )
+        return made
 
     def _decide(self, facts):
         self._facts, self._grant = facts, self._before(facts)
@@ -127,8 +140,12 @@ def folder(tmp_path_factory):
     marks.flush()
     alone = EventLog(path / "dedicated" / "d.events.jsonl", source="dedicated")
     for i in range(11):
-        at_ns = i * SECOND_NS
-        alone.append(TaskletEvent("j", 1, i, "opt", 0, 0, int(i * DEDICATED), at_ns, at_ns, 2))
+        begin_ns, at_ns = (i - 1) * SECOND_NS, i * SECOND_NS
+        n = int(DEDICATED)
+        turn_ns = begin_ns + SECOND_NS // 3
+        alone.append(TaskletEvent("j", 1, i, "fwd", 0, n, 0, begin_ns, turn_ns, 2))
+        alone.append(TaskletEvent("j", 1, i, "bwd", 0, n, 0, turn_ns, at_ns, 2))
+        alone.append(TaskletEvent("j", 1, i, "opt", 0, 0, i * n, at_ns, at_ns, 2))
     alone.flush()
     (path / "summary.json").write_text(json.dumps({"run": {"policy": "windrow"}}))
     (path / "profile.json").write_text(json.dumps(PROFILE))
@@ -144,9 +161,29 @@ def test_a_run_by_the_simulators_rules_is_found_again(folder):
     assert found["learned"]["tokens_per_second_beside"][1] == pytest.approx(BESIDE, rel=0.1)
 
 
+def test_tasklets_are_worth_what_their_phase_takes_on_the_whole_device():
+    def tasklet(phase, tokens, begin_ms, end_ms, done=0):
+        return TaskletEvent("j", 1, 1, phase, 0, tokens, done, begin_ms * 10**6, end_ms * 10**6, 2)
+
+    # Between two optimizer steps 1,000 tokens: a forward of 30 ms and a backward of 60, and of the
+    # 10 ms that neither takes each has its part.
+    worth = TaskletWorth(
+        [
+            *(tasklet("fwd", 500, 0, 9), tasklet("opt", 0, 9, 10, done=200)),
+            *(tasklet("fwd", 1000, 10, 40), tasklet("bwd", 1000, 45, 105)),
+            tasklet("opt", 0, 105, 110, done=1200),
+        ]
+    )
+    assert worth.tokens([tasklet("fwd", 300, 0, 1)]) == pytest.approx(100)
+    assert worth.tokens([tasklet("bwd", 300, 0, 1), tasklet("opt", 0, 1, 2)]) == pytest.approx(200)
+    with pytest.raises(UserError, match="finished no two steps"):
+        TaskletWorth([tasklet("opt", 0, 9, 10, done=200)])
+
+
 def test_a_run_that_is_too_short_teaches_nothing(folder, tmp_path):
     (tmp_path / "summary.json").write_text((folder / "summary.json").read_text())
     (tmp_path / "profile.json").write_text((folder / "profile.json").read_text())
     (tmp_path / "run.events.jsonl").write_text((folder / "run.events.jsonl").read_text())
+    copytree(folder / "dedicated", tmp_path / "dedicated")
     with pytest.raises(UserError, match="too few"):
         replay(tmp_path)

@@ -46,6 +46,9 @@ class SimulateOptions:
         ),
     ] = None
     rate: Annotated[float, typer.Option(help="Requests a second for each decode GPU.")] = 4.0
+    lengths: Annotated[
+        str, typer.Option(help="Mean prompt and output tokens instead of the trace's: 60:65.")
+    ] = ""
     day: Annotated[
         bool, typer.Option("--day", help="The rate follows the hours of a day, over the run.")
     ] = False
@@ -78,9 +81,32 @@ class SimulateOptions:
     jobs: Annotated[
         int, typer.Option(help="FinetuneJobs that come. 0: one without an end on each GPU.")
     ] = 0
-    job_tokens: Annotated[int, typer.Option(help="Tokens of each job.")] = 20_000_000
-    urgent: Annotated[float, typer.Option(help="Share of jobs with a high priority.")] = 0.1
+    job_tokens: Annotated[
+        str, typer.Option(help="Tokens of a job, or least and most: 2e6-80e6.")
+    ] = "20e6"
+    job_list: Annotated[
+        Path | None, typer.Option(help="Jobs from a CSV file: at_seconds,priority,tokens.")
+    ] = None
+    priorities: Annotated[str, typer.Option(help="Priorities of jobs, each with its weight.")] = (
+        "0:0.9,1000:0.1"
+    )
+    preemption: Annotated[
+        bool, typer.Option(help="A job gives its slot to one of higher priority.")
+    ] = True
+    load_seconds: Annotated[
+        float, typer.Option(help="From a job's assignment until it trains.")
+    ] = 20.0
+    save_seconds: Annotated[
+        float, typer.Option(help="To write the checkpoint with which a job stops.")
+    ] = 2.0
     jobs_per_slot: Annotated[int, typer.Option(help="Jobs that take turns on a GPU.")] = 1
+    surge: Annotated[
+        float,
+        typer.Option(
+            help="In the middle third of the time every second cell of 4 GPUs has so many times "
+            "the requests."
+        ),
+    ] = 1.0
     levels: Annotated[
         str, typer.Option(help="Shares of the worker in percent: 10,20,30. Default: spread.")
     ] = ""
@@ -95,16 +121,23 @@ class SimulateOptions:
         """Return the simulator's settings.
 
         Raises:
-            UserError: durations or shares that cannot be read.
+            UserError: durations, shares, tokens or priorities that cannot be read.
         """
         fields = asdict(self)
         objectives, deferral = fields.pop("objective"), fields.pop("deferral")
+        load_s, save_s = fields.pop("load_seconds"), fields.pop("save_seconds")
         return fields | {
+            "job_tokens": _least_and_most(self.job_tokens),
+            "job_list": str(self.job_list or ""),
+            "priorities": _priorities(self.priorities),
+            "job_load_s": load_s,
+            "job_save_s": save_s,
             "profile": str(self.profile or ""),
             "traces": str(self.traces or ""),
             "objectives_ms": [milliseconds(text) for text in objectives.split(",")],
             "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
             "levels": _percents(self.levels),
+            "lengths": _lengths(self.lengths),
         }
 
 
@@ -141,6 +174,42 @@ def simulate(
     _print(result)
     if out is not None:
         Console().print(f"page {out}", highlight=False, soft_wrap=True)
+
+
+def _least_and_most(text: str) -> list[float]:
+    try:
+        # The dash of an exponent is none between two numbers.
+        ends = [float(part) for part in re.split(r"(?<![eE])-", text)]
+    except ValueError:
+        ends = []
+    if len(ends) not in (1, 2) or any(not 0 < end < float("inf") for end in ends):
+        raise UserError(
+            f"{text!r} is no number of tokens",
+            field="--job-tokens",
+            remedy="Write 20e6 or 2e6-80e6.",
+        )
+    return [ends[0], ends[-1]]
+
+
+def _priorities(text: str) -> list[tuple[int, float]]:
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return [(int(value), float(weight)) for value, weight in pairs]
+    except ValueError as error:
+        raise UserError(
+            f"{text!r} are no priorities with weights",
+            field="--priorities",
+            remedy="Write for example 0:90,1000:10.",
+        ) from error
+
+
+def _lengths(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(":")] if text else []
+    except ValueError as error:
+        raise UserError(
+            f"{text!r} are no two means", field="--lengths", remedy="Write for example 60:65."
+        ) from error
 
 
 def _percents(text: str) -> list[int]:
