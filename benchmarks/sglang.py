@@ -242,14 +242,8 @@ def _demos(seconds: float) -> list[Result]:
     found = {}
     for engine in ("builtin", "sglang"):
         with tempfile.TemporaryDirectory(prefix="wr-") as name:
-            command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
-            command += [f"--engine={engine}", f"--seconds={seconds:g}", "--json"]
-            done = subprocess.run(
-                [*command, f"--out={name}/out"], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                raise RuntimeError(f"the demo on {engine} failed:\n{done.stderr[-3000:]}")
-            found[engine] = json.loads(done.stdout)
+            options = (f"--engine={engine}", f"--seconds={seconds:g}", f"--out={name}/out")
+            found[engine] = json.loads(windrow("demo", *options, "--json"))
     builtin, sglang = found["builtin"], found["sglang"]
     figures: dict[str, tuple[str, Callable[[Any], float]]] = {
         "objective": ("ms", lambda serving: serving["objective_ms"]),
@@ -289,6 +283,20 @@ def _demos(seconds: float) -> list[Result]:
             baseline=Baseline("builtin", eta[1]),
         ),
     ]
+
+
+def windrow(*words: str) -> str:
+    """Run a command of windrow that may start SGLang; returns what it prints.
+
+    Raises:
+        RuntimeError: it failed, with the end of what it said.
+    """
+    command = [sys.executable, "-c", "from windrow.cli import main; main()", *words]
+    env = {**os.environ, "SGLANG_VENV": str(PYTHON.parents[1])}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"windrow {' '.join(words)} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
 
 
 def _conversation(n: int, seed: int, *, longest: int = 60, every: int = 6) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
 from windrow_operator import status
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.decode_pods import option_of, serving_container
+from windrow_operator.decode_pods import matching_rule, option_of, serving_container
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
@@ -37,6 +37,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=5)
 _DEFAULT_PORT = "30000"  # SGLang's
 # In this order it is loaded: nobody may ask decode for what prefill does not know.
 _ROLES = ("prefill", "decode")
+_BOTH_PARTS = ("", "null")  # of `--disaggregation-mode`: not disaggregated
 
 
 class NotLoaded(Exception):
@@ -54,12 +55,17 @@ class Instance:
 
 
 def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
-    """Return the ready decode and prefill instances of the job's model, prefill first."""
+    """Return the ready decode and prefill instances of the job's model, prefill first.
+
+    One that says no part and is harvested computes its prompts itself: it counts as decode.
+    """
     found = []
     for pod in pods:
         metadata, state = pod["metadata"], pod.get("status") or {}
         container = serving_container(pod)
         role = option_of(container, "--disaggregation-mode")
+        if role in _BOTH_PARTS and matching_rule(pod):
+            role = "decode"
         model = option_of(container, "--model-path", "--model")
         if role not in _ROLES or not same_model(job, model) or not _is_ready(pod):
             continue
@@ -202,7 +208,8 @@ class Deployments:
             await self._tell(job, Reason.NOT_LOADED, f"{error}. No instance has it.", body)
         else:
             what = ", ".join(f"{instance.key} ({instance.role})" for instance in found)
-            await self._tell(job, Reason.LOADED, f"Ask for {name}: {what}", body)
+            ask = f'Requests ask for it with "model": "{job.spec.model.name}:{name}"'
+            await self._tell(job, Reason.LOADED, f"{ask}. Loaded into {what}", body)
 
     async def _withdraw(self, job: Job, servers: Servers) -> None:
         """Unload the adapter of a job that is being deleted, then let it go."""

@@ -10,10 +10,11 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.small_disk import fill, small_disk
 from test_finetune_command import COMMAND, manifest
 from waiting import is_running, wait_until
 
@@ -131,8 +132,10 @@ def test_a_disk_that_takes_no_checkpoint_is_told_at_the_first_one_and_leaves_no_
     def small_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
+    # Python would cut the bytecode that it keeps beside its sources at the same limit.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     path = manifest(tmp_path)
-    with started(path, preexec_fn=small_files) as process:
+    with started(path, preexec_fn=small_files, env=environment) as process:
         out, _ = process.communicate(timeout=240)
     assert process.returncode == 1
     lines = out.splitlines()
@@ -148,31 +151,17 @@ def test_a_disk_that_takes_no_checkpoint_is_told_at_the_first_one_and_leaves_no_
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A disk of its own, of 3 MiB."""
-    folder = tmp_path / "out"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "windrow-test", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"this user may mount no disk: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+def disk(tmp_path):
+    """A disk of its own for what a run writes."""
+    with small_disk(tmp_path / "out", mib=3) as mounted:
+        yield mounted
 
 
-def fill(folder: Path) -> Path:
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, suppress(OSError):  # no space is left
-        while True:
-            file.write(bytes(4096))
-    return ballast
-
-
-def test_a_disk_that_was_full_for_a_while_costs_checkpoints_and_no_work(tmp_path, small_disk):
+def test_a_disk_that_was_full_for_a_while_costs_checkpoints_and_no_work(tmp_path, disk):
     path = manifest(tmp_path, **ENDLESS)
     with started(path) as process:
         read_until(process, "checkpointed:")
-        ballast = fill(small_disk)
+        ballast = fill(disk)
         told = read_until(process, "warned:")
         assert "is not written, the last good one is" in told
         assert "No space left on device. Free space there" in told
@@ -181,7 +170,7 @@ def test_a_disk_that_was_full_for_a_while_costs_checkpoints_and_no_work(tmp_path
         process.terminate()
         process.communicate(timeout=240)
     assert process.returncode == 130
-    ballast = fill(small_disk)
+    ballast = fill(disk)
     with started(path, "--json") as process:
         out, _ = process.communicate(timeout=240)
     said = json.loads(out)

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
+from support.sglang_servers import PYTHON
 
 
 def pytest_collection_modifyitems(items):

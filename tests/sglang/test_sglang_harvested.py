@@ -6,25 +6,35 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 from safetensors import safe_open
+from support.sglang_servers import (
+    DECODE,
+    MODEL,
+    OVER_TCP,
+    ROOT,
+    TRANSFER,
+    Server,
+    complete,
+    require_transfer,
+    start_server,
+    text_of,
+)
 
 from windrow.eventlog import StepEvent, TaskletEvent, read_events
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
+from windrow_sidecar.engines.sglang.compat import ENV_TRANSFER_GUARD
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
-ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("SGLANG_VENV", ROOT / ".venv-sglang")) / "bin" / "python"
-MODEL = ROOT / "models" / "windrow-tiny"
 ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 Event = attach_pb2.JobEvent
 
@@ -33,22 +43,6 @@ pytestmark = [
     pytest.mark.skipif(
         len(os.sched_getaffinity(0)) < 2, reason="a host device has two cores at least"
     ),
-]
-SERVER = [
-    "sglang.launch_server",
-    f"--model-path={MODEL}",
-    "--dtype=float32",
-    "--device=cpu",
-    "--attention-backend=torch_native",
-    "--sampling-backend=pytorch",
-    "--disable-cuda-graph",
-    "--disable-radix-cache",
-    "--max-total-tokens=16384",
-    "--page-size=16",
-    "--max-running-requests=8",
-    "--num-reserved-decode-tokens=64",
-    "--sleep-on-idle",
-    "--host=127.0.0.1",
 ]
 STOPPED_S, TOKENS = 5.0, 48
 QUESTIONS = ["The for statement", "A list is", "To open a file", "When an exception is raised"]
@@ -71,65 +65,74 @@ def job(folder: Path) -> dict:
     }
 
 
-def start(words: list[str], env: dict[str, str], log: Path) -> subprocess.Popen:
-    with log.open("ab") as out:
-        return subprocess.Popen(words, env=env, stdout=out, stderr=out, process_group=0)
-
-
-@pytest.fixture
-async def pod(run_dir):
-    operator = AttachedOperator()
-    await operator.start()
-    (run_dir / "token").write_text("secret")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env = {
-        **os.environ,
-        ENV_RUN_DIR: str(run_dir),
-        ENV_LOG_DIR: str(run_dir),
-        ENV_POD_NAME: "decode-0",
-        "OMP_WAIT_POLICY": "passive",
-    }
-    server = [str(PYTHON), "-m", *SERVER, f"--port={port}"]
+def start_agent(
+    operator: AttachedOperator, folder: Path, environment: dict[str, str]
+) -> subprocess.Popen:
     agent = [
         *(sys.executable, "-m", "windrow_sidecar.agent"),
         f"--operator-address=127.0.0.1:{operator.port}",
         f"--operator-ca={operator.cert.decode()}",
-        f"--token-file={run_dir / 'token'}",
+        f"--token-file={folder / 'token'}",
     ]
-    running = [
-        start(words, {**env, **more}, run_dir / "pod.log")
-        for words, more in ((server, {"SGLANG_USE_CPU_ENGINE": "1"}), (agent, {}))
-    ]
+    env = os.environ | environment
+    with (folder / "pod.log").open("ab") as out:
+        return subprocess.Popen(agent, env=env, stdout=out, stderr=out, process_group=0)
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A harvested decode instance, its sidecar, and who computes its prompts."""
+
+    operator: AttachedOperator
+    servers: tuple[Server, ...]  # the last one is harvested
+    folder: Path
+    sidecar: psutil.Process
+
+
+@pytest.fixture(params=["alone", "behind prefill"])
+async def pod(request, run_dir):
+    """An instance that also prefills, and one whose KV a prefill instance sends."""
+    operator = AttachedOperator()
+    await operator.start()
+    (run_dir / "token").write_text("secret")
+    env = {
+        ENV_RUN_DIR: str(run_dir),
+        ENV_LOG_DIR: str(run_dir),
+        ENV_POD_NAME: "decode-0",
+        ENV_TRANSFER_GUARD: "2",  # nothing is given up here
+    }
+    log, room, servers = run_dir / "pod.log", "--max-total-tokens=16384", []
+    if request.param == "alone":
+        servers = [start_server(log, room, environment=env)]
+    else:
+        require_transfer()
+        prefill = ("--disaggregation-mode=prefill", TRANSFER, room)
+        servers = [
+            start_server(run_dir / "prefill.log", *prefill, environment=OVER_TCP),
+            start_server(log, *DECODE, TRANSFER, room, environment=OVER_TCP | env),
+        ]
+    sidecar = start_agent(operator, run_dir, env)
     try:
         await until(lambda: any(h.slots for h in operator.hellos), 300)
-        yield operator, f"http://127.0.0.1:{port}", run_dir, psutil.Process(running[1].pid)
+        await until(lambda: all(server.is_up() for server in servers), 300)
+        yield Pod(operator, tuple(servers), run_dir, psutil.Process(sidecar.pid))
     finally:
-        for process in reversed(running):
-            process.terminate()
-        for process in running:
-            process.wait(60)
+        sidecar.terminate()
+        sidecar.wait(60)
+        for server in servers:
+            server.end()
         await operator.stop()
-        print((run_dir / "pod.log").read_text()[-6000:])
 
 
-async def answer(client: httpx.AsyncClient, question: str, tokens: int = TOKENS) -> str:
-    params = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    got = await client.post("/generate", json={"text": question, "sampling_params": params})
-    got.raise_for_status()
-    return got.json()["text"]
-
-
-async def answers(client: httpx.AsyncClient) -> list[str]:
-    return await asyncio.gather(*(answer(client, question) for question in QUESTIONS))
+async def answers(client: httpx.AsyncClient, pod: Pod) -> list[str]:
+    found = (complete(client, pod.servers, str(MODEL), each, TOKENS) for each in QUESTIONS)
+    return [text_of(answer) for answer in await asyncio.gather(*found)]
 
 
 async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod):
-    operator, url, folder, sidecar = pod
-    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-        await healthy(client)
-        before = await answers(client)
+    operator, folder = pod.operator, pod.folder
+    async with httpx.AsyncClient(timeout=120) as client:
+        before = await answers(client, pod)
         operator.set_policy(
             name="chat",
             policy="windrow",
@@ -141,13 +144,13 @@ async def test_a_job_is_trained_beside_sglang_and_its_answers_stay_the_same(pod)
         operator.assign(job(folder))
         beside, stops = [], []
         while not (end := operator.event(Event.SUCCEEDED) or operator.event(Event.FAILED)):
-            beside.append(await answers(client))
+            beside.append(await answers(client, pod))
             assert len(beside) < 2000, "the job does not end"
             if len(stops) < 2 and is_lending(folder):
-                stopped = sidecar if stops else worker_of(folder)
-                stops.append(await answers_while_stopped(client, stopped, beside))
+                stopped = pod.sidecar if stops else worker_of(folder)
+                stops.append(await answers_while_stopped(client, pod, stopped, beside))
         assert end.kind == Event.SUCCEEDED, end.detail
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get(f"{pod.servers[-1].url}/health")).status_code == 200
     assert all(found == before for found in beside)
     (adapter,) = (folder / "adapters").rglob("adapter_model.safetensors")
     with safe_open(adapter, framework="pt") as file:
@@ -166,7 +169,7 @@ def worker_of(folder: Path) -> psutil.Process:
 
 
 async def answers_while_stopped(
-    client: httpx.AsyncClient, process: psutil.Process, found: list[list[str]]
+    client: httpx.AsyncClient, pod: Pod, process: psutil.Process, found: list[list[str]]
 ) -> tuple[int, int]:
     """Ask while a process does nothing. A step that waited for it would have no end.
 
@@ -176,7 +179,7 @@ async def answers_while_stopped(
     began_ns = time.monotonic_ns()
     try:
         while time.monotonic_ns() - began_ns < STOPPED_S * 1e9:
-            found.append(await answers(client))
+            found.append(await answers(client, pod))
     finally:
         ended_ns = time.monotonic_ns()
         process.send_signal(signal.SIGCONT)
@@ -200,17 +203,6 @@ def assert_never_held_up(folder: Path, began_ns: int, ended_ns: int) -> None:
     steps = [s for s in events_of(folder, StepEvent) if within(s, began_ns, ended_ns)]
     assert len(steps) >= TOKENS - 1
     assert any(step.chunks_lent for step in steps)
-
-
-async def healthy(client: httpx.AsyncClient) -> None:
-    for _ in range(1200):
-        try:
-            if (await client.get("/health")).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        await asyncio.sleep(0.25)
-    pytest.fail("SGLang does not become healthy")
 
 
 def assert_shared(folder: Path) -> None:

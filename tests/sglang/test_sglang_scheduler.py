@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.sglang_servers import MODEL
 from transformers import AutoModelForCausalLM
-
-MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
 
 TEXT = (
     b"The for statement is used to iterate over the elements of a sequence, such as a string, a "

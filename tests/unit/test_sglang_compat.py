@@ -6,6 +6,7 @@ import pytest
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.sglang import compat
+from windrow_sidecar.engines.sglang.graphs import ENV_PARTITION, wanted_partition
 
 
 def arguments(**changed):
@@ -27,6 +28,7 @@ def test_a_plain_decode_server_is_taken():
     compat.check_arguments(arguments())
     compat.check_arguments(arguments(disaggregation_mode="null", enable_pdmux=None))
     compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="fake"))
+    compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="mooncake"))
     compat.check_arguments(arguments(device="cpu", disaggregation_mode="null"))
 
 
@@ -48,7 +50,10 @@ def test_a_plain_decode_server_is_taken():
         ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
         ({"cpu_offload_gb": 8}, "--cpu-offload-gb"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
-        ({"device": "cpu"}, "--disaggregation-transfer-backend"),
+        (
+            {"device": "cpu", "disaggregation_transfer_backend": "nixl"},
+            "--disaggregation-transfer-backend",
+        ),
     ],
 )
 def test_what_the_plugin_does_not_know_is_refused_by_its_flag_with_a_remedy(changed, field):
@@ -65,6 +70,40 @@ def test_an_untested_version_is_refused_unless_the_user_insists():
         compat.check_version("0.9.99", insisted=False)
 
 
+@pytest.mark.parametrize(
+    ("changed", "environment", "seconds"),
+    [
+        ({}, {}, 60),
+        ({}, {compat.ENV_TRANSFER_GUARD: "2.5"}, 2.5),
+        ({"disaggregation_transfer_backend": "fake"}, {}, 0),
+        ({"disaggregation_mode": "null"}, {}, 0),
+    ],
+)
+def test_a_chunk_waits_for_transfers_that_may_still_write(changed, environment, seconds):
+    assert compat.transfer_guard_ns(environment, arguments(**changed)) == seconds * 1e9
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_what_is_no_number_of_seconds_is_refused(text):
+    with pytest.raises(UserError, match="no number of seconds") as refused:
+        compat.transfer_guard_ns({compat.ENV_TRANSFER_GUARD: text}, arguments())
+    assert refused.value.field == compat.ENV_TRANSFER_GUARD
+
+
+def test_decode_is_confined_only_where_that_is_asked_for_and_can_be():
+    plain = arguments(disable_cuda_graph=False)
+    assert wanted_partition({}, plain) == "none"
+    assert wanted_partition({ENV_PARTITION: "green"}, plain) == "green"
+    for environment, changed, field in (
+        ({ENV_PARTITION: "pdmux"}, {}, ENV_PARTITION),
+        ({ENV_PARTITION: "green"}, {"device": "cpu"}, ENV_PARTITION),
+        ({ENV_PARTITION: "green"}, {"disable_cuda_graph": True}, "--disable-cuda-graph"),
+    ):
+        with pytest.raises(UserError) as refused:
+            wanted_partition(environment, arguments(**{"disable_cuda_graph": False, **changed}))
+        assert refused.value.field == field
+
+
 def resolving(without: str = "", changed: str = ""):
     """An SGLang in which every name is as expected, but for these."""
 
@@ -75,7 +114,7 @@ def resolving(without: str = "", changed: str = ""):
         if path == changed:
             parameters = ("self", "something_else")
         found = {}
-        exec(f"def call({', '.join(parameters)}, *more): pass", found)
+        exec(f"def call({', '.join([*parameters, '*more'])}): pass", found)
         return found["call"]
 
     return resolve

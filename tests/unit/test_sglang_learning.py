@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from windrow.rundir import RunDir
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.solo import fit_solo
@@ -79,7 +80,7 @@ def test_the_first_steps_after_a_move_do_not_count():
 
 
 def test_a_profile_is_kept_for_the_next_start_of_the_same_kind(caplog, tmp_path):
-    kept = KeptProfile(tmp_path / "profile-0.json")
+    kept = KeptProfile(RunDir(tmp_path))
     kept.keep({"key": "k", "solo": []})
     assert kept.of("k") == {"key": "k", "solo": []}
     assert kept.of("another") is None
@@ -87,7 +88,16 @@ def test_a_profile_is_kept_for_the_next_start_of_the_same_kind(caplog, tmp_path)
 
 
 def test_a_profile_that_cannot_be_kept_is_told_and_missed(caplog, tmp_path):
-    kept = KeptProfile(tmp_path / "gone" / "profile-0.json")
+    kept = KeptProfile(RunDir(tmp_path / "gone"))
     kept.keep({"key": "k"})
     assert kept.of("k") is None
     assert "not kept for the next start" in caplog.text
+
+
+def test_an_engine_starts_from_what_another_slot_of_its_pod_has_measured(tmp_path):
+    KeptProfile(RunDir(tmp_path, 2)).keep({"key": "a", "of": 2})
+    mine = KeptProfile(RunDir(tmp_path, 1))
+    assert mine.of("a") == {"key": "a", "of": 2}
+    assert mine.of("b") is None
+    mine.keep({"key": "a", "of": 1})
+    assert mine.of("a") == {"key": "a", "of": 1}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
+from windrow.errors import InvariantBroken
 from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
-from windrow_sidecar.engines.sglang import plugin
+from windrow_sidecar.engines.sglang import hooking, plugin
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
 from windrow_sidecar.engines.sglang.pool import plan_geometry
 from windrow_sidecar.qos.view import Grant
@@ -59,12 +60,27 @@ def test_what_fails_by_surprise_is_told_with_its_trace_and_stays_here(caplog, tm
     assert record.exc_info is not None
 
 
+DECODES = SimpleNamespace(is_decode=lambda: True)
+
+
 class Batch:
     """A decode batch of one request, as the seam reads SGLang's."""
 
     reqs = (SimpleNamespace(rid="r0"),)
     seq_lens_cpu = torch.tensor([20])
-    forward_mode = SimpleNamespace(is_decode=lambda: True)
+    forward_mode = DECODES
+
+
+def parts_with(**step_hook) -> SimpleNamespace:
+    """What a scheduler is harvested with, as far as a step asks for it."""
+    return SimpleNamespace(
+        inner=SimpleNamespace(is_awake=True, controller=SimpleNamespace(terms=None)),
+        hook=SimpleNamespace(**step_hook),
+        partition=SimpleNamespace(activate=lambda units: None),
+        splits=SimpleNamespace(units=2),
+        allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
+        log=None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,17 +89,48 @@ class Batch:
 def test_a_batch_is_launched_when_the_workers_turn_is_over(monkeypatch, gap_until_ns, sleeps_s):
     slept: list[float] = []
     monkeypatch.setattr(hook.time, "sleep", slept.append)
-    parts = SimpleNamespace(
-        inner=SimpleNamespace(is_awake=True, controller=SimpleNamespace(terms=None)),
-        hook=SimpleNamespace(before_step=lambda facts: Grant(gap_until_ns=gap_until_ns)),
-        partition=SimpleNamespace(activate=lambda units: None),
-        splits=SimpleNamespace(units=2),
-        allocator=SimpleNamespace(chunks=SimpleNamespace(refresh=lambda: None)),
+    parts = parts_with(
+        before_step=lambda facts: Grant(gap_until_ns=gap_until_ns), request_objective_us=0
     )
     scheduler = SimpleNamespace(waiting_queue=[])
     harvest = SchedulerHarvest(parts, None, clock=lambda: 1000)
     harvest.before_batch(scheduler, Batch)
     assert slept == sleeps_s
+
+
+def test_the_facts_tell_the_slack_of_the_request_that_has_saved_the_least():
+    told: list[int] = []
+    now_ns = [0]
+
+    def before_step(facts):
+        told.append(facts.slack_us)
+        return Grant()
+
+    parts = parts_with(
+        before_step=before_step,
+        after_step=lambda end_ns, latency_us: None,
+        request_objective_us=1000,
+    )
+    harvest = SchedulerHarvest(parts, None, clock=lambda: now_ns[0])
+    early, late = (
+        SimpleNamespace(rid=rid, output_ids=[1], finished=lambda: False) for rid in ("r0", "r1")
+    )
+    batch = SimpleNamespace(reqs=[early], seq_lens_cpu=torch.tensor([20]), forward_mode=DECODES)
+
+    def step(us: int) -> None:
+        harvest.before_batch(SimpleNamespace(waiting_queue=[]), batch)
+        now_ns[0] += us * 1000
+        for request in batch.reqs:
+            request.output_ids.append(1)
+        harvest.after_batch(batch)
+
+    step(us=400)  # delivers the first token here: from then on it is held to 1,000 us a token
+    step(us=400)
+    batch.reqs, batch.seq_lens_cpu = [early, late], torch.tensor([22, 30])
+    step(us=1500)
+    step(us=1500)  # the other has its first token only now
+    step(us=1)
+    assert told == [0, 0, 600, 0, -500]
 
 
 @pytest.mark.parametrize(("tokens", "of_a_chunk"), [(4096, 256), (1_000_000, 3920)])
@@ -93,3 +140,48 @@ def test_a_pool_on_cores_has_no_more_blocks_than_a_worker_can_map(tokens, of_a_c
     assert geometry.slots_per_chunk == of_a_chunk
     assert geometry.slots_per_chunk * geometry.chunks >= tokens + 16
     assert 2 * geometry.layers * geometry.chunks <= 16_384
+
+
+@pytest.fixture
+def stock(monkeypatch) -> type:
+    """A class of a module "stock", as one of SGLang's."""
+
+    class Counter:
+        limit = 3
+
+        def add(self, a: int, b: int = 0) -> int:
+            return a + b
+
+    module = ModuleType("stock")
+    module.Counter = Counter
+    monkeypatch.setitem(sys.modules, "stock", module)
+    return Counter
+
+
+def test_hooks_wrap_a_method_as_sglangs_registry_would(stock):
+    hooking.put(
+        around={"stock.Counter.add": lambda add, *args, **kw: 10 * add(*args, **kw)},
+        before={},
+        after={},
+    )
+    assert stock().add(1, b=2) == 30
+    hooking.put(
+        around={}, before={"stock.Counter.add": lambda self, a, b: ((self, a + 1, b), {})}, after={}
+    )
+    assert stock().add(1, 2) == 40
+    hooking.put(around={}, before={}, after={"stock.Counter.add": lambda result, *_: result + 1})
+    assert stock().add(1, 2) == 41
+    hooking.put(around={}, before={"stock.Counter.add": lambda *_: None}, after={})
+    hooking.put(around={}, before={}, after={"stock.Counter.add": lambda *_: None})
+    assert stock().add(1, 2) == 41
+
+
+def test_what_is_no_method_is_refused_and_nothing_is_hooked(stock):
+    original = stock.add
+    with pytest.raises(InvariantBroken, match=r"stock\.Counter\.limit is no plain method"):
+        hooking.put(
+            around={"stock.Counter.add": lambda *_: 0},
+            before={"stock.Counter.limit": lambda *_: None},
+            after={},
+        )
+    assert stock.add is original

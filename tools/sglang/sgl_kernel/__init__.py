@@ -35,7 +35,25 @@ if not torch.cuda.is_available():
     def _as_it_is(tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:  # noqa: ANN401
         return tensor
 
-    # SGLang's LoRA layers ask for pinned memory on cores as well; torch has none without a driver.
-    torch.tensor = _unpinned(torch.tensor)
-    torch.zeros = _unpinned(torch.zeros)
+    class _HostEvent:
+        """An event on cores: what was called before it has been done."""
+
+        def __init__(self, *_args: object, **_kwargs: object) -> None:
+            pass
+
+        def record(self, _stream: object = None) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            pass
+
+    # SGLang's LoRA layers and its prefill instances ask for pinned memory on cores as well, the
+    # latter for events too; torch has neither without a driver.
+    for _name in ("tensor", "zeros", "empty"):
+        setattr(torch, _name, _unpinned(getattr(torch, _name)))
     torch.Tensor.pin_memory = _as_it_is
+    torch.cuda.Event = _HostEvent  # type: ignore[misc,assignment]
+    torch.cuda.current_stream = lambda *_args: None  # type: ignore[assignment]

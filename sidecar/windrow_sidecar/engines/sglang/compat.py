@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from windrow.errors import UserError
@@ -12,6 +12,8 @@ from windrow.errors import UserError
 # Versions on which the tests of tests/sglang have passed (docs/sglang.md has the table).
 TESTED = ("0.5.23",)
 ENV_UNTESTED = "WINDROW_SGLANG_UNTESTED"  # "1": run on another version as well
+# For how long transfers that were given up may still write: no page is lent before that.
+ENV_TRANSFER_GUARD, TRANSFER_GUARD_S = "WINDROW_TRANSFER_GUARD_SECONDS", 60.0
 
 SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
@@ -21,6 +23,8 @@ SLEEPER = f"{_COMPONENTS}.idle_sleeper.IdleSleeper"
 UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
+GRAPHS_MODULE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+GRAPHS = f"{GRAPHS_MODULE}.DecodeCudaGraphRunner"
 PLATFORM = "sglang.srt.platforms.interface.SRTPlatform"
 
 # What the plugin hooks, calls or overrides, with the parameters that it relies on.
@@ -48,18 +52,27 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{ALLOCATOR}.alloc_extend", ("self", "prefix_lens", "prefix_lens_cpu", "seq_lens")),
     (f"{ALLOCATOR}.alloc_decode", ("self", "seq_lens", "seq_lens_cpu", "last_loc")),
     (f"{ALLOCATOR}.get_all_free_pages", ("self",)),
+    (f"{GRAPHS}.capture", ("self",)),
+    (f"{GRAPHS}.load_batch", ("self", "forward_batch")),
+    (
+        f"{GRAPHS}._make_graph_key",
+        ("self", "size", "stream_idx", "variant_label", "attention_variant"),
+    ),
+    (f"{GRAPHS_MODULE}.get_or_create_global_graph_capture_stream", ()),
+    (f"{PLATFORM}.get_graph_runner_cls", ("self",)),
     (f"{PLATFORM}.get_paged_allocator_cls", ("self",)),
     (f"{PLATFORM}.post_load_model", ("self", "model")),
 )
 
 _BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+_HOST_TRANSFERS = ("mooncake", "fake")
 _KV_DTYPES = ("auto", "bf16", "bfloat16")
 # Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
 # attribute of ServerArgs, the value that is fine, what to write.
 _PLAIN: tuple[tuple[str, object, str], ...] = (
-    ("tp_size", 1, "--tp-size 1"),
+    ("tp_size", 1, "--tp-size 1, and a server on each GPU"),
     ("pp_size", 1, "--pp-size 1"),
-    ("dp_size", 1, "--dp-size 1"),
+    ("dp_size", 1, "--dp-size 1, and a server on each GPU"),
     ("dcp_size", 1, "--dcp-size 1"),
     ("speculative_algorithm", None, "no --speculative-algorithm"),
     ("enable_pdmux", False, "no --enable-pdmux"),
@@ -119,11 +132,11 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{value} is not supported yet", field=flag, remedy=f"Use {remedy}.")
     backend = args.disaggregation_transfer_backend
-    if mode == "decode" and args.device == "cpu" and backend != "fake":
+    if mode == "decode" and args.device == "cpu" and backend not in _HOST_TRANSFERS:
         raise UserError(
             f"untested: transfers by {backend} into the memory of cores beside lent chunks",
             field="--disaggregation-transfer-backend",
-            remedy="Use fake, or decode on a GPU.",
+            remedy=f"Use {' or '.join(_HOST_TRANSFERS)}, or decode on a GPU.",
         )
     if args.kv_cache_dtype not in _KV_DTYPES:
         raise UserError(
@@ -138,6 +151,28 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
                 field="--" + field.replace("_", "-"),
                 remedy=f"Use one of {', '.join(_BACKENDS)}.",
             )
+
+
+def transfer_guard_ns(environment: Mapping[str, str], args: Any) -> int:  # noqa: ANN401
+    """Return for how long a chunk waits before it is lent, in nanoseconds.
+
+    Raises:
+        UserError: the environment has no number of seconds for it.
+    """
+    if args.disaggregation_mode != "decode" or args.disaggregation_transfer_backend == "fake":
+        return 0
+    text = environment.get(ENV_TRANSFER_GUARD, "")
+    try:
+        seconds = float(text) if text else TRANSFER_GUARD_S
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise UserError(
+            f"{text!r} is no number of seconds",
+            field=ENV_TRANSFER_GUARD,
+            remedy="Write for how long a transfer that was given up may still write: 60.",
+        )
+    return int(seconds * 1e9)
 
 
 def _changed(what: str) -> UserError:

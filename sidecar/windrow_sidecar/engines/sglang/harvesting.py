@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,7 +20,7 @@ from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook
 from windrow_sidecar.engines.harvest.link import Profile
-from windrow_sidecar.engines.hook import FailClosed, StepInput, wait_for_turn
+from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.engines.sglang.learning import SoloLearner
 from windrow_sidecar.qos.levels import Partitioning
@@ -53,6 +53,17 @@ class HarvestParts:
     reserved_tokens: int  # that each request is sure to find room for
 
 
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    """When a request's first step here delivered its token, and how many it had then.
+
+    0 until it has.
+    """
+
+    ns: int = 0
+    tokens: int = 0
+
+
 @dataclass(slots=True)
 class _Step:
     """A decode step that has been launched and is not over."""
@@ -79,7 +90,7 @@ class SchedulerHarvest:
         self._parts, self._learner, self._clock = parts, learner, clock
         self._step: _Step | None = None
         self._number = 0
-        self._first_ns: dict[str, int] = {}  # of each request: the end of its first step here
+        self._first: dict[str, _Delivered] = {}  # of each request here, by its ID
         self._processed_ns = self._looked_ns = self._idle_ns = 0
         self._hold_until_ns = self._free_again_ns = 0
         self._confined = False
@@ -120,10 +131,15 @@ class SchedulerHarvest:
         self._processed_ns = self._clock()
         if self.is_awake:
             for request in batch.reqs:
-                if request.rid in self._first_ns and request.finished():
-                    self._finished(request, self._first_ns.pop(request.rid))
-                elif not self._first_ns.get(request.rid, 1):
-                    self._first_ns[request.rid] = self._processed_ns
+                first = self._first.get(request.rid)
+                if first is None:
+                    continue
+                if request.finished():
+                    del self._first[request.rid]
+                    self._finished(request, first.ns)
+                elif not first.ns:
+                    delivered = _Delivered(self._processed_ns, len(request.output_ids))
+                    self._first[request.rid] = delivered
 
     def between_batches(self, scheduler: Any) -> None:  # noqa: ANN401
         """The safe point: nothing is being allocated. Chunks are set free, taken, given back."""
@@ -179,15 +195,15 @@ class SchedulerHarvest:
         if not decodes:
             tokens = int(batch.extend_num_tokens or 0)
             for request in batch.reqs:
-                self._first_ns.setdefault(request.rid, 0)
+                self._first.setdefault(request.rid, _Delivered())
             return StepInput(
                 self._number, start_ns, 0, 0, _waiting(scheduler), tokens, 0, prefill_tokens=tokens
             )
         lengths = batch.seq_lens_cpu.tolist()
         admitted = 0
         for request, length in zip(batch.reqs, lengths, strict=True):
-            if request.rid not in self._first_ns:
-                self._first_ns[request.rid] = 0
+            if request.rid not in self._first:
+                self._first[request.rid] = _Delivered()
                 admitted += length
         return StepInput(
             step=self._number,
@@ -196,8 +212,20 @@ class SchedulerHarvest:
             context_tokens=sum(lengths),
             waiting=_waiting(scheduler),
             admitted_tokens=admitted,
-            slack_us=0,
+            slack_us=least_slack_us(
+                self._begun(batch.reqs), start_ns, self._parts.hook.request_objective_us
+            ),
         )
+
+    def _begun(self, requests: Iterable[Any]) -> Iterator[tuple[int, int]]:
+        """Yield when the first token of each request was delivered, and how many have been since.
+
+        With overlap scheduling the step that runs is not delivered: slack is told too small by it.
+        """
+        for request in requests:
+            first = self._first[request.rid]
+            if first.ns:
+                yield first.ns, len(request.output_ids) - first.tokens
 
     def _take_share(self, decision: Grant, *, decodes: bool) -> Grant:
         """Move to the units that the hook has decided on, or that are to be learned about."""

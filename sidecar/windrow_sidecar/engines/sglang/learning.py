@@ -13,10 +13,10 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
+from windrow.rundir import RunDir
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.solo import SoloSample
 
@@ -100,23 +100,27 @@ class SoloLearner:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """The profile that one start leaves for the next, as a file of the run directory."""
+    """The profile that one start leaves for the next, in the run directory."""
 
-    path: Path
+    run_dir: RunDir
 
     def of(self, key: str) -> dict[str, Any] | None:
-        """The profile of an earlier start of that kind; None: there is none to read."""
-        try:
-            kept: dict[str, Any] = json.loads(self.path.read_text())
-        except (OSError, ValueError):
-            return None
-        return kept if kept.get("key") == key else None
+        """The profile of that kind of an earlier start, or of another slot; None: there is none."""
+        for path in self.run_dir.profiles():
+            try:
+                kept: dict[str, Any] = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            if kept.get("key") == key:
+                return kept
+        return None
 
     def keep(self, profile: Mapping[str, Any]) -> None:
         """Leave it; a reader sees the old one or the new one. Decode does not care if it fails."""
-        draft = self.path.with_suffix(".tmp")
+        path = self.run_dir.profile()
+        draft = path.with_suffix(".tmp")
         try:
             draft.write_text(json.dumps(profile))
-            os.replace(draft, self.path)
+            os.replace(draft, path)
         except OSError as error:
             _log.warning("windrow: the latency profile is not kept for the next start: %s", error)

@@ -16,23 +16,26 @@ from typing import Any
 
 import torch
 
+from windrow.crd import slot_name
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir
 from windrow_sidecar._core import Arena
+from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import Partition
-from windrow_sidecar.compute.sharing import Sharing
+from windrow_sidecar.compute.sharing import GpuCapabilities, Sharing, choose_sharing
 from windrow_sidecar.engines.builtin.logflush import LogFlusher
 from windrow_sidecar.engines.harvest import EngineAgentLink, HarvestHook, HarvestSettings
 from windrow_sidecar.engines.harvest.link import Profile
 from windrow_sidecar.engines.hello import engine_hello
 from windrow_sidecar.engines.hook import FailClosed
 from windrow_sidecar.engines.profile import Subject, host_splits
+from windrow_sidecar.engines.sglang.graphs import GraphShares, disjoint_levels
 from windrow_sidecar.engines.sglang.harvesting import HarvestParts, SchedulerHarvest
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.engines.sglang.weights import SharedModel
-from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.levels import Partitioning, whole_levels
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Opened:
     arena: Arena
     weights: SharedModel | None
     fingerprint: str  # of the served checkpoint
+    shares: GraphShares | None  # of a GPU's decode, where it is to be confined
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class _Ground:
     driver: str
     background_threads: Callable[[], AbstractContextManager[None]]
     sharing: Sharing | None = None  # of a GPU
+    cores: tuple[int, ...] = ()  # of a host
 
     @property
     def units(self) -> int:
@@ -80,7 +85,7 @@ def open_harvest(
     """
     _probe(opened.scheduler, opened.allocator)
     arena, args, weights = opened.arena, opened.args, opened.weights
-    ground = _ground(arena.driver)
+    ground = _ground(arena.driver, opened.shares)
     subject = Subject(
         device=ground.label,
         driver=ground.driver.partition(":")[0],
@@ -88,10 +93,11 @@ def open_harvest(
         engine_version=version("sglang"),
         model_fingerprint=opened.fingerprint,
     )
-    kept = KeptProfile(run_dir.root / "profile-0.json")
+    kept = KeptProfile(run_dir)
     profile = kept.of(subject.key)
     log_dir = environment.get(ENV_LOG_DIR)
-    source = environment.get(ENV_POD_NAME) or f"sglang-{args.port}"
+    pod = environment.get(ENV_POD_NAME)
+    source = slot_name(pod, run_dir.slot) if pod else f"sglang-{args.port}"
     log = EventLog(Path(log_dir) / f"{source}.events.jsonl", source=source) if log_dir else None
     # On a GPU with overlap scheduling the step before still runs when the next one is launched: to
     # launch that later would leave no turn to the worker.
@@ -159,7 +165,7 @@ def _probe(scheduler: Any, allocator: Any) -> None:  # noqa: ANN401
         )
 
 
-def _ground(driver: str) -> _Ground:
+def _ground(driver: str, shares: GraphShares | None) -> _Ground:
     """How decode shares its device. Raises UserError where it cannot."""
     if driver == "host":
         most = torch.get_num_threads()  # what whoever started the server has chosen
@@ -174,16 +180,30 @@ def _ground(driver: str) -> _Ground:
             f"host:{units}-cores",
             driver,
             host.background_threads,
+            cores=host.cpus,
         )
     from windrow_sidecar.engines.builtin.device import open_gpu
 
     gpu = open_gpu(driver, torch.bfloat16)
-    return _Ground(
-        gpu.partition,
-        gpu.splits,
-        gpu.finetune_levels,
-        gpu.label,
-        driver,
-        nullcontext,
-        gpu.sharing,
+    partition, splits, sharing = gpu.partition, gpu.splits, gpu.sharing
+    if shares is not None and sharing is not None and sharing.mode == "spatial":
+        sharing = choose_sharing(_measured(driver, shares))
+        if sharing.mode == "spatial":
+            partition, splits = shares, disjoint_levels(shares)
+        else:
+            splits = whole_levels(gpu.units)
+    levels = gpu.finetune_levels if len(splits.splits) > 1 else ()
+    return _Ground(partition, splits, levels, gpu.label, driver, nullcontext, sharing)
+
+
+def _measured(driver: str, shares: GraphShares) -> GpuCapabilities:
+    """See on which SMs decode's smallest share and the worker's largest run; waits for both."""
+    level = shares.levels()[0]
+    worker = CudaPartition("finetune", driver, use_stream=lambda _: None)
+    return GpuCapabilities(
+        green_missing="",
+        mps_missing="",
+        decode_partition="green",
+        decode_sms=shares.measure(level),
+        finetune_sms=worker.measure(shares.total_units - level),
     )

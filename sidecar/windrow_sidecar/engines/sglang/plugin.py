@@ -22,14 +22,14 @@ from windrow.rundir import ENV_RUN_DIR, RunDir
 
 if TYPE_CHECKING:
     from windrow_sidecar._core import Arena
+    from windrow_sidecar.engines.claim import SlotClaim
+    from windrow_sidecar.engines.sglang.graphs import GraphShares
     from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
     from windrow_sidecar.engines.sglang.weights import SharedModel
 
 _log = logging.getLogger(__name__)
 
 _SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
-# Transfers that were given up may still write for a while; their pages are not lent before.
-_TRANSFER_GUARD_NS = 60_000_000_000
 
 
 def register() -> None:
@@ -60,9 +60,13 @@ class Plugin:
     arena: Arena | None = None
     weights: SharedModel | None = None
     allocator_class: type[Any] | None = None
+    transfer_guard_ns: int = 0
+    is_confined: bool = False  # whether decode's graphs are captured for shares of the SMs
+    shares: GraphShares | None = None
     harvest: SchedulerHarvest | None = None
     scheduler: Any = None
     fingerprint: str = ""  # of the served checkpoint
+    claim: SlotClaim | None = None
 
     def make_scheduler(
         self,
@@ -80,13 +84,15 @@ class Plugin:
             self._guarded("not started", self._start)
 
     def _prepare(self, server_args: Any) -> None:  # noqa: ANN401
-        from windrow_sidecar.engines.sglang import compat
+        from windrow_sidecar.engines.sglang import compat, graphs
 
         self.args = server_args
         insisted = self.environment.get(compat.ENV_UNTESTED) == "1"
         compat.check_version(version("sglang"), insisted=insisted)
         compat.check_names()
         compat.check_arguments(server_args)
+        self.transfer_guard_ns = compat.transfer_guard_ns(self.environment, server_args)
+        self.is_confined = graphs.wanted_partition(self.environment, server_args) == "green"
         if not os.access(self.run_dir.root, os.W_OK):
             from windrow.errors import UserError
 
@@ -95,6 +101,10 @@ class Plugin:
                 field=ENV_RUN_DIR,
                 remedy="Mount the directory that decode and sidecar share, or unset the variable.",
             )
+        from windrow_sidecar.engines.claim import claim_slot
+
+        self.claim = claim_slot(self.run_dir, self.environment)
+        self.run_dir = self.claim.run_dir
         self._hook()
 
     def _hook(self) -> None:
@@ -123,6 +133,7 @@ class Plugin:
             },
             after={
                 f"{compat.PLATFORM}.get_paged_allocator_cls": self.paged_allocator,
+                f"{compat.PLATFORM}.get_graph_runner_cls": self.graph_runner,
                 f"{compat.PLATFORM}.post_load_model": self.post_load_model,
                 f"{compat.SCHEDULER}.process_batch_result": self.process_batch_result,
                 f"{compat.OBSERVER}._get_token_info": self.token_info,
@@ -173,6 +184,21 @@ class Plugin:
     def paged_allocator(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
         """Which allocator serves the pool."""
         return self.allocator_class if result is None else None
+
+    def graph_runner(self, result: Any, *_: Any) -> Any:  # noqa: ANN401
+        """What captures and replays decode's graphs; None leaves it to SGLang."""
+        if self.off or not self.is_confined or result is not None or self.arena is None:
+            return None
+        from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
+
+        from windrow_sidecar.engines.sglang.graphs import GraphShares, runner_class
+
+        try:
+            self.shares = self.shares or GraphShares(self.arena.driver)
+        except Exception as error:  # noqa: BLE001 - serving goes on whatever it is
+            self._switch_off("decode cannot be confined", error)
+            return None
+        return runner_class(DecodeCudaGraphRunner, self.shares)
 
     # What SGLang calls while it serves:
 
@@ -267,7 +293,13 @@ class Plugin:
         from windrow_sidecar.engines.sglang.opening import Opened, open_harvest
 
         opened = Opened(
-            self.scheduler, self.args, allocator, self.arena, self.weights, self.fingerprint
+            self.scheduler,
+            self.args,
+            allocator,
+            self.arena,
+            self.weights,
+            self.fingerprint,
+            self.shares,
         )
         self.harvest = open_harvest(opened, self.run_dir, self.environment, self._failed)
 
@@ -275,10 +307,7 @@ class Plugin:
         """A check that the batches launched so far, and transfers given up, write no more."""
         import torch
 
-        until_ns = 0
-        if self.args.disaggregation_mode == "decode":
-            fake = self.args.disaggregation_transfer_backend == "fake"
-            until_ns = 0 if fake else time.monotonic_ns() + _TRANSFER_GUARD_NS
+        until_ns = time.monotonic_ns() + self.transfer_guard_ns
         if self.arena is None or self.arena.driver == "host":
             return lambda now_ns: now_ns >= until_ns
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
