@@ -47,13 +47,18 @@ def assert_went_on(tasklets: Sequence[TaskletEvent], steps: int, every: int) -> 
             assert first > last - every, f"epoch {epoch} began at {first}, after step {last}"
 
 
-def assert_kept_pace(events: Sequence[Event], objective_ms: float) -> None:
-    """Decode was never late for more than two steps in a row."""
+def late_in_a_row(events: Sequence[Event], objective_ms: float) -> int:
+    """Return how many decode steps one after the other took longer than the objective, at most."""
     found = [event for event in events if isinstance(event, StepEvent)]
     steps = sorted(found, key=lambda event: event.start_ns)
     assert steps, "decode left no step in the event log"
     late = [(event.end_ns - event.start_ns) / 1e6 > objective_ms for event in steps]
-    in_a_row = max((len(list(g)) for is_late, g in itertools.groupby(late) if is_late), default=0)
+    return max((len(list(g)) for is_late, g in itertools.groupby(late) if is_late), default=0)
+
+
+def assert_kept_pace(events: Sequence[Event], objective_ms: float) -> None:
+    """Decode was never late for more than two steps in a row."""
+    in_a_row = late_in_a_row(events, objective_ms)
     assert in_a_row <= STEPS_HIT, f"{in_a_row} steps in a row took over {objective_ms:.0f} ms"
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import closing
 import psutil
+from kubernetes import client as k8s
 from support.requests import Requests
 
 from windrow.client import WindrowClient, read_manifest
@@ -38,6 +41,10 @@ ALONE_S = 4.0
 WITHIN_S = 150.0  # a worker has idle time only, and the machine may have little
 JOB_WITHIN_S = 240.0  # from its begin to its end
 CHECKPOINT_EVERY = 4
+MOST_SIDECARS = 2  # one after the other in a pod; the third comes ten seconds after its end
+RENEWED_WITHIN = timedelta(seconds=120)
+POLICY = "farm"
+AGENT = "windrow_sidecar.agent"
 
 
 def until(what: str, read: Callable[[], object], within_s: float = WITHIN_S) -> None:
@@ -86,17 +93,21 @@ class Farm:
     out: Path
     objective_ms: float
 
+    def rows_of(self, name: str) -> Path:
+        """The dataset of a job, which is its own."""
+        return self.out / f"{name}.jsonl"
+
     def submit(self, name: str, steps: int) -> JobView:
         job = manifests.finetune_job(
             read_manifest(EXAMPLE),
             model=MODEL,
-            rows=ROWS,
+            rows=shutil.copy(ROWS, self.rows_of(name)),
             destination=self.out / name,
             steps=steps,
             name=name,
         )
         job["spec"]["checkpoint"] = {"everySteps": CHECKPOINT_EVERY, "keep": 2}
-        job["spec"]["training"]["batchSize"] = 4
+        job["spec"]["training"]["batchSize"] = 2
         job["spec"]["dataset"]["evalFraction"] = 0.02  # a worker has idle time only
         return self.client.submit(job)
 
@@ -138,6 +149,49 @@ class Farm:
     def other(self, pod: str) -> str:
         return next(decode.name for decode in self.pods.decodes if decode.name != pod)
 
+    def make_whole(self) -> None:
+        """Have a sidecar in every pod, of which none has had many.
+
+        One that ended comes back when a job needs it, and ever later the more often that was: what
+        one fault left must not be what the next one waits for.
+        """
+        core = k8s.CoreV1Api(self.client.api)
+        found = {pod.metadata.name: pod for pod in core.list_namespaced_pod(NAMESPACE).items}
+        hit = [
+            name
+            for name in (decode.name for decode in self.pods.decodes)
+            if len(found[name].spec.ephemeral_containers or ()) > MOST_SIDECARS
+            or not self.has_agent(name)
+        ]
+        if not hit:
+            return
+        self.renew(*hit)
+        # A policy that observes gives each pod its sidecar; one that harvests waits for jobs.
+        observed = manifests.harvest_policy(POLICY, self.objective_ms, "windrow", mode="observe")
+        self.client.apply_policy(observed)
+        until("each pod has a sidecar", lambda: all(map(self.has_agent, hit)))
+        self.client.apply_policy(manifests.harvest_policy(POLICY, self.objective_ms, "windrow"))
+        serving.await_slots(self.client, self.pods, RENEWED_WITHIN)
+
+    def renew(self, *pods: str) -> None:
+        """Put new pods of the same names in the places of some, which may be gone already."""
+        core = k8s.CoreV1Api(self.client.api)
+
+        def there() -> set[str]:
+            return {pod.metadata.name for pod in core.list_namespaced_pod(NAMESPACE).items}
+
+        for pod in pods:
+            try:
+                core.delete_namespaced_pod(pod, NAMESPACE)
+            except k8s.ApiException as error:
+                if error.status != 404:
+                    raise
+        until(f"{pods} are gone", lambda: there().isdisjoint(pods))
+        for decode in self.pods.decodes:
+            if decode.name in pods:
+                core.create_namespaced_pod(NAMESPACE, manifests.decode_pod(decode))
+        serving.await_ready(self.client, self.pods, RENEWED_WITHIN)
+
     def lent_chunks(self, pod: str) -> int:
         """Chunks of a pod's slot that are a worker's, those that are asked back included."""
         (slot,) = [slot for slot in self.client.slots() if slot.pod == pod]
@@ -152,9 +206,13 @@ class Farm:
         found = _processes("windrow_sidecar.finetune.worker")
         return [process for process in found if process.pid in noted]
 
+    def has_agent(self, pod: str) -> bool:
+        """Whether a sidecar's agent runs in a pod."""
+        return any(self._of_pod(pod, AGENT))
+
     def agent(self, pod: str) -> psutil.Process:
         """The agent of a pod's sidecar."""
-        found = list(self._of_pod(pod, "windrow_sidecar.agent"))
+        found = list(self._of_pod(pod, AGENT))
         assert len(found) == 1, found
         return found[0]
 

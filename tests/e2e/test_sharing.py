@@ -11,7 +11,7 @@ pytestmark = [
 ]
 
 PODS = 1
-STEPS = 6
+STEPS = 24
 WITHOUT_AN_END = 4000
 
 

@@ -6,18 +6,24 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import closing
 import pytest
-import strikes
+import strikes_at_cluster as cluster
+import strikes_at_processes as processes
+import strikes_by_people as people
 from farm import CHECKPOINT_EVERY, Farm, Requests, until
-from strikes import BREAK_AT, Scene
+from scene import BREAK_AT, Scene
+from support.small_disk import small_disk
 
 from windrow.eventlog import MarkEvent, StepEvent
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(600)]
 
 STEPS = 28
+LONGER = 120  # where the fault lasts for seconds: the job is not to end under it
+WITHOUT_AN_END = 4000
 STEPS_ALONE = 20  # of each pod, once the worker is gone
 
 
@@ -31,6 +37,7 @@ class Fault:
         long: whether only `make e2e` does it.
         ends_decode: whether the pod's own decode is hit, and its requests with it.
         steps: of the job; more where it must not end before the fault is noticed.
+        own_disk: whether what the job writes has a small disk of its own.
     """
 
     strike: Callable[[Scene], None]
@@ -38,54 +45,62 @@ class Fault:
     long: bool = True
     ends_decode: bool = False
     steps: int = STEPS
+    own_disk: bool = False
 
 
 FAULTS = (
     # A worker whose sidecar is silent goes on for SILENT_AFTER_S.
-    Fault(strikes.sidecar_hangs, stays=False, long=False, steps=120),
-    Fault(strikes.sidecar_hangs_as_the_job_ends, stays=False),
-    Fault(strikes.worker_killed, stays=False),
-    Fault(strikes.worker_killed_again_and_again, stays=False),
-    Fault(strikes.worker_killed_while_it_loads, stays=False),
-    Fault(strikes.worker_stalls),
-    Fault(strikes.sidecar_killed, stays=False),
-    Fault(strikes.sidecar_ended, stays=False),
-    Fault(strikes.sidecar_stalls),
-    Fault(strikes.other_sidecar_killed, stays=False),
-    Fault(strikes.every_sidecar_killed, stays=False),
-    Fault(strikes.decode_stalls),
-    Fault(strikes.decode_killed, stays=False, ends_decode=True),
-    Fault(strikes.operator_hangs),
-    Fault(strikes.operator_ended),
-    Fault(strikes.operator_killed_twice),
-    Fault(strikes.operator_killed_as_another_job_comes),
-    Fault(strikes.operator_killed_before_the_end),
-    Fault(strikes.sidecar_killed_while_the_operator_hangs, stays=False),
-    Fault(strikes.operator_and_sidecar_and_worker_killed, stays=False),
-    Fault(strikes.lease_deleted),
-    Fault(strikes.lease_stolen),
-    Fault(strikes.lease_given_to_nobody),
-    Fault(strikes.lease_of_a_clock_that_jumped),
-    Fault(strikes.api_server_hangs),
-    Fault(strikes.api_server_slow),
-    Fault(strikes.etcd_hangs),
-    Fault(strikes.etcd_slow),
-    Fault(strikes.crds_applied_again),
-    Fault(strikes.webhook_registration_deleted),
-    Fault(strikes.webhook_registration_points_elsewhere),
-    Fault(strikes.slot_deleted),
-    Fault(strikes.status_wiped),
-    Fault(strikes.job_edited_while_it_runs),
-    Fault(strikes.job_annotated),
-    Fault(strikes.finalizer_stripped),
-    Fault(strikes.policy_switched_off_and_on, stays=False),
-    Fault(strikes.policy_deleted_and_made_again, stays=False),
-    Fault(strikes.policy_edited),
-    Fault(strikes.pod_leaves_its_policy, stays=False),
-    Fault(strikes.another_job_for_the_destination),
-    Fault(strikes.jobs_that_fit_nowhere),
-    Fault(strikes.malformed_specs),
-    Fault(strikes.another_namespace_deleted),
+    Fault(processes.sidecar_hangs, stays=False, long=False, steps=2 * LONGER),
+    Fault(processes.sidecar_hangs_as_the_job_ends, stays=False),
+    Fault(processes.worker_killed, stays=False, long=False),
+    Fault(processes.worker_killed_again_and_again, stays=False),
+    Fault(processes.worker_killed_while_it_loads, stays=False),
+    Fault(processes.worker_stalls),
+    Fault(processes.sidecar_killed, stays=False, long=False),
+    Fault(processes.sidecar_ended, stays=False),
+    Fault(processes.sidecar_stalls),
+    Fault(processes.other_sidecar_killed, stays=False),
+    Fault(processes.every_sidecar_killed, stays=False),
+    Fault(processes.decode_stalls),
+    Fault(processes.decode_killed, stays=False, ends_decode=True),
+    Fault(processes.pod_deleted, stays=False, long=False, ends_decode=True),
+    Fault(processes.operator_hangs, steps=LONGER),
+    Fault(processes.operator_ended),
+    Fault(processes.operator_killed_twice, long=False),
+    Fault(processes.operator_killed_as_another_job_comes),
+    Fault(processes.operator_killed_before_the_end),
+    Fault(processes.sidecar_killed_while_the_operator_hangs, stays=False),
+    Fault(processes.operator_and_sidecar_and_worker_killed, stays=False),
+    Fault(cluster.lease_deleted),
+    Fault(cluster.lease_stolen, steps=LONGER),
+    Fault(cluster.lease_given_to_nobody),
+    Fault(cluster.lease_of_a_clock_that_jumped),
+    Fault(cluster.api_server_hangs, steps=LONGER),
+    Fault(cluster.api_server_slow, steps=LONGER),
+    Fault(cluster.etcd_hangs, steps=LONGER),
+    Fault(cluster.etcd_slow, steps=LONGER),
+    Fault(cluster.crds_applied_again),
+    Fault(cluster.webhook_registration_deleted),
+    Fault(cluster.webhook_registration_points_elsewhere),
+    Fault(cluster.slot_deleted),
+    Fault(cluster.status_wiped),
+    Fault(cluster.disk_full_at_a_checkpoint, own_disk=True),
+    # The last step has no checkpoint but that of the end, which the full disk takes as little.
+    Fault(cluster.disk_full_at_the_adapter, stays=False, own_disk=True, steps=STEPS - 1),
+    Fault(cluster.rows_deleted),
+    Fault(people.job_suspended_and_resumed, stays=False, long=False),
+    Fault(people.job_edited_while_it_runs),
+    Fault(people.job_annotated),
+    Fault(people.finalizer_stripped),
+    Fault(people.policy_switched_off_and_on, stays=False),
+    Fault(people.policy_deleted_and_made_again, stays=False),
+    Fault(people.policy_edited),
+    Fault(people.pod_leaves_its_policy, stays=False),
+    Fault(people.another_job_for_the_destination, long=False),
+    Fault(people.jobs_that_fit_nowhere),
+    Fault(people.malformed_specs),
+    Fault(people.namespace_of_a_waiting_job_deleted),
+    Fault(people.namespace_of_a_running_job_deleted, steps=LONGER),
 )
 
 
@@ -100,15 +115,37 @@ FAULTS = (
 )
 def test_a_job_survives(farm: Farm, fault: Fault, record_property: Callable[[str, object], None]):
     name = fault.strike.__name__.replace("_", "-")
+    farm.make_whole()
     farm.begin_events_anew()
-    farm.submit(name, fault.steps)
-    try:
-        _survives(farm, fault, name, record_property)
-    finally:
-        # Whatever it was that went wrong, the next fault meets no worker of this one.
-        farm.client.delete(name)
-        until("the job is gone", lambda: name not in {job.name for job in farm.client.jobs()})
+    with small_disk(farm.out / name, mib=16) if fault.own_disk else contextlib.nullcontext():
+        farm.submit(name, fault.steps)
+        try:
+            _survives(farm, fault, name, record_property)
+        finally:
+            # Whatever it was that went wrong, the next fault meets no worker of this one.
+            farm.client.delete(name)
+            until("the job is gone", lambda: name not in {job.name for job in farm.client.jobs()})
+            until("its worker is gone", lambda: not farm.workers())
+
+
+def test_a_job_deleted_while_it_runs_leaves_nothing(
+    farm: Farm, record_property: Callable[[str, object], None]
+):
+    farm.make_whole()
+    farm.begin_events_anew()
+    job = farm.submit("deleted", WITHOUT_AN_END)
+    pod = farm.pod_of(farm.at_step(job.name, BREAK_AT))
+
+    with Requests(farm.endpoint(pod)) as requests:
+        farm.client.delete(job.name)
+        until("the object is gone", lambda: job.name not in {j.name for j in farm.client.jobs()})
         until("its worker is gone", lambda: not farm.workers())
+        until("its chunks came home", lambda: farm.lent_chunks(pod) == 0)
+
+    record_property("requests", requests.answered)
+    assert requests.failures == []
+    assert farm.finished_steps(job.uid), "its figures stay"
+    assert not list(Path(farm.out / job.name).rglob("step-*"))
 
 
 def _survives(
@@ -137,8 +174,11 @@ def _survives(
         if not (fault.ends_decode and pod == scene.pod):
             assert asked.failures == []
             assert farm.decode_pids(pod) == decode[pod]
+    served = {pod.name: farm.served(pod.name, since.get(pod.name, 0)) for pod in farm.pods.decodes}
+    late = (closing.late_in_a_row(events, farm.objective_ms) for events in served.values())
+    record_property("late", max(late))
     for pod in farm.pods.decodes:
-        events = farm.served(pod.name, since.get(pod.name, 0))
+        events = served[pod.name]
         closing.assert_kept_pace(events, farm.objective_ms)
         closing.assert_alone(events, len(pod.device.cores))
     # Nothing ran twice; what was done before a checkpoint was not done again.
