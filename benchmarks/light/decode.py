@@ -128,7 +128,10 @@ class Engine:
                 hook,
                 fixed,
                 warmed_up=warmed_up,
-                enough=_enough(command.get("steps"), command.get("seconds"), command.get("until")),
+                enough=_resting(
+                    _enough(command.get("steps"), command.get("seconds"), command.get("until")),
+                    *command.get("rest_s", (0.0, 0.0)),
+                ),
             )
         finally:
             # Whatever the hook left undone: nothing of this command may reach into the next.
@@ -190,6 +193,22 @@ def _enough(
         return until is not None and n % 16 == 0 and Path(until).exists()
 
     return enough
+
+
+def _resting(
+    enough: Callable[[int, int], bool], busy_s: float, idle_s: float
+) -> Callable[[int, int], bool]:
+    """The same; between two steps decode idles, each time it has been busy for so long."""
+    rested_s = time.monotonic()
+
+    def after_step(n: int, passed_ns: int) -> bool:
+        nonlocal rested_s
+        if idle_s and time.monotonic() - rested_s > busy_s:
+            time.sleep(idle_s)
+            rested_s = time.monotonic()
+        return enough(n, passed_ns)
+
+    return after_step
 
 
 def _copy_gb_s() -> float:

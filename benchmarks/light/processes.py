@@ -179,7 +179,7 @@ class Worker:
         self._agent.start()
         folder = plan.run_dir.job_dir(UID)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job.json").write_text(json.dumps(_job(plan)))
+        (folder / "job.json").write_text(json.dumps(job_of(plan)))
         command = [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
         command += ["--run-dir", str(plan.folder), "--job-uid", UID, "--epoch", str(EPOCH)]
         self._events = plan.folder / "worker-events"
@@ -239,7 +239,7 @@ def train_alone(plan: Plan, name: str, seconds: float) -> Events:
     folder = plan.folder / name
     folder.mkdir(parents=True, exist_ok=True)
     job, log = folder / "job.json", folder / "worker.log"
-    job.write_text(json.dumps(_job(plan)))
+    job.write_text(json.dumps(job_of(plan)))
     command = [sys.executable, "-m", "windrow_sidecar.finetune.worker", "--standalone"]
     command += ["--job", str(job), "--seconds", f"{seconds:g}", "--log-dir", str(folder)]
     command += ["--device", plan.device, "--random-weights", "1"]
@@ -263,7 +263,8 @@ def text_rows(folder: Path, rows: int, tokens: int) -> Path:
     return path
 
 
-def _job(plan: Plan) -> dict[str, Any]:
+def job_of(plan: Plan) -> dict[str, Any]:
+    """Return the job as a worker reads it."""
     return {
         "namespace": "default",
         "name": UID,

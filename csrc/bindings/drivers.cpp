@@ -84,6 +84,7 @@ void bind_drivers(nb::module_& module) {
           [](Driver& self, const std::vector<int>& units) { return self.partition(units); },
           nb::arg("units") = std::vector<int>{}, nb::keep_alive<0, 1>());
   module.def("driver", &named_driver, nb::arg("name"), nb::rv_policy::reference);
+  module.def("gpu_uuids", &gpu_uuids);
   module.def("use_libcuda", &use_libcuda, nb::arg("library"));
   bind_faulty(module);
 }

@@ -19,6 +19,10 @@ std::size_t control_bytes_of(Driver& host, const Geometry& geometry) {
 // Decode's half: the control region, a copy of it and three more once it is served.
 constexpr std::size_t kOtherDescriptors = 5;
 
+bool is_cuda(std::string_view driver) {
+  return driver.substr(0, 4) == "cuda";
+}
+
 // Before anything is made: the kernel would not refuse, but kill the process that serves.
 void require_fits(const Driver& driver, const Geometry& geometry) {
   const std::int64_t whole = driver.facts().memory_bytes;
@@ -75,6 +79,10 @@ std::unique_ptr<Arena> Arena::attach(Driver& driver, const std::string& socket_p
     }
     if (name == driver.host().name()) {
       return driver.host();
+    }
+    // GPUs are numbered by each process for itself.
+    if (is_cuda(name) && is_cuda(driver.name())) {
+      return driver;
     }
     throw AttachError("the arena's blocks lie on the " + name + " driver; attach with that one");
   };

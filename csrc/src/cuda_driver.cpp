@@ -27,6 +27,12 @@ std::string hexadecimal(const cuda::Uuid& uuid) {
 
 }  // namespace
 
+std::string uuid_of(const Libcuda& library, cuda::Device device) {
+  cuda::Uuid uuid{};
+  library.check(library.calls().cuDeviceGetUuid(&uuid, device), "reading the GPU's UUID");
+  return hexadecimal(uuid);
+}
+
 CudaDriver::CudaDriver(const std::string& library, int ordinal)
     : context_(std::make_shared<const CudaContext>(Libcuda::open(library), ordinal)),
       name_(ordinal == 0 ? "cuda" : "cuda:" + std::to_string(ordinal)) {
@@ -51,10 +57,9 @@ DeviceFacts CudaDriver::facts() const {
   std::size_t memory = 0;
   context_->check(context_->calls().cuDeviceTotalMem(&memory, context_->device()),
                   "reading the GPU's memory");
-  cuda::Uuid uuid{};
-  context_->check(context_->calls().cuDeviceGetUuid(&uuid, context_->device()),
-                  "reading the GPU's UUID");
-  DeviceFacts facts{.name = name.data(), .uuid = hexadecimal(uuid), .compute_units = {}};
+  DeviceFacts facts{.name = name.data(),
+                    .uuid = uuid_of(context_->library(), context_->device()),
+                    .compute_units = {}};
   facts.compute_units.resize(
       static_cast<std::size_t>(context_->attribute(cuda::DeviceAttribute::kMultiprocessorCount)));
   std::iota(facts.compute_units.begin(), facts.compute_units.end(), 0);

@@ -8,6 +8,7 @@
 
 #include "windrow/cuda_driver.h"
 #include "windrow/host_driver.h"
+#include "windrow/libcuda.h"
 #include "windrow/mutex.h"
 
 namespace windrow {
@@ -55,6 +56,26 @@ Driver& named_driver(const std::string& name) {
     driver = std::make_unique<CudaDriver>(all.library, ordinal);
   }
   return *driver;
+}
+
+std::vector<std::string> gpu_uuids() {
+  std::string name;
+  {
+    Registry& all = registry();
+    const MutexLock lock(all.mutex);
+    name = all.library;
+  }
+  const auto library = Libcuda::open(name);
+  int devices = 0;
+  library->check(library->calls().cuDeviceGetCount(&devices), "counting the GPUs");
+  std::vector<std::string> found;
+  for (int ordinal = 0; ordinal < devices; ++ordinal) {
+    cuda::Device device = 0;
+    library->check(library->calls().cuDeviceGet(&device, ordinal),
+                   "opening GPU " + std::to_string(ordinal));
+    found.push_back(uuid_of(*library, device));
+  }
+  return found;
 }
 
 void use_libcuda(const std::string& library) {

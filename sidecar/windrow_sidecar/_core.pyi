@@ -135,6 +135,12 @@ class Driver:
 def driver(name: str) -> Driver:
     """The process's driver of that name. Raises DriverUnavailable, ValueError for no such name."""
 
+def gpu_uuids() -> list[str]:
+    """UUIDs of the GPUs that this process sees, 32 hexadecimal digits each, in CUDA's order.
+
+    Makes no context on any. Raises DriverUnavailable where there is none.
+    """
+
 def use_libcuda(library: str) -> None:
     """Which CUDA driver library "cuda" means from now on, by path or by the loader's name."""
 
@@ -169,6 +175,8 @@ class Arena:
         socket_path: str, *, timeout_s: float = 5.0, driver: Driver | str | None = None
     ) -> Arena:
         """Map a running arena as its peer, with the owner's driver unless one is given.
+
+        Processes number GPUs each for itself, so the owner's "cuda:1" may be "cuda" here.
 
         Raises AttachError (version, geometry, user, no server, another driver).
         """

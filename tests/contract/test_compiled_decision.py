@@ -25,7 +25,7 @@ from windrow_sidecar.qos.policies.windrow import Windrow
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms
-from windrow_sidecar.qos.view import Offer, View
+from windrow_sidecar.qos.view import LEVELS_MAX, Offer, View
 
 OPTIONS = (
     Windrow(turns=True),
@@ -150,7 +150,7 @@ class Pair:
             layer_begin=begin,
             layer_end=begin + rng.randrange(5),
             tokens=rng.choice((0, 128, 2048)),
-            estimates_us=tuple(rng.choice((0, rng.randrange(9000))) for _ in range(8)),
+            estimates_us=tuple(rng.choice((0, rng.randrange(9000))) for _ in range(LEVELS_MAX)),
             memory_delta_bytes=rng.choice((-(1 << 20), 0, 1 << 29)),
             starving=rng.random() < 0.05,
             in_flight_us=rng.choice((0, 900)),

@@ -24,6 +24,8 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
 from windrow_sidecar.agent.worker_process import (
+    Standby,
+    WorkerGround,
     WorkerLogFollower,
     WorkerProcess,
     worker_environment,
@@ -32,6 +34,7 @@ from windrow_sidecar.agent.worker_supervisor import WorkerSupervisor
 from windrow_sidecar.compute.mps import CONTROL, MpsDaemon
 from windrow_sidecar.compute.sharing import Sharing, choose_sharing, probe
 from windrow_sidecar.compute.survey import Survey, survey
+from windrow_sidecar.compute.utilization import visible_device
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
 GPU = Survey(gpu="a GPU", units=132)
@@ -139,8 +142,7 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
         AgentSettings(pod.run_dir),
         EventOutbox(),
         on_facts=lambda: None,
-        sharing=lambda: sharing.sharing,
-        engine_shares=sharing.engine_shares,
+        gpus=sharing,
     )
     hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
@@ -149,8 +151,79 @@ async def test_an_engine_that_is_no_client_has_workers_run_in_turn(pod):
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
     assert slot.facts().sharing == "temporal"
     assert slot.facts().sharing_reason == "decode shares it so: no client"
-    assert PIPE not in worker_environment(AgentSettings(pod.run_dir))
+    assert PIPE not in worker_environment(AgentSettings(pod.run_dir), slot._standby.ground)
+    other = AgentSlot(
+        1, AgentSettings(pod.run_dir), EventOutbox(), on_facts=lambda: None, gpus=sharing
+    )
+    hello = agent_pb2.EngineHello(slot=1, driver="cuda", sharing="spatial")
+    await other.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
+    assert other.facts().sharing == "spatial", "what one engine does is that slot's alone"
+    assert PIPE in worker_environment(AgentSettings(pod.run_dir), other._standby.ground)
     await slot.close()
+    await other.close()
+
+
+@pytest.mark.parametrize(
+    ("found", "hello", "unseen"),
+    [
+        (
+            Survey(why="no libcuda", uuids=()),
+            {},
+            "the sidecar's container sees no GPU (no libcuda)",
+        ),
+        (replace(GPU, uuids=["a"]), {}, ""),
+        (replace(GPU, uuids=["b"]), {}, "is none of the 1 that the sidecar's container sees"),
+        (replace(GPU, uuids=["b"]), {"device": "gpu:NVIDIA-H100-MIG-1g.10gb"}, ""),
+        (replace(GPU, uuids=["b"]), {"device_uuid": ""}, ""),
+        (Survey(why="looking at it failed: killed"), {}, ""),
+        (Survey(why="no libcuda", uuids=()), {"driver": "host"}, ""),
+    ],
+)
+async def test_a_sidecar_that_does_not_see_decodes_gpu_says_so_in_its_facts(
+    pod, found, hello, unseen
+):
+    sharing = await pod.share(found, None)
+    slot = AgentSlot(
+        0, AgentSettings(pod.run_dir), EventOutbox(), on_facts=lambda: None, gpus=sharing
+    )
+    slot.hello = agent_pb2.EngineHello(**{"driver": "cuda", "device_uuid": "a"} | hello)
+    assert unseen in slot.facts().unseen_device
+    assert bool(unseen) == bool(slot.facts().unseen_device)
+
+
+def test_a_process_sees_the_gpus_that_it_is_shown(cuda_standin, monkeypatch):
+    monkeypatch.setenv("WINDROW_STANDIN_GPUS", "3")
+    looked = [sys.executable, "-m", "windrow_sidecar.compute.survey"]
+
+    def seen(**environment: str) -> list[str]:
+        said = subprocess.run(
+            looked, env=os.environ | environment, capture_output=True, text=True, check=True
+        )
+        return list(json.loads(said.stdout)["uuids"])
+
+    first, second, third = seen()
+    assert len({first, second, third}) == 3
+    assert seen(CUDA_VISIBLE_DEVICES=visible_device(second, "GPU")) == [second]
+    assert seen(CUDA_VISIBLE_DEVICES="2,0") == [third, first]
+    assert seen(CUDA_VISIBLE_DEVICES="") == []
+
+
+async def test_a_worker_that_waits_on_another_gpu_than_decodes_ends(run_dir, monkeypatch, tmp_path):
+    (tmp_path / "worker_that_waits.py").write_text("import sys; sys.stdin.read()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    settings = replace(
+        parse_settings(["--run-dir", str(run_dir)], {}), worker_module="worker_that_waits"
+    )
+    standby = Standby(settings, 0)
+    await standby.show(WorkerGround(gpu="GPU-1"))
+    await standby.prepare("/m")
+    waits = standby._process
+    await standby.show(WorkerGround(gpu="GPU-1"))
+    assert waits.returncode is None
+    await standby.show(WorkerGround(gpu="GPU-2"))
+    assert waits.returncode == -signal.SIGKILL
+    assert standby.take(attach_pb2.Assign()) is None
+    await standby.close()
 
 
 async def test_without_a_gpu_there_is_nothing_to_share(pod):
@@ -196,7 +269,7 @@ async def test_the_slots_facts_tell_how_its_gpu_is_shared(pod):
         AgentSettings(pod.run_dir),
         EventOutbox(),
         on_facts=lambda: None,
-        sharing=lambda: sharing.sharing,
+        gpus=sharing,
     )
     slot.hello = agent_pb2.EngineHello(driver="cuda")
     assert slot.facts().sharing == "temporal"
@@ -237,7 +310,7 @@ async def test_a_worker_that_is_no_client_beside_decode_that_is_one_is_told_in_t
         AgentSettings(pod.run_dir),
         EventOutbox(),
         on_facts=lambda: told.append(slot.facts().sharing),
-        sharing=lambda: sharing.sharing,
+        gpus=sharing,
     )
     hello = agent_pb2.EngineHello(driver="cuda", sharing="spatial")
     await slot.engine_attached(hello, OutgoingQueue[agent_pb2.EngineCommand]())
@@ -321,22 +394,34 @@ def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):
     assert findings["gpu sharing"]["found"].startswith("temporal: no MPS daemon")
 
 
+GPU_NAME = "GPU-12345678-9abc-def0-1234-56789abcdef0"
+
+
 @pytest.mark.parametrize(
-    ("access", "hello", "shown"),
+    ("access", "seen", "hello", "shown"),
     [
-        ("env", {"driver": "cuda"}, "GPU-12345678-9abc-def0-1234-56789abcdef0"),
-        ("mps", {"driver": "cuda:0"}, "GPU-12345678-9abc-def0-1234-56789abcdef0"),
+        ("env", ["u"], {"driver": "cuda"}, GPU_NAME),
+        ("mps", ["u"], {"driver": "cuda:0"}, GPU_NAME),
+        ("env", ["u"], {"driver": "cuda:1"}, GPU_NAME),
         (
             "env",
+            ["u"],
             {"driver": "cuda", "device": "NVIDIA H100 80GB HBM3 MIG 1g.10gb"},
-            "MIG-12345678-9abc-def0-1234-56789abcdef0",
+            GPU_NAME.replace("GPU", "MIG"),
         ),
-        ("env", {"driver": "cuda:1"}, "None"),
-        ("", {"driver": "cuda"}, "None"),
+        (
+            "env",
+            ["u"],
+            {"driver": "cuda", "device": "gpu:NVIDIA-H100-80GB-HBM3-MIG-1g.10gb"},
+            GPU_NAME.replace("GPU", "MIG"),
+        ),
+        ("", ["u", "v"], {"driver": "cuda"}, GPU_NAME),
+        ("", ["u", "v"], {"driver": "cuda:1"}, GPU_NAME),
+        ("", ["u"], {"driver": "cuda"}, "None"),
     ],
 )
 async def test_workers_see_the_gpu_alone_that_decode_has_named(
-    run_dir, tmp_path, monkeypatch, access, hello, shown
+    run_dir, tmp_path, monkeypatch, access, seen, hello, shown
 ):
     worker = "import os; print('sees', os.environ.get('CUDA_VISIBLE_DEVICES'))"
     (tmp_path / "worker_that_says.py").write_text(worker)
@@ -346,7 +431,9 @@ async def test_workers_see_the_gpu_alone_that_decode_has_named(
     settings = replace(
         parse_settings(flags, {"WINDROW_GPU_ACCESS": access}), worker_module="worker_that_says"
     )
-    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None)
+    gpus = GpuSharing(RunDir(run_dir), None)
+    gpus.found = replace(GPU, uuids=seen)
+    slot = AgentSlot(0, settings, EventOutbox(), on_facts=lambda: None, gpus=gpus)
     named = agent_pb2.EngineHello(device_uuid="123456789abcdef0" * 2, **hello)
     await slot.engine_attached(named, OutgoingQueue[agent_pb2.EngineCommand]())
     assign = attach_pb2.Assign(job_uid="u", epoch=1, spec_json="{}")

@@ -111,11 +111,11 @@ def test_beside_decode_a_slot_keeps_the_copy_to_its_rate_and_shares_each_visit(
         layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=65536, chunks=64
     )
     arena = Arena.create(geometry, reserved_chunks=0)
-    arena.serve(str(RunDir(run_dir).arena_socket(0)))
+    arena.serve(str(RunDir(run_dir).arena_socket()))
     job = example_job(tmp_path, microBatchSize=1)
     with LendingDecode(arena, limit=24) as decode:
         cores = WholeDevice("finetune", 2)
-        slot = open_slot(WORKER, RunDir(run_dir), 0, cores, copy_rate=SLOW)
+        slot = open_slot(WORKER, RunDir(run_dir), cores, copy_rate=SLOW)
         context = slot.take(job, JobState())
         context.memory.restore()
         frozen, stream = slot._base.frozen, context.session.stream

@@ -24,7 +24,7 @@ def test_what_is_published_reads_back_with_the_records_of_view_py(served):
 
     peer.page.publish_offer(view.Offer(*range(8), (10, 20), *range(9, 17)))
     offer = view.Offer._make(owner.page.read_offer())
-    assert offer.estimates_us == (10, 20, 0, 0, 0, 0, 0, 0)
+    assert offer.estimates_us == (10, 20, *(0,) * (view.LEVELS_MAX - 2))
     assert offer.tokens_done == 16
 
     owner.page.publish_grant(view.Grant(*range(13)))
@@ -39,8 +39,9 @@ def test_negative_fields_survive(arena):
 
 
 def test_more_levels_than_the_page_holds_are_refused(arena):
-    with pytest.raises(ValueError, match="9 levels"):
-        arena.page.publish_offer(view.Offer(estimates_us=(1,) * 9))
+    most = view.LEVELS_MAX
+    with pytest.raises(ValueError, match=f"{most + 1} levels"):
+        arena.page.publish_offer(view.Offer(estimates_us=(1,) * (most + 1)))
 
 
 @pytest.mark.parametrize(
@@ -134,13 +135,13 @@ def test_two_processes_answer_each_other_without_losing_a_wake_up(served, child)
 CHILD_HAMMER = """
 import sys
 from windrow_sidecar._core import Arena
-from windrow_sidecar.qos.view import Offer
+from windrow_sidecar.qos.view import LEVELS_MAX, Offer
 page = Arena.attach(sys.argv[1]).page
 print("hammering")
 n = 0
 while True:
     n += 1
-    page.publish_offer(Offer(*[n] * 8, (n,) * 8, *[n] * 8))
+    page.publish_offer(Offer(*[n] * 8, (n,) * LEVELS_MAX, *[n] * 8))
 """
 
 
@@ -152,14 +153,14 @@ def test_no_reader_sees_a_torn_record_even_when_its_writer_is_killed(served, chi
     while last < 30_000 or reads < 30_000:
         offer = owner.page.read_offer()
         n = offer[0]
-        assert offer[:-1] == (*[n] * 8, (n,) * 8, *[n] * 8)
+        assert offer[:-1] == (*[n] * 8, (n,) * view.LEVELS_MAX, *[n] * 8)
         assert n >= last
         last, reads = n, reads + 1
     worker.send_signal(signal.SIGKILL)
     worker.wait(timeout=60)
     offer = owner.page.read_offer()
     n = offer[0]
-    assert offer[:-1] == (*[n] * 8, (n,) * 8, *[n] * 8)
+    assert offer[:-1] == (*[n] * 8, (n,) * view.LEVELS_MAX, *[n] * 8)
     age = owner.page.heartbeat_age_ns(1)
     assert owner.page.heartbeat_age_ns(1) > age  # it beats no more
 

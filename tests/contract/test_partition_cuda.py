@@ -13,10 +13,11 @@ import torch
 
 from windrow.errors import UserError
 from windrow_sidecar import _core
-from windrow_sidecar.compute.cuda import MOST_LEVELS, CudaPartition
+from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.compute.sharing import GpuCapabilities, choose_sharing
 from windrow_sidecar.finetune.standalone.dedicated import take_units
+from windrow_sidecar.qos.levels import GPU_SHARES, gpu_shares
 
 
 @pytest.fixture(params=["cuda_standin", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -30,10 +31,24 @@ def sides(request) -> tuple[CudaPartition, CudaPartition]:
 def test_the_worker_has_few_levels_of_whole_groups_and_leaves_decode_one(sides):
     _, worker = sides
     *shared, whole = worker.levels()
-    assert 1 <= len(shared) <= MOST_LEVELS
+    assert 1 <= len(shared) <= GPU_SHARES
     group_units = _core.driver("cuda").partition().group_units
     assert {units % group_units for units in shared} == {0}
     assert shared[-1] < whole == worker.total_units
+
+
+@pytest.mark.parametrize(
+    ("groups", "shares"),
+    [
+        (2, (1,)),
+        (3, (1, 2)),
+        (4, (1, 2, 3)),
+        (16, (2, 8, 10, 11, 12, 13, 14, 15)),
+        (27, (3, 14, 16, 18, 20, 22, 24, 26)),
+    ],
+)
+def test_shares_lie_where_decode_has_up_to_half_of_the_groups(groups, shares):
+    assert gpu_shares(groups) == shares
 
 
 def test_every_level_and_its_complement_run_on_different_sms(sides):

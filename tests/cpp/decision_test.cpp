@@ -17,6 +17,7 @@ constexpr std::int64_t kSecondNs = 1'000'000'000;
 
 DecisionFigures figures() {
   return {.grow_headroom = 0.04,
+          .stood_ns = 1'000'000'000,
           .rest_ns = 20'000'000,
           .slack_steps = 16,
           .turns_margin = 2,

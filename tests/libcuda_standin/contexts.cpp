@@ -1,4 +1,5 @@
-// Devices and contexts: one device, one primary context, a stack of current contexts per thread.
+// Devices and contexts: one primary context for all devices, a stack of current contexts per
+// thread.
 #include <unistd.h>
 
 #include <array>
@@ -18,7 +19,8 @@ Result require_device(cuda::Device device) {
   if (const Result result = enter(); result != cuda::kSuccess) {
     return result;
   }
-  return device == 0 ? cuda::kSuccess : refuse(cuda::kInvalidDevice, "a device that is not there");
+  return is_visible(device) ? cuda::kSuccess
+                            : refuse(cuda::kInvalidDevice, "a device that is not there");
 }
 
 // A client looks for the daemon in its pipe folder, and runs without MPS where there is none.
@@ -122,7 +124,7 @@ Result cuGetErrorString(Result result, const char** text) {
 
 Result cuDeviceGetCount(int* count) {
   const std::scoped_lock lock(state().mutex);
-  *count = 1;
+  *count = static_cast<int>(state().visible.size());
   return enter();
 }
 
@@ -146,10 +148,11 @@ Result cuDeviceTotalMem(std::size_t* bytes, cuda::Device device) {
 
 Result cuDeviceGetUuid(cuda::Uuid* uuid, cuda::Device device) {
   const std::scoped_lock lock(state().mutex);
-  for (unsigned i = 0; i < sizeof(uuid->bytes); ++i) {
-    uuid->bytes[i] = static_cast<unsigned char>(0xa0 + i);
+  const Result result = require_device(device);
+  if (result == cuda::kSuccess) {
+    *uuid = uuid_of(state().visible.at(static_cast<std::size_t>(device)));
   }
-  return require_device(device);
+  return result;
 }
 
 Result cuDeviceGetAttribute(int* value, cuda::DeviceAttribute attribute, cuda::Device device) {

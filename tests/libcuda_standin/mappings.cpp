@@ -213,7 +213,8 @@ Result cuMemSetAccess(DevicePtr address, std::size_t bytes, const cuda::AccessDe
   if (const Result result = enter_context("cuMemSetAccess"); result != cuda::kSuccess) {
     return result;
   }
-  if (count != 1 || desc->location.type != cuda::kLocationDevice || desc->location.id != 0) {
+  if (count != 1 || desc->location.type != cuda::kLocationDevice ||
+      !is_visible(desc->location.id)) {
     return refuse(cuda::kInvalidDevice, "access for a device that is not there");
   }
   const auto reservation = around(address, bytes);

@@ -21,7 +21,7 @@ Result require_properties(const cuda::AllocationProperties& properties) {
   }
   const bool sound = properties.type == cuda::kAllocationPinned &&
                      properties.location.type == cuda::kLocationDevice &&
-                     properties.location.id == 0 && properties.windows_metadata == nullptr;
+                     is_visible(properties.location.id) && properties.windows_metadata == nullptr;
   return sound ? cuda::kSuccess
                : refuse(cuda::kInvalidValue, "memory must be pinned, on a device that is there");
 }

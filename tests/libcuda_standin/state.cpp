@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <sstream>
 #include <utility>
 
 namespace windrow::standin {
@@ -46,7 +47,56 @@ struct Farewell {
   }
 } farewell;
 
+std::string name_of(unsigned gpu) {
+  std::string name = "GPU-";
+  const windrow::cuda::Uuid uuid = uuid_of(gpu);
+  for (unsigned i = 0; i < sizeof(uuid.bytes); ++i) {
+    char text[4];
+    std::snprintf(text, sizeof(text), i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x",
+                  uuid.bytes[i]);
+    name += text;
+  }
+  return name;
+}
+
+// As CUDA_VISIBLE_DEVICES has them, up to the first that is none.
+std::vector<unsigned> visible_gpus(unsigned gpus) {
+  std::vector<unsigned> found;
+  const char* named = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (named == nullptr) {
+    for (unsigned gpu = 0; gpu < gpus; ++gpu) {
+      found.push_back(gpu);
+    }
+    return found;
+  }
+  std::stringstream words(named);
+  for (std::string word; std::getline(words, word, ',');) {
+    unsigned gpu = 0;
+    while (gpu < gpus && word != std::to_string(gpu) && word != name_of(gpu)) {
+      ++gpu;
+    }
+    if (gpu == gpus) {
+      break;
+    }
+    found.push_back(gpu);
+  }
+  return found;
+}
+
 }  // namespace
+
+bool is_visible(int device) {
+  return device >= 0 && device < static_cast<int>(state().visible.size());
+}
+
+windrow::cuda::Uuid uuid_of(unsigned gpu) {
+  windrow::cuda::Uuid uuid{};
+  for (unsigned i = 0; i < sizeof(uuid.bytes); ++i) {
+    uuid.bytes[i] = static_cast<unsigned char>(0xa0 + i);
+  }
+  uuid.bytes[sizeof(uuid.bytes) - 1] = static_cast<unsigned char>(0xaf + gpu);
+  return uuid;
+}
 
 std::size_t setting(const char* name, std::size_t usual) {
   const char* text = std::getenv(name);
@@ -103,6 +153,7 @@ __attribute__((visibility("default"))) Result cuInit(unsigned flags) {
   s.rdma = setting("WINDROW_STANDIN_RDMA", 1) != 0;
   s.narrows = setting("WINDROW_STANDIN_NARROWS", 1) != 0;
   s.reads = setting("WINDROW_STANDIN_READ_ONLY", 1) != 0;
+  s.visible = visible_gpus(static_cast<unsigned>(setting("WINDROW_STANDIN_GPUS", 1)));
   // libcuda takes itself down at the process's exit, before what was there before its cuInit.
   if (!s.initialized && std::atexit([] { state().is_gone = true; }) != 0) {
     return windrow::cuda::kOutOfMemory;

@@ -76,11 +76,12 @@ struct State {
   std::size_t granularity = 2 << 20;
   std::size_t memory = std::size_t{8} << 30;
   unsigned sms = 132;
-  int capability = 9;    // major
-  bool rdma = true;      // whether memory may be asked to be fit for RDMA
-  bool narrows = true;   // whether access that a mapping has may be taken away
-  bool reads = true;     // whether a mapping may be for reading only
-  bool is_gone = false;  // its own exit handler has run, as libcuda's does
+  int capability = 9;                // major
+  bool rdma = true;                  // whether memory may be asked to be fit for RDMA
+  bool narrows = true;               // whether access that a mapping has may be taken away
+  bool reads = true;                 // whether a mapping may be for reading only
+  std::vector<unsigned> visible{0};  // which of the machine's GPUs this process sees, in its order
+  bool is_gone = false;              // its own exit handler has run, as libcuda's does
 
   std::map<cuda::MemoryHandle, Physical> handles;
   cuda::MemoryHandle next_handle = 1;
@@ -108,6 +109,11 @@ State& state();
 int driver_version();
 // A number of the environment.
 std::size_t setting(const char* name, std::size_t usual);
+
+// Whether this process has a device of that number.
+bool is_visible(int device);
+// Of one of the machine's GPUs.
+cuda::Uuid uuid_of(unsigned gpu);
 
 // A key that no other object has.
 template <class Handle>

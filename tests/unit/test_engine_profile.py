@@ -18,6 +18,7 @@ from windrow_sidecar.engines.profile import (
 )
 from windrow_sidecar.qos.co_run import CoRunSample, co_run_model, fit_co_run
 from windrow_sidecar.qos.solo import SoloSample, SoloStepModel, solo_models
+from windrow_sidecar.qos.view import LEVELS_MAX
 
 SUBJECT = Subject("host:2-cores", "host", "builtin", "0.1.0", "f" * 64)
 
@@ -43,7 +44,7 @@ def test_no_point_is_longer_than_a_request_may_be():
 @pytest.mark.parametrize("units", [1, 2, 3, 8, 9, 64, 192])
 def test_splits_go_from_decode_alone_to_one_core_for_decode(units):
     splits = host_splits(units).splits
-    assert len(splits) == min(units, 8)
+    assert len(splits) == min(units, LEVELS_MAX)
     assert splits[0].decode_units == units
     assert splits[-1].decode_units == 1
     assert all(split.decode_units + split.finetune_units == units for split in splits)

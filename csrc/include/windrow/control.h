@@ -13,7 +13,7 @@ namespace windrow {
 
 // Of everything that two processes read from the same memory or say over the socket. Any change of
 // a size, an offset or a meaning raises it; a peer of another version is refused.
-inline constexpr std::uint32_t kLayoutVersion = 5;
+inline constexpr std::uint32_t kLayoutVersion = 6;
 inline constexpr std::uint64_t kMagic = 0x31776F72646E6977;  // "windrow1"
 
 // The head of the control region: the second memfd, which holds the page and the chunk table.

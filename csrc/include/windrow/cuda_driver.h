@@ -11,6 +11,9 @@ namespace windrow {
 
 class GreenShares;
 
+// Of a GPU, as 32 hexadecimal digits.
+[[nodiscard]] std::string uuid_of(const Libcuda& library, cuda::Device device);
+
 // A GPU through CUDA's virtual memory. Sizes are rounded up to the device's granularity (2 MiB). A
 // memory is mapped whole, at offset 0, for CUDA knows no other mapping, and creating, exporting and
 // importing it costs hundreds of microseconds: arenas do all of that at their start.
@@ -24,7 +27,8 @@ class CudaDriver final : public Driver {
   // Throws DriverUnavailable.
   CudaDriver(const std::string& library, int ordinal);
 
-  // "cuda" for the first GPU, else "cuda:N": what a worker attaches with, which sees the same GPUs.
+  // "cuda" for the first GPU, else "cuda:N", as this process numbers them. A worker attaches with
+  // that where it sees the same GPUs, else with its own name of the GPU.
   [[nodiscard]] std::string_view name() const override { return name_; }
   [[nodiscard]] DeviceFacts facts() const override;
   [[nodiscard]] std::size_t granularity() const override { return granularity_; }

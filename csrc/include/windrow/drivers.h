@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "windrow/driver.h"
 
@@ -10,6 +11,10 @@ namespace windrow {
 // when first asked for; lives until the process ends. Throws DriverUnavailable, and
 // std::invalid_argument for a name that is none. Any thread.
 [[nodiscard]] Driver& named_driver(const std::string& name);
+
+// UUIDs of the GPUs that this process sees, 32 hexadecimal digits each, in CUDA's order. Makes no
+// context: nothing of theirs is used. Throws DriverUnavailable where there is none. Any thread.
+[[nodiscard]] std::vector<std::string> gpu_uuids();
 
 // Which libcuda "cuda" means from now on, by path or by the loader's name. Any thread.
 void use_libcuda(const std::string& library);

@@ -30,6 +30,7 @@ enum class PolicyKind : std::uint8_t {
 // The constants of the Python policies, predictor and guard, which define them; times as there.
 #define WINDROW_DECISION_FIGURES(X)   \
   X(double, grow_headroom)            \
+  X(std::int64_t, stood_ns)           \
   X(std::int64_t, rest_ns)            \
   X(double, slack_steps)              \
   X(double, turns_margin)             \

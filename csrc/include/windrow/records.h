@@ -12,7 +12,7 @@ namespace windrow {
 // the same there and a test holds them equal. Every field is one signed 64-bit word. Struct, names
 // and Python arguments all come from these lists.
 
-inline constexpr std::size_t kLevelsMax = 8;
+inline constexpr std::size_t kLevelsMax = 9;
 using Estimates = std::array<std::int64_t, kLevelsMax>;
 
 #define WINDROW_VIEW_FIELDS(X) \
@@ -130,11 +130,11 @@ WINDROW_GRANT_FIELDS(WINDROW_GRANT_AT)
 
 // A change here is a change of the layout: kLayoutVersion grows with it.
 static_assert(sizeof(View) == 16 * 8 && View::kNames.size() == 16);
-static_assert(sizeof(Offer) == 25 * 8 && Offer::kNames.size() == 18);
+static_assert(sizeof(Offer) == 26 * 8 && Offer::kNames.size() == 18);
 static_assert(sizeof(Grant) == 14 * 8 && Grant::kNames.size() == 14);
 static_assert(offsetof(View, heartbeat_ns) == 15 * 8);
 static_assert(offsetof(Offer, estimates_us) == 8 * 8);
-static_assert(offsetof(Offer, heartbeat_ns) == 24 * 8);
+static_assert(offsetof(Offer, heartbeat_ns) == 25 * 8);
 static_assert(offsetof(Grant, pause_epoch) == 8 * 8);
 static_assert(offsetof(Grant, heartbeat_ns) == 13 * 8);
 

@@ -2,7 +2,7 @@
 
 Shares are made of groups of SMs (8 on Hopper). Each is a stream in a green context of its own,
 made when it is first used: a CUDA graph keeps the context that it was captured in, and each stream
-caches activations of its own, so few levels are kept.
+caches activations of its own, so the levels are few.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from collections.abc import Callable
 from windrow.errors import UserError
 from windrow_sidecar import _core
 from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
+from windrow_sidecar.qos.levels import gpu_shares
 
 # Whose stream torch computes on, by driver: torch keeps its number only, and a partition that ends
 # takes its streams along.
 _in_use: dict[str, _core.Partition] = {}
-
-# Each level is a set of graphs on decode's side and a cache of activations on the worker's.
-MOST_LEVELS = 6
 
 
 def _use_torch_stream(stream: int) -> None:
@@ -116,13 +114,11 @@ class CudaPartition:
 
 
 def _levels(gpu: _core.Partition, side: Side) -> dict[int, int]:
-    """Groups of each level, ascending: at most `MOST_LEVELS` beside the other side, and all.
+    """Groups of each level, ascending: `gpu_shares` beside the other side, and all.
 
     SMs that fill no group are decode's, save where the worker has the whole device.
     """
-    most = gpu.groups - 1
-    n = min(MOST_LEVELS, most)
-    shares = sorted({round(most * (i + 1) / n) for i in range(n)})
+    shares = gpu_shares(gpu.groups)
     if side == "finetune":
         levels = {groups * gpu.group_units: groups for groups in shares}
     else:

@@ -23,7 +23,7 @@ _ANCHOR_LASTS_NS = 1_000_000_000
 # An interrupt between two looks at the clock makes one of them worthless, hardly all.
 _TRIES = 3
 # Two buffers of 4 MiB and eight of 16 KiB, as torch has them before Hopper, where it takes 32 MiB:
-# for each product, and before 2.15 keeps them: on six levels of SMs 192 MiB of what decode lends.
+# for each product, and before 2.15 keeps them: on eight shares of SMs 256 MiB of what decode lends.
 CUBLAS_WORKSPACES = ":4096:2:16:8"
 
 

@@ -13,6 +13,10 @@ from typing import Literal
 
 from windrow_sidecar import _core
 
+# `none`: decode runs on every SM and only the worker is capped. `green`: decode runs on the
+# complement of the worker's share.
+DecodePartition = Literal["none", "green"]
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -35,15 +39,14 @@ class GpuCapabilities:
     Attributes:
         green_missing: why there are no green contexts.
         mps_missing: why there is no MPS daemon.
-        decode_partition: `none`: decode runs on every SM and only the worker is capped. `green`: on
-            the complement of the worker's share.
+        decode_partition: where decode runs beside the worker.
         decode_sms: on which decode's share was measured to run; empty: nobody has measured.
         finetune_sms: the worker's, at the same level.
     """
 
     green_missing: str
     mps_missing: str
-    decode_partition: Literal["none", "green"] = "none"
+    decode_partition: DecodePartition = "none"
     decode_sms: Set[int] = frozenset()
     finetune_sms: Set[int] = frozenset()
 

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from windrow_sidecar import _core
@@ -25,6 +26,7 @@ class Survey:
         green_missing, mps_missing: as in `GpuCapabilities`; MPS is there where its program is.
         mode, reason: what `choose_sharing` makes of it.
         is_mps_client: whether the process that looked was a client of an MPS daemon.
+        uuids: of all GPUs that it sees; None: nobody knows.
     """
 
     gpu: str = ""
@@ -35,6 +37,7 @@ class Survey:
     mode: str = ""
     reason: str = ""
     is_mps_client: bool = False
+    uuids: Sequence[str] | None = None
 
 
 def survey(driver: str = "cuda", path: str | None = None) -> Survey:
@@ -45,9 +48,13 @@ def survey(driver: str = "cuda", path: str | None = None) -> Survey:
         path: where programs are looked for (default: PATH).
     """
     try:
-        facts = _core.driver(driver).facts
+        uuids = _core.gpu_uuids()
     except _core.DriverUnavailable as error:
-        return Survey(why=str(error))
+        return Survey(why=str(error), uuids=())
+    try:
+        facts = _core.driver(driver).facts
+    except _core.Error as error:  # a GPU without room for one more context, say
+        return Survey(why=str(error), uuids=uuids)
     green = green_missing(driver)
     found = shutil.which(CONTROL, path=path)
     mps = "" if found else f"{CONTROL} is not on PATH"
@@ -60,6 +67,7 @@ def survey(driver: str = "cuda", path: str | None = None) -> Survey:
         mode=chosen.mode,
         reason=chosen.reason,
         is_mps_client=facts["is_mps_client"],
+        uuids=uuids,
     )
 
 

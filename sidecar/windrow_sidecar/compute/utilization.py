@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -220,10 +221,16 @@ def visible_device(uuid: str, device: str) -> str:
 
     Args:
         uuid: as the driver tells it, 32 hexadecimal digits.
-        device: its name; a slice's holds its profile ("NVIDIA H100 80GB HBM3 MIG 1g.10gb").
+        device: its name; a slice's holds its profile ("NVIDIA H100 80GB HBM3 MIG 1g.10gb"). As
+            labels have it, with hyphens for blanks, it will do as well.
     """
-    kind = "MIG" if "MIG" in device.split() else "GPU"
+    kind = "MIG" if is_slice(device) else "GPU"
     return f"{kind}-{_dashed(uuid)}"
+
+
+def is_slice(device: str) -> bool:
+    """Return whether a device of that name is a MIG slice, of which CUDA shows a process one."""
+    return "MIG" in re.split(r"[\s-]", device)
 
 
 def _dashed(uuid: str) -> str:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from windrow.errors import UserError
 from windrow_sidecar.qos.view import LEVELS_MAX
 
+# Each share of a GPU is a set of graphs on decode's side, a cache of activations on the worker's.
+GPU_SHARES = LEVELS_MAX - 1
+
 
 @dataclass(frozen=True, slots=True)
 class PartitionLevel:
@@ -107,6 +110,21 @@ def spread_shares(units: int) -> tuple[int, ...]:
     if n == 1:
         return (0,)
     return tuple(sorted({round(i * (units - 1) / (n - 1)) for i in range(n)}))
+
+
+def gpu_shares(groups: int) -> tuple[int, ...]:
+    """Shares of a GPU for the worker, in groups of SMs, ascending: `GPU_SHARES` at most.
+
+    Decode reads about as fast with half of the SMs as with all of them, so that up to half the
+    worker's SMs hardly cost decode anything, and beyond each group costs the more the fewer are
+    left. So all shares but one leave decode between one group and half of them, in even steps with
+    the wider ones where a group matters least. The first is an eighth: what an objective near
+    decode's own step still bears.
+    """
+    half = groups // 2
+    n = min(GPU_SHARES - 1, half)
+    decode = {1 + i * (half - 1) // max(1, n - 1) for i in range(n)}
+    return tuple(sorted({max(1, groups // 8), *(groups - left for left in decode)}))
 
 
 def offered_levels(levels: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-LEVELS_MAX = 8
+LEVELS_MAX = 9
 
 
 class Action(IntEnum):
