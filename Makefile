@@ -33,7 +33,7 @@ help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
 	@echo "make check  lint, the unit tests and the core contracts, after each change"
-	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes, a minute or two each"
+	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes (about 25 minutes)"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
 	@echo "   (SGLANG_VERSION=0.5.22: another version than the pinned one, in an environment beside it)"
 	@echo "make soak   10^8 random operations on the arena with random kills (ARGS='--operations 1e7 --seed 2')"
@@ -111,7 +111,7 @@ e2e: setup
 	$(PY) tools/run_tests.py e2e
 
 test-sglang: sglang
-	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang)
+	SGLANG_VENV=$(abspath $(SGLANG_VENV)) $(if $(SGLANG_VERSION),WINDROW_SGLANG_UNTESTED=1) $(PY) -m pytest $(if $(strip $(ARGS)),$(ARGS),-m sglang tests/sglang tests/integration/test_adapters_in_sglang.py)
 
 # Everything of the node ends with the command.
 node: setup

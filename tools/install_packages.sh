@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Install the Debian packages without which tests skip: promtool and Prometheus, GoogleTest, clang's checks,
-# and what a real node and images are made with. Nothing happens where all are there.
+# what a real node and images are made with, and a library of Mooncake's. Nothing happens where all are there.
 set -euo pipefail
 # A program or file that says that the package is there.
 declare -A proof=(
   [prometheus]=promtool [libgtest-dev]=/usr/include/gtest/gtest.h [clang]=clang++ [clang-tidy]=clang-tidy
   [runc]=runc [iptables]=iptables [iproute2]=ip [containernetworking-plugins]=/usr/lib/cni/ptp
-  [buildah]=buildah [mmdebstrap]=mmdebstrap
+  [buildah]=buildah [mmdebstrap]=mmdebstrap [libibverbs1]=/usr/lib/x86_64-linux-gnu/libibverbs.so.1
 )
 missing=()
 for package in "${!proof[@]}"; do

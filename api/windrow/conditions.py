@@ -113,6 +113,7 @@ class Reason(StrEnum):
     BREAKER_OPEN = "BreakerOpen"
     RESTING = "Resting"
     TENSOR_PARALLEL = "TensorParallel"
+    DEVICE_NOT_SEEN = "DeviceNotSeen"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
     PODS_SELECTED = "PodsSelected"
@@ -352,6 +353,12 @@ SLOT: Final = (
     ),
     ConditionRow(
         T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.DEVICE_NOT_SEEN,
+        "The sidecar's container does not see decode's GPU; the message says who gives it.",
     ),
     ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
     ConditionRow(

@@ -1,13 +1,14 @@
 """Where the parts of a decode pod meet: files below the run directory, and the environment.
 
-In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts into both containers.
+In a pod the directory is `/run/windrow`, an emptyDir that the webhook mounts into its containers.
+It has one agent's socket, and of each slot files of its own.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 DEFAULT_RUN_DIR = Path("/run/windrow")
@@ -21,6 +22,8 @@ ENV_POD_NAMESPACE = "WINDROW_POD_NAMESPACE"  # S, downward API
 ENV_POD_NAME = "WINDROW_POD_NAME"  # S D, downward API
 ENV_POD_UID = "WINDROW_POD_UID"  # S, downward API
 ENV_NODE_NAME = "WINDROW_NODE_NAME"  # S, downward API
+# D, optional: which slot of its pod an engine is, 0 or more; else the first that no other one has
+ENV_SLOT = "WINDROW_SLOT"
 ENV_TOKEN_FILE = "WINDROW_TOKEN_FILE"  # S: projected service-account token, audience `windrow`
 ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
@@ -37,47 +40,71 @@ ENV_COPY_RATE = "WINDROW_COPY_RATE"
 # them. Set by a process node, whose pods have the machine's own files.
 ENV_OUTPUT_TREES = "WINDROW_OUTPUT_TREES"
 
+# Of a worker: the GPU of its slot, where that is the only one that it is shown
+ENV_ONLY_GPU = "WINDROW_ONLY_GPU"
+
 TOKEN_AUDIENCE = "windrow"
 # Trailing metadata of a refused stream: host:port of the replica of the operator that leads.
 LEADER_METADATA = "windrow-leader"
 PROTOCOL_VERSION = 1
 WORKER_LOG = "worker.log"  # in the directory of its job
+# Of a pod: more GPUs than any node has.
+MOST_SLOTS = 64
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """The files of one decode pod."""
+    """The files of one decode pod, as one of its slots sees them.
+
+    Attributes:
+        root: the directory.
+        slot: whose files are meant where each slot has its own.
+    """
 
     root: Path
+    slot: int = 0
+
+    def of_slot(self, slot: int) -> RunDir:
+        """Return the same directory as another slot of the pod sees it."""
+        return replace(self, slot=slot)
 
     @property
     def agent_socket(self) -> Path:
         """gRPC: plugin and worker to agent (`proto/windrow/v1/agent.proto`)."""
         return self.root / "agent.sock"
 
-    def arena_socket(self, slot: int = 0) -> Path:
+    def arena_socket(self) -> Path:
         """Hands out the descriptors of arena, page and weights; served by the decode process."""
-        return self.root / f"arena-{slot}.sock"
+        return self.root / f"arena-{self.slot}.sock"
 
-    def weights_manifest(self, slot: int = 0) -> Path:
+    def weights_manifest(self) -> Path:
         """JSON that says where in the exported weights each parameter lies."""
-        return self.root / f"weights-{slot}.json"
+        return self.root / f"weights-{self.slot}.json"
 
-    def profile(self, slot: int = 0) -> Path:
+    def profile(self) -> Path:
         """JSON: the engine's latency profile, for people and for its next start."""
-        return self.root / f"profile-{slot}.json"
+        return self.root / f"profile-{self.slot}.json"
 
-    def decision_log(self, slot: int = 0) -> Path:
+    def profiles(self) -> list[Path]:
+        """Where a profile of this pod's kind of device may lie, the slot's own first."""
+        others = sorted(self.root.glob("profile-*.json"))
+        return [self.profile(), *(path for path in others if path != self.profile())]
+
+    def claim(self) -> Path:
+        """Locked by the engine that is this slot, for as long as it lives."""
+        return self.root / f"slot-{self.slot}.lock"
+
+    def decision_log(self) -> Path:
         """The ring of the engine's last decisions (`windrow.decisions`)."""
-        return self.root / f"decisions-{slot}.ring"
+        return self.root / f"decisions-{self.slot}.ring"
 
-    def breach_log(self, slot: int = 0) -> Path:
+    def breach_log(self) -> Path:
         """JSON lines: the decisions before each time that the guard or the breaker acted."""
-        return self.root / f"breaches-{slot}.jsonl"
+        return self.root / f"breaches-{self.slot}.jsonl"
 
-    def turn_note(self, slot: int = 0) -> Path:
+    def turn_note(self) -> Path:
         """Whose turn it is in the slot's worker, for after its death (`windrow_sidecar.turn`)."""
-        return self.root / f"worker-{slot}.turn"
+        return self.root / f"worker-{self.slot}.turn"
 
     @property
     def mps_folder(self) -> Path:

@@ -321,14 +321,21 @@ class AttachServer(pb_grpc.AttachServicer):
     def _expect_next(
         self, session: Session, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
     ) -> None:
-        """Note when the pod's next heartbeat is due: soon, while a job is on one of its slots."""
-        alone = len(self._cluster.slots_of(session.pod.uid)) == 1
-        at_rest = alone and not jobs_of(beat) and live.key not in self._cluster.index.held
-        session.expect_next(now, at_rest=at_rest)
+        """Note when the pod's next heartbeat is due: soon, while a job is on one of its slots.
+
+        Each slot reports by itself, one at rest seldom, whatever goes on on the others.
+        """
+        slots = self._cluster.slots_of(session.pod.uid)
+        others = (self._is_at_rest(other, other.beat) for other in slots if other is not live)
+        at_rest = self._is_at_rest(live, beat)
+        session.expect_next(now, at_rest=at_rest and all(others))
         # Figures are not of now any more once a heartbeat is missing, and never after ten seconds
         # where one comes each second.
         interval = session.rest if at_rest else session.interval
         live.stale_after = max(STALE_AFTER, 2 * interval)
+
+    def _is_at_rest(self, live: LiveSlot, beat: pb.SlotHeartbeat | None) -> bool:
+        return not (beat and jobs_of(beat)) and live.key not in self._cluster.index.held
 
     def _take_hello(self, session: Session, hello: pb.SidecarHello, *, first: bool) -> None:
         now = self._clock()

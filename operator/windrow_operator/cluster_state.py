@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from windrow.crd import FINALIZER, FinetuneJobSpec
+from windrow.crd import ANNOTATION_GPU_ACCESS, FINALIZER, FinetuneJobSpec
 from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import policies
@@ -189,6 +189,7 @@ class ClusterState(WatchedObjects):
             node=live.node,
             model=live.facts.model,
             tensor_parallel=live.facts.tensor_parallel,
+            unseen_device=_unseen(live, pod),
             engine_state=beat.engine_state if live.beat else "starting",
             breaker=beat.breaker,
             predicted_tokens_per_second=live.promise,
@@ -398,6 +399,13 @@ def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
         and volume_name(volume) in pod.volumes
         and (pod.mounts is None or policies.mount_of(policy, volume) in pod.mounts)
     )
+
+
+def _unseen(live: LiveSlot, pod: Pod | None) -> str:
+    """Return why a slot's sidecar does not see its device, with what it was given; "": it does."""
+    unseen = live.facts.unseen_device
+    access = pod.annotations.get(ANNOTATION_GPU_ACCESS, "") if pod else ""
+    return f"{unseen}; GPU access {access}" if unseen and access else unseen
 
 
 def _is_full(beat: pb.SlotHeartbeat) -> bool:

@@ -144,14 +144,18 @@ def _mentions_sglang(words: Iterable[str]) -> bool:
     return any("sglang" in word for word in words)
 
 
-def decoder_of(pod: Mapping[str, Any]) -> Body:
-    """Return the container that decodes: prepared already, by its arguments, else the first."""
+def decoders_of(pod: Mapping[str, Any]) -> list[Body]:
+    """Return the containers that decode: prepared already, by their arguments, else the first."""
     containers = containers_of(pod)
-    for is_it in (_mounts_run_volume, _is_decoder):
-        for container in containers:
-            if is_it(container):
-                return container
-    return containers[0]
+    for decodes in (_mounts_run_volume, _is_decoder):
+        if found := [container for container in containers if decodes(container)]:
+            return found
+    return containers[:1]
+
+
+def decoder_of(pod: Mapping[str, Any]) -> Body:
+    """Return the container that decodes; of several the first, as which the sidecar is made."""
+    return decoders_of(pod)[0]
 
 
 def _mounts_run_volume(container: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ second GPU. What the container gets is what decode's has: its claims, its variab
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,6 +47,28 @@ class GpuAccess:
     env: tuple[Body, ...] = ()
     mounts: tuple[Body, ...] = ()
     lacks: str = ""
+
+
+def as_one(decoders: Sequence[Body]) -> Body:
+    """Return the containers that decode in a pod as one: what its sidecar is to see is all of it.
+
+    Which of a node's GPUs each one has is no matter: the agent learns it from their engines.
+    """
+    first, *others = decoders
+    if not others:
+        return first
+    limits: Body = {}
+    claims: list[Body] = []
+    for each in decoders:
+        limits |= (each.get("resources") or {}).get("limits") or {}
+        claims += [claim for claim in _claims(each) if claim not in claims]
+    said = [list(each.get("env") or ()) for each in decoders]
+    env = [entry for entry in said[0] if all(entry in rest for rest in said)]
+    values = [_variable(each, VISIBLE).get("value", "") for each in decoders]
+    if len(set(values)) > 1 and not _NO_DEVICE.intersection(values):
+        env.append({"name": VISIBLE, "value": ",".join(values)})
+    name = ", ".join(str(each["name"]) for each in decoders)
+    return first | {"name": name, "resources": {"limits": limits, "claims": claims}, "env": env}
 
 
 def choose_access(decoder: Mapping[str, Any], asked: SidecarSpec) -> GpuAccess:

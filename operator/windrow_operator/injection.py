@@ -28,11 +28,12 @@ from windrow_operator.decode_pods import (
     annotations_of,
     containers_of,
     decoder_of,
+    decoders_of,
     matching_rule,
     option_of,
     other_engine,
 )
-from windrow_operator.gpu_access import GpuAccess, choose_access
+from windrow_operator.gpu_access import GpuAccess, as_one, choose_access
 from windrow_operator.model import Refusal
 
 # What lies in the run volume: sockets, notes, the jobs' logs. It counts against the pod's memory.
@@ -136,14 +137,16 @@ def inject(
         return None
     asked = sidecar or SidecarSpec()
     wanted = copy.deepcopy(dict(pod))
-    spec, decoder = wanted["spec"], decoder_of(wanted)
-    _require_drivable(decoder, rule)
-    _require_free_place(decoder)
+    spec, decoders = wanted["spec"], decoders_of(wanted)
+    for decoder in decoders:
+        _require_drivable(decoder, rule)
+        _require_free_place(decoder)
     volumes, warnings = _mountable(asked.volumes, around)
-    gpu = choose_access(decoder, asked)
+    gpu = choose_access(as_one(decoders), asked)
     _mark(wanted, rule, asked.metrics_port or template.metrics_port, gpu)
     _add_volumes(spec, volumes)
-    _prepare_decoder(decoder)
+    for decoder in decoders:
+        _prepare_decoder(decoder)
     if asked.form == "sidecar":
         native = _native_sidecar(template, wanted, asked)
         # Last: what fetches a model or waits for the network is not held up.
@@ -259,7 +262,7 @@ def _native_sidecar(template: SidecarTemplate, pod: Body, asked: SidecarSpec) ->
     if qos_of(pod["spec"]) != "BestEffort":
         amounts = {"cpu": template.cpu, "memory": template.memory}
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
-    if claims := choose_access(decoder_of(pod), asked).claims:
+    if claims := choose_access(as_one(decoders_of(pod)), asked).claims:
         container.setdefault("resources", {})["claims"] = list(claims)
     if port := _metrics_port(pod):
         container["ports"] = [{"name": "windrow-metrics", "containerPort": port}]
@@ -317,7 +320,7 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
         env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
-    gpu = choose_access(decoder, asked)
+    gpu = choose_access(as_one(decoders_of(pod)), asked)
     env += gpu.env
     container: Body = {
         "image": decoder.get("image", "") if own_image else template.image,

@@ -242,6 +242,7 @@ class Slot:
     node: str = ""
     model: str = ""
     tensor_parallel: int = 1
+    unseen_device: str = ""  # why no worker can reach it: its sidecar does not see it
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes

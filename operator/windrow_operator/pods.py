@@ -8,7 +8,7 @@ from typing import Any
 
 from windrow.crd import SIDECAR_CONTAINER
 from windrow_operator import policies
-from windrow_operator.decode_pods import RUN_VOLUME, decoder_of, served_model
+from windrow_operator.decode_pods import RUN_VOLUME, decoders_of, served_model
 from windrow_operator.injection import attached_sidecars
 from windrow_operator.model import Mount, Pod, SidecarState, version_of
 
@@ -60,12 +60,12 @@ def _sidecar_state(body: Mapping[str, Any]) -> SidecarState:
         if added and container["name"] == added[-1]:
             ended = (container.get("state") or {}).get("terminated")
     finished = ended.get("finishedAt") if ended else None
-    decoder = decoder_of(body)["name"]
+    decoders = {container["name"] for container in decoders_of(body)}
     return SidecarState(
         prepared=any(volume["name"] == RUN_VOLUME for volume in spec.get("volumes") or ()),
         native=any(c["name"] == SIDECAR_CONTAINER for c in spec.get("initContainers") or ()),
         decode_ready=any(
-            c["name"] == decoder and c.get("ready") for c in status.get("containerStatuses") or ()
+            c["name"] in decoders and c.get("ready") for c in status.get("containerStatuses") or ()
         ),
         attached=len(added),
         alive=bool(added) and ended is None,

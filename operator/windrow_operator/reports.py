@@ -77,7 +77,8 @@ def take_heartbeat(
     cluster: ClusterState, live: LiveSlot, beat: pb.SlotHeartbeat, now: datetime
 ) -> list[pb.JobCommand]:
     """Take up the state of one slot."""
-    live.promise = _smoothed(live, beat.predicted_tokens_per_second, now)
+    since = now - live.beat_at if live.beat_at else timedelta.max
+    live.promise = smoothed_promise(live.promise, beat.predicted_tokens_per_second, since)
     live.beat, live.beat_at = beat, now
     cluster.changed_slots.mark(live.key)
     stale = []
@@ -112,14 +113,19 @@ def detach(cluster: ClusterState, pod: Pod, now: datetime) -> None:
         cluster.changed_slots.mark(live.key)
 
 
-def _smoothed(live: LiveSlot, said: float, now: datetime) -> float:
-    """Return the prediction of a slot over the last minutes, by heartbeats of any interval."""
+def smoothed_promise(promise: float, said: float, since: timedelta) -> float:
+    """Return the prediction of a slot over the last minutes, by heartbeats of any interval.
+
+    Args:
+        promise: so far; 0: none.
+        said: by the newest heartbeat, tokens a second.
+        since: the one before it.
+    """
     if not math.isfinite(said):
-        return live.promise
-    if live.beat_at is None or not live.promise:
+        return promise
+    if not promise:
         return said
-    share = 1 - math.exp(-max(0.0, (now - live.beat_at) / _PROMISE_OVER))
-    return live.promise + share * (said - live.promise)
+    return promise + (1 - math.exp(-max(0.0, since / _PROMISE_OVER))) * (said - promise)
 
 
 def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:

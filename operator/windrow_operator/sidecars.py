@@ -10,9 +10,9 @@ from windrow.proto import attach_pb2 as pb
 from windrow_operator import agents, policies
 from windrow_operator.attach import AttachServer
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.decode_pods import decoder_of
+from windrow_operator.decode_pods import decoders_of
 from windrow_operator.events import Recorder
-from windrow_operator.gpu_access import choose_access
+from windrow_operator.gpu_access import as_one, choose_access
 from windrow_operator.injection import SidecarTemplate, attached_sidecar
 from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
@@ -153,7 +153,7 @@ class Sidecars:
         after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
         self._cluster.put_pod(after)
         self._asked[pod.uid] = now
-        gpu = choose_access(decoder_of(body), terms.policy.spec.sidecar)
+        gpu = choose_access(as_one(decoders_of(body)), terms.policy.spec.sidecar)
         message = (
             f"Container {container['name']} added, by policy {terms.policy.name}; "
             f"GPU access {gpu.way}: {gpu.why}"

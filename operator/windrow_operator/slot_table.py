@@ -29,6 +29,8 @@ def capacity_refusal(slot: Slot) -> str:
     """Return why a slot takes nobody's job now; empty: it takes jobs."""
     if slot.tensor_parallel > 1:
         return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
+    if slot.unseen_device:
+        return f"has a GPU that no worker can use: {slot.unseen_device}"
     if slot.engine_state == "leaving":
         return "has a sidecar that was asked to end"
     if slot.engine_state != "serving":

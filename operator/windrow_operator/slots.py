@@ -34,6 +34,14 @@ _DISCONNECTED = (
     "The sidecar is not connected. One that runs dials again; one that has ended comes back once a "
     "job needs its slot"
 )
+_RANKS = (
+    "Decode runs on {} ranks, of which none can lend memory by itself. Whoever deploys decode: run "
+    "an engine for each GPU instead (--tp-size 1), each is a slot"
+)
+_SHOW_IT = (
+    "Whoever owns the HarvestPolicy: on nodes of one tenant sidecar.gpuAccess: env; where decode "
+    "has its GPU by a ResourceClaim, sidecar.form: sidecar. Then let the pod be made again"
+)
 _OURS = ("name", "namespace", "ownerReferences")
 # Figures that change every second are for Prometheus; here they are for people, and are written as
 # the budget for what can wait allows.
@@ -176,7 +184,10 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
     if view.terms.mode != "harvest":
         return "False", Reason.POLICY_OFF, view.terms.why or f"Mode is {view.terms.mode}"
     if view.tensor_parallel > 1:
-        return "False", Reason.TENSOR_PARALLEL, f"Decode runs on {view.tensor_parallel} ranks"
+        return "False", Reason.TENSOR_PARALLEL, _RANKS.format(view.tensor_parallel)
+    if view.unseen_device:
+        message = f"No worker can use the GPU: {view.unseen_device}. {_SHOW_IT}"
+        return "False", Reason.DEVICE_NOT_SEEN, message
     if view.engine_state == "leaving":
         return "False", Reason.DISCONNECTED, "The sidecar was asked to end"
     if view.engine_state != "serving":

@@ -27,11 +27,11 @@ from windrow_sidecar.testing.stepping_engine import SteppingEngine
 class Engine:
     """A stepping engine with its link to the agent; steps 200 times a second on a thread."""
 
-    def __init__(self, folder: Path) -> None:
-        self.engine = SteppingEngine(folder)
+    def __init__(self, folder: Path, slot: int = 0) -> None:
+        self.engine = SteppingEngine(folder, slot=slot)
         hello = agent_pb2.EngineHello(
             protocol_version=1,
-            slot=0,
+            slot=slot,
             pid=os.getpid(),
             engine="stepping",
             device="host:2-cores",
@@ -137,7 +137,7 @@ class Agent:
 
     def sample(self, name: str, **labels: str) -> float | None:
         """Return the slot's series of that name and further labels."""
-        wanted = {"namespace": "serving", "slot": "decode-0", **labels}
+        wanted = {"namespace": "serving", "slot": "decode-0"} | labels
         for family in text_string_to_metric_families(self.metrics()):
             for sample in family.samples:
                 if sample.name == name and sample.labels == wanted:

@@ -116,6 +116,7 @@ class FakeSidecar:
         version=1,
         outputs=("/out",),
         leader_term=0,
+        model="/m",
     ):
         credentials = grpc.ssl_channel_credentials(authority)
         self._channel = grpc.secure_channel(address, credentials)
@@ -124,7 +125,7 @@ class FakeSidecar:
         self.error = None
         slot = pb.SlotFacts(
             index=0,
-            model="/m",
+            model=model,
             model_fingerprint="fingerprint-of-m",
             compute_units=2,
             chunks=128,

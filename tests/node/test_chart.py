@@ -9,6 +9,7 @@ import pytest
 import yaml
 from kubernetes import client
 from operator_process import install_crds
+from waiting import wait_until
 
 from windrow_operator.prerequisites import RIGHTS
 
@@ -202,7 +203,8 @@ def test_the_form_sidecar_adds_the_right_to_try_a_pod_and_no_other(allowed):
 
 def test_secrets_may_be_read_where_the_values_say_so_and_nowhere_else(allowed):
     may = allowed(("--set", "secrets.namespaces={default}"))
-    assert may(("get", "", "secrets", "default", "team-s3"))
+    # The API server's authorizer hears of a new role a moment later.
+    wait_until(lambda: may(("get", "", "secrets", "default", "team-s3")), "the right is there")
     asked = [(verb, "default", "") for verb in ("list", "watch", "create", "patch")]
     asked += [("get", "kube-system", "any"), ("get", NAMESPACE, "any")]
     assert not [a for a in asked if may((a[0], "", "secrets", a[1], a[2]))]

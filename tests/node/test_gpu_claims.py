@@ -114,7 +114,8 @@ def test_decode_and_its_native_sidecar_see_the_one_gpu_of_their_claim(kube, imag
     core.create_namespaced_pod(namespace, decode_pod(image, resourceClaimTemplateName="one"))
     pod = ready_pod(core, namespace)
     sidecar = native_sidecar(core, namespace)
-    seen = device_seen(pod.status.container_statuses[0])
+    decode = pod.status.container_statuses[0]
+    seen = wait_until(lambda: device_seen(decode), "decode sees a device")
     assert seen in UUIDS.values()
     assert device_seen(sidecar) == seen
     (made,) = claims(kube, namespace)
@@ -152,7 +153,9 @@ def test_an_attached_sidecar_has_no_claim_and_the_policys_events_say_who_must_do
     api.create_namespaced_custom_object(*GROUP, namespace, "resourceclaims", claim("mine"))
     core.create_namespaced_pod(namespace, decode_pod(image, resourceClaimName="mine"))
     pod = ready_pod(core, namespace)
-    assert device_seen(pod.status.container_statuses[0]) in UUIDS.values()
+    decode = pod.status.container_statuses[0]
+    # A pod without a probe is ready as its process starts: that may still be the runtime's own.
+    wait_until(lambda: device_seen(decode) in UUIDS.values(), "decode sees a device")
 
     def attached():
         statuses = core.read_namespaced_pod("decode", namespace).status.ephemeral_container_statuses

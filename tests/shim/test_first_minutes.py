@@ -15,6 +15,8 @@ import sys
 import pytest
 from worker_pod import ROOT
 
+from windrow_sidecar.qos.levels import GPU_SHARES
+
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 FAKE_MPS = ROOT / "tests" / "contract" / "fake_mps_control.py"
@@ -53,8 +55,8 @@ def test_every_stage_runs_under_mps_and_breaks_no_rule(shim, tmp_path):
     found = {path.stem: json.loads(path.read_text()) for path in parts.glob("*.json")}
     assert set(STAGES) <= set(found)
     # On each share of SMs the worker has begun a tasklet, else its point would be an error.
-    assert len(found["device"]["splits"]) == 7
-    assert len({point["units"] for point in found["corun"]["points"]}) == 6
+    assert len(found["device"]["splits"]) == 1 + GPU_SHARES
+    assert len({point["units"] for point in found["corun"]["points"]}) == GPU_SHARES
     assert found["device"]["captures"]["graphs"] == 7
     assert json.loads(out.read_text())["environment"]["mps"] == "a private daemon"
     # The worker beside decode has no memory of its own there.

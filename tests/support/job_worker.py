@@ -38,7 +38,7 @@ class JobWorker:
 
     def __init__(self, run_dir: RunDir, job_uid: str, epoch: int) -> None:
         job = json.loads((run_dir.job_dir(job_uid) / "job.json").read_text(encoding="utf-8"))
-        self._behave = str(job["spec"]["behave"])
+        self._behave = str(job["spec"].get("behave", "run"))
         self._run_dir, self._job_uid, self._epoch = run_dir, job_uid, epoch
         self._out: queue.Queue[agent_pb2.WorkerReport | None] = queue.Queue()
         self._told_to_end, self._aborted = threading.Event(), False

@@ -17,7 +17,7 @@ from windrow.cli import doctor, jobs, top
 from windrow.cli.clusters import DemoOptions
 from windrow.cli.output import plain, spread, table
 from windrow.cli.simulate import SimulateOptions
-from windrow.errors import Transient
+from windrow.errors import Transient, UserError
 from windrow.local.demo import DemoSettings
 from windrow.views import JobView, SlotView
 from windrow_sidecar.finetune.engine.orders import ORDERS
@@ -273,6 +273,32 @@ def test_options_of_the_simulator_are_its_settings():
     asked = SimulateOptions().settings()
     settings = asdict(SimulationSettings())
     assert {name: tuple(v) if isinstance(v, list) else v for name, v in asked.items()} == settings
+
+
+def test_jobs_of_the_simulator_are_read_as_they_are_written():
+    asked = SimulateOptions(job_tokens="2e6-8e7", priorities="0:90,1000:10", lengths="60:65")
+    settings = asked.settings()
+    assert settings["job_tokens"] == [2e6, 8e7]
+    assert settings["priorities"] == [(0, 90.0), (1000, 10.0)]
+    assert settings["lengths"] == [60.0, 65.0]
+    # The dash of an exponent is none between two numbers.
+    assert SimulateOptions(job_tokens="5e-1-2e0").settings()["job_tokens"] == [0.5, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"job_tokens": "many"}, "--job-tokens"),
+        ({"job_tokens": "1-2-3"}, "--job-tokens"),
+        ({"job_tokens": "inf"}, "--job-tokens"),
+        ({"priorities": "0:90,high"}, "--priorities"),
+        ({"lengths": "60x65"}, "--lengths"),
+    ],
+)
+def test_jobs_that_cannot_be_read_are_refused_with_what_to_write(options, said):
+    with pytest.raises(UserError, match=said) as error:
+        SimulateOptions(**options).settings()
+    assert "Write" in str(error.value)
 
 
 def test_options_of_the_demo_are_settings_of_it_and_mean_the_same_by_default():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -10,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from windrow.cli import app
-from windrow.cli.explain import moment
+from windrow.cli.explain import moment, ring_of
 from windrow.decisions import CAPACITY, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import RunDir
@@ -108,6 +111,34 @@ def test_the_command_prints_lines_and_json(tmp_path):
     assert "the worker paused: objective" in said
     rows = CliRunner().invoke(app, ["explain", str(tmp_path), "--within", "60", "--json"]).output
     assert json.loads(rows)[0]["batch"] == 6
+
+
+def test_of_a_pod_with_several_slots_the_one_is_asked_for_that_is_meant(tmp_path):
+    rings = [Decisions(RunDir(tmp_path, slot)) for slot in (0, 1)]
+    with pytest.raises(UserError, match="run directory of 2 slots") as error:
+        ring_of(str(tmp_path))
+    assert f"{tmp_path}/decisions-0.ring, {tmp_path}/decisions-1.ring" in error.value.remedy
+    del rings
+
+
+def test_of_a_process_the_ring_is_meant_that_it_writes(tmp_path):
+    writes = (
+        "import sys; from pathlib import Path; from windrow.rundir import RunDir\n"
+        "from windrow_sidecar.engines.harvest.decision_log import Decisions\n"
+        "ring = Decisions(RunDir(Path(sys.argv[1]), 1)); print(flush=True); sys.stdin.read()"
+    )
+    Decisions(RunDir(tmp_path))
+    with subprocess.Popen(
+        [sys.executable, "-c", writes, str(tmp_path)],
+        env=os.environ | {"WINDROW_RUN_DIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as engine:
+        engine.stdout.readline()
+        ring = ring_of(str(engine.pid))
+        assert ring.name == "decisions-1.ring"
+        assert ring.samefile(RunDir(tmp_path, 1).decision_log())
+        engine.stdin.close()
 
 
 def test_a_file_of_another_release_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import copy
 import pytest
 
 from windrow.crd.harvestpolicy import SidecarSpec
-from windrow_operator.gpu_access import choose_access
+from windrow_operator.gpu_access import as_one, choose_access
 from windrow_operator.injection import PodNamespace, SidecarTemplate, attached_sidecar, inject
 from windrow_operator.model import Refusal
 
@@ -52,6 +52,26 @@ def test_a_native_sidecar_shares_the_very_claims_and_requests_of_decode(containe
     assert "resourceClaims" not in str(done.patch)
     assert "gpu/decode, nic" in annotations["windrow.dev/gpu-access"]
     assert container == before
+
+
+def test_a_sidecar_sees_what_all_containers_that_decode_have():
+    def engine(name, gpu, claim):
+        return {
+            "name": name,
+            "args": ["--disaggregation-mode=decode"],
+            "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": gpu}, {**CUDA, "value": gpu[-1]}],
+            "resources": {"claims": [{"name": "gpus", "request": claim}]},
+        }
+
+    one, two = engine("one", "GPU-1", "a"), engine("two", "GPU-2", "b")
+    by_claims = choose_access(as_one([one, two]), asked())
+    assert by_claims.claims == ({"name": "gpus", "request": "a"}, {"name": "gpus", "request": "b"})
+    by_variables = {
+        e["name"]: e["value"] for e in choose_access(as_one([one, two]), asked("env")).env
+    }
+    assert by_variables["NVIDIA_VISIBLE_DEVICES"] == "GPU-1,GPU-2"
+    assert "CUDA_VISIBLE_DEVICES" not in by_variables, "each engine's own GPU is told by its agent"
+    assert as_one([one]) is one
 
 
 def test_claims_keep_the_qos_class_that_requests_and_limits_give():

@@ -10,6 +10,7 @@ from decode_pods import DECODE_PODS, OTHER_ENGINES
 from windrow.crd.harvestpolicy import SidecarSpec
 from windrow_operator.decode_pods import (
     decoder_of,
+    decoders_of,
     matching_rule,
     other_engine,
     served_model,
@@ -124,6 +125,23 @@ def test_a_decode_pod_that_no_policy_selects_is_left_alone_unless_it_asks():
 def test_the_first_rule_in_order_is_named():
     both = pod({"rbg.workloads.x-k8s.io/role-name": "decode"}, args=DECODE_ARGS)
     assert injected(both)["metadata"]["annotations"]["windrow.dev/injected-by"] == "rbg"
+
+
+def test_each_container_that_decodes_is_prepared_and_one_sidecar_serves_all_of_them():
+    body = decode_pod()
+    (first,) = body["spec"]["containers"]
+    body["spec"]["containers"] += [{"name": "proxy"}, {**first, "name": "second"}]
+    done = inject(body, OWN_IMAGE, SIDECAR, PLAIN)
+    after = applied(body, done.patch)
+    prepared = [
+        container["name"]
+        for container in after["spec"]["containers"]
+        if any(mount["name"] == "windrow-run" for mount in container.get("volumeMounts") or ())
+    ]
+    assert prepared == [first["name"], "second"]
+    assert [each["name"] for each in decoders_of(after)] == prepared
+    assert [each["name"] for each in after["spec"]["initContainers"]] == ["windrow"]
+    assert attached(after)["targetContainerName"] == first["name"]
 
 
 # --- what is added at creation --------------------------------------------------------------------

@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 
 from windrow.cli.explain_job import _slot
 from windrow.conditions import get_condition
-from windrow.crd import HarvestSlotStatus
+from windrow.crd import ANNOTATION_GPU_ACCESS, HarvestSlotStatus
 from windrow.proto import attach_pb2 as pb
 from windrow.views import SlotView
-from windrow_operator.cluster_state import LiveSlot
-from windrow_operator.model import Slot
+from windrow_operator.cluster_state import ClusterState, LiveSlot
+from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Slot
+from windrow_operator.slot_table import capacity_refusal
 from windrow_operator.slots import slot_object, slot_status
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
@@ -31,6 +32,37 @@ def test_a_slot_says_how_its_gpu_is_shared_and_why():
     assert found["status"]["sharing"] == "temporal"
     assert found["status"]["sharingReason"] == why
     assert f"its GPU is shared in temporal mode: {why}" in _slot(SlotView.of(found))
+
+
+def ready(**of_view):
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    policy = CheckedPolicy("team", "chat", "u", 1, "", None)
+    view = Slot(live.key, terms=EffectivePolicy(policy, "harvest"), **of_view)
+    return get_condition(slot_status(live, view, [], [], NOW)["conditions"], "Ready"), view
+
+
+def test_a_slot_whose_sidecar_sees_no_gpu_says_who_gives_it_one_and_takes_no_job():
+    facts = pb.SlotFacts(driver="cuda", unseen_device="the sidecar's container sees no GPU (why)")
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", facts=facts)
+    access = {ANNOTATION_GPU_ACCESS: "none: a device plugin gives nvidia.com/gpu to decode alone"}
+    state = ClusterState(NOW)
+    state.pods["pod-0"] = Pod("team", "decode-0", "pod-0", annotations=access)
+    state.put_slot(live)
+    unseen = state.slot_view(live, NOW).unseen_device
+    assert unseen == f"{facts.unseen_device}; GPU access {access[ANNOTATION_GPU_ACCESS]}"
+    condition, view = ready(unseen_device=unseen)
+    assert (condition["status"], condition["reason"]) == ("False", "DeviceNotSeen")
+    assert condition["message"].startswith(f"No worker can use the GPU: {unseen}. Whoever owns the")
+    assert "sidecar.gpuAccess: env" in condition["message"]
+    assert "sees no GPU" in capacity_refusal(view)
+
+
+def test_a_slot_of_several_ranks_says_what_to_run_instead():
+    condition, view = ready(tensor_parallel=2)
+    assert (condition["status"], condition["reason"]) == ("False", "TensorParallel")
+    assert condition["message"].startswith("Decode runs on 2 ranks")
+    assert "--tp-size 1" in condition["message"]
+    assert capacity_refusal(view)
 
 
 def test_a_slot_of_a_host_says_nothing_of_a_gpu():

@@ -24,8 +24,8 @@ def stored(spec=SPEC, slot=0):
 def test_it_lies_where_the_engine_looks(tmp_path):
     run_dir = RunDir(tmp_path)
     assert keep_profile(run_dir, stored(slot=1))
-    assert json.loads(run_dir.profile(1).read_text()) == SPEC
-    assert [path.name for path in tmp_path.iterdir()] == [run_dir.profile(1).name]
+    assert json.loads(run_dir.of_slot(1).profile().read_text()) == SPEC
+    assert [path.name for path in tmp_path.iterdir()] == [run_dir.of_slot(1).profile().name]
 
 
 def test_an_engines_own_profile_stays(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,7 +119,7 @@ def demo(
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
     from windrow.local import compare as comparison
     from windrow.local import demo as whole
-    from windrow.local.report import rows_of
+    from windrow.local.report import adapter_path, rows_of
 
     console = Console(stderr=as_json)
     sglang = _sglang(engine)
@@ -149,8 +149,11 @@ def demo(
         console.print(_summary_table(rows_of(summary)))
     if as_json:
         print_json(summary)
-    console.print(f"report {settings.out / 'report.html'}", highlight=False, soft_wrap=True)
-    console.print(f"logs   {settings.out}", highlight=False, soft_wrap=True)
+    places = [("report", str(settings.out / "report.html")), ("logs", str(settings.out))]
+    if not compare:
+        places.insert(0, ("adapter", adapter_path(summary)))
+    for what, path in places:  # each on one line, to be copied from
+        console.print(f"{what:8}{path}", highlight=False, soft_wrap=True)
 
 
 def _node(node: str, console: Console, *, compare: bool, sglang: Path | None) -> NodeInfo | None:
@@ -248,7 +251,7 @@ def up(
     serving.create(client, plan)
     serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     if as_json:
-        print_json(info)
+        print_json({**asdict(info), "endpoints": plan.endpoints})
         return
     print_line(f"kubernetes {info.version} at {info.server}, {len(plan.decodes)} decode pod(s)")
     for decode, endpoint in zip(plan.decodes, plan.endpoints, strict=True):

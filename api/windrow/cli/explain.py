@@ -29,6 +29,7 @@ from windrow.rundir import ENV_RUN_DIR, RunDir
 if TYPE_CHECKING:
     from windrow.client import WindrowClient
 
+_RING = re.compile(rb"/decisions-(\d+)\.ring")
 _AGO = re.compile(r"-(\d+(?:\.\d+)?)(s|m|h)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -131,7 +132,7 @@ def ring_of(slot: str) -> Path:
         return _ring_of_process(Path("/proc", slot))
     path = Path(slot)
     if path.is_dir():
-        return RunDir(path).decision_log()
+        return _ring_of_pod(path)
     if path.exists():
         return path
     raise UserError(
@@ -139,6 +140,17 @@ def ring_of(slot: str) -> Path:
         field="SLOT",
         remedy="Run it inside the pod: kubectl exec POD -c windrow -- windrow explain /run/windrow",
     )
+
+
+def _ring_of_pod(run_dir: Path) -> Path:
+    rings = sorted(run_dir.glob("decisions-*.ring"))
+    if len(rings) > 1:
+        raise UserError(
+            f"{str(run_dir)!r} is the run directory of {len(rings)} slots",
+            field="SLOT",
+            remedy=f"Name the ring of one: {', '.join(map(str, rings))}.",
+        )
+    return rings[0] if rings else RunDir(run_dir).decision_log()
 
 
 def _ring_of_process(process: Path) -> Path:
@@ -159,7 +171,9 @@ def _ring_of_process(process: Path) -> Path:
             remedy="Give a decode process of a pod that is harvested.",
         )
     # It may have another root: that of its container.
-    return RunDir(process / "root" / run_dir.decode().lstrip("/")).decision_log()
+    folder = process / "root" / run_dir.decode().lstrip("/")
+    ring = _RING.search((process / "maps").read_bytes())  # of its slot, if there are several
+    return RunDir(folder, int(ring[1])).decision_log() if ring else _ring_of_pod(folder)
 
 
 def moment(text: str, now: datetime) -> datetime:

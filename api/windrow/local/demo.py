@@ -38,7 +38,7 @@ from windrow.local.objective import (
 from windrow.local.processes import Keeper
 from windrow.local.realcluster import RealCluster
 from windrow.local.realnode import NodeInfo
-from windrow.local.report import rows_of, write_report
+from windrow.local.report import adapter_path, rows_of, write_report
 from windrow.local.summary import PODS, Events, run_log, summarize
 from windrow.local.trace import TraceRequest
 from windrow.local.watcher import Watcher
@@ -418,7 +418,8 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
         "pods": len(on.devices),
     }
     write_summary(settings.out / "summary.json", summary)
-    write_report(settings.out, summary, rows_of(summary))
+    adapter = ("Adapter", adapter_path(summary))
+    write_report(settings.out, summary, [*rows_of(summary), adapter])
     if job.state != "Succeeded":
         raise DemoFailed(f"the job is {job.state}: {job.message}; logs: {on.log_dir}")
     return summary

@@ -234,8 +234,13 @@ def _number(value: float | None, form: str) -> str:
     return "not measured" if value is None else format(value, form)
 
 
+def adapter_path(summary: dict[str, Any]) -> str:
+    """Return where the job's adapter lies; "none" where the job left none."""
+    return str(summary.get("adapter", {}).get("path") or "none")
+
+
 def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return a summary as label and figure, for people."""
+    """Return the figures of a summary with their labels, for people."""
     serving, harvest, job = summary["serving"], summary["harvest"], summary["job"]
     tpot = serving["tpot_ms"]
     return [
@@ -249,7 +254,6 @@ def rows_of(summary: dict[str, Any]) -> list[tuple[str, str]]:
             f"{_number(job['eval_loss']['base'], '.3f')} base, "
             f"{_number(job['eval_loss']['tuned'], '.3f')} tuned",
         ),
-        ("Adapter", summary.get("adapter", {}).get("path") or "none"),
         ("TPOT objective", f"{serving['objective_ms']:.1f} ms"),
         ("TPOT", f"p50 {tpot['p50']:.1f} ms, p99 {tpot['p99']:.1f} ms"),
         (

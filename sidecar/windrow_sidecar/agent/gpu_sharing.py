@@ -79,11 +79,12 @@ class GpuSharing:
         self._watch: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self.sharing: Sharing | None = None  # None: there is no GPU
+        self.found = Survey()  # what this process's container sees
 
     async def start(self) -> None:
         """Decide, and start the daemon where it is wanted; whatever is missing is a reason."""
         self._forget_environment()
-        found = await self._probe({})
+        self.found = found = await self._probe({})
         if not found.gpu:
             _log.info("no GPU to share: %s", found.why)
             return
@@ -116,19 +117,6 @@ class GpuSharing:
                 _log.info("the GPU work of worker %d was ended before it is killed", pid)
         except Transient as error:
             _log.warning("cannot end the GPU work of worker %d before it is killed: %s", pid, error)
-
-    def engine_shares(self, mode: str, reason: str) -> None:
-        """Follow an engine that shares in time: shares that only workers have are worth nothing.
-
-        Args:
-            mode: the engine's; "" where it does not say.
-            reason: in words.
-        """
-        if mode != "temporal" or self.sharing is None or self.sharing.mode == mode:
-            return
-        self._forget_environment()  # a worker that is no client shares in time, too
-        self._settle(Sharing("temporal", f"decode shares it so: {reason}"))
-        self._changed()
 
     async def _start(self, daemon: MpsDaemon) -> str:
         """Return why there is no daemon now; "": there is."""

@@ -98,8 +98,7 @@ class Sidecar:
                 self._settings,
                 self._outbox,
                 on_facts=self._link.facts_changed,
-                sharing=lambda: self._sharing.sharing,
-                engine_shares=self._sharing.engine_shares,
+                gpus=self._sharing,
                 end_gpu_work=self._sharing.end_client,
             )
             slot.set_policy(self._policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import Final, Protocol
 
 from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
@@ -13,14 +14,35 @@ from windrow_sidecar.agent.channel import OutgoingQueue
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
-from windrow_sidecar.agent.worker_process import EndGpuWork, Standby
+from windrow_sidecar.agent.worker_process import EndGpuWork, Standby, WorkerGround
 from windrow_sidecar.compute.sharing import Sharing
-from windrow_sidecar.compute.utilization import Utilization, make_meter, visible_device
+from windrow_sidecar.compute.survey import Survey
+from windrow_sidecar.compute.utilization import (
+    Utilization,
+    is_slice,
+    make_meter,
+    visible_device,
+)
 
 _log = logging.getLogger(__name__)
 
 EngineChannel = OutgoingQueue[agent_pb2.EngineCommand]
 Counts = tuple[int, int, int, int, int]
+
+
+class VisibleGpus(Protocol):
+    """The GPUs of the agent's container (see `GpuSharing`)."""
+
+    sharing: Sharing | None
+    found: Survey
+
+
+class _NoGpus:
+    sharing: Sharing | None = None
+    found = Survey()
+
+
+_NO_GPUS: Final = _NoGpus()
 
 
 class AgentSlot:
@@ -33,13 +55,11 @@ class AgentSlot:
         outbox: EventOutbox,
         *,
         on_facts: Callable[[], None],
-        sharing: Callable[[], Sharing | None] = lambda: None,
-        engine_shares: Callable[[str, str], None] = lambda _mode, _reason: None,
+        gpus: VisibleGpus = _NO_GPUS,
         end_gpu_work: EndGpuWork | None = None,
     ) -> None:
         self.index = index
-        self._settings, self._on_facts = settings, on_facts
-        self._sharing, self._engine_shares = sharing, engine_shares
+        self._settings, self._on_facts, self._gpus = settings, on_facts, gpus
         self.engine_state = "starting"
         self._leaving = False  # the sidecar was asked to end
         self.hello: agent_pb2.EngineHello | None = None
@@ -80,24 +100,24 @@ class AgentSlot:
         if self.hello != hello:
             self.hello = hello
             self._meter = make_meter(hello.driver, hello.compute_units, hello.device_uuid)
-            self._standby.shown_gpu = self._gpu_to_show(hello)
-            self._engine_shares(hello.sharing, hello.sharing_reason)
+            await self._standby.show(self._ground(hello))
             self._on_facts()
         channel.send(agent_pb2.EngineCommand(policy=self.policy))
         self._tell_who_lives()
         await self._enter_arena()
         self._prepare()
 
-    def _gpu_to_show(self, hello: agent_pb2.EngineHello) -> str:
-        """Return decode's GPU as CUDA_VISIBLE_DEVICES names it, where the container sees more.
-
-        Decode's first GPU is its worker's first then; another of decode's several keeps its number
-        only where both containers see the same ones, so there nothing is changed.
-        """
-        if not (self._settings.gpu_access and hello.device_uuid):
-            return ""
-        first = hello.driver in ("cuda", "cuda:0")
-        return visible_device(hello.device_uuid, hello.device) if first else ""
+    def _ground(self, hello: agent_pb2.EngineHello) -> WorkerGround:
+        """Return what of the pod's devices workers are shown: where there are more, decode's."""
+        if hello.driver == "host":
+            return WorkerGround(cores=tuple(hello.cores))
+        several = bool(self._settings.gpu_access) or len(self._gpus.found.uuids or ()) > 1
+        known = several and hello.device_uuid
+        return WorkerGround(
+            gpu=visible_device(hello.device_uuid, hello.device) if known else "",
+            # Shares of SMs that only workers have are worth nothing.
+            in_time=hello.sharing == "temporal",
+        )
 
     def engine_reported(self, stats: agent_pb2.EngineStats) -> None:
         """Once a second."""
@@ -204,13 +224,31 @@ class AgentSlot:
         """How the slot's GPU is shared now, by the word of its worker too; None: it has none."""
         if self.hello is None or self.hello.driver == "host":
             return None
-        sharing = self._sharing()
+        sharing = self._gpus.sharing
         if sharing is None or sharing.mode == "temporal":
             return sharing
+        if self.hello.sharing == "temporal":
+            return Sharing("temporal", f"decode shares it so: {self.hello.sharing_reason}")
         told = next((run.meter.latest for run in self.jobs.going), None)
         if told is None or told.sharing != "temporal":
             return sharing
         return Sharing("temporal", f"the worker shares it so: {told.sharing_reason}")
+
+    def _unseen_device(self) -> str:
+        """Say why no worker can use decode's GPU: this container does not see it; "": it does."""
+        hello, found = self.hello, self._gpus.found
+        if hello is None or hello.driver == "host" or found.uuids is None:
+            return ""
+        if not found.uuids:
+            return f"the sidecar's container sees no GPU ({found.why})"
+        # Of a GPU's slices CUDA shows a process one; which it is tells nothing of the others.
+        is_one = not hello.device_uuid or hello.device_uuid in found.uuids
+        if is_one or is_slice(hello.device):
+            return ""
+        name = visible_device(hello.device_uuid, hello.device)
+        return (
+            f"decode's {name} is none of the {len(found.uuids)} that the sidecar's container sees"
+        )
 
     def facts(self) -> attach_pb2.SlotFacts | None:
         """For the hello to the operator; None until an engine has called."""
@@ -237,6 +275,7 @@ class AgentSlot:
             sharing=sharing.mode if sharing else "",
             sharing_reason=sharing.reason if sharing else "",
             output_trees=self._settings.output_trees,
+            unseen_device=self._unseen_device(),
         )
 
     def heartbeat(self) -> attach_pb2.SlotHeartbeat:

@@ -1,8 +1,8 @@
 """Set up the worker's process (niceness, death with the agent), then exec its command.
 
 A program of its own, because code between fork and exec in a process with gRPC's threads can
-deadlock. `python -m windrow_sidecar.agent.spawn PARENT_PID -- COMMAND...`. The affinity mask stays
-as it is: it says what the device is, and the worker takes its share of it by itself.
+deadlock. `python -m windrow_sidecar.agent.spawn PARENT_PID [--core=N...] -- COMMAND...`. The
+affinity mask says what the device is, and the worker takes its share of it by itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,16 @@ _FIRST_TO_GO = "1000"
 
 def main(argv: list[str]) -> None:
     """Die with the agent, yield to decode in everything, then run the command."""
-    parent, separator, *command = argv
-    if separator != "--" or not command:
-        sys.exit("usage: spawn PARENT_PID -- COMMAND...")
+    parent, *rest = argv
+    separator = rest.index("--") if "--" in rest else len(rest)
+    options, command = rest[:separator], rest[separator + 1 :]
+    if not command:
+        sys.exit("usage: spawn PARENT_PID [--core=N...] -- COMMAND...")
     _die_with(int(parent))
+    cores = {int(option.removeprefix("--core=")) for option in options}
+    # Decode may have cores that this container does not; then it stays on those that it has.
+    if cores and cores <= os.sched_getaffinity(0):
+        os.sched_setaffinity(0, cores)
     os.nice(_NICE)
     # Niceness alone decides about shares of time, not about who waits: a woken thread of decode may
     # have to sit out a slice of 3 ms, at each of the 40 barriers of a step. An idle task is

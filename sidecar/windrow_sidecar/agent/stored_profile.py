@@ -19,7 +19,7 @@ def keep_profile(run_dir: RunDir, stored: attach_pb2.StoredProfile) -> bool:
 
     An engine's own profile stays. One that is broken is left out: the engine then measures.
     """
-    path = run_dir.profile(stored.slot)
+    path = run_dir.of_slot(stored.slot).profile()
     if path.exists():
         return False
     try:

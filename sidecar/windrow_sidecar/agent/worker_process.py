@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.proto import attach_pb2
-from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_RUN_DIR, WORKER_LOG, worker_line
+from windrow.rundir import (
+    ENV_COPY_RATE,
+    ENV_LOG_DIR,
+    ENV_ONLY_GPU,
+    ENV_RUN_DIR,
+    WORKER_LOG,
+    worker_line,
+)
 from windrow_sidecar.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -89,6 +96,22 @@ def name_of(assign: attach_pb2.Assign) -> str:
     return f"{assign.job_namespace}/{assign.job_name}"
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerGround:
+    """What of the pod's devices a slot's workers are shown.
+
+    Attributes:
+        gpu: the only GPU that they see, as CUDA_VISIBLE_DEVICES names it; "": all that this
+            process sees.
+        cores: of the machine, that are the slot's device; none: all that this process has.
+        in_time: they are to share the GPU in time, so no client of the pod's MPS daemon.
+    """
+
+    gpu: str = ""
+    cores: tuple[int, ...] = ()
+    in_time: bool = False
+
+
 class WorkerProcess:
     """A running worker. Ends with the agent, whatever happens to that."""
 
@@ -110,9 +133,9 @@ class WorkerProcess:
         process = standby.take(assign) if standby else None
         if process is None:
             command = worker_command(settings, assign)
-            shown = standby.shown_gpu if standby else ""
+            ground = standby.ground if standby else WorkerGround()
             process = await _spawn(
-                settings, command, log, stdin=asyncio.subprocess.DEVNULL, shown_gpu=shown
+                settings, command, log, stdin=asyncio.subprocess.DEVNULL, ground=ground
             )
         return cls(process, log, follower)
 
@@ -157,16 +180,22 @@ class Standby:
     """At most one worker that has loaded everything but its job; see `finetune.standby`.
 
     Attributes:
-        shown_gpu: the only GPU that the slot's workers see; "": all that the agent sees.
+        ground: what the slot's workers are shown.
     """
 
     def __init__(self, settings: AgentSettings, slot: int) -> None:
         self._settings, self._slot = settings, slot
-        self.shown_gpu = ""
+        self.ground = WorkerGround()
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._closed = False
         self._not_before_s = 0.0  # of the loop's clock
+
+    async def show(self, ground: WorkerGround) -> None:
+        """Show workers from now on another ground; one that waits on the old one ends."""
+        if ground != self.ground:
+            self.ground = ground
+            await self._end()
 
     async def prepare(self, served_model: str) -> None:
         """Have one from now on. Harmless when there is one; one that cannot start is done without.
@@ -187,7 +216,7 @@ class Standby:
                 command,
                 log,
                 stdin=asyncio.subprocess.PIPE,
-                shown_gpu=self.shown_gpu,
+                ground=self.ground,
             )
 
     def take(self, assign: attach_pb2.Assign) -> asyncio.subprocess.Process | None:
@@ -201,8 +230,12 @@ class Standby:
         return process
 
     async def close(self) -> None:
-        """End the one that waits: nothing is lost with it."""
+        """End the one that waits, and have none any more."""
         self._closed = True
+        await self._end()
+
+    async def _end(self) -> None:
+        """Nothing is lost with one that waits."""
         async with self._starting:
             process, self._process = self._process, None
             if process is not None and process.returncode is None:
@@ -223,7 +256,7 @@ class Standby:
 
 
 async def _spawn(
-    settings: AgentSettings, command: list[str], log: Path, *, stdin: int, shown_gpu: str = ""
+    settings: AgentSettings, command: list[str], log: Path, *, stdin: int, ground: WorkerGround
 ) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -231,23 +264,23 @@ async def _spawn(
             "-m",
             "windrow_sidecar.agent.spawn",
             str(os.getpid()),
+            *(f"--core={core}" for core in ground.cores),
             "--",
             *command,
             stdin=stdin,
             stdout=out,
             stderr=out,
-            env=worker_environment(settings, shown_gpu),
+            env=worker_environment(settings, ground),
             # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
             # session, because niceness counts only within one (autogroup).
             process_group=0,
         )
 
 
-def worker_environment(settings: AgentSettings, shown_gpu: str = "") -> dict[str, str]:
-    """What a worker starts with; it is a client of the pod's MPS daemon where one runs.
-
-    `shown_gpu`: the only GPU that it sees; "": all that this process sees.
-    """
+def worker_environment(
+    settings: AgentSettings, ground: WorkerGround = WorkerGround()
+) -> dict[str, str]:
+    """What a worker starts with; it is a client of the pod's MPS daemon where one runs."""
     own = {
         # A team that spins at a barrier would take decode's cores (p99 from 10 to 100 ms).
         "OMP_WAIT_POLICY": "passive",
@@ -260,9 +293,11 @@ def worker_environment(settings: AgentSettings, shown_gpu: str = "") -> dict[str
         own[ENV_COPY_RATE] = str(settings.copy_rate)
     if settings.log_dir:
         own[ENV_LOG_DIR] = str(settings.log_dir)
-    if shown_gpu:
-        own["CUDA_VISIBLE_DEVICES"] = shown_gpu
-    return {**os.environ, **own, **settings.run_dir.read_mps_environment()}
+    if ground.gpu:
+        own["CUDA_VISIBLE_DEVICES"] = own[ENV_ONLY_GPU] = ground.gpu
+    if not ground.in_time:
+        own |= settings.run_dir.read_mps_environment()
+    return {**os.environ, **own}
 
 
 def _tail(log: Path) -> str:

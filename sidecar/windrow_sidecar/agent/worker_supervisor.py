@@ -47,7 +47,7 @@ class WorkerSupervisor:
         self._settings, self._slot, self._on_exit = settings, slot, on_exit
         self._end_gpu_work = end_gpu_work
         self._killing: asyncio.Task[None] | None = None
-        self._turn_note = settings.run_dir.turn_note(slot)
+        self._turn_note = settings.run_dir.of_slot(slot).turn_note()
         self.runs: list[JobRun] = []
         self._process: WorkerProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None

@@ -32,6 +32,11 @@ class SharedDevice(Protocol):
         ...
 
     @property
+    def cores(self) -> Sequence[int]:
+        """Of the machine, that are the device; none on a GPU."""
+        ...
+
+    @property
     def sharing(self) -> Sharing | None:
         """How two processes share a GPU; None on the host."""
         ...
@@ -52,14 +57,14 @@ def engine_hello(
         subject: what its latency profile is about.
         arena: of its KV.
         device: that it runs on.
-        run_dir: that it shares with the agent.
+        run_dir: that it shares with the agent, as its slot sees it.
         model: path or name of the served model.
         endpoint: URL at which it serves.
     """
     sharing = device.sharing
     return agent_pb2.EngineHello(
         protocol_version=PROTOCOL_VERSION,
-        slot=0,
+        slot=run_dir.slot,
         pid=os.getpid(),
         engine=subject.engine,
         engine_version=subject.engine_version,
@@ -78,4 +83,5 @@ def engine_hello(
         sharing=sharing.mode if sharing else "",
         sharing_reason=sharing.reason if sharing else "",
         device_uuid=driver(device.driver).facts["uuid"],
+        cores=device.cores,
     )

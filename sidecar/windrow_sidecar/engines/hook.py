@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,6 +97,24 @@ class NullHook:
 
 
 _ALL_TO_DECODE = Grant()
+
+
+def least_slack_us(begun: Iterable[tuple[int, int]], now_ns: int, objective_us: int) -> int:
+    """Return how much sooner than the objective allows the tokens of a batch have come.
+
+    That of the request that has saved the least; below 0 it is behind. 0 where no request is held
+    to an objective, or one has only just begun.
+
+    Args:
+        begun: of each request that has had a token: when it came (ns of CLOCK_MONOTONIC), and how
+            many have come since.
+        now_ns: the step's start.
+        objective_us: see `StepHook.request_objective_us`.
+    """
+    if not objective_us:
+        return 0
+    slacks = (tokens * objective_us - (now_ns - first_ns) // 1000 for first_ns, tokens in begun)
+    return min(slacks, default=0)
 
 
 class FailClosed:

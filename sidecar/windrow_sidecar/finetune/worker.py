@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from windrow.crd import slot_name
 from windrow.errors import Transient, UserError
 from windrow.eventlog import EventLog
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
@@ -138,14 +139,14 @@ def _run_beside_decode(options: argparse.Namespace) -> int:
     from windrow_sidecar.finetune.colocated.slot import open_slot
     from windrow_sidecar.finetune.colocated.standby import JobOrder
 
-    run_dir = RunDir(options.run_dir)
+    run_dir = RunDir(options.run_dir, options.slot)
     jobs = WorkerJobs(
         run_dir,
         JobOrder(options.job_uid, options.epoch),
-        lambda: open_slot(options.epoch, run_dir, options.slot, partition, _copy_rate()),
+        lambda: open_slot(options.epoch, run_dir, partition, _copy_rate()),
         lambda order: _event_log(run_dir, order),
         readers,
-        TurnNote(run_dir.turn_note(options.slot)),
+        TurnNote(run_dir.turn_note()),
     )
     signal.signal(signal.SIGTERM, lambda *_: jobs.ask_to_stop("SIGTERM"))
     return int(jobs.run())
@@ -176,7 +177,8 @@ def _copy_rate() -> float | None:
 
 def _event_log(run_dir: RunDir, order: JobOrder) -> EventLog:
     folder = Path(os.environ.get(ENV_LOG_DIR) or run_dir.job_dir(order.job_uid))
-    source = os.environ.get(ENV_POD_NAME) or "worker"
+    pod = os.environ.get(ENV_POD_NAME)
+    source = slot_name(pod, run_dir.slot) if pod else "worker"
     name = f"worker-{order.job_uid}-{order.epoch}-{os.getpid()}.events.jsonl"
     return EventLog(folder / name, source=source)
 

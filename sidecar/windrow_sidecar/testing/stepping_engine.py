@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from windrow.eventlog import EventLog
+from windrow.rundir import RunDir
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import StepInput
@@ -25,16 +26,19 @@ PROFILE: dict[str, Any] = {
 
 
 class SteppingEngine:
-    """Steps when it is told to, and takes as long as it is told."""
+    """Steps when it is told to, and takes as long as it is told. `slot`: of its pod."""
 
-    def __init__(self, folder: Path, settings: HarvestSettings | None = None) -> None:
+    def __init__(
+        self, folder: Path, settings: HarvestSettings | None = None, *, slot: int = 0
+    ) -> None:
         geometry = Geometry(
             layers=2, kv_heads=2, head_dim=32, dtype_bytes=4, block_bytes=131072, chunks=32
         )
         self.arena = Arena.create(geometry, reserved_chunks=2)
-        self.socket = str(folder / "arena-0.sock")
+        self.socket = str(RunDir(folder, slot).arena_socket())
         self.arena.serve(self.socket)
-        self.log = EventLog(folder / "engine.events.jsonl", source="engine")
+        name = f"engine-{slot}" if slot else "engine"
+        self.log = EventLog(folder / f"{name}.events.jsonl", source=name)
         self.hook = HarvestHook(
             self.arena, host_levels(UNITS), PROFILE, settings or HarvestSettings(), log=self.log
         )

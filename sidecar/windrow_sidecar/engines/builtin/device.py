@@ -46,6 +46,7 @@ class EngineDevice:
         label: what a latency profile calls it.
         background_threads: threads that start inside stay out of decode's way.
         sharing: how a GPU is shared with a worker, and why so; None on the host.
+        cores: of a host that can be shared.
     """
 
     driver: str
@@ -58,6 +59,7 @@ class EngineDevice:
     label: str
     background_threads: Callable[[], AbstractContextManager[None]]
     sharing: Sharing | None = None
+    cores: tuple[int, ...] = ()
 
     @property
     def units(self) -> int:
@@ -101,11 +103,12 @@ def require_room(device: EngineDevice, arena_bytes: int, weights_bytes: int) -> 
 def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> EngineDevice:
     background: Callable[[], AbstractContextManager[None]] = nullcontext
     partition: Partition
+    cores: tuple[int, ...] = ()
     if settings.run_dir is None and settings.profile_only is None:
         partition = WholeDevice.cores("decode", set_threads=threads)
     else:
         partition = host = HostPartition.from_affinity("decode", set_threads=threads)
-        background = host.background_threads
+        background, cores = host.background_threads, host.cpus
     units = partition.total_units
     return EngineDevice(
         driver="host",
@@ -117,6 +120,7 @@ def _host(settings: EngineSettings, threads: Threads, dtype: torch.dtype) -> Eng
         finetune_levels=partition.levels()[:-1],
         label=f"host:{units}-cores",
         background_threads=background,
+        cores=cores,
     )
 
 

@@ -7,7 +7,7 @@ times that its StepEvent carries.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ from windrow_sidecar.engines.builtin.step.decoder import Decoder
 from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Finished, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
-from windrow_sidecar.engines.hook import FailClosed, StepInput, wait_for_turn
+from windrow_sidecar.engines.hook import FailClosed, StepInput, least_slack_us, wait_for_turn
 from windrow_sidecar.qos.view import Grant
 
 IDLE_WAIT_S = 0.05  # how often an idle engine asks its hook
@@ -104,7 +104,11 @@ class DecodeLoop:
             context_tokens=sum(request.kv.n_tokens for request in batch),
             waiting=len(scheduler.waiting),
             admitted_tokens=sum(request.kv.n_tokens for request in admitted),
-            slack_us=least_slack_us(batch, start_ns, parts.hook.request_objective_us),
+            slack_us=least_slack_us(
+                ((r.first_token_ns, r.n_completed - 1) for r in batch if r.first_token_ns),
+                start_ns,
+                parts.hook.request_objective_us,
+            ),
             prefill_tokens=len(prefill[1]) if prefill else 0,
         )
         asked_ns = parts.clock_ns()
@@ -229,22 +233,6 @@ class DecodeLoop:
                     error=error,
                 )
             )
-
-
-def least_slack_us(batch: Iterable[EngineRequest], now_ns: int, objective_us: int) -> int:
-    """Return how much sooner than the objective allows the tokens of a batch have come.
-
-    That of the request that has saved the least; below 0 it is behind. 0 where no request is held
-    to an objective, or one has only just begun.
-    """
-    if not objective_us:
-        return 0
-    slacks = (
-        (request.n_completed - 1) * objective_us - (now_ns - request.first_token_ns) // 1000
-        for request in batch
-        if request.first_token_ns
-    )
-    return min(slacks, default=0)
 
 
 def _finish_reason(request: EngineRequest, token: int) -> str:

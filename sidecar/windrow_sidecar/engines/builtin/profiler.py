@@ -80,7 +80,7 @@ class ProfileStore:
     def candidates(self, key: str) -> Iterator[Path]:
         """Files in which a profile of that key may lie."""
         if self.run_dir is not None:
-            yield self.run_dir.profile()
+            yield from self.run_dir.profiles()
         yield self.cache / file_name(key)
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from windrow.crd import slot_name
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
 from windrow_sidecar._core import Arena, LiveTensorsError
@@ -34,6 +35,7 @@ from windrow_sidecar.engines.builtin.web.channel import PeerGone
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
 from windrow_sidecar.engines.builtin.web.messages import EngineReady
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
+from windrow_sidecar.engines.claim import SlotClaim, claim_slot
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.profile import Subject
 from windrow_sidecar.heap import settle_heap
@@ -80,11 +82,16 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
     signals = _Signals()
     signals.install()
     threads = Threads(settings.threads)
-    if why := _why_alone(settings):
+    claim, why = _claim(settings)
+    if why:
         _log.warning("harvesting is off, decode serves alone: %s", why)
         settings = replace(settings, run_dir=None, profile="none")
+    elif claim is not None:
+        settings = replace(settings, run_dir=claim.run_dir)
     device = open_device(settings, threads)
     with ExitStack() as on_exit:
+        if claim is not None:
+            on_exit.callback(claim.close)
         arena = make_arena(settings, config, device)
         on_exit.callback(_close_arena, arena)
         log = _open_log(settings)
@@ -93,22 +100,22 @@ def serve(settings: EngineSettings, config: LlamaConfig, front: FrontProcess) ->
         return _run(settings, config, device, threads, front, arena, log, signals)
 
 
-def _why_alone(settings: EngineSettings) -> str:
-    """Return why this process cannot be harvested although its pod was prepared; empty: it can.
+def _claim(settings: EngineSettings) -> tuple[SlotClaim | None, str]:
+    """Take a slot; or say why this process cannot be harvested although its pod was prepared.
 
     Decode comes first: what only a finetune worker would need never keeps a server from serving.
     """
     if settings.run_dir is None:
-        return ""
+        return None, ""
     root = settings.run_dir.root
     if not os.access(root, os.W_OK | os.X_OK):
-        return f"this user cannot write to the run directory {root}"
-    if settings.device == "cpu":
-        try:
+        return None, f"this user cannot write to the run directory {root}"
+    try:
+        if settings.device == "cpu":
             HostPartition.from_affinity("decode", set_threads=lambda _: None)
-        except UserError as error:
-            return str(error)
-    return ""
+        return claim_slot(settings.run_dir, os.environ), ""
+    except (UserError, OSError) as error:
+        return None, str(error)
 
 
 def _run(
@@ -253,7 +260,9 @@ def _take_profile(
 def _open_log(settings: EngineSettings) -> EventLog | None:
     if settings.log_dir is None:
         return None
-    return EventLog(settings.log_dir / f"{settings.source}.events.jsonl", source=settings.source)
+    slot = settings.run_dir.slot if settings.run_dir else 0
+    source = slot_name(settings.source, slot)
+    return EventLog(settings.log_dir / f"{source}.events.jsonl", source=source)
 
 
 def _quiet_interpreter() -> None:

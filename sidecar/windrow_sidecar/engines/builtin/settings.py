@@ -210,7 +210,7 @@ def _check(given: argparse.Namespace) -> None:
         raise UserError(
             f"tensor parallelism over {given.tp_size} ranks is not supported",
             field="--tp-size",
-            remedy="Use 1.",
+            remedy="Use 1, and an engine on each GPU.",
             reason="TensorParallelUnsupported",
         )
     if not 0 <= given.port <= 65535:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import posixpath
 import threading
 import time
@@ -13,8 +14,8 @@ from pathlib import Path
 from torch.utils.dlpack import from_dlpack
 
 from windrow.errors import Transient
-from windrow.rundir import RunDir
-from windrow_sidecar._core import Arena, AttachError
+from windrow.rundir import ENV_ONLY_GPU, RunDir
+from windrow_sidecar._core import Arena, AttachError, DriverUnavailable
 from windrow_sidecar.compute.partition import Partition
 from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.finetune.colocated.grants import GrantGate, GrantPace, OfferFacts
@@ -254,26 +255,29 @@ class WorkerSlot:
 
 
 def open_slot(
-    epoch: int, run_dir: RunDir, slot: int, host: Partition, copy_rate: float | None = None
+    epoch: int, run_dir: RunDir, host: Partition, copy_rate: float | None = None
 ) -> WorkerSlot:
     """Attach to decode; a job's model is decode's own weights where they are the same.
 
-    The device is that of decode's arena. `host`: this process's share of the cores, which is its
-    share of the device where that is the host. `copy_rate`: see `load_base`.
+    The device is that of decode's arena. Where this process is shown that GPU alone, it is its
+    first, whatever number decode has for it. `run_dir`: as the slot sees it. `host`: this process's
+    share of the cores, which is its share of the device where that is the host. `copy_rate`: see
+    `load_base`.
 
     Raises:
         UserError: torch does not see decode's GPU.
         Transient: decode is not there.
     """
+    shown = "cuda" if os.environ.get(ENV_ONLY_GPU) else None
     try:
-        arena = Arena.attach(str(run_dir.arena_socket(slot)))
-    except AttachError as error:
+        arena = Arena.attach(str(run_dir.arena_socket()), driver=shown)
+    except (AttachError, DriverUnavailable) as error:
         raise Transient(f"decode's arena cannot be attached: {error}") from error
     ground = slot_device(arena, epoch, host)
 
     def load(job: JobSpec) -> BaseModel:
         model_dir = find_model(job.spec.model.name, job.spec.model.revision)
-        exported = _same_weights(arena, run_dir.weights_manifest(slot), model_dir)
+        exported = _same_weights(arena, run_dir.weights_manifest(), model_dir)
         form = WeightForm.of(job.spec, exported.dtype if exported else None)
         if exported is not None and form != WeightForm(exported.dtype):
             log.info("decode's weights are %s: the model is loaded a second time", exported.dtype)
