@@ -127,13 +127,16 @@ $(OPERATOR_IMAGE): $(shell find api operator -name '*.py') pyproject.toml constr
   deploy/images/build.sh deploy/images/ignore deploy/images/operator/Dockerfile
 	BASE=debian ARGS= deploy/images/build.sh operator
 
+# It brings up a node itself.
+BESIDE_A_NODE := tests/node/test_up_on_a_node.py
 # Status 3: this machine can run no node, and the line before says why.
 test-node: setup
 	@$(PY) -m windrow.local.realnode --check; status=$$?; \
 	if [ $$status -eq 3 ]; then echo "make test-node: skipped"; exit 0; fi; \
 	[ $$status -eq 0 ] || exit $$status; \
 	$(MAKE) $(OPERATOR_IMAGE) || exit 1; \
-	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node)
+	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node) || exit 1; \
+	$(if $(ARGS),:,$(PY) -m pytest $(BESIDE_A_NODE))
 
 # Every object that the chart can make, by kubeconform; the schemas come from Go's module proxy. Its
 # dashboards, by TypeScript; Grafana's types come from npm.

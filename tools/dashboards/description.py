@@ -1,7 +1,8 @@
 """What the three dashboards show: variables, rows and panels, as plain data.
 
-`build.py` makes Grafana's JSON of it. `$__rate_interval` and `$__range` are Grafana's own. Series
-whose names hold colons are recorded by deploy/helm/windrow/rules/windrow.rules.yaml.
+`tools/generate_dashboards.py` makes Grafana's JSON of it. `$__rate_interval` and `$__range` are
+Grafana's own. Series whose names hold colons are recorded by
+deploy/helm/windrow/rules/windrow.rules.yaml.
 """
 
 from __future__ import annotations
@@ -531,7 +532,13 @@ SLOT = Board(
             (
                 Panel(
                     "Why the worker is paused",
-                    (Query(f"windrow_worker_paused{{{ONE}}}", "{{reason}}"),),
+                    (
+                        # A pause between two points of the panel is seen too.
+                        Query(
+                            f"max_over_time(windrow_worker_paused{{{ONE}}}[$__rate_interval])",
+                            "{{reason}}",
+                        ),
+                    ),
                     "states",
                     "short",
                     12,

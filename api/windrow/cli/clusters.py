@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -17,10 +20,13 @@ from windrow.cli.output import Json, print_json, print_line, spread
 from windrow.errors import UserError
 
 if TYPE_CHECKING:
+    from windrow.local.devices import Device
     from windrow.local.realnode import NodeInfo
+    from windrow.local.serving import Pods
+    from windrow.local.state import ClusterInfo
 
 ENGINES = ("builtin", "sglang")
-Pods = Annotated[
+PodsOption = Annotated[
     int | None,
     typer.Option(help="Decode pods. Default: one on 2 or 3 cores, two from 4 on."),
 ]
@@ -58,7 +64,7 @@ class DemoOptions:
     trace: Annotated[
         Path | None, typer.Option(help="Play this trace (Azure's or BurstGPT's format) instead.")
     ] = None
-    pods: Pods = None
+    pods: PodsOption = None
     policy: Annotated[str, typer.Option(help="Who decides: windrow, harli, static, ...")] = (
         "windrow"
     )
@@ -163,22 +169,33 @@ def _node(node: str, console: Console, *, compare: bool, sglang: Path | None) ->
     """
     from windrow.local import realnode
 
-    if node not in NODES:
-        raise UserError(
-            f"{node!r} is no node", field="--node", remedy=f"Write {' or '.join(NODES)}."
-        )
-    if node == "process":
+    if not _is_real(node, sglang):
         return None
-    if compare or sglang is not None:
+    if compare:
         raise UserError(
-            "on a real node the demo runs with the built-in engine, and compares nothing",
+            "on a real node the demo compares nothing",
             field="--node",
-            remedy="Leave out --compare and --engine, or --node.",
+            remedy="Leave out --compare, or --node.",
         )
     if (there := realnode.NodeInfo.of_environment()) is not None:
         return there
     again = [sys.executable, *sys.argv]
     raise typer.Exit(realnode.run(again, console))
+
+
+def _is_real(node: str, sglang: Path | None) -> bool:
+    """Return whether `--node` asks for a real one; raises UserError when it cannot be had."""
+    if node not in NODES:
+        raise UserError(
+            f"{node!r} is no node", field="--node", remedy=f"Write {' or '.join(NODES)}."
+        )
+    if node == "real" and sglang is not None:
+        raise UserError(
+            "on a real node of this machine the built-in engine decodes",
+            field="--node",
+            remedy="Leave out --engine, or --node.",
+        )
+    return node == "real"
 
 
 def _sglang(engine: str) -> Path | None:
@@ -219,53 +236,117 @@ def _new_folder(out: Path | None, goes_on: str = "") -> Path:
     return folder.absolute()
 
 
+@dataclass(frozen=True)
+class _Up:
+    """A cluster that `up` left running, as it tells of it.
+
+    Attributes:
+        info: of the cluster.
+        pods: that decode on it.
+        policy: file to submit first.
+        job: file to submit then.
+    """
+
+    info: ClusterInfo
+    pods: Pods
+    policy: Path = Path("examples/harvestpolicy.yaml")
+    job: Path = Path("examples/finetunejob.yaml")
+
+
 def up(
-    pods: Pods = None,
+    pods: PodsOption = None,
     engine: Engine = "builtin",
+    node: Node = "process",
     model: Annotated[Path | None, typer.Option(help="Model that the pods serve.")] = None,
     as_json: Json = False,
 ) -> None:
     """Leave a cluster running: control plane, operator and decode pods, to try kubectl on.
 
-    Run it where relative paths of jobs shall begin: local containers start in this directory.
+    Run it where relative paths of jobs shall begin: local containers start in this directory. On a
+    real node jobs name whole paths, and may write below this directory's `out`.
 
     Example: windrow up && windrow submit examples/finetunejob.yaml
+
+    Example: windrow up --node real && windrow down (as root)
     """
-    from windrow.client import WindrowClient
-    from windrow.local import assets, serving
-    from windrow.local.cluster import ClusterSettings
-    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
-    from windrow.local.devices import bystanders, devices, usable_cores
-    from windrow.local.standing import up as start
+    from windrow.local import assets
+    from windrow.local.devices import devices, usable_cores
 
     held = devices(usable_cores(), pods)
     sglang = _sglang(engine)
-    plan = serving.plan_pods(
-        held,
-        _named_from_here(assets.find(assets.MODEL, option="--model", given=model)),
-        sglang=sglang,
-        asks=True,
-    )
-    info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
-    client = WindrowClient(Path(info.kubeconfig))
-    serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
+    real = _is_real(node, sglang)
+    served = assets.find(assets.MODEL, option="--model", given=model)
+    left = _up_on_a_node(held, served) if real else _up(held, served, sglang)
     if as_json:
-        print_json({**asdict(info), "endpoints": plan.endpoints})
+        files = {"policy": str(left.policy), "job": str(left.job)}
+        print_json({**asdict(left.info), "endpoints": left.pods.endpoints, **files})
         return
-    print_line(f"kubernetes {info.version} at {info.server}, {len(plan.decodes)} decode pod(s)")
-    for decode, endpoint in zip(plan.decodes, plan.endpoints, strict=True):
+    info, decodes, endpoints = left.info, left.pods.decodes, left.pods.endpoints
+    print_line(f"kubernetes {info.version} at {info.server}, {len(decodes)} decode pod(s)")
+    for decode, endpoint in zip(decodes, endpoints, strict=True):
         print_line(f"{decode.name} answers at {endpoint}")
     print_line(f"logs: {info.log_dir}")
     program = "windrow" if shutil.which("windrow") else sys.argv[0]
     print_line("Try:")
-    print_line(f"  {program} submit examples/harvestpolicy.yaml")
-    print_line(f"  {program} submit examples/finetunejob.yaml")
+    print_line(f"  {program} submit {left.policy}")
+    print_line(f"  {program} submit {left.job}")
     print_line(f"  {program} top")
-    asked = " ".join(f"--endpoint {endpoint}" for endpoint in plan.endpoints)
+    asked = " ".join(f"--endpoint {endpoint}" for endpoint in endpoints)
     print_line(f"  {sys.executable} -m windrow.local.load {asked} --seconds 120 --rate 0.5")
     print_line(f"For kubectl: export KUBECONFIG={info.kubeconfig}")
     print_line(f"End it with: {program} down")
+
+
+def _up(held: Sequence[Device], model: Path, sglang: Path | None) -> _Up:
+    from windrow.client import WindrowClient
+    from windrow.local import serving
+    from windrow.local.cluster import ClusterSettings
+    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
+    from windrow.local.devices import bystanders
+    from windrow.local.standing import up as start
+
+    plan = serving.plan_pods(held, _named_from_here(model), sglang=sglang, asks=True)
+    info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
+    client = WindrowClient(Path(info.kubeconfig))
+    serving.create(client, plan)
+    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
+    return _Up(info, plan)
+
+
+def _up_on_a_node(held: Sequence[Device], model: Path) -> _Up:
+    """Leave a real node running; its examples name whole paths and the node's directories."""
+    from windrow.client import WindrowClient, read_manifest
+    from windrow.local import assets, manifests, realpods, serving
+    from windrow.local.demo import PODS_WITHIN
+    from windrow.local.realup import up as start
+    from windrow.local.state import state_directory
+
+    realpods.require_mounted(model, option="--model")
+    out = Path.cwd() / "out"
+    out.mkdir(exist_ok=True)
+    plan = serving.plan_pods(
+        held, model, shaped=lambda body: realpods.on_the_node(body, out, log_root=None)
+    )
+    policy = plan.shaped(read_manifest(assets.find(assets.POLICY, option="--policy")))
+    job = manifests.finetune_job(
+        read_manifest(assets.find(assets.JOB, option="--job")),
+        model=model,
+        rows=assets.find(assets.ROWS, option="--rows"),
+        destination=out / "adapters" / "support-tone",
+        steps=120,
+    )
+    info = start([decode.port for decode in plan.decodes], console=Console(stderr=True))
+    client = WindrowClient(Path(info.kubeconfig))
+    name = policy["metadata"]["name"]
+    # Before the pods: what a sidecar mounts later has to be in the pod when it is made.
+    serving.observe(client, plan, name, policy["spec"]["policy"], PODS_WITHIN)
+    serving.create(client, plan)
+    serving.await_ready(client, plan, PODS_WITHIN)
+    written = {}
+    for kind, body in (("harvestpolicy", policy), ("finetunejob", job)):
+        written[kind] = state_directory(os.environ) / f"{kind}.yaml"
+        written[kind].write_text(yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
+    return _Up(info, plan, written["harvestpolicy"], written["finetunejob"])
 
 
 def _named_from_here(model: Path) -> Path:

@@ -9,6 +9,7 @@ from windrow.errors import UserError
 _CHECKOUT = Path(__file__).resolve().parents[3]
 MODEL = Path("models/windrow-tiny")
 JOB = Path("examples/finetunejob.yaml")
+POLICY = Path("examples/harvestpolicy.yaml")
 ROWS = Path("examples/support-tone/train.jsonl")
 
 

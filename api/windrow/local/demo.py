@@ -15,9 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from kubernetes import client as k8s
 from rich.console import Console
 
-from windrow.client import WindrowClient, read_manifest
+from windrow.client import NotFound, WindrowClient, read_manifest
 from windrow.errors import WindrowError
 from windrow.eventlog import FLUSH_INTERVAL_S, StepEvent
 from windrow.local import assets, generator, manifests, measure, realpods, serving
@@ -167,9 +168,13 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
     running in either case.
     """
     with stage(settings, console) as on:
-        pods = serve(on)
-        objective = settle_objective(on, pods)
-        job = harvest(on, pods, objective)
+        try:
+            pods = serve(on)
+            objective = settle_objective(on, pods)
+            job = harvest(on, pods, objective)
+        finally:
+            if settings.node is not None:
+                leave_clean(on)
     return conclude(on, job, objective)
 
 
@@ -190,6 +195,9 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
     )
     model = assets.find(assets.MODEL, option="--model", given=settings.model)
     rows = assets.find(assets.ROWS, option="--rows", given=settings.rows)
+    if settings.node is not None:
+        realpods.require_mounted(model, option="--model")
+        realpods.require_mounted(rows, option="--rows")
     example = read_manifest(assets.find(assets.JOB, option="--job"))
     (settings.out / PODS).mkdir(parents=True)
     log_dir = settings.out / "logs"
@@ -373,20 +381,27 @@ def harvest(on: DemoStage, pods: serving.Pods, objective: Objective) -> JobView:
         raise serving.NotReady(str(e), logs=[*pods.logs, "operator"]) from e
     on.say(f"the job has ended: {done.state}")
     serving.delete(on.client, pods, PODS_WITHIN)
-    if settings.node is not None:
-        forget(on, done)
     return done
 
 
-def forget(on: DemoStage, job: JobView) -> None:
-    """Delete the job, and return once it is gone: the node stays, the next demo's has its name."""
-    on.client.delete(job.name, namespace=NAMESPACE)
+def leave_clean(on: DemoStage) -> None:
+    """Delete the run's job and pods, and return once they are gone: the node stays.
+
+    The next run's have the same names.
+    """
+    core = k8s.CoreV1Api(on.client.api)
+    job, mine = on.example["metadata"]["name"], f"app={manifests.APP}"
 
     def left() -> list[str]:
-        return [known.name for known in on.client.jobs(namespace=NAMESPACE)]
+        pods = core.list_namespaced_pod(NAMESPACE, label_selector=mine).items
+        names = {one.name for one in on.client.jobs(namespace=NAMESPACE)} & {job}
+        return [*names, *(pod.metadata.name for pod in pods)]
 
-    if job.name in serving.poll(left, lambda names: job.name not in names, PODS_WITHIN):
-        raise serving.NotReady(f"job {job.name} is still there after {PODS_WITHIN}")
+    with contextlib.suppress(NotFound):
+        on.client.delete(job, namespace=NAMESPACE)
+    core.delete_collection_namespaced_pod(NAMESPACE, label_selector=mine)
+    if names := serving.poll(left, lambda names: not names, PODS_WITHIN):
+        raise serving.NotReady(f"{', '.join(names)} still there after {PODS_WITHIN}")
 
 
 def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any]:

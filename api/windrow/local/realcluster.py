@@ -13,9 +13,10 @@ from typing import Self
 
 from windrow.errors import WindrowError
 from windrow.local import realpods
-from windrow.local.processes import Child, Keeper, ProcessCommand
+from windrow.local.processes import Keeper, ProcessCommand
 from windrow.local.realnode import NODE_ADDRESS, NodeInfo
 from windrow.local.resources import resource_directory
+from windrow.local.service import Service
 
 _START_WITHIN_S = 60.0
 _TAIL_LINES = 20
@@ -40,7 +41,7 @@ class RealCluster:
         self.directory = folder
         self.kubeconfig = Path(node.kubeconfig)
         self.version = ""
-        self._operator: Child | None = None
+        self._operator: Service | None = None
 
     def __enter__(self) -> Self:
         with tempfile.TemporaryDirectory() as archive:
@@ -82,10 +83,11 @@ class RealCluster:
             ],
             log=log,
         )
-        self._operator = self._keeper.start(command)
+        self._operator = Service("operator", command, self._keeper)
+        self._operator.start()
         deadline = time.monotonic() + _START_WITHIN_S
         while not self._leads(state):
-            if self._operator.poll() is not None or time.monotonic() > deadline:
+            if self._operator.child.poll() is not None or time.monotonic() > deadline:
                 tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
                 raise WindrowError("\n".join(["the operator is not ready; its log:", *tail]))
             time.sleep(0.05)

@@ -2,28 +2,26 @@
 
 Control plane, scheduler, containerd, kubelet, kube-proxy and DNS run in namespaces of their own
 (network, mounts, processes), so they take no port, route or mount of the machine, and all of it
-ends with the command. Needs root and the kernel's namespaces, cgroups and overlay; `missing` says
-what is not there.
+ends with the command. What it needs, `realmachine` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
-import io
+import ctypes
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -31,8 +29,10 @@ from rich.console import Console
 from windrow.errors import UserError, WindrowError
 from windrow.local.build import build_tools, ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
+from windrow.local.image import write_image
 from windrow.local.processes import Child, Keeper, ProcessCommand
 from windrow.local.progress import progress_for
+from windrow.local.realmachine import CGROUPS, check, cni_folder
 from windrow.local.tools import Tools
 from windrow.local.tools_cache import NODE
 
@@ -42,19 +42,10 @@ PODS = "10.244.0.0/24"
 PAUSE_IMAGE = "docker.io/windrow/pause:1"
 # Set for the command: JSON that says where everything is (`NodeInfo`).
 ENV_NODE = "WINDROW_NODE"
-_PACKAGES = {
-    "runc": "runc",
-    "iptables": "iptables",
-    "ip": "iproute2",
-    "unshare": "util-linux",
-    "mount": "mount",
-}
-_CNI = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
-_CNI_PACKAGE = "containernetworking-plugins"
-_CGROUPS = Path("/sys/fs/cgroup")
 # Names of what a run keeps outside of its namespaces; its process id follows.
 _RUN, _GROUP = "run-", "windrow-node-"
 _READY_WITHIN_S = 120.0
+_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 30
 
 
@@ -104,70 +95,26 @@ class NodeInfo:
         return done.stdout
 
 
-# --- what the machine has -------------------------------------------------------------------------
-
-
-def missing() -> list[str]:
-    """Return what keeps this machine from running a node, in sentences; empty: nothing."""
-    found = []
-    if os.geteuid() != 0:
-        found.append("it needs root")
-    filesystems = Path("/proc/filesystems").read_text(encoding="utf-8").split()
-    if "overlay" not in filesystems:
-        found.append("the kernel has no overlay file system")
-    if not (_CGROUPS / "cgroup.controllers").exists() and not (_CGROUPS / "memory").is_dir():
-        found.append(f"no cgroups are mounted at {_CGROUPS}")
-    if not found and shutil.which("unshare"):
-        tried = ["unshare", "--net", "--mount", "--pid", "--fork", "true"]
-        if subprocess.run(tried, capture_output=True, check=False).returncode != 0:
-            found.append("namespaces cannot be made (a container without privileges?)")
-    programs = _missing_packages()
-    if programs:
-        found.append(f"it needs the Debian packages {' '.join(programs)}, or the same of yours")
-    return found
-
-
-def _missing_packages() -> list[str]:
-    absent = [package for program, package in _PACKAGES.items() if not shutil.which(program)]
-    return absent if _cni_folder() else [*absent, _CNI_PACKAGE]
-
-
-def _cni_folder() -> Path | None:
-    return next((folder for folder in _CNI if (folder / "ptp").exists()), None)
-
-
-def install_packages() -> None:
-    """Install the Debian packages that are missing, where that is possible."""
-    packages = _missing_packages()
-    if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
-        return
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    for arguments in (["update", "-qq"], ["install", "-y", "-qq", *packages]):
-        subprocess.run(["apt-get", *arguments], env=environment, check=False, stdout=sys.stderr)
-
-
 # --- from outside ---------------------------------------------------------------------------------
 
 
-def check() -> None:
-    """Install what can be, and refuse a machine that cannot run a node.
-
-    Raises:
-        UserError: with all that is missing.
-    """
-    install_packages()
-    if lacks := missing():
-        raise UserError(
-            f"this machine cannot run a node: {'; '.join(lacks)}", reason="NodeNotPossible"
-        )
-
-
-def run(command: Sequence[str], console: Console) -> int:
+def run(command: Sequence[str], console: Console, pass_fds: Sequence[int] = ()) -> int:
     """Bring up a node, run `command` on it, end the node; return the command's exit status.
 
+    Args:
+        command: program and arguments.
+        console: where a first build is shown.
+        pass_fds: open files that the command gets as well. A socket of this machine stays one.
+
     Raises:
-        UserError: the machine cannot run a node, or its executables cannot be built.
+        UserError: the machine cannot run a node, this is one, or its executables cannot be built.
     """
+    if NodeInfo.of_environment() is not None:
+        raise UserError(
+            "this command runs on a node already, and would clean up what that one keeps",
+            remedy="Leave the shell of `make node` first.",
+            reason="NodeNotPossible",
+        )
     check()
     progress = progress_for(console)
     tools, built = ensure_tools(progress), build_tools(progress, os.environ, NODE)
@@ -175,14 +122,26 @@ def run(command: Sequence[str], console: Console) -> int:
     _forget_killed_runs(built.parent)
     # Beside the cache: an overlay cannot lie on another overlay, as a container's /tmp may.
     root = Path(tempfile.mkdtemp(prefix=f"{_RUN}{os.getpid()}-", dir=built.parent))
-    plan = {"root": str(root), "bin": str(built), "tools": str(tools.etcd.parent), "cgroup": name}
+    plan = {
+        **{"root": str(root), "bin": str(built), "tools": str(tools.etcd.parent), "cgroup": name},
+        "fds": list(pass_fds),
+    }
     inside = [sys.executable, "-m", "windrow.local.realnode", f"--inside={json.dumps(plan)}"]
     namespaces = ["--net", "--mount", "--pid", "--ipc", "--uts", "--propagation=private"]
     # A run that is told to end cleans up as well; one that is killed, the next run does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unshared = ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc"]
+    libc = ctypes.CDLL(None)
+
+    def die_with_parent() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+    whole = [*unshared, *inside, "--", *command]
     try:
-        with _cgroup(name), subprocess.Popen([*unshared, *inside, "--", *command]) as child:
+        with (
+            _cgroup(name),
+            subprocess.Popen(whole, pass_fds=pass_fds, preexec_fn=die_with_parent) as child,
+        ):
             try:
                 return child.wait()
             except KeyboardInterrupt:
@@ -197,7 +156,7 @@ def _forget_killed_runs(cache: Path) -> None:
     for folder in cache.glob(f"{_RUN}*"):
         if not _is_process(folder.name.removeprefix(_RUN).partition("-")[0]):
             shutil.rmtree(folder, ignore_errors=True)
-    for folder in [*_CGROUPS.glob(f"{_GROUP}*"), *_CGROUPS.glob(f"*/{_GROUP}*")]:
+    for folder in [*CGROUPS.glob(f"{_GROUP}*"), *CGROUPS.glob(f"*/{_GROUP}*")]:
         if not _is_process(folder.name.removeprefix(_GROUP)):
             _remove_cgroup(folder)
 
@@ -209,8 +168,8 @@ def _is_process(pid: str) -> bool:
 @contextlib.contextmanager
 def _cgroup(name: str) -> Iterator[None]:
     """Have a cgroup of this name in every hierarchy that the kubelet uses."""
-    unified = (_CGROUPS / "cgroup.controllers").exists()
-    parents = [_CGROUPS] if unified else sorted(path for path in _CGROUPS.iterdir())
+    unified = (CGROUPS / "cgroup.controllers").exists()
+    parents = [CGROUPS] if unified else sorted(path for path in CGROUPS.iterdir())
     mine = [parent / name for parent in parents if os.access(parent / "tasks", os.W_OK) or unified]
     for folder in mine:
         with contextlib.suppress(OSError):
@@ -222,7 +181,7 @@ def _cgroup(name: str) -> Iterator[None]:
         yield
     finally:
         # Container runtimes make groups in hierarchies that we do not, too.
-        for folder in [_CGROUPS / name, *_CGROUPS.glob(f"*/{name}")]:
+        for folder in [CGROUPS / name, *CGROUPS.glob(f"*/{name}")]:
             _remove_cgroup(folder)
 
 
@@ -425,7 +384,7 @@ def _dns_config(kubeconfig: Path) -> str:
 
 
 def _containerd_config(root: Path, socket: Path) -> str:
-    folder = _cni_folder()
+    folder = cni_folder()
     assert folder is not None, "missing() has looked"
     return f"""\
 version = 3
@@ -452,85 +411,10 @@ state = "{root}/containerd-state"
 """
 
 
-# --- images ---------------------------------------------------------------------------------------
-
-
-def write_image(
-    archive: Path, name: str, files: dict[str, Path], entrypoint: Sequence[str]
-) -> None:
-    """Write an OCI archive of an image with one layer that holds `files`, by their paths in it.
-
-    Args:
-        archive: the file to write.
-        name: full, with registry and tag: else the runtime looks for it on a network.
-        files: path in the image -> file of this machine.
-        entrypoint: what a container runs.
-    """
-    layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as made:
-        for path, source in files.items():
-            made.add(source, arcname=path)
-    blobs: dict[str, bytes] = {}
-
-    def keep(content: bytes) -> str:
-        digest = hashlib.sha256(content).hexdigest()
-        blobs[digest] = content
-        return f"sha256:{digest}"
-
-    oci = "application/vnd.oci.image"
-    diff = keep(layer.getvalue())
-    config = {
-        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(os.uname().machine, "amd64"),
-        "os": "linux",
-        "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/bin:/usr/bin"]},
-        "rootfs": {"type": "layers", "diff_ids": [diff]},
-    }
-    encoded = json.dumps(config).encode()
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": f"{oci}.manifest.v1+json",
-        "config": {
-            "mediaType": f"{oci}.config.v1+json",
-            "digest": keep(encoded),
-            "size": len(encoded),
-        },
-        "layers": [
-            {
-                "mediaType": f"{oci}.layer.v1.tar",
-                "digest": diff,
-                "size": len(layer.getvalue()),
-            }
-        ],
-    }
-    described = json.dumps(manifest).encode()
-    index = {
-        "schemaVersion": 2,
-        "manifests": [
-            {
-                "mediaType": f"{oci}.manifest.v1+json",
-                "digest": keep(described),
-                "size": len(described),
-                "annotations": {"io.containerd.image.name": name},
-            }
-        ],
-    }
-    with tarfile.open(archive, "w") as out:
-        _add(out, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
-        _add(out, "index.json", json.dumps(index).encode())
-        for digest, content in blobs.items():
-            _add(out, f"blobs/sha256/{digest}", content)
-
-
-def _add(archive: tarfile.TarFile, path: str, content: bytes) -> None:
-    entry = tarfile.TarInfo(path)
-    entry.size = len(content)
-    archive.addfile(entry, io.BytesIO(content))
-
-
 # --- the program ----------------------------------------------------------------------------------
 
 
-def _run_inside(plan: dict[str, str], command: Sequence[str]) -> int:
+def _run_inside(plan: dict[str, Any], command: Sequence[str]) -> int:
     binaries = Path(plan["bin"])
     tools = Tools.in_directory(Path(plan["tools"]), origin="given")
     with RealNode(Path(plan["root"]), binaries, tools, plan["cgroup"]) as info:
@@ -540,7 +424,8 @@ def _run_inside(plan: dict[str, str], command: Sequence[str]) -> int:
             "PATH": f"{info.bin}:{os.environ['PATH']}",
             ENV_NODE: json.dumps(info.__dict__),
         }
-        return subprocess.run(command, env=environment, check=False).returncode
+        done = subprocess.run(command, env=environment, pass_fds=plan["fds"], check=False)
+        return done.returncode
 
 
 def main() -> int:

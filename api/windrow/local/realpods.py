@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from windrow.crd import API_VERSION, FINETUNE_JOB, HARVEST_POLICY
+from windrow.errors import UserError
+from windrow.local.image import write_image
 from windrow.local.node.launch import ANNOTATION_CPUSET
 from windrow.local.ports import LOOPBACK
-from windrow.local.realnode import NodeInfo, write_image
+from windrow.local.realnode import NodeInfo
 from windrow.rundir import ENV_LOG_DIR
 
 Json = dict[str, Any]
@@ -59,6 +61,17 @@ def programs() -> dict[str, str]:
     python = Path(os.path.realpath(sys.executable)).parents[1]
     places = {"usr": "/usr", "etc": "/etc", "repo": str(CHECKOUT), "python": str(python)}
     return {name: path for name, path in places.items() if not path.startswith("/usr/")}
+
+
+def require_mounted(path: Path, *, option: str) -> None:
+    """Raise UserError, naming the option, where these pods do not have a file of this machine."""
+    if not any(path.is_relative_to(place) for place in programs().values()):
+        raise UserError(
+            f"pods on a real node do not have {path}: they mount {CHECKOUT} and this machine's "
+            "programs",
+            field=option,
+            remedy=f"Copy it below {CHECKOUT}.",
+        )
 
 
 def _mounts(places: Mapping[str, str]) -> list[Json]:
@@ -169,7 +182,7 @@ def finetune_job(where: str, name: str, destination: str, steps: int, **of_outpu
 # --- the demo's own pods and policy, as this node runs them ---------------------------------------
 
 
-def on_the_node(body: Json, folder: Path, log_root: Path) -> Json:
+def on_the_node(body: Json, folder: Path, log_root: Path | None) -> Json:
     """Return a pod or policy of `windrow.local.manifests` as a real node of this machine runs it.
 
     Pods use the node's network, so that they answer at the same address as on a process node, and
@@ -178,7 +191,7 @@ def on_the_node(body: Json, folder: Path, log_root: Path) -> Json:
     Args:
         body: of any kind.
         folder: of the run: pods and sidecars may write below it.
-        log_root: below it lies the folder for each pod's event log.
+        log_root: below it lies the folder for each pod's event log; None: no event logs.
     """
     made = copy.deepcopy(body)
     if made["kind"] == HARVEST_POLICY.kind:
@@ -197,10 +210,9 @@ def on_the_node(body: Json, folder: Path, log_root: Path) -> Json:
         "command": [*pinned, sys.executable if program == "python" else program, *words],
         "volumeMounts": _mounts(mounted),
     }
-    container["env"] = [
-        *container.get("env", ()),
-        {"name": ENV_LOG_DIR, "value": str(log_root / metadata["name"])},
-    ]
+    if log_root is not None:
+        events = {"name": ENV_LOG_DIR, "value": str(log_root / metadata["name"])}
+        container["env"] = [*container.get("env", ()), events]
     container["readinessProbe"]["httpGet"]["host"] = LOOPBACK
     spec["hostNetwork"] = True
     spec["volumes"] = _volumes(mounted)

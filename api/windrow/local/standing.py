@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -50,16 +50,38 @@ def up(settings: ClusterSettings, *, console: Console) -> ClusterInfo:
     first. Raises UserError when a cluster is up already, ClusterError with the tail of the log
     when it does not come up; nothing stays then.
     """
+    refuse_second()
+    ensure_tools(progress_for(console), settings.tools)
+    log_dir = fresh_logs(settings.log_dir)
+    text = _SETTINGS.dump_json(replace(settings, log_dir=log_dir)).decode()
+    return leave_running([sys.executable, "-m", "windrow.local.standing", text], log_dir)
+
+
+def refuse_second() -> None:
+    """Raise UserError when a cluster is up already."""
     if (standing := running_cluster()) is not None:
         raise _already_up(standing)
-    ensure_tools(progress_for(console), settings.tools)
-    state = state_directory(os.environ)
-    if settings.log_dir is None:
-        shutil.rmtree(state / "logs", ignore_errors=True)
-    log_dir = (settings.log_dir or state / "logs").absolute()
+
+
+def fresh_logs(log_dir: Path | None = None) -> Path:
+    """Return where logs go: a folder that is there, the state directory's own emptied."""
+    if log_dir is None:
+        log_dir = state_directory(os.environ) / "logs"
+        shutil.rmtree(log_dir, ignore_errors=True)
+    log_dir = log_dir.absolute()
     log_dir.mkdir(parents=True, exist_ok=True)
+    return log_dir
+
+
+def leave_running(holder: Sequence[str], log_dir: Path) -> ClusterInfo:
+    """Start the process that holds a cluster, and return once it has noted itself.
+
+    Raises:
+        ClusterError: it did not in time; nothing of it stays.
+        UserError: another one was faster.
+    """
     log = log_dir / "cluster.log"
-    pid = _spawn(replace(settings, log_dir=log_dir), log)
+    pid = _spawn(holder, log)
     try:
         return _await_ready(pid, log)
     except BaseException:
@@ -89,13 +111,11 @@ def _already_up(standing: ClusterInfo) -> UserError:
     )
 
 
-def _spawn(settings: ClusterSettings, log: Path) -> int:
-    text = _SETTINGS.dump_json(settings).decode()
-    argv = [sys.executable, "-m", "windrow.local.standing", text]
+def _spawn(argv: Sequence[str], log: Path) -> int:
     write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     return os.posix_spawn(
-        sys.executable,
-        argv,
+        argv[0],
+        list(argv),
         os.environ,
         file_actions=[
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -149,7 +169,8 @@ def _await_gone(pids: set[int], within: timedelta) -> None:
 
 
 @contextlib.contextmanager
-def _only_cluster(environment: Mapping[str, str]) -> Iterator[None]:
+def only_cluster(environment: Mapping[str, str]) -> Iterator[None]:
+    """Hold the state directory, or end this process; what is noted there goes at the end."""
     directory = state_directory(environment)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
@@ -157,7 +178,10 @@ def _only_cluster(environment: Mapping[str, str]) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit("another `windrow up` holds the state directory")
-        yield
+        try:
+            yield
+        finally:
+            state_file(environment).unlink(missing_ok=True)
 
 
 def _exit_on_signal(signum: int, _: object) -> None:
@@ -172,26 +196,26 @@ def hold(settings: ClusterSettings) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _exit_on_signal)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with _only_cluster(os.environ):
-        try:
-            with LocalCluster(settings) as cluster:
-                pid = os.getpid()
-                start = start_ticks(pid)
-                assert start is not None, "/proc shows this process"
-                info = ClusterInfo(
-                    pid,
-                    start,
-                    str(cluster.kubeconfig),
-                    cluster.server,
-                    cluster.version,
-                    str(cluster.log_dir),
-                    str(cluster.directory),
-                )
-                write_state(info, os.environ)
-                while True:
-                    signal.pause()
-        finally:
-            state_file(os.environ).unlink(missing_ok=True)
+    with only_cluster(os.environ), LocalCluster(settings) as cluster:
+        note(
+            str(cluster.kubeconfig),
+            cluster.server,
+            cluster.version,
+            str(cluster.log_dir),
+            str(cluster.directory),
+        )
+        while True:
+            signal.pause()
+
+
+def note(kubeconfig: str, server: str, version: str, log_dir: str, directory: str) -> None:
+    """Note the cluster that this process holds, which is ready: fields of `ClusterInfo`."""
+    pid = os.getpid()
+    start = start_ticks(pid)
+    assert start is not None, "/proc shows this process"
+    write_state(
+        ClusterInfo(pid, start, kubeconfig, server, version, log_dir, directory), os.environ
+    )
 
 
 def main() -> None:
