@@ -1,10 +1,11 @@
 """SGLang's own `bench_serving`, unmodified, against a harvested SGLang: alone, and beside a job.
 
 Brings up the cluster of `windrow up --engine sglang` with one decode pod and plays the same
-requests three times with `python -m sglang.bench_serving --fake-prefill`: before anything is
-harvested; with a policy whose objective is wide, while the latency profile is learned from its
-steps (not reported); and while a job trains under an objective of so many times the first run's
-median TPOT. Example: python -m benchmarks.sglang_serving --json /tmp/sglang-serving.json
+requests four times with `python -m sglang.bench_serving --fake-prefill`: before anything is
+harvested; with a policy whose objective is wide and a job, while the latency profile is learned
+from decode's steps (not reported); while the job trains under an objective of so many times the
+first run's median TPOT; and when it has gone, since a server's first requests find it cold.
+Example: python -m benchmarks.sglang_serving --json /tmp/sglang-serving.json
 """
 
 from __future__ import annotations
@@ -70,22 +71,27 @@ def main() -> int:
 def _compare(url: str, n: int, folder: Path) -> list[Result]:
     alone = _bench(url, n, folder / "alone.jsonl")
     _submit(_policy(WIDE_S), folder)
+    # A sidecar is attached for a job, and only with one does decode learn its profile.
+    _submit(_job(folder), folder)
     _bench(url, n, folder / "learning.jsonl")
     objective_s = FACTOR * alone["median_tpot_ms"] / 1000
     _submit(_policy(objective_s), folder)
-    _submit(_job(folder), folder)
     _await(lambda: _job_status()["step"] > 0, "the job takes its first step")
     before, began_s = _job_status(), time.monotonic()
     beside = _bench(url, n, folder / "beside.jsonl")
     after, seconds = _job_status(), time.monotonic() - began_s
+    windrow("delete", "tone")
+    _submit(_policy(objective_s, mode="observe"), folder)
+    again = _bench(url, n, folder / "again.jsonl")
     tokens = (after["tokens"] - before["tokens"]) / seconds
     results = [
         Result("objective of a token", round(1000 * objective_s, 2), "ms", "lower"),
         Result("harvested, while the load was played", round(tokens, 1), "tokens/s", "higher"),
     ]
     for title, key, unit, better in FIGURES:
-        baseline = Baseline("alone", round(alone[key], 2))
+        baseline = Baseline("alone, before", round(alone[key], 2))
         results.append(Result(title, round(beside[key], 2), unit, better, baseline=baseline))
+        results.append(Result("  alone, after it", round(again[key], 2), unit, better))
     return results
 
 
@@ -102,8 +108,9 @@ def _bench(url: str, n: int, out: Path) -> dict[str, Any]:
     return report
 
 
-def _policy(objective_s: float) -> dict[str, Any]:
+def _policy(objective_s: float, mode: str = "harvest") -> dict[str, Any]:
     spec = {
+        "mode": mode,
         "selector": {"matchLabels": {"app": "chat"}},
         "objective": {"tpot": f"{objective_s * 1000:.1f}ms", "percentile": 99},
     }

@@ -14,6 +14,7 @@ from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
 from windrow_operator.reports import _merged
 from windrow_sidecar.agent.exporter import _jobs
 from windrow_sidecar.agent.job_run import JobRun
+from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.finetune.colocated.agent_link import _progress_message
@@ -109,3 +110,22 @@ def test_counts_of_rows_are_metrics_of_their_job():
         if family.name.endswith("_rows")
     }
     assert found == {"windrow_job_skipped_rows": 2, "windrow_job_cut_rows": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "told"),
+    [
+        ("PAUSED", "no latency profile", "decode has the device (no latency profile)"),
+        ("PAUSED", "", "decode has the device"),
+        ("RESUMED", "no latency profile", "decode has the device"),
+    ],
+)
+async def test_a_pause_is_told_with_what_decode_says_of_it(kind, why, told):
+    outbox = EventOutbox()
+    assign = attach_pb2.Assign(job_uid="u", epoch=1)
+    settings = AgentSettings(RunDir(Path("/run")))
+    run = JobRun(settings, assign, outbox, None, why_paused=lambda: why)
+    said = agent_pb2.WorkerEvent(kind=kind, reason="Paused", detail="decode has the device")
+    await run.heard(agent_pb2.WorkerReport(event=said))
+    _, event = await outbox.after(0)
+    assert event.detail == told

@@ -50,6 +50,7 @@ class JobRun:
         worker: that runs it.
         joined: whether it came to a worker that was there.
         on_tokens: is told how many tokens were done since it was last called.
+        why_paused: says why decode lets the worker wait; empty: it does not.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class JobRun:
         *,
         joined: bool = False,
         on_tokens: Callable[[int], None] = lambda n: None,
+        why_paused: Callable[[], str] = lambda: "",
     ) -> None:
         self._settings, self._outbox, self._worker = settings, outbox, worker
-        self._joined, self._on_tokens = joined, on_tokens
+        self._joined, self._on_tokens, self._why_paused = joined, on_tokens, why_paused
         self.assign = assign
         self.meter = ProgressMeter()
         self.ended: int | None = None  # kind of the event that reported the end
@@ -134,6 +136,8 @@ class JobRun:
         reason, detail = said.reason, said.detail
         if kind == Event.STOPPED and self._cause:
             reason, detail = self._cause
+        if kind == Event.PAUSED and (why := self._why_paused()):
+            detail = f"{detail} ({why})"  # only decode knows
         event = self._event(kind, reason, detail)
         event.user_error = said.user_error
         event.adapter_path = said.adapter_path

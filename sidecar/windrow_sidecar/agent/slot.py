@@ -81,6 +81,7 @@ class AgentSlot:
             refuses_all=self._refuses_all,
             max_jobs=self.max_jobs,
             worker_changed=self._worker_changed,
+            why_paused=lambda: self.stats.paused,
             end_gpu_work=end_gpu_work,
         )
         self._preparing: asyncio.Task[None] | None = None

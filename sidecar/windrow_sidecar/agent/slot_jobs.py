@@ -28,6 +28,7 @@ class SlotJobs:
         refuses_all: says why the slot takes no job at all now.
         max_jobs: how many may run at a time.
         worker_changed: called when a worker has been started or reaped.
+        why_paused: says why decode lets the worker wait; empty: it does not.
         end_gpu_work: of a worker's process, before it is killed.
 
     Attributes:
@@ -47,9 +48,11 @@ class SlotJobs:
         refuses_all: Callable[[], Refusal | None],
         max_jobs: Callable[[], int],
         worker_changed: Callable[[], None],
+        why_paused: Callable[[], str],
         end_gpu_work: EndGpuWork | None = None,
     ) -> None:
         self._settings, self._index, self._outbox = settings, index, outbox
+        self._why_paused = why_paused
         self._standby, self._refuses_all = standby, refuses_all
         self._max_jobs, self._worker_changed = max_jobs, worker_changed
         self._end_gpu_work = end_gpu_work
@@ -136,7 +139,13 @@ class SlotJobs:
             self.harvested_tokens[assign.job_namespace] += n
 
         run = JobRun(
-            self._settings, assign, self._outbox, supervisor, joined=joined, on_tokens=count_tokens
+            self._settings,
+            assign,
+            self._outbox,
+            supervisor,
+            joined=joined,
+            on_tokens=count_tokens,
+            why_paused=self._why_paused,
         )
         self.runs.append(run)
         return run
