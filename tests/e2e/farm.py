@@ -19,6 +19,7 @@ from kubernetes import client as k8s
 from support.requests import Requests
 
 from windrow.client import WindrowClient, read_manifest
+from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import FLUSH_INTERVAL_S, MarkEvent, StepEvent, TaskletEvent, read_events
 from windrow.local import manifests, serving
@@ -114,15 +115,19 @@ class Farm:
     def job(self, name: str) -> JobView:
         return self.client.get(name)
 
-    def at_step(self, name: str, step: int, *, epoch: int = 1) -> JobView:
-        """Wait until the job has finished `step` steps under an epoch of at least `epoch`."""
+    def at_step(self, name: str, step: int, *, epoch: int = 1, checkpoint: int = 0) -> JobView:
+        """Wait until the job has finished `step` steps under an epoch of at least `epoch`.
+
+        `checkpoint`: the step that the operator has to know a checkpoint of. A placement that ends
+        before counts against its slot, which rests after three of them.
+        """
         seen: list[JobView] = []
 
         def there() -> bool:
             job = self.job(name)
             seen[:] = [job]
             assert not job.finished or job.state == "Succeeded", f"{job.state}: {job.message}"
-            return job.step >= step and job.epoch >= epoch
+            return job.step >= step and job.epoch >= epoch and job.checkpoint_step >= checkpoint
 
         try:
             until(f"{name} at step {step} of epoch {epoch}", there)
@@ -150,17 +155,21 @@ class Farm:
         return next(decode.name for decode in self.pods.decodes if decode.name != pod)
 
     def make_whole(self) -> None:
-        """Have a sidecar in every pod, of which none has had many.
+        """Have a sidecar in every pod, of which none has had many, and no slot that rests.
 
-        One that ended comes back when a job needs it, and ever later the more often that was: what
-        one fault left must not be what the next one waits for.
+        One that ended comes back when a job needs it, and ever later the more often that was; a
+        slot that failed several jobs takes none for minutes: what one fault left must not be what
+        the next one waits for.
         """
         core = k8s.CoreV1Api(self.client.api)
         found = {pod.metadata.name: pod for pod in core.list_namespaced_pod(NAMESPACE).items}
+        resting = {s.pod for s in self.client.slots() if s.why.startswith(Reason.RESTING)}
         hit = [
             name
             for name in (decode.name for decode in self.pods.decodes)
-            if len(found[name].spec.ephemeral_containers or ()) > MOST_SIDECARS
+            if name not in found  # an earlier test ended with it deleted
+            or name in resting
+            or len(found[name].spec.ephemeral_containers or ()) > MOST_SIDECARS
             or not self.has_agent(name)
         ]
         if not hit:

@@ -47,13 +47,17 @@ class Scene:
 
     def resumes(self) -> JobView:
         """Wait until it runs under another placement; it may end before anybody looks."""
-        until(
-            f"{self.job.name} has a slot again",
-            lambda: (
-                (job := self.farm.job(self.job.name)).epoch > self.job.epoch
-                and (job.slot or job.finished)
-            ),
-        )
+        seen = [self.job]
+
+        def placed_again() -> bool:
+            seen[:] = [job := self.farm.job(self.job.name)]
+            return job.epoch > self.job.epoch and bool(job.slot or job.finished)
+
+        try:
+            until(f"{self.job.name} has a slot again", placed_again)
+        except AssertionError as error:
+            slots = self.farm.client.slots()
+            raise AssertionError(f"{error}; the job: {seen}; the slots: {slots}") from None
         return self.farm.at_step(self.job.name, BREAK_AT, epoch=self.job.epoch + 1)
 
     def told(self) -> set[str]:

@@ -151,7 +151,7 @@ def test_a_job_deleted_while_it_runs_leaves_nothing(
 def _survives(
     farm: Farm, fault: Fault, name: str, record_property: Callable[[str, object], None]
 ) -> None:
-    job = farm.at_step(name, BREAK_AT)
+    job = farm.at_step(name, BREAK_AT, checkpoint=CHECKPOINT_EVERY)
     scene = Scene(farm, job, farm.pod_of(job))
     pods = [scene.pod, farm.other(scene.pod)]
     decode = {pod: farm.decode_pids(pod) for pod in pods}
