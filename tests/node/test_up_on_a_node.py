@@ -23,7 +23,7 @@ from windrow.local.realnode import NodeInfo
 from windrow.local.state import start_ticks
 
 pytestmark = [
-    pytest.mark.alone,
+    pytest.mark.long,
     pytest.mark.skipif(
         NodeInfo.of_environment() is not None,
         reason="this is on a node already; `make test-node` runs these after it",
