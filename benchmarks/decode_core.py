@@ -113,9 +113,10 @@ def _results(
     found: Mapping[tuple[str, str], Turns], rates: Mapping[tuple[str, str], Sequence[float]]
 ) -> list[Result]:
     results = []
+    beside_decode = [arm for arm in ARMS if arm != ALONE]
     for load in LOADS:
         alone = found[load, ALONE]
-        for arm in ARMS:
+        for arm in beside_decode:
             turns, name = found[load, arm], f"decode {load}, {arm}"
             for what, took, of_alone in (
                 ("p50", turns.p50_ms, alone.p50_ms),
@@ -123,18 +124,11 @@ def _results(
             ):
                 stretch, spread = middle(_ratios(took, of_alone))
                 baseline = Baseline(f"alone, ms, {what}", statistics.median(of_alone))
-                if arm != ALONE:
-                    results.append(
-                        Result(
-                            f"{name}: {what} step against alone",
-                            stretch,
-                            "ratio",
-                            "lower",
-                            spread=spread,
-                            baseline=baseline,
-                        )
-                    )
-            if arm in (ALONE, SPLIT):
+                title = f"{name}: {what} step against alone"
+                results.append(
+                    Result(title, stretch, "ratio", "lower", spread=spread, baseline=baseline)
+                )
+            if arm == SPLIT:
                 continue
             beside = found[load, SPLIT]
             for what, ours, theirs, better, goal in (
@@ -146,11 +140,10 @@ def _results(
                 results.append(
                     Result(f"{name}: {what}", ratio, "ratio", better, goal, spread)  # type: ignore[arg-type]
                 )
-        for arm in ARMS:
-            if arm != ALONE:
-                rate, spread = middle(rates[load, arm])
-                name = f"decode {load}, {arm}: finetuning"
-                results.append(Result(name, rate, "tokens/s", "higher", None, spread))
+        for arm in beside_decode:
+            rate, spread = middle(rates[load, arm])
+            name = f"decode {load}, {arm}: finetuning"
+            results.append(Result(name, rate, "tokens/s", "higher", None, spread))
     return results
 
 

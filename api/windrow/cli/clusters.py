@@ -238,11 +238,11 @@ def _new_folder(out: Path | None, goes_on: str = "") -> Path:
 
 @dataclass(frozen=True)
 class _Up:
-    """A cluster that `up` left running, as it tells of it.
+    """A cluster that `up` leaves running, as it tells of it.
 
     Attributes:
         info: of the cluster.
-        pods: that decode on it.
+        pods: that are to decode on it.
         policy: file to submit first.
         job: file to submit then.
     """
@@ -269,7 +269,9 @@ def up(
 
     Example: windrow up --node real && windrow down (as root)
     """
-    from windrow.local import assets
+    from windrow.client import WindrowClient
+    from windrow.local import assets, serving
+    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
     from windrow.local.devices import devices, usable_cores
 
     held = devices(usable_cores(), pods)
@@ -277,6 +279,9 @@ def up(
     real = _is_real(node, sglang)
     served = assets.find(assets.MODEL, option="--model", given=model)
     left = _up_on_a_node(held, served) if real else _up(held, served, sglang)
+    client = WindrowClient(Path(left.info.kubeconfig))
+    serving.create(client, left.pods)
+    serving.await_ready(client, left.pods, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     if as_json:
         files = {"policy": str(left.policy), "job": str(left.job)}
         print_json({**asdict(left.info), "endpoints": left.pods.endpoints, **files})
@@ -298,18 +303,13 @@ def up(
 
 
 def _up(held: Sequence[Device], model: Path, sglang: Path | None) -> _Up:
-    from windrow.client import WindrowClient
     from windrow.local import serving
     from windrow.local.cluster import ClusterSettings
-    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
     from windrow.local.devices import bystanders
     from windrow.local.standing import up as start
 
     plan = serving.plan_pods(held, _named_from_here(model), sglang=sglang, asks=True)
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
-    client = WindrowClient(Path(info.kubeconfig))
-    serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN if sglang is None else SGLANG_WITHIN)
     return _Up(info, plan)
 
 
@@ -340,8 +340,6 @@ def _up_on_a_node(held: Sequence[Device], model: Path) -> _Up:
     name = policy["metadata"]["name"]
     # Before the pods: what a sidecar mounts later has to be in the pod when it is made.
     serving.observe(client, plan, name, policy["spec"]["policy"], PODS_WITHIN)
-    serving.create(client, plan)
-    serving.await_ready(client, plan, PODS_WITHIN)
     written = {}
     for kind, body in (("harvestpolicy", policy), ("finetunejob", job)):
         written[kind] = state_directory(os.environ) / f"{kind}.yaml"

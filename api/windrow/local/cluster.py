@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Self
 
 from rich.console import Console
 
-from windrow.errors import WindrowError
 from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.crds import apply_crds
@@ -26,7 +24,7 @@ from windrow.local.keeper import ENV_MARK
 from windrow.local.ports import LOOPBACK
 from windrow.local.processes import Keeper, ProcessCommand
 from windrow.local.progress import progress_for
-from windrow.local.service import Service
+from windrow.local.service import ClusterError, Service, await_ready, leads
 from windrow.local.state import running_kubeconfig
 from windrow.rundir import ENV_OUTPUT_TREES
 
@@ -35,11 +33,6 @@ __all__ = ["ClusterError", "ClusterSettings", "LocalCluster", "running_kubeconfi
 log = logging.getLogger(__name__)
 
 OPERATOR, NODE = "operator", "node"
-_TAIL_LINES = 20
-
-
-class ClusterError(WindrowError):
-    """The operator or the node did not come up; the message ends with the tail of its log."""
 
 
 @dataclass(frozen=True)
@@ -171,8 +164,8 @@ class LocalCluster:
         state = self.directory / "operator.json"
         self.operator = self._service(OPERATOR, self._operator_arguments(state))
         self.node = self._service(NODE, self._node_arguments(self.directory / "n"))
-        self._await(self.operator, deadline, lambda: self._operator_is_ready(state))
-        self._await(self.node, deadline, self._node_is_ready)
+        await_ready(self.operator, lambda: leads(self.operator, state), deadline)
+        await_ready(self.node, self._node_is_ready, deadline)
 
     def _service(self, name: str, arguments: list[str]) -> Service:
         assert self._keeper is not None
@@ -219,27 +212,9 @@ class LocalCluster:
         trees = (Path.cwd(), *(path.absolute() for path in self._settings.outputs))
         return {ENV_OUTPUT_TREES: ":".join(map(str, trees)), **self._settings.node_environment}
 
-    def _operator_is_ready(self, state: Path) -> bool:
-        try:
-            found = json.loads(state.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return False
-        # The file may be that of an earlier life of the operator.
-        return bool(found.get("leads")) and found.get("pid") == self.operator.child.pid
-
     def _node_is_ready(self) -> bool:
         assert self._control_plane is not None
         with self._control_plane.client() as client:
             answer = client.get(f"/api/v1/nodes/{self._settings.node_name}")
         conditions = answer.json().get("status", {}).get("conditions") or []
         return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in conditions)
-
-    def _await(self, service: Service, deadline: float, ready: Callable[[], bool]) -> None:
-        while not ready():
-            ended = service.child.poll()
-            if ended is not None or time.monotonic() > deadline:
-                what = f"ended with status {ended}" if ended is not None else "is not ready in time"
-                path = service.command.log
-                tail = path.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-                raise ClusterError("\n".join([f"the {service.name} {what}; its log:", *tail]))
-            time.sleep(0.05)

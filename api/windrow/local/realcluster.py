@@ -11,15 +11,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from windrow.errors import WindrowError
 from windrow.local import realpods
 from windrow.local.processes import Keeper, ProcessCommand
 from windrow.local.realnode import NODE_ADDRESS, NodeInfo
 from windrow.local.resources import resource_directory
-from windrow.local.service import Service
+from windrow.local.service import Service, await_ready, leads
 
 _START_WITHIN_S = 60.0
-_TAIL_LINES = 20
 
 
 class RealCluster:
@@ -29,6 +27,7 @@ class RealCluster:
         kubeconfig: of a cluster administrator.
         version: of Kubernetes.
         directory: the run's own folder.
+        log_dir: of the operator's log.
 
     Args:
         node: that this process runs on.
@@ -39,6 +38,7 @@ class RealCluster:
     def __init__(self, node: NodeInfo, keeper: Keeper, folder: Path) -> None:
         self._node, self._keeper, self._folder = node, keeper, folder
         self.directory = folder
+        self.log_dir = folder / "logs"
         self.kubeconfig = Path(node.kubeconfig)
         self.version = ""
         self._operator: Service | None = None
@@ -70,9 +70,8 @@ class RealCluster:
         self._node.kubectl("delete", *hook, "--ignore-not-found")
 
     def _start_operator(self) -> None:
-        log = self._folder / "logs" / "operator.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        state = self._folder / "logs" / "operator.json"
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log, state = self.log_dir / "operator.log", self.log_dir / "operator.json"
         command = ProcessCommand(
             [
                 *(sys.executable, "-m", "windrow_operator", f"--kubeconfig={self.kubeconfig}"),
@@ -83,18 +82,7 @@ class RealCluster:
             ],
             log=log,
         )
-        self._operator = Service("operator", command, self._keeper)
-        self._operator.start()
+        self._operator = operator = Service("operator", command, self._keeper)
+        operator.start()
         deadline = time.monotonic() + _START_WITHIN_S
-        while not self._leads(state):
-            if self._operator.child.poll() is not None or time.monotonic() > deadline:
-                tail = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-                raise WindrowError("\n".join(["the operator is not ready; its log:", *tail]))
-            time.sleep(0.05)
-
-    @staticmethod
-    def _leads(state: Path) -> bool:
-        try:
-            return bool(json.loads(state.read_text(encoding="utf-8")).get("leads"))
-        except (FileNotFoundError, ValueError):
-            return False
+        await_ready(operator, lambda: leads(operator, state), deadline)

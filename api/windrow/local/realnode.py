@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import shutil
@@ -45,7 +44,6 @@ ENV_NODE = "WINDROW_NODE"
 # Names of what a run keeps outside of its namespaces; its process id follows.
 _RUN, _GROUP = "run-", "windrow-node-"
 _READY_WITHIN_S = 120.0
-_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 30
 
 
@@ -131,17 +129,10 @@ def run(command: Sequence[str], console: Console, pass_fds: Sequence[int] = ()) 
     # A run that is told to end cleans up as well; one that is killed, the next run does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     unshared = ["unshare", *namespaces, "--fork", "--kill-child", "--mount-proc"]
-    libc = ctypes.CDLL(None)
-
-    def die_with_parent() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-    whole = [*unshared, *inside, "--", *command]
+    # Killed, this process takes the namespaces along.
+    whole = ["setpriv", "--pdeathsig=KILL", *unshared, *inside, "--", *command]
     try:
-        with (
-            _cgroup(name),
-            subprocess.Popen(whole, pass_fds=pass_fds, preexec_fn=die_with_parent) as child,
-        ):
+        with _cgroup(name), subprocess.Popen(whole, pass_fds=pass_fds) as child:
             try:
                 return child.wait()
             except KeyboardInterrupt:

@@ -125,7 +125,7 @@ def stay(told: OnNode) -> None:
         ready = {
             "kubeconfig": str(cluster.kubeconfig),
             "version": cluster.version,
-            "log_dir": str(Path(told.folder, "logs")),
+            "log_dir": str(cluster.log_dir),
             "directory": str(cluster.kubeconfig.parent),
         }
         with open(told.ready, "w", encoding="utf-8") as answer:

@@ -1,16 +1,26 @@
-"""A process of the cluster that runs again when it ends, as a Deployment's would."""
+"""A process of the cluster that runs again when it ends, as a Deployment's would; and its start."""
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 
-from windrow.errors import Transient
+from windrow.errors import Transient, WindrowError
 from windrow.local.processes import Child, Keeper, ProcessCommand
 
 log = logging.getLogger(__name__)
+
+_TAIL_LINES = 20
+
+
+class ClusterError(WindrowError):
+    """The operator or the node did not come up; the message ends with the tail of its log."""
 
 
 class Service:
@@ -74,3 +84,28 @@ class Service:
             self.start()
         except (OSError, Transient) as error:
             log.warning("%s could not be started again: %s", self.name, error)
+
+
+def await_ready(service: Service, ready: Callable[[], bool], deadline: float) -> None:
+    """Return once a service is ready; `deadline`: of time.monotonic.
+
+    Raises:
+        ClusterError: it has ended, or is not ready in time.
+    """
+    while not ready():
+        ended = service.child.poll()
+        if ended is not None or time.monotonic() > deadline:
+            what = f"ended with status {ended}" if ended is not None else "is not ready in time"
+            tail = service.command.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            raise ClusterError("\n".join([f"the {service.name} {what}; its log:", *tail]))
+        time.sleep(0.05)
+
+
+def leads(operator: Service, state: Path) -> bool:
+    """Whether the operator leads, by the state file that it writes."""
+    try:
+        found = json.loads(state.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return False
+    # The file may be that of an earlier life of the operator.
+    return bool(found.get("leads")) and found.get("pid") == operator.child.pid
