@@ -13,6 +13,7 @@ Example: python -m benchmarks.sglang --json /tmp/sglang.json
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -37,6 +38,9 @@ DECODE = {
 BATCH, TOKENS = 6, 400
 WARM_UP_STEPS = 60
 BLOCK, SETTLE = 30, 3  # iterations of one arm in a row, and those of them that are not counted
+# Of the soak: tokens of its pool; requests of a wave, and behind it; iterations that a wave takes.
+POOL, CROWD, TRICKLE, WAVE_TAKES = 768, 200, 40, 400
+PROGRESS_S = 60  # between two lines of progress
 STEPS_S = 400  # of the machine's time at most; fewer blocks then
 ARMS = {
     "plugin": "the idle plugin, median of blocks",
@@ -187,12 +191,15 @@ def _answers(n: int) -> list[Result]:
 
 
 def _soak(n: int) -> list[Result]:
-    """Many requests with aborts on a pool so small that some are retracted, stock and lending."""
+    """Many requests with aborts, stock and lending, in waves on a small pool.
+
+    A wave is more than the pool holds, so that some are retracted; behind it there is room to lend.
+    """
     chance = random.Random(7)
-    requests = _conversation(n, 11, longest=64, every=3)  # as many at once as it takes
+    requests = _waves(n, 11)
     aborts = {f"r{r['n']}": r["at"] + chance.randrange(2, 40) for r in requests if r["n"] % 17 == 0}
     script = {
-        "server": {**DECODE, "max_total_tokens": 512},
+        "server": {**DECODE, "max_total_tokens": POOL, "num_reserved_decode_tokens": 2},
         "requests": requests,
         "aborts": aborts,
         "health_every": 500,
@@ -236,9 +243,24 @@ def _soak(n: int) -> list[Result]:
         Result("questions after health without an answer", questions - answered, "", "lower", 0),
         Result("questions after health", questions, "", "higher"),
         Result("iterations with chunks lent", ours["iterations_lent"], "", "higher"),
+        Result(f"tokens lent at most, of {POOL}", ours["most_lent"], "", "higher"),
         Result("iterations", ours["iterations"], "", "higher"),
         Result("harvesting was switched off", int(bool(ours["off"])), "", "lower", 0),
     ]
+
+
+def _waves(n: int, seed: int) -> list[dict[str, Any]]:
+    """Requests of which each third is long: many that come at once, then some one by one, again."""
+    chance = random.Random(seed)
+    at, requests = 3, []
+    for i in range(n):
+        place = i % (CROWD + TRICKLE)
+        at += chance.randrange(3) if place < CROWD else chance.randrange(8, 24)
+        at += WAVE_TAKES if place == CROWD else 0
+        tokens = chance.randrange(40, 64) if i % 3 == 0 else chance.randrange(4, 20)
+        prompt = [*TEXT[: chance.randrange(5, len(TEXT))]]
+        requests.append({"n": i, "at": at, "tokens": tokens, "prompt": prompt})
+    return requests
 
 
 def _ended(done: dict[str, Any], how: str) -> int:
@@ -307,13 +329,13 @@ def windrow(*words: str) -> str:
     return done.stdout
 
 
-def _conversation(n: int, seed: int, *, longest: int = 60, every: int = 6) -> list[dict[str, Any]]:
+def _conversation(n: int, seed: int) -> list[dict[str, Any]]:
     chance = random.Random(seed)
     return [
         {
             "n": i,
-            "at": 3 + every * i + chance.randrange(6),
-            "tokens": chance.randrange(8, longest),
+            "at": 3 + 6 * i + chance.randrange(6),
+            "tokens": chance.randrange(8, 60),
             "prompt": [*TEXT[: chance.randrange(5, len(TEXT))]],
         }
         for i in range(n)
@@ -331,12 +353,18 @@ def _run(script: dict[str, Any], *, run_dir: str) -> dict[str, Any]:
         if run_dir:
             environment["WINDROW_RUN_DIR"] = str(folder / run_dir)
         command = [str(PYTHON), str(DRIVER), "script.json", "result.json"]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
+        log = folder / "scheduler.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(command, cwd=folder, env=environment, stdout=out, stderr=out)
+            while process.poll() is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(PROGRESS_S)
+                if (progress := folder / "progress").exists():
+                    # In one write: another thread prints as well.
+                    print(f"  {run_dir or 'stock'}: {progress.read_text()}\n", end="", flush=True)
         result = folder / "result.json"
         if not result.exists():
-            raise RuntimeError(f"the scheduler died:\n{done.stderr[-3000:]}")
+            raise RuntimeError(f"the scheduler died:\n{log.read_text(errors='replace')[-3000:]}")
         found: dict[str, Any] = json.loads(result.read_text())
         return found
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.engine.sizing import Estimates, Windows
+from windrow_sidecar.finetune.engine.sizing import SETTLED, Estimates, Windows
 from windrow_sidecar.finetune.engine.suspension import BrokenOff, Suspension, between_modules
 from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
@@ -280,6 +280,32 @@ def test_a_grant_that_a_tasklet_waited_for_is_charged_no_time_of_the_tasklet_bef
     assert slot.gate.hold(lambda: False)
     slot.gate.landed(tasklet)
     assert slot.gate.launch(tasklet)  # of the new grant next to nothing is used
+
+
+def test_the_longest_time_between_two_points_is_learned_without_what_was_waited():
+    slot = Slot()
+    tasklet = tiny_job().stream.peek()
+    slot.gate.latest()
+    for _ in range(SETTLED):
+        slot.go(1)
+        assert slot.gate.launch(tasklet)
+        slot.estimates.learn(tasklet, 1, 1_000.0)
+        for stretch_ms in (3_000, 8_000):
+            slot.now_ns += stretch_ms * 1_000_000
+            assert not slot.gate.revoked()
+        slot.pause()
+        assert slot.gate.revoked()
+
+        def much_later() -> bool:
+            slot.now_ns += 1_000_000_000
+            slot.go(1)
+            return False
+
+        assert slot.gate.hold(much_later)
+        slot.now_ns += 5_000_000_000
+        slot.gate.landed(tasklet)
+    longest_us = 1e12 / slot.estimates.tokens_to_stop_within(tasklet.phase, 1e12) * tasklet.tokens
+    assert longest_us == pytest.approx(8e6, rel=0.04)  # a step of what follows it
 
 
 def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():

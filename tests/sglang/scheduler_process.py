@@ -265,6 +265,10 @@ class Script:
         self.iterations_us.append([batch, (now_ns - self.last_ns) / 1000, arm])
         if self.alternation is not None:
             self.alternation.turn()
+        if self.iteration % 1000 == 0:
+            done = f"{len(self.outputs.ends)} of {self.n_requests} requests have ended"
+            said = f"{done}, iteration {self.iteration}"
+            Path(sys.argv[2]).with_name("progress").write_text(said)
         self._maybe_end()
         self.last_ns = time.thread_time_ns()
         return arrived

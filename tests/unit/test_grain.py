@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from windrow_sidecar.finetune.engine.group_progress import tasklet_of
-from windrow_sidecar.finetune.engine.sizing import FIRST_TOKENS, LEAST_TOKENS, Estimates, Paced
+from windrow_sidecar.finetune.engine.sizing import (
+    FIRST_TOKENS,
+    LEAST_TO_STOP,
+    LEAST_TOKENS,
+    SETTLED,
+    Estimates,
+    Paced,
+)
 from windrow_sidecar.finetune.tasklets import MicroBatch, TokenWindow
 from windrow_sidecar.qos.view import Phase
 
@@ -40,6 +49,42 @@ def known(**us_per_token: float) -> Estimates:
 )
 def test_tokens_of_a_tasklet_follow_the_bound(us_per_token, bound_us, most, phase, tokens):
     assert Paced(known(**us_per_token), bound_us, UNITS, most_tokens=most).tokens(phase) == tokens
+
+
+@pytest.mark.parametrize(
+    ("us_a_token", "tokens"),
+    [
+        (2, LEAST_TOKENS),  # 896 tokens can be stopped within the bound
+        (7, 607),  # 0.85 of the bound
+        (20, LEAST_TO_STOP),  # below it most of a tasklet would be the call
+    ],
+)
+def test_a_tasklet_that_could_not_be_stopped_in_time_has_fewer_tokens(us_a_token, tokens):
+    estimates = known(BACKWARD=10)
+    back = tasklet_of(BACKWARD, ROW, 0, ROW.whole)
+    for n in range(SETTLED):
+        assert Paced(estimates, 5_000, UNITS).tokens(BACKWARD) == LEAST_TOKENS, n
+        estimates.learn_stretch(back, UNITS, 100 * us_a_token)
+    assert Paced(estimates, 5_000, UNITS).tokens(BACKWARD) == pytest.approx(tokens, rel=0.03)
+    assert Paced(estimates, 20_000, UNITS).tokens(BACKWARD) >= 1400  # where layers fit the bound
+
+
+def test_most_stretches_are_shorter_than_what_is_kept_of_them_and_one_alone_says_little():
+    estimates, draw = known(BACKWARD=10), random.Random(5)
+    back = tasklet_of(BACKWARD, ROW, 0, ROW.whole)
+
+    def kept_us() -> float:
+        return 1e6 / estimates.tokens_to_stop_within(BACKWARD, 1e6)
+
+    took_us = [draw.lognormvariate(2, 0.3) for _ in range(3000)]
+    shorter = 0
+    for us in took_us:
+        estimates.learn_stretch(back, UNITS, 100 * us)
+        shorter += estimates.tokens_to_stop_within(BACKWARD, 1e6) > 0 and us < kept_us()
+    assert 0.92 < shorter / len(took_us) < 0.98  # 0.95, and steps of 4% around it
+    before = kept_us()
+    estimates.learn_stretch(back, UNITS, 1e9)
+    assert kept_us() < 1.04 * before
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,8 @@ class GrantGate:
         runs_on = device or HostDevice(clock)
         self._in_flight, self._in_parts = InFlight(runs_on, self._ended), not runs_on.queues
         self._part_ns = 0  # when the part began that runs
+        # When what runs could be stopped last, and the longest time between two such points.
+        self._point_ns = self._stretch_ns = 0
         self._spent_seq = -1  # grant of which all microseconds are used
         self._held_ns = self._launched_us = 0
         self._running: Tasklet | None = None
@@ -212,6 +214,7 @@ class GrantGate:
         self._running = tasklet if claimed else None
         if claimed:
             self._in_flight.begin()
+            self._stretch_ns = 0
             self._begin_part(self._grant.budget_us - self._used.us)
         return claimed
 
@@ -222,6 +225,7 @@ class GrantGate:
         """
         if self._running is None:
             return False
+        self._pass_point()
         glance = self._glance
         if self._page.grant_stands(glance.seq, DECODE_STALE_NS):
             return glance.units < self._active or self._time_is_over()
@@ -236,6 +240,11 @@ class GrantGate:
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         return units < self._active or silent_ns > DECODE_STALE_NS
 
+    def _pass_point(self) -> None:
+        now_ns = self._clock()
+        self._stretch_ns = max(self._stretch_ns, now_ns - self._point_ns)
+        self._point_ns = now_ns
+
     def _time_is_over(self) -> bool:
         """Whether the gap has ended, or the microseconds of the grant are used."""
         gap_until_ns = self._glance.gap_until_ns
@@ -249,7 +258,7 @@ class GrantGate:
 
     def _begin_part(self, left_us: float) -> None:
         """Note that a tasklet, or a part of one, begins with so much left of its grant."""
-        self._part_ns = self._clock()
+        self._part_ns = self._point_ns = self._clock()
         self._ends_ns = self._end_of(self._grant, left_us)
 
     def _end_of(self, grant: Grant, left_us: float) -> int:
@@ -329,6 +338,8 @@ class GrantGate:
         )
         self._in_flight.settle()
         if self._in_parts:  # its grant has paid for the last part only
+            self._pass_point()
+            self._estimates.learn_stretch(tasklet, self._active, self._stretch_ns / 1e3)
             now_ns = self._clock()
             self._used.us = used_us + (now_ns - self._part_ns) / 1e3
             self._glance.ran_us = (now_ns - self._glance.seen_ns) / 1e3

@@ -27,6 +27,10 @@ WORTHWHILE = 0.97
 # try is not enough: a team that has slept takes half as long again for its first tasklets, and one
 # bad moment would keep it asleep for good.
 TRIED, LAST = 5, 50
+# Of the stretches between two points where a layer can be stopped, how many are to be shorter than
+# what is kept, and how fast that follows: a longer one raises it by 4% at most, so that being
+# preempted once says little.
+_SHORTER, _FOLLOW = 0.95, 0.04
 
 
 @dataclass(slots=True)
@@ -37,6 +41,9 @@ class _Level:
 
     Attributes:
         fixed, slope: us of a tasklet without tokens, us a token; both 0: never measured.
+        stretch: us a token that the longest time in a tasklet without a point to stop takes; 95 of
+            100 take less.
+        stretches: that were measured.
     """
 
     measured: int = 0
@@ -46,6 +53,8 @@ class _Level:
     xy: float = 0.0
     fixed: float = 0.0
     slope: float = 0.0
+    stretch: float = 0.0
+    stretches: int = 0
 
     def learn(self, tokens: float, us: float) -> None:
         weight = FRESH if self.measured else 1.0
@@ -56,6 +65,16 @@ class _Level:
         self.xy += weight * (tokens * us - self.xy)
         # Asked for several times before the next measurement.
         self.fixed, self.slope = self._fit()
+
+    def learn_stretch(self, us_a_token: float) -> None:
+        """Step towards the quantile by what keeps it there (stochastic approximation)."""
+        self.stretches += 1
+        if self.stretches == 1:
+            self.stretch = us_a_token
+        elif us_a_token > self.stretch:
+            self.stretch *= 1 + _FOLLOW * _SHORTER
+        else:
+            self.stretch *= 1 - _FOLLOW * (1 - _SHORTER)
 
     def _fit(self) -> tuple[float, float]:
         """Without sizes that differ, and where the fit makes no sense, time is in proportion."""
@@ -79,6 +98,11 @@ class Estimates:
         """Take one measurement into account."""
         self._last[tasklet.phase].append(units)
         self._levels[tasklet.phase, units].learn(_size(tasklet), elapsed_us / tasklet.parts)
+
+    def learn_stretch(self, tasklet: Tasklet, units: int, longest_us: float) -> None:
+        """Note the longest time in a tasklet during which it could not be stopped."""
+        if tasklet.micro is not None:
+            self._levels[tasklet.phase, units].learn_stretch(longest_us / tasklet.tokens)
 
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
@@ -122,22 +146,34 @@ class Estimates:
         At least 1 where anything is known; 0: nothing is.
         """
         return min(
-            (max(1, int((bound_us - fixed) / slope)) for fixed, slope in self._in_use(phase)),
+            (
+                max(1, int((bound_us - level.fixed) / level.slope))
+                for level in self._in_use(phase)
+                if level.measured
+            ),
             default=0,
         )
+
+    def tokens_to_stop_within(self, phase: Phase, bound_us: float) -> int:
+        """Padded tokens with which a layer of any level in use can be stopped within `bound_us`.
+
+        0: too little is known.
+        """
+        known = [level.stretch for level in self._in_use(phase) if level.stretches >= SETTLED]
+        return min((max(1, int(bound_us / stretch)) for stretch in known), default=0)
 
     def layer_us(self, phase: Phase, tokens: int) -> float:
         """Microseconds of one layer for so many padded tokens, on the fastest level in use.
 
         0: nothing is known.
         """
-        return min((fixed + slope * tokens for fixed, slope in self._in_use(phase)), default=0.0)
+        levels = [level for level in self._in_use(phase) if level.measured]
+        return min((level.fixed + level.slope * tokens for level in levels), default=0.0)
 
-    def _in_use(self, phase: Phase) -> list[tuple[float, float]]:
-        """Coefficients of the phase on the levels of the last tasklets, where it was measured."""
+    def _in_use(self, phase: Phase) -> list[_Level]:
+        """What is known of the phase on the numbers of units of the last tasklets."""
         units = {units for last in self._last.values() for units in last}
-        levels = [self._levels.get((phase, n)) for n in units]
-        return [(level.fixed, level.slope) for level in levels if level and level.measured]
+        return [level for n in units if (level := self._levels.get((phase, n))) is not None]
 
     def _us(self, tasklet: Tasklet, units: int) -> float:
         level = self._levels.get((tasklet.phase, units))
@@ -151,14 +187,18 @@ def _size(tasklet: Tasklet) -> int:
 # Of the bound on what is in flight: estimates are means, and the slowest of a hundred tasklets
 # takes about a third more.
 TARGET = 0.7
+# Of the bound, for the longest stretch of a layer: what is kept of it is a high quantile already.
+IN_TIME = 0.85
 # Padded tokens of a tasklet before anything has been measured: short on any device.
 FIRST_TOKENS = 32
 # Fewer mostly pay for the call: a layer of a small model takes 1 ms for no tokens at all. Beside
 # decode on two cores, windows of 24 to 34 tokens kept within 5.5 ms and made 1,200 tokens a second,
 # one row of 200 at a time 2,373 (0.64 of the device alone), three rows 2,688 to 2,933 (0.68 to
 # 0.77), four rows 2,983 (0.74). So the bound gives way to this, and a layer that is longer is held
-# up between its modules (`suspension`).
+# up between its modules (`suspension`), whose longest stretch is to stay within the bound.
 LEAST_TOKENS = 896
+# For that no tasklet gets smaller than this.
+LEAST_TO_STOP = 448
 
 
 class TaskletSizing(Protocol):
@@ -227,8 +267,13 @@ class Paced:
         if not known and worst is Phase.BACKWARD:
             # A backward takes about twice as long: the gradient of the input, and of the adapter.
             known = self.estimates.tokens_within(Phase.FORWARD, TARGET / 2 * self.bound_us)
-        known = max(LEAST_TOKENS, known) if known else FIRST_TOKENS
+        known = max(self._least(worst), known) if known else FIRST_TOKENS
         return min(known, self.most_tokens) if self.most_tokens else known
+
+    def _least(self, phase: Phase) -> int:
+        """Tokens that a tasklet has in any case: fewer where it could not be stopped in time."""
+        in_time = self.estimates.tokens_to_stop_within(phase, IN_TIME * self.bound_us)
+        return max(LEAST_TO_STOP, min(LEAST_TOKENS, in_time)) if in_time else LEAST_TOKENS
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return the share of each row; even windows, since a short last one costs a whole call."""
