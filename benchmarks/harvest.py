@@ -1,7 +1,9 @@
 """What sharing a device costs serving and gives, on many loads: the arms of `demo --compare`.
 
-A load is a trace, a rate and an objective in steps of decode alone: conv@0.6x2. Each takes about a
-quarter of an hour; what is done already, whole rounds of a load included, is not done again.
+A load is a trace, a rate and an objective in steps of decode alone: conv@0.6x2. Those of one trace
+and rate are played together, so that what knows no objective plays once for all of them: a quarter
+of an hour for one, half an hour for three. What is done already, whole rounds included, is not done
+again.
 Example: python -m benchmarks.harvest --loads conv@0.6x2 --rounds 6
 """
 
@@ -12,7 +14,8 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import cast, get_args
 
@@ -20,7 +23,7 @@ from rich.console import Console
 
 from benchmarks.harness import ROOT
 from windrow.errors import WindrowError
-from windrow.local.compare import FOOTING, RESULT, CompareSettings, run
+from windrow.local.compare import FOOTING, CompareSettings, run
 from windrow.local.demo import DemoSettings
 from windrow.local.environment import environment
 from windrow.local.generator import Like
@@ -47,6 +50,11 @@ class BenchmarkLoad:
         """As the command line has it."""
         return f"{self.like}@{self.rate:g}x{self.factor:g}"
 
+    @property
+    def file(self) -> str:
+        """Name of its result."""
+        return f"harvest-{self.name}.json"
+
     @classmethod
     def parse(cls, text: str) -> BenchmarkLoad:
         """Read a name; raises ValueError for what is none."""
@@ -70,8 +78,9 @@ ALL = [
 def main(arguments: Sequence[str] | None = None) -> int:
     """Play the loads that are asked for and not done yet; 1: something failed."""
     options = _parse(arguments)
-    loads = options.loads
     console, failed = Console(), []
+    results = options.into / machine()
+    results.mkdir(parents=True, exist_ok=True)
     arms = tuple(name.strip() for name in options.arms.split(",") if name.strip())
     how = CompareSettings(
         rounds=options.rounds,
@@ -80,35 +89,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         footing=options.work / FOOTING,
     )
     how.check()
-    for i, load in enumerate(loads, start=1):
-        committed = options.into / machine() / f"harvest-{load.name}.json"
-        console.rule(f"{load.name}: {i} of {len(loads)}")
-        if committed.exists():
-            console.print(f"done before: {committed}")
-            continue
-        out = options.work / load.name
-        trace = options.traces / _TRACE_FILE.format(load.like) if options.traces else None
+    missing = [load for load in options.loads if not (results / load.file).exists()]
+    console.print(f"{len(options.loads) - len(missing)} of {len(options.loads)} are done before")
+    for (like, rate), group in groupby(missing, key=lambda load: (load.like, load.rate)):
+        loads = list(group)
+        names = ", ".join(load.name for load in loads)
+        console.rule(names)
         settings = DemoSettings(
-            out=out,
-            rate=load.rate,
+            out=options.work / "-".join([f"{like}@{rate:g}", *(f"x{at.factor:g}" for at in loads)]),
+            rate=rate,
             seed=options.seed,
-            trace=trace,
-            like=load.like,
+            trace=options.traces / _TRACE_FILE.format(like) if options.traces else None,
+            like=like,
             busy=True,
-            factor=load.factor,
         )
         try:
-            out.mkdir(parents=True, exist_ok=True)
-            run(settings, how, console)
+            settings.out.mkdir(parents=True, exist_ok=True)
+            played = run(settings, replace(how, factors=tuple(at.factor for at in loads)), console)
         except WindrowError as error:
-            console.print(f"[red]{load.name}: {error}[/]")
-            failed.append(load.name)
-        if (out / RESULT).exists() and load.name not in failed:
-            committed.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(out / RESULT, committed)
-            console.print(f"written: {committed}; page and logs: {out}")
+            console.print(f"[red]{names}: {error}[/]")
+            failed.append(names)
+            continue
+        for load, result in zip(loads, played, strict=True):
+            shutil.copy(result, results / load.file)
+            console.print(f"written: {results / load.file}; page and logs: {settings.out}")
     if failed:
-        console.print(f"[red]failed: {', '.join(failed)}[/]")
+        console.print(f"[red]failed: {'; '.join(failed)}[/]")
     return 1 if failed else 0
 
 

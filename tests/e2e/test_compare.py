@@ -28,12 +28,16 @@ pytestmark = pytest.mark.alone
 MIB = 1 << 20
 LOOP_BYTES, WORKER_BYTES = 200 * MIB, 60 * MIB
 RATE, LEAD_S, WINDOW_S = 0.5, 1.0, 3.0
+FACTOR, PLACE = 4.0, "x4"  # of one of two objectives, and the folder of what is said of it
 ARMS = {ALONE, TUNED, "windrow", AGAIN, DEDICATED, DEDICATED_PEFT}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One round at a rate that any machine serves; what it stands on is given, to save a minute."""
+    """One round for two objectives at a rate that any machine serves.
+
+    What it stands on is given, to save a minute.
+    """
     out = tmp_path_factory.mktemp("compare") / "run"
     out.mkdir()
     kept = out.parent / "footing.json"
@@ -45,12 +49,20 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
         )
     )
-    how = CompareSettings(rounds=1, lead_s=1.0, window_s=3.0, arms=(TUNED, "windrow"), footing=kept)
-    settings = DemoSettings(out=out, rate=RATE, factor=4.0, busy=True)
+    how = CompareSettings(
+        rounds=1,
+        lead_s=1.0,
+        window_s=3.0,
+        arms=(TUNED, "windrow"),
+        factors=(FACTOR, 2 * FACTOR),
+        footing=kept,
+    )
+    settings = DemoSettings(out=out, rate=RATE, busy=True)
     _play(settings, how)
-    before = (out / compare.RESULT).read_bytes()
+    before = (out / PLACE / compare.RESULT).read_bytes()
     _play(settings, how)
-    assert (out / compare.RESULT).read_bytes() == before, "nothing was missing, nothing was played"
+    after = (out / PLACE / compare.RESULT).read_bytes()
+    assert after == before, "nothing was missing, nothing was played"
     return out
 
 
@@ -63,7 +75,7 @@ def _play(settings: DemoSettings, how: CompareSettings) -> None:
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     (session,) = ComparisonSession.all_of(out)
     assert {at.arm for at in session.segments} == ARMS
-    result = json.loads((out / compare.RESULT).read_text())
+    result = json.loads((out / PLACE / compare.RESULT).read_text())
     found = {at["arm"]: at for at in result["segments"]}
     assert set(found) == ARMS
     served = ARMS - {DEDICATED, DEDICATED_PEFT}
@@ -91,8 +103,24 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     assert result["winner"] is None, "one round names none"
 
 
+def test_a_policy_plays_for_each_objective_and_what_knows_none_counts_for_both(out):
+    tight, loose = (
+        json.loads((out / place / compare.RESULT).read_text()) for place in (PLACE, "x8")
+    )
+    assert loose["objective"]["milliseconds"] == pytest.approx(
+        2 * tight["objective"]["milliseconds"],
+        abs=0.2,  # of each a tenth, upwards
+    )
+    of_tight, of_loose = ({at["arm"]: at for at in of["segments"]} for of in (tight, loose))
+    assert of_tight["windrow"] != of_loose["windrow"]
+    for arm in (TUNED, DEDICATED):
+        assert of_tight[arm]["tokens_per_second"] == of_loose[arm]["tokens_per_second"]
+    (session,) = ComparisonSession.all_of(out)
+    assert len(session.segments) == len(ARMS) + 1
+
+
 def test_what_a_trainer_holds_is_missing_from_decodes_arena(out):
-    result = json.loads((out / compare.RESULT).read_text())
+    result = json.loads((out / PLACE / compare.RESULT).read_text())
     tokens = {row["arm"]: row["kv_tokens"] for row in result["arms"]}
     kv_bytes = 2 * 6 * 4 * 32 * 4  # K and V, layers, heads, head, float32: the demo's model
     lost = (tokens[ALONE] - tokens[TUNED]) * kv_bytes
@@ -101,5 +129,5 @@ def test_what_a_trainer_holds_is_missing_from_decodes_arena(out):
         WORKER_BYTES,
         abs=2 * MIB,  # whole MiB
     )
-    page = (out / "report.html").read_text()
+    page = (out / PLACE / "report.html").read_text()
     assert all(arm in page for arm in ARMS)

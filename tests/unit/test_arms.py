@@ -114,7 +114,7 @@ def out(tmp_path):
     ]
     (folder / arms.SEGMENTS).write_text("".join(json.dumps(asdict(s)) + "\n" for s in played))
     log = EventLog(folder / "pods" / "harvested-0" / "engine.events.jsonl", source="harvested-0")
-    log.append(MarkEvent(round(10.5 * SECOND), "policy", "demo: windrow, harvest, 9000 us"))
+    log.append(MarkEvent(round(10.5 * SECOND), "policy", "demo: windrow, harvest, 10000 us"))
     log.append(step(13_000, 13_005))
     log.append(tasklet(0, "opt", 11, 15, 400))
     log.append(tasklet(1, "opt", 15, 19, 800))
@@ -141,6 +141,37 @@ def test_a_policy_that_was_not_in_force_in_its_window_is_found_out(out):
     (session,) = ComparisonSession.all_of(out)
     with pytest.raises(ValueError, match="policy harli was not in force"):
         session.figures([ARMS[0], Arm("windrow", "policy", "", "harli")], objective_ms=10)
+    with pytest.raises(ValueError, match="windrow was not in force at 20 ms"):
+        session.figures(ARMS, objective_ms=20)
+
+
+def test_what_knows_no_objective_counts_for_each_and_a_policy_for_its_own(tmp_path):
+    folder = tmp_path / "session-1"
+    folder.mkdir()
+    played = [
+        Segment(0, "alone", "plain", "", ns(0, 10), ns(1, 9)),
+        Segment(0, "windrow", "harvested", "job", ns(10, 20), ns(12, 19), factor=2.0),
+        Segment(0, "windrow", "harvested", "job", ns(20, 30), ns(22, 29), factor=4.0),
+        Segment(1, "alone", "plain", "", ns(30, 40), ns(31, 39)),
+        Segment(1, "windrow", "harvested", "job", ns(40, 50), ns(42, 49), factor=4.0),
+    ]
+    (folder / arms.SEGMENTS).write_text("".join(json.dumps(asdict(s)) + "\n" for s in played))
+    log = EventLog(folder / "pods" / "harvested-0" / "engine.events.jsonl", source="harvested-0")
+    for begin_s, objective_us in ((10.5, 10_000), (20.5, 20_000), (40.5, 20_000)):
+        detail = f"demo: windrow, harvest, {objective_us} us"
+        log.append(MarkEvent(round(begin_s * SECOND), "policy", detail))
+    # A step of 400 tokens that runs through the turns of both objectives.
+    log.append(tasklet(0, "opt", 12, 28, 400))
+    log.flush()
+    (session,) = ComparisonSession.all_of(tmp_path)
+    turns = [("alone", 0.0), ("windrow", 2.0), ("windrow", 4.0)]
+    assert {at.round for at in session.whole(turns).segments} == {0}  # the other was broken off
+    assert session.at(2.0).rounds_of(["alone", "windrow"]) == [0]
+    assert session.at(4.0).rounds_of(["alone", "windrow"]) == [0, 1]
+    (_, tight) = session.at(2.0).figures(ARMS, objective_ms=10)
+    loose = [at for at in session.at(4.0).figures(ARMS, objective_ms=20) if at.arm == "windrow"]
+    assert tight.tokens_per_second == pytest.approx(25)
+    assert [at.tokens_per_second for at in loose] == [pytest.approx(150 / 7), 0]
 
 
 def test_every_policy_that_a_harvest_policy_can_choose_is_an_arm():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -149,7 +150,8 @@ def demo(
             rounds=compared.rounds, window_s=compared.segment, arms=names
         )
         how.check()
-        summary = comparison.run(settings, how, console)
+        (result,) = comparison.run(settings, how, console)
+        summary = json.loads(result.read_text(encoding="utf-8"))
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))

@@ -10,7 +10,7 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
@@ -87,6 +87,8 @@ class Segment:
         trainer: whose tasklets count; "": nobody trained.
         active_ns: from when to when the trainer might run.
         window_ns: what is counted.
+        factor: of the objective that the policy had, in solo steps; 0: no policy shared the device,
+            so the segment counts for each objective.
     """
 
     round: int
@@ -95,6 +97,7 @@ class Segment:
     trainer: str
     active_ns: tuple[int, int]
     window_ns: tuple[int, int]
+    factor: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,16 +246,39 @@ def waited_for_kv(requests: Sequence[RequestEvent], steps: Sequence[StepEvent]) 
 
 @dataclass(frozen=True)
 class ComparisonSession:
-    """Rounds that were played in one go: their segments, and the event logs below one folder."""
+    """Rounds that were played in one go: their segments, and the event logs below one folder.
+
+    Attributes:
+        segments: that count.
+        played: all there are; a trainer's steps run through those that do not count as well.
+    """
 
     folder: Path
     segments: tuple[Segment, ...]
+    played: tuple[Segment, ...]
 
     @classmethod
     def all_of(cls, out: Path) -> list[ComparisonSession]:
         """Return the sessions of a comparison, in order; those that were broken off as well."""
         folders = sorted(out.glob(f"{SESSION}*"), key=lambda at: int(at.name[len(SESSION) :]))
-        return [cls(folder, _segments(folder / SEGMENTS)) for folder in folders]
+        played = [_segments(folder / SEGMENTS) for folder in folders]
+        return [cls(folder, found, found) for folder, found in zip(folders, played, strict=True)]
+
+    def whole(self, turns: Sequence[tuple[str, float]]) -> ComparisonSession:
+        """Return what counts of the rounds in which all of these turns were played.
+
+        `turns`: arm and factor, as segments have them.
+        """
+        played = {(at.round, at.arm, at.factor) for at in self.segments}
+        segments = tuple(
+            at for at in self.segments if all((at.round, *turn) in played for turn in turns)
+        )
+        return replace(self, segments=segments)
+
+    def at(self, factor: float) -> ComparisonSession:
+        """Return what counts for one of several objectives."""
+        segments = tuple(at for at in self.segments if at.factor in (0.0, factor))
+        return replace(self, segments=segments)
 
     def rounds_of(self, arms: Sequence[str]) -> list[int]:
         """Return the rounds in which all of these arms have played."""
@@ -263,14 +289,15 @@ class ComparisonSession:
     def figures(self, arms: Sequence[Arm], objective_ms: float) -> list[SegmentFigures]:
         """Return the figures of each arm in each whole round.
 
-        Raises ValueError where a policy was not in force in the window that was to be its own.
+        Raises ValueError where a policy was not in force in the window that was to be its own, or
+        had another objective.
         """
         whole = set(self.rounds_of([arm.name for arm in arms]))
         by_name = {arm.name: arm for arm in arms}
         pods = _Pods.read(self.folder / PODS)
         progress = {
             trainer: [
-                TrainerProgress(of, [at.active_ns for at in self.segments if at.trainer == trainer])
+                TrainerProgress(of, [at.active_ns for at in self.played if at.trainer == trainer])
                 for of in self._tasklets(trainer, pods)
             ]
             for trainer in {at.trainer for at in self.segments} - {""}
@@ -281,7 +308,7 @@ class ComparisonSession:
             if arm is None or segment.round not in whole:
                 continue
             if arm.policy:
-                pods.check_policy(segment, arm.policy)
+                pods.check_policy(segment, arm.policy, objective_ms)
             steps, requests = pods.of(segment)
             found.append(
                 figures_of(
@@ -365,12 +392,14 @@ class _Pods:
             [r for r in self._requests[pod] if begin <= r.arrived_ns <= end],
         )
 
-    def check_policy(self, segment: Segment, policy: str) -> None:
+    def check_policy(self, segment: Segment, policy: str, objective_ms: float) -> None:
         """Raise ValueError unless the segment's pod followed a policy through its window."""
+        wanted = f": {policy}, harvest, {round(1000 * objective_ms)} us"
         begin, end = segment.active_ns[0], segment.window_ns[1]
         marks = [m for m in self._policies[f"{segment.source}-0"] if begin <= m.at_ns <= end]
         last = max(marks, key=lambda mark: mark.at_ns, default=None)
         in_time = last is not None and last.at_ns <= segment.window_ns[0]
-        if last is None or not in_time or f": {policy}, harvest," not in last.detail:
+        if last is None or not in_time or not last.detail.endswith(wanted):
             told = last.detail if last else "nothing was told"
-            raise ValueError(f"round {segment.round}: policy {policy} was not in force ({told})")
+            said = f"policy {policy} was not in force at {objective_ms:g} ms ({told})"
+            raise ValueError(f"round {segment.round}: {said}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -46,6 +46,7 @@ from windrow.local.arms import (
 from windrow.local.devices import Device
 from windrow.local.environment import environment
 from windrow.local.frontier import write_page
+from windrow.local.objective import Objective
 from windrow.local.paired import DECIDING_ROUNDS, FEWEST_ROUNDS, order_of
 
 # libgomp spins 300,000 rounds before it sleeps when nothing is set; the engine asks for sleep, so
@@ -75,6 +76,8 @@ class CompareSettings:
         lead_s: of each turn, before its window: batch and trainer come into their stride.
         window_s: what is counted.
         arms: names; empty: all. Alone and dedicated play in any case.
+        factors: objectives, in median solo steps; empty: the demo's own. Each policy plays once for
+            each; what knows no objective plays once for all of them.
         footing: file that keeps what every comparison on this machine stands on
             (`windrow.local.footing`); None: in the run's folder.
     """
@@ -83,6 +86,7 @@ class CompareSettings:
     lead_s: float = 2.0
     window_s: float = 8.0
     arms: tuple[str, ...] = ()
+    factors: tuple[float, ...] = ()
     footing: Path | None = None
 
     def check(self) -> None:
@@ -122,55 +126,76 @@ def policies() -> list[str]:
     return list(get_args(HarvestPolicySpec.model_fields["policy"].annotation))
 
 
-def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> dict[str, Any]:
-    """Play what is missing, write the page and the JSON, print the table, return the result.
+def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> list[Path]:
+    """Play what is missing, write pages and JSON, print tables; return the JSON of each objective.
 
-    Raises as `demo.run` does, and verdict.Impossible, after all is written, where an arm has
-    trained faster than the dedicated device: then the reference is wrong.
+    Of several objectives each has a folder of its own. Raises as `demo.run` does, and
+    verdict.Impossible, after all is written, where an arm has trained faster than the dedicated
+    device: then the reference is wrong.
     """
     if settings.pods not in (None, 1):
         raise UserError("a comparison has one device", field="--pods", remedy="Leave it out.")
     out = settings.out
     seconds = how.lead_s + how.window_s + TAIL_S
     settings = replace(settings, seconds=seconds, pods=1)
-    arms = how.chosen()
+    arms, factors = how.chosen(), how.factors or (settings.factor,)
+    turns = [(arm.name, factor) for arm, factor in _turns(arms, factors)]
     sessions = ComparisonSession.all_of(out)
-    done = {n for session in sessions for n in session.rounds_of([arm.name for arm in arms])}
-    missing = [n for n in range(how.rounds) if n not in done]
-    if missing:
+    done = {at.round for session in sessions for at in session.whole(turns).segments}
+    if missing := [n for n in range(how.rounds) if n not in done]:
         session = out / f"{SESSION}{len(sessions) + 1}"
         with demo.stage(replace(settings, out=session), console) as on:
             plan = _plan(out, on, settings, how)
             with Contest(on, plan, arms, session) as contest:
                 contest.play(missing, how)
-    result = verdict.result_of(
-        json.loads((out / PLAN).read_text()), ComparisonSession.all_of(out), arms, how.rounds
-    )
-    demo.write_summary(out / RESULT, result)
-    write_page(out, result, ComparisonSession.all_of(out))
-    console.print(verdict.table(result))
-    console.print(verdict.sentence(result))
-    verdict.check(result)
-    return result
+    plan, results = _plan_of(out), {}
+    sessions = [session.whole(turns) for session in ComparisonSession.all_of(out)]
+    for factor in factors:
+        place = out if len(factors) == 1 else out / f"x{factor:g}"
+        place.mkdir(exist_ok=True)
+        objective = next(at for at in plan["objectives"] if at["factor"] == factor)
+        common = {name: value for name, value in plan.items() if name != "objectives"}
+        of_it = [session.at(factor) for session in sessions]
+        result = verdict.result_of({**common, "objective": objective}, of_it, arms, how.rounds)
+        demo.write_summary(place / RESULT, result)
+        write_page(place, result, of_it)
+        console.print(verdict.table(result))
+        console.print(verdict.sentence(result))
+        results[place / RESULT] = result
+    for result in results.values():
+        verdict.check(result)
+    return list(results)
+
+
+def _turns(arms: Sequence[Arm], factors: Iterable[float]) -> list[tuple[Arm, float]]:
+    """Return who plays in a round: each policy once for each objective, each other arm once (0)."""
+    return [
+        (arm, factor) for arm in arms for factor in (factors if arm.kind == "policy" else (0.0,))
+    ]
+
+
+def _plan_of(out: Path) -> dict[str, Any]:
+    plan: dict[str, Any] = json.loads((out / PLAN).read_text(encoding="utf-8"))
+    return plan
 
 
 def _plan(
     out: Path, on: demo.DemoStage, settings: demo.DemoSettings, how: CompareSettings
 ) -> dict[str, Any]:
     """Return what all rounds have in common: as it was settled before, else settled now."""
-    path = out / PLAN
+    path, factors = out / PLAN, how.factors or (settings.factor,)
     asked = {
         "trace": settings.trace.name if settings.trace else None,
         "like": generator.NAMES[settings.like],
         "rate": settings.rate,
         "seed": settings.seed,
-        "factor": settings.factor,
+        "factors": [*factors],
         "objective_ms": settings.objective_ms,
         "lead_s": how.lead_s,
         "window_s": how.window_s,
     }
     if path.exists():
-        plan: dict[str, Any] = json.loads(path.read_text())
+        plan = _plan_of(out)
         if plan["asked"] != asked:
             raise UserError(
                 f"{out} holds rounds of another comparison: {plan['asked']}",
@@ -190,15 +215,7 @@ def _plan(
         "asked": asked,
         "rate": on.rate,
         "requests": len(on.schedule_of_a_device(on.rate)),
-        "objective": {
-            "milliseconds": objective.milliseconds,
-            "rule": f"{settings.factor:g} x the median solo step at the load's p90 batch, "
-            "at the pace of live steps",
-            "pace": round(objective.pace, 3),
-            "solo_step_ms": round(objective.solo_ms, 3),
-            "p90_batch": objective.shape.p90_batch,
-            "predicted_mean_batch": round(objective.shape.mean_batch, 2),
-        },
+        "objectives": [_told(objective, settings, factor) for factor in factors],
         "footing": stands_on,
         "kv_tokens": {
             kind: footing.kv_tokens(stands_on["memory"][kind], on.model)
@@ -208,6 +225,21 @@ def _plan(
     }
     demo.write_summary(path, plan)
     return plan
+
+
+def _told(objective: Objective, settings: demo.DemoSettings, factor: float) -> dict[str, Any]:
+    """Return one of a plan's objectives; one that was asked for in milliseconds is the only one."""
+    wanted = objective if settings.objective_ms is not None else objective.times(factor)
+    return {
+        "factor": factor,
+        "milliseconds": wanted.milliseconds,
+        "rule": f"{factor:g} x the median solo step at the load's p90 batch, "
+        "at the pace of live steps",
+        "pace": round(objective.pace, 3),
+        "solo_step_ms": round(objective.solo_ms, 3),
+        "p90_batch": objective.shape.p90_batch,
+        "predicted_mean_batch": round(objective.shape.mean_batch, 2),
+    }
 
 
 def _take_footing(on: demo.DemoStage, pods: serving.Pods, objective_ms: float) -> dict[str, Any]:
@@ -233,7 +265,10 @@ class Contest:
         self, on: demo.DemoStage, plan: dict[str, Any], arms: Sequence[Arm], folder: Path
     ) -> None:
         self._on, self._plan, self._arms, self._folder = on, plan, arms, folder
-        self._objective_ms: float = plan["objective"]["milliseconds"]
+        self._objectives_ms: dict[float, float] = {
+            at["factor"]: at["milliseconds"] for at in plan["objectives"]
+        }
+        self._factor = next(iter(self._objectives_ms))  # of the objective that is in force
         self._pods: dict[str, serving.Pods] = {}  # by the name of the arms' pod
         self._trainers: dict[str, list[measure.Trainer]] = {}
         self._harvested = any(arm.kind == "policy" for arm in arms)
@@ -263,15 +298,17 @@ class Contest:
 
     def play(self, rounds: Sequence[int], how: CompareSettings) -> None:
         """Play rounds, then let every trainer finish the step that it is in."""
-        names = [arm.name for arm in self._arms]
-        by_name = {arm.name: arm for arm in self._arms}
+        turns = {
+            f"{arm.name} x{factor:g}" if factor else arm.name: (arm, factor)
+            for arm, factor in _turns(self._arms, self._objectives_ms)
+        }
         for n in rounds:
             order = order_of(
-                names, first=[ALONE], last=[AGAIN], seed=self._on.settings.seed, round_=n
+                list(turns), first=[ALONE], last=[AGAIN], seed=self._on.settings.seed, round_=n
             )
             for i, name in enumerate(order):
                 self._on.say(f"round {n + 1} of {how.rounds}: {name} ({i + 1} of {len(order)})")
-                self._note(self._turn(by_name[name], n, how))
+                self._note(self._turn(*turns[name], n, how))
         for trainer in (one for of in self._trainers.values() for one in of):
             trainer.finish_step(STEP_WITHIN)
         if self._harvested:
@@ -279,8 +316,9 @@ class Contest:
             self._await_steps(1)
         time.sleep(2 * FLUSH_INTERVAL_S)
 
-    def _turn(self, arm: Arm, n: int, how: CompareSettings) -> Segment:
+    def _turn(self, arm: Arm, factor: float, n: int, how: CompareSettings) -> Segment:
         """Play one arm: load and trainer begin, the window passes, both end."""
+        self._factor = factor or self._factor
         begin_ns = time.monotonic_ns()
         load_ns = begin_ns + round(CLIENT_STARTS_S * 1e9)
         window = (
@@ -319,6 +357,7 @@ class Contest:
             trainer=_trainer_of(arm),
             active_ns=(begin_ns, end_ns),
             window_ns=window,
+            factor=factor,
         )
 
     def _note(self, segment: Segment) -> None:
@@ -381,10 +420,9 @@ class Contest:
 
     def _let(self, policy: str, percent: int) -> None:
         """Let a policy give the job so much of the device."""
+        objective_ms = self._objectives_ms[self._factor]
         self._on.client.apply_policy(
-            manifests.harvest_policy(
-                demo.POLICY, self._objective_ms, policy, max_sm_percent=percent
-            )
+            manifests.harvest_policy(demo.POLICY, objective_ms, policy, max_sm_percent=percent)
         )
 
     def _await_steps(self, more: int) -> None:

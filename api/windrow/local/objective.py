@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from windrow.crd import LatencyProfileSpec, SoloModel
@@ -53,6 +53,10 @@ class Objective:
     solo_ms: float
     shape: LoadShape
     pace: float  # live steps against the profile's
+
+    def times(self, factor: float) -> Objective:
+        """Return the objective of the same load that is `factor` times the solo step."""
+        return replace(self, milliseconds=_rounded_up(factor * self.solo_ms))
 
 
 def solo_model(profile: LatencyProfileSpec) -> SoloModel:
@@ -168,4 +172,8 @@ def objective_for(
     live = at_pace(model, pace)
     shape = play(requests, live)
     solo_ms = live.predict_us(shape.p90_batch, shape.p90_context_tokens) / 1000
-    return Objective(math.ceil(factor * solo_ms * 10 - 1e-9) / 10, solo_ms, shape, pace)
+    return Objective(_rounded_up(factor * solo_ms), solo_ms, shape, pace)
+
+
+def _rounded_up(milliseconds: float) -> float:
+    return math.ceil(milliseconds * 10 - 1e-9) / 10
