@@ -45,11 +45,14 @@ class WatchedObjects:
         self.policies_changed = 0  # how often
         self._terms: dict[str, tuple[datetime, EffectivePolicy]] = {}  # by policy key
 
-    def put_job(self, body: Mapping[str, Any]) -> None:
-        """Keep a FinetuneJob unless a newer version is here."""
+    def put_job(self, body: Mapping[str, Any], *, put_back: bool = False) -> None:
+        """Keep a FinetuneJob unless a newer version is here; `put_back`: even then.
+
+        What is known of its placement stays: a store that was put back ends no worker.
+        """
         uid = body["metadata"]["uid"]
         known = self.jobs.get(uid)
-        if known != body and _is_newer(body, known):
+        if known != body and (put_back or _is_newer(body, known)):
             self._mark_slot_of(known)
             self.jobs[uid] = dict(body)
             self._index_job(uid)
@@ -88,10 +91,10 @@ class WatchedObjects:
         self.changed_jobs.mark_all(self.index.drop(uid))
         self._mark_slot_of(body)
 
-    def put_policy(self, body: Mapping[str, Any]) -> None:
-        """Keep a HarvestPolicy unless a newer version is here."""
+    def put_policy(self, body: Mapping[str, Any], *, put_back: bool = False) -> None:
+        """Keep a HarvestPolicy unless a newer version is here; `put_back`: even then."""
         key = key_of(body["metadata"]["namespace"], body["metadata"]["name"])
-        if not _is_newer(body, self.policy_bodies.get(key)):
+        if not put_back and not _is_newer(body, self.policy_bodies.get(key)):
             return
         self.policy_bodies[key] = dict(body)
         self.usage.take_up(key, body.get("status") or {})
@@ -106,11 +109,11 @@ class WatchedObjects:
         if self.policies.pop(key, None) is not None:
             self._policies_have_changed(key)
 
-    def put_pod(self, body: Mapping[str, Any]) -> Pod:
-        """Keep what is needed of a decode pod, unless a newer version is here."""
+    def put_pod(self, body: Mapping[str, Any], *, put_back: bool = False) -> Pod:
+        """Keep what is needed of a decode pod unless a newer one is here; `put_back`: even then."""
         pod = pod_of(body)
         known = self.pods.get(pod.uid)
-        if known is not None and known.version > pod.version:
+        if not put_back and known is not None and known.version > pod.version:
             return known
         self.pods[pod.uid] = pod
         self._pod_has_changed(pod)

@@ -33,7 +33,7 @@ class _Watched:
         path: of its collection, by namespace; None: of all.
         key: under which an object is kept.
         known: the versions of what is kept, by key.
-        put: takes an object up.
+        put: takes an object up; with `put_back` also one that is older than what is kept.
         drop: forgets one, by key.
         labels: that the objects carry.
         namespaced: whether its objects are in namespaces.
@@ -43,7 +43,7 @@ class _Watched:
     path: Callable[[str | None], str]
     key: Callable[[Body], str]
     known: Callable[[], dict[str, int]]
-    put: Callable[[Body], object]
+    put: Callable[..., object]
     drop: Callable[[str], None]
     labels: str = ""
     namespaced: bool = True
@@ -94,8 +94,7 @@ class Resync:
                     changed[key] = body
                 elif known != _ANY and known > version_of(body):
                     put_back += 1
-                    kind.drop(key)
-                    kind.put(body)
+                    kind.put(body, put_back=True)
             gone = before.keys() - listed
             await asyncio.sleep(_TOLD_WITHIN_S)
             now = kind.known()

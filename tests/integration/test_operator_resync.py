@@ -81,6 +81,23 @@ async def test_a_change_that_no_watch_told_of_is_found(objects, server):
     assert body["spec"]["suspend"] is True
 
 
+async def test_an_older_version_of_a_store_that_was_put_back_ends_no_placement(objects, server):
+    now = datetime.now(UTC)
+    cluster = ClusterState(now)
+    job = objects.job()
+    compared = Resync(server, cluster, (objects.namespace,))
+    await compared.run()
+    newer = copy.deepcopy(job)
+    newer["metadata"]["resourceVersion"] = str(int(job["metadata"]["resourceVersion"]) + 1000)
+    newer["spec"]["suspend"] = True
+    cluster.put_job(newer)
+    uid = job["metadata"]["uid"]
+    cluster.assign(uid, 1, f"{objects.namespace}/decode-0", now)
+    assert await missed(compared) == {"finetunejobs": 1}
+    assert not cluster.jobs[uid]["spec"].get("suspend")
+    assert cluster.runs[uid].epoch == 1
+
+
 async def test_only_namespaces_that_are_served_are_listed(objects, server):
     cluster = ClusterState(datetime.now(UTC))
     objects.job()

@@ -139,6 +139,7 @@ class OperatorLink:
             try:
                 await self._attach(address)
             except (grpc.RpcError, Transient, OSError) as error:
+                _heed_cancellation()
                 _log.warning("no operator at %s: %s", address, _why(error))
                 leader = _leader_named_by(error)
             if self.attached:
@@ -313,6 +314,16 @@ class _Writer:
                 await self._call.write(message)
             except asyncio.InvalidStateError as error:  # gRPC's word for a call that has ended
                 raise Transient("it ended the stream") from error
+
+
+def _heed_cancellation() -> None:
+    """Raise CancelledError where this task was cancelled just as one of its group failed.
+
+    Of the two a TaskGroup of CPython 3.11 and 3.12 tells the failure alone.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _leader_named_by(error: BaseException) -> str:
