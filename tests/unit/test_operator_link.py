@@ -4,14 +4,22 @@ import asyncio
 from types import SimpleNamespace
 
 import grpc
-import pytest
 
 from windrow.proto import attach_pb2
 from windrow.rundir import PROTOCOL_VERSION
-from windrow_sidecar.agent.operator_link import OperatorLink
+from windrow_sidecar.agent.operator_link import OperatorLink, end
 from windrow_sidecar.agent.outbox import EventOutbox
 
 HELLO = attach_pb2.OperatorHello(protocol_version=PROTOCOL_VERSION, heartbeat_seconds=1.0)
+
+
+SETTINGS = SimpleNamespace(
+    operator_address="operator:443",
+    pod_namespace="serving",
+    pod_name="decode-0",
+    pod_uid="uid",
+    node_name="node",
+)
 
 
 class FailingStream:
@@ -42,21 +50,15 @@ class FailingStream:
             raise
 
 
-async def test_a_link_that_is_ended_just_as_its_stream_fails_does_not_dial_again():
-    settings = SimpleNamespace(
-        operator_address="operator:443",
-        pod_namespace="serving",
-        pod_name="decode-0",
-        pod_uid="uid",
-        node_name="node",
-    )
-    link = OperatorLink(settings, EventOutbox(), list, obey=None)
-    stream, dialled = FailingStream(), []
+async def test_a_link_that_is_told_to_end_just_as_its_stream_fails_ends():
+    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None)
+    stream, others = FailingStream(), []
 
     async def attach(address):
-        dialled.append(address)
-        assert len(dialled) == 1, "it has dialled again"
-        await link._talk(stream)
+        if not stream.answered:
+            await link._talk(stream)
+        others.append(address)
+        await asyncio.Event().wait()
 
     link._attach = attach
     running = asyncio.create_task(link.run())
@@ -64,8 +66,27 @@ async def test_a_link_that_is_ended_just_as_its_stream_fails_does_not_dial_again
         await stream.listens.wait()
         link.facts_changed()
         await stream.given_up.wait()
-        running.cancel()
+        ending = asyncio.create_task(end(running))
         await asyncio.sleep(0)
         stream.released.set()
-        with pytest.raises(asyncio.CancelledError):
-            await running
+        await ending
+    assert running.cancelled()
+
+
+async def test_a_link_whose_stream_has_failed_dials_again():
+    link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None)
+    streams = [FailingStream() for _ in range(3)]
+
+    async def attach(address):
+        stream = next(stream for stream in streams if not stream.answered)
+        stream.released.set()
+        await link._talk(stream)
+
+    link._attach = attach
+    running = asyncio.create_task(link.run())
+    async with asyncio.timeout(30):
+        for stream in streams:
+            await stream.listens.wait()
+            link.facts_changed()
+        await end(running)
+    assert running.cancelled()

@@ -32,6 +32,7 @@ _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 10.0
 # A replica that names the leader has been asked by thousands in the same moment.
 _REDIRECT_SPREAD_S = 0.2
 _HELLO_WITHIN_S = 10.0
+_CANCEL_AGAIN_S = 0.2
 # A prediction that has changed by this factor is told at once.
 _RATE_CHANGED = 1.5
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
@@ -139,7 +140,6 @@ class OperatorLink:
             try:
                 await self._attach(address)
             except (grpc.RpcError, Transient, OSError) as error:
-                _heed_cancellation()
                 _log.warning("no operator at %s: %s", address, _why(error))
                 leader = _leader_named_by(error)
             if self.attached:
@@ -291,6 +291,19 @@ class OperatorLink:
         )
 
 
+async def end(link: asyncio.Task[None]) -> None:
+    """Cancel the task of a link until it has ended.
+
+    Once is not enough: of a stream that fails and a cancellation at the same moment a TaskGroup of
+    CPython 3.11 and 3.12 tells the failure alone, after which the link dials again.
+    """
+    while not link.done():
+        link.cancel()
+        await asyncio.wait({link}, timeout=_CANCEL_AGAIN_S)
+    with contextlib.suppress(asyncio.CancelledError):
+        await link
+
+
 def is_at_rest(before: attach_pb2.SlotHeartbeat, beat: attach_pb2.SlotHeartbeat) -> bool:
     """Return whether nothing runs on a slot, and nothing that placement looks at has changed."""
     if before.jobs or beat.jobs or before.HasField("job") or beat.HasField("job"):
@@ -314,16 +327,6 @@ class _Writer:
                 await self._call.write(message)
             except asyncio.InvalidStateError as error:  # gRPC's word for a call that has ended
                 raise Transient("it ended the stream") from error
-
-
-def _heed_cancellation() -> None:
-    """Raise CancelledError where this task was cancelled just as one of its group failed.
-
-    Of the two a TaskGroup of CPython 3.11 and 3.12 tells the failure alone.
-    """
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 def _leader_named_by(error: BaseException) -> str:

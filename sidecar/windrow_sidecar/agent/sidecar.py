@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from contextlib import suppress
 
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar.agent.exporter import Exporter
 from windrow_sidecar.agent.gpu_sharing import GpuSharing
 from windrow_sidecar.agent.job_run import JobRun
-from windrow_sidecar.agent.operator_link import OperatorLink
+from windrow_sidecar.agent.operator_link import OperatorLink, end
 from windrow_sidecar.agent.orphans import end_orphans
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.service import AgentService, serve
@@ -67,9 +66,7 @@ class Sidecar:
             await self._end_workers()
         finally:
             if link:
-                link.cancel()
-                with suppress(asyncio.CancelledError):
-                    await link
+                await end(link)
             # No grace: workers have been heard to their last word, and an engine's stream would
             # stay open through any.
             await server.stop(grace=None)
