@@ -93,8 +93,9 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     due = {(request.at_s, request.prompt_tokens) for request in sent}
     for arm in served:
         assert found[arm]["requests"] > 0
+        turn = f"windrow {PLACE}" if arm == "windrow" else arm
         answers = json.loads(
-            (session.folder / "loads" / f"0-{folder_of(arm)}" / "load.json").read_text()
+            (session.folder / "loads" / f"0-{folder_of(turn)}" / "load.json").read_text()
         )
         assert {(answer["at_s"], answer["prompt_tokens"]) for answer in answers} <= due
     for arm in ARMS - {ALONE, AGAIN}:

@@ -174,6 +174,11 @@ def _turns(arms: Sequence[Arm], factors: Iterable[float]) -> list[tuple[Arm, flo
     ]
 
 
+def _name_of(arm: Arm, factor: float) -> str:
+    """Return the name of a turn."""
+    return f"{arm.name} x{factor:g}" if factor else arm.name
+
+
 def _plan_of(out: Path) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads((out / PLAN).read_text(encoding="utf-8"))
     return plan
@@ -299,7 +304,7 @@ class Contest:
     def play(self, rounds: Sequence[int], how: CompareSettings) -> None:
         """Play rounds, then let every trainer finish the step that it is in."""
         turns = {
-            f"{arm.name} x{factor:g}" if factor else arm.name: (arm, factor)
+            _name_of(arm, factor): (arm, factor)
             for arm, factor in _turns(self._arms, self._objectives_ms)
         }
         for n in rounds:
@@ -327,7 +332,7 @@ class Contest:
         )
         load = None
         if pod := _pod_of(arm):
-            folder = self._folder / "loads" / f"{n}-{folder_of(arm.name)}"
+            folder = self._folder / "loads" / f"{n}-{folder_of(_name_of(arm, factor))}"
             folder.mkdir(parents=True)
             load = measure.Load.start(
                 self._on.keeper,
