@@ -22,7 +22,7 @@ from typing import cast, get_args
 from rich.console import Console
 
 from benchmarks.harness import ROOT
-from windrow.errors import WindrowError
+from windrow.errors import UserError, WindrowError
 from windrow.local.compare import FOOTING, CompareSettings, run
 from windrow.local.demo import DemoSettings
 from windrow.local.environment import environment
@@ -88,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arms=arms,
         footing=options.work / FOOTING,
     )
-    how.check()
+    try:
+        how.check()
+    except UserError as error:
+        console.print(f"[red]{error}[/]")
+        return 2
     missing = [load for load in options.loads if not (results / load.file).exists()]
     console.print(f"{len(options.loads) - len(missing)} of {len(options.loads)} are done before")
     for (like, rate), group in groupby(missing, key=lambda load: (load.like, load.rate)):
