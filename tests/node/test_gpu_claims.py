@@ -96,6 +96,16 @@ def device_seen(status):
     return dict(line.split("=", 1) for line in lines if line).get("NVIDIA_VISIBLE_DEVICES")
 
 
+def gpu_seen(status):
+    """Return the GPU that a container sees, once it does.
+
+    A container without a probe is ready as its process starts: that may still be the runtime's own.
+    """
+    return wait_until(
+        lambda: (seen := device_seen(status)) in UUIDS.values() and seen, "it sees a GPU"
+    )
+
+
 def native_sidecar(core, namespace):
     def started():
         statuses = core.read_namespaced_pod("decode", namespace).status.init_container_statuses
@@ -115,9 +125,8 @@ def test_decode_and_its_native_sidecar_see_the_one_gpu_of_their_claim(kube, imag
     pod = ready_pod(core, namespace)
     sidecar = native_sidecar(core, namespace)
     decode = pod.status.container_statuses[0]
-    seen = wait_until(lambda: device_seen(decode), "decode sees a device")
-    assert seen in UUIDS.values()
-    assert device_seen(sidecar) == seen
+    seen = gpu_seen(decode)
+    assert gpu_seen(sidecar) == seen
     (made,) = claims(kube, namespace)
     (result,) = made["status"]["allocation"]["devices"]["results"]
     assert UUIDS[result["device"]] == seen
@@ -140,9 +149,7 @@ def test_a_claim_that_does_not_exist_holds_a_pod_up_as_it_does_without_windrow(k
         api.create_namespaced_custom_object(*GROUP, namespace, "resourceclaims", claim("later"))
     without, with_ = ready_pod(core, plain), ready_pod(core, ours)
     assert with_.status.qos_class == without.status.qos_class == "Guaranteed"
-    assert device_seen(native_sidecar(core, ours)) == device_seen(
-        with_.status.container_statuses[0]
-    )
+    assert gpu_seen(native_sidecar(core, ours)) == gpu_seen(with_.status.container_statuses[0])
 
 
 def test_an_attached_sidecar_has_no_claim_and_the_policys_events_say_who_must_do_what(
@@ -154,8 +161,7 @@ def test_an_attached_sidecar_has_no_claim_and_the_policys_events_say_who_must_do
     core.create_namespaced_pod(namespace, decode_pod(image, resourceClaimName="mine"))
     pod = ready_pod(core, namespace)
     decode = pod.status.container_statuses[0]
-    # A pod without a probe is ready as its process starts: that may still be the runtime's own.
-    wait_until(lambda: device_seen(decode) in UUIDS.values(), "decode sees a device")
+    gpu_seen(decode)
 
     def attached():
         statuses = core.read_namespaced_pod("decode", namespace).status.ephemeral_container_statuses
