@@ -52,12 +52,11 @@ class FailingStream:
 
 async def test_a_link_that_is_told_to_end_just_as_its_stream_fails_ends():
     link = OperatorLink(SETTINGS, EventOutbox(), list, obey=None)
-    stream, others = FailingStream(), []
+    stream = FailingStream()
 
     async def attach(address):
         if not stream.answered:
             await link._talk(stream)
-        others.append(address)
         await asyncio.Event().wait()
 
     link._attach = attach

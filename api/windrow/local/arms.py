@@ -261,8 +261,7 @@ class ComparisonSession:
     def all_of(cls, out: Path) -> list[ComparisonSession]:
         """Return the sessions of a comparison, in order; those that were broken off as well."""
         folders = sorted(out.glob(f"{SESSION}*"), key=lambda at: int(at.name[len(SESSION) :]))
-        played = [_segments(folder / SEGMENTS) for folder in folders]
-        return [cls(folder, found, found) for folder, found in zip(folders, played, strict=True)]
+        return [cls(folder, found := _segments(folder / SEGMENTS), found) for folder in folders]
 
     def whole(self, turns: Sequence[tuple[str, float]]) -> ComparisonSession:
         """Return what counts of the rounds in which all of these turns were played.

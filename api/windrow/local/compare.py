@@ -138,7 +138,8 @@ def run(settings: demo.DemoSettings, how: CompareSettings, console: Console) -> 
     out = settings.out
     seconds = how.lead_s + how.window_s + TAIL_S
     settings = replace(settings, seconds=seconds, pods=1)
-    arms, factors = how.chosen(), how.factors or (settings.factor,)
+    how = replace(how, factors=how.factors or (settings.factor,))
+    arms, factors = how.chosen(), how.factors
     turns = [(arm.name, factor) for arm, factor in _turns(arms, factors)]
     sessions = ComparisonSession.all_of(out)
     done = {at.round for session in sessions for at in session.whole(turns).segments}
@@ -188,13 +189,13 @@ def _plan(
     out: Path, on: demo.DemoStage, settings: demo.DemoSettings, how: CompareSettings
 ) -> dict[str, Any]:
     """Return what all rounds have in common: as it was settled before, else settled now."""
-    path, factors = out / PLAN, how.factors or (settings.factor,)
+    path = out / PLAN
     asked = {
         "trace": settings.trace.name if settings.trace else None,
         "like": generator.NAMES[settings.like],
         "rate": settings.rate,
         "seed": settings.seed,
-        "factors": [*factors],
+        "factors": [*how.factors],
         "objective_ms": settings.objective_ms,
         "lead_s": how.lead_s,
         "window_s": how.window_s,
@@ -220,7 +221,7 @@ def _plan(
         "asked": asked,
         "rate": on.rate,
         "requests": len(on.schedule_of_a_device(on.rate)),
-        "objectives": [_told(objective, settings, factor) for factor in factors],
+        "objectives": [_told(objective, settings, factor) for factor in how.factors],
         "footing": stands_on,
         "kv_tokens": {
             kind: footing.kv_tokens(stands_on["memory"][kind], on.model)
