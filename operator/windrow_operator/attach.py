@@ -47,6 +47,9 @@ _SERVER_OPTIONS: Final = (
     # Sidecars ping every ten seconds; gRPC's own rule would end their streams for it.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # A stream keeps a buffer of one frame for TLS, 16 KiB unless told otherwise; ours are of 300
+    # bytes, a job's assignment of a few KiB.
+    ("grpc.tsi.max_frame_size", 2048),
 )
 
 

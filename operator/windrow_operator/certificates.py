@@ -81,9 +81,20 @@ class Certificates:
         return self._authorities.trusted
 
     def of_grpc(self) -> grpc.ServerCredentials:
-        """Return credentials that take the newest certificate at each handshake."""
-        assert self._grpc is not None
-        return grpc.dynamic_ssl_server_credentials(self._grpc, lambda: self._grpc)
+        """Return credentials of a server that takes the newest certificate at each handshake."""
+        served = self._grpc
+        assert served is not None
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            # Each answer but None makes gRPC free what the handshakes beside this one stand on: in
+            # grpcio 1.85 a thousand sidecars that came at once ended the process by an abort.
+            nonlocal served
+            if self._grpc is served:
+                return None
+            served = self._grpc
+            return served
+
+        return grpc.dynamic_ssl_server_credentials(served, changed)
 
     async def keep(self) -> None:
         """Renew what is due, until cancelled."""

@@ -1,5 +1,6 @@
 """Jobs, the operator and a sidecar, on a real API server."""
 
+import asyncio
 import json
 import signal
 import time
@@ -8,9 +9,11 @@ import grpc
 import pytest
 from kubernetes import client
 from operator_process import running
-from waiting import wait_until
+from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.proto import attach_pb2 as pb
+
+AT_ONCE = 400  # connections
 
 
 @pytest.fixture
@@ -529,6 +532,22 @@ def test_events_tell_the_story(placed):
 )
 def test_a_sidecar_that_is_not_who_it_says_is_refused(cluster, hello, code):
     assert cluster.attach(cluster.pod(), **hello).refusal() == code
+
+
+async def test_sidecars_that_come_all_at_once_end_no_operator(cluster):
+    # In C: whatever breaks there takes the process with it, and no log line of ours says so.
+    address = f"127.0.0.1:{cluster.operator.state['attachPort']}"
+    trust = grpc.ssl_channel_credentials(cluster.authority())
+    own = (("grpc.use_local_subchannel_pool", 1),)  # a connection of its own for each
+    channels = [grpc.aio.secure_channel(address, trust, own) for _ in range(AT_ONCE)]
+    ready = [asyncio.create_task(channel.channel_ready()) for channel in channels]
+    done, pending = await asyncio.wait(ready, timeout=DEADLINE_SECONDS)
+    for task in pending:
+        task.cancel()
+    for channel in channels:
+        await channel.close()
+    assert cluster.operator.process.poll() is None, cluster.operator.log.read_text()[-2000:]
+    assert len(done) == AT_ONCE
 
 
 def test_a_token_for_another_audience_is_refused(cluster):
