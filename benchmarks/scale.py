@@ -41,7 +41,7 @@ from benchmarks.operator_load import (
     token_of,
     until,
 )
-from windrow.crd import FINETUNE_JOB, HARVEST_POLICY
+from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, HARVEST_SLOT
 from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.crds import apply_crds
@@ -55,6 +55,9 @@ _PER_SLOT = {
     "all sidecars attached for the first time": ("attached for the first time, ms a slot", 1e3),
 }
 
+# Of a shorter rest what memory gained says nothing.
+LEVEL_AFTER_S = 600.0
+
 
 def main() -> None:
     """Measure some numbers of slots; print and write the figures."""
@@ -63,7 +66,9 @@ def main() -> None:
     parser.add_argument("--slots", type=int, nargs="+", default=[200, 1000, 5000])
     parser.add_argument("--jobs", type=int, default=0, help="default: a fifth of the slots")
     parser.add_argument("--rate", type=float, default=20.0, help="jobs a second")
-    parser.add_argument("--rest", type=float, default=20.0, help="seconds at rest")
+    parser.add_argument(
+        "--rest", type=float, default=20.0, help="seconds at rest; 600 and more: what memory gains"
+    )
     parser.add_argument(
         "--add", action="store_true", help="keep what FILE has of other numbers of slots"
     )
@@ -199,6 +204,8 @@ async def _phases(
         waits = await _arrivals(kube, watch, jobs, options.rate)
         yield result(f"jobs at {options.rate:g}/s: created to Placed, p50", waits[0], "s")
         yield result(f"jobs at {options.rate:g}/s: created to Placed, p99", waits[1], "s", 1)
+        await _all_shown(kube, slots)
+        yield result("attached, each slot with its figures", time.monotonic() - began, "s")
         waits = await _arrivals(kube, watch, 20, 1.0, prefix="single")
         yield result("one job a second: created to Placed, p99", waits[1], "s", 0.15)
         async for figure in _at_rest(operator, http, options.rest, result):
@@ -240,6 +247,15 @@ async def _after_a_mass_disconnect(
     yield result("memory after all went away", operator.ps().memory_info().rss / 2**20, "MiB", 700)
 
 
+async def _all_shown(kube: Kube, slots: int) -> None:
+    """Return once every slot has an object of its own whose status is written."""
+    shown: set[str] = set()
+    while len(shown) < slots:
+        await asyncio.sleep(5)
+        async for piece in kube.pieces(kind_path(HARVEST_SLOT, NAMESPACE)):
+            shown |= {body["metadata"]["name"] for body in piece if body.get("status")}
+
+
 async def _arrivals(
     kube: Kube, watch: Watch, count: int, rate: float, prefix: str = "job"
 ) -> tuple[float, float]:
@@ -267,13 +283,16 @@ async def _at_rest(
     await asyncio.sleep(5)
     name = "windrow_operator_api_requests_total"
     process, before = operator.ps(), await operator.metrics(http)
-    cpu, began = process.cpu_times(), time.monotonic()
+    cpu, began, held = process.cpu_times(), time.monotonic(), process.memory_info().rss
     await asyncio.sleep(seconds)
     after, used = await operator.metrics(http), process.cpu_times()
     elapsed = time.monotonic() - began
     busy = (used.user + used.system - cpu.user - cpu.system) / elapsed
     yield result("at rest: share of one core", busy, "", 0.30)
     yield result("at rest: API writes", (after[name] - before[name]) / elapsed, "1/s", 5)
+    if seconds >= LEVEL_AFTER_S:
+        gained = (process.memory_info().rss - held) / 2**20
+        yield result(f"at rest: memory gained in {seconds / 60:g} min", gained, "MiB")
     waits = await _reviews(operator, http)
     yield result("webhook at 100 pods/s, p99", waits, "s", 0.020)
 
