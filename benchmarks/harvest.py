@@ -23,6 +23,7 @@ from rich.console import Console
 
 from benchmarks.harness import ROOT
 from windrow.errors import UserError, WindrowError
+from windrow.local import verdict
 from windrow.local.compare import FOOTING, CompareSettings, run
 from windrow.local.demo import DemoSettings
 from windrow.local.environment import environment
@@ -114,9 +115,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"[red]{names}: {error}[/]")
             failed.append(names)
             continue
-        for load, result in zip(loads, played, strict=True):
-            shutil.copy(result, results / load.file)
-            console.print(f"written: {results / load.file}; page and logs: {settings.out}")
+        for load, (path, result) in zip(loads, played.items(), strict=True):
+            try:
+                verdict.check(result)
+            except verdict.Impossible as error:
+                console.print(f"[red]{load.name}: {error}[/]")
+                failed.append(load.name)
+                continue
+            shutil.copy(path, results / load.file)
+            console.print(f"written: {results / load.file}; page and logs: {path.parent}")
     if failed:
         console.print(f"[red]failed: {'; '.join(failed)}[/]")
     return 1 if failed else 0

@@ -126,11 +126,12 @@ def out(tmp_path):
 
 
 ARMS = [Arm("alone", "alone", ""), Arm("windrow", "policy", "", "windrow")]
+TURNS = [(arm.name, 0.0) for arm in ARMS]
 
 
 def test_only_whole_rounds_count(out):
-    (session,) = ComparisonSession.all_of(out)
-    assert session.rounds_of(["alone", "windrow"]) == [0]
+    (session,) = (at.whole(TURNS) for at in ComparisonSession.all_of(out))
+    assert {at.round for at in session.segments} == {0}
     alone, windrow = session.figures(ARMS, objective_ms=10)
     assert (alone.arm, alone.over, alone.tokens_per_second) == ("alone", 1.0, None)
     assert (windrow.arm, windrow.over) == ("windrow", 0.0)
@@ -166,9 +167,7 @@ def test_what_knows_no_objective_counts_for_each_and_a_policy_for_its_own(tmp_pa
     (session,) = ComparisonSession.all_of(tmp_path)
     turns = [("alone", 0.0), ("windrow", 2.0), ("windrow", 4.0)]
     assert {at.round for at in session.whole(turns).segments} == {0}  # the other was broken off
-    assert session.at(2.0).rounds_of(["alone", "windrow"]) == [0]
-    assert session.at(4.0).rounds_of(["alone", "windrow"]) == [0, 1]
-    (_, tight) = session.at(2.0).figures(ARMS, objective_ms=10)
+    (_, tight) = session.whole(turns).at(2.0).figures(ARMS, objective_ms=10)
     loose = [at for at in session.at(4.0).figures(ARMS, objective_ms=20) if at.arm == "windrow"]
     assert tight.tokens_per_second == pytest.approx(25)
     assert [at.tokens_per_second for at in loose] == [pytest.approx(150 / 7), 0]
@@ -180,3 +179,12 @@ def test_every_policy_that_a_harvest_policy_can_choose_is_an_arm():
     names = [arm.name for arm in CompareSettings().chosen()]
     assert set(policies()) <= set(names)
     assert len(names) == len(set(names))
+
+
+def test_a_turn_that_was_played_again_does_not_count_but_its_trainer_ran(out):
+    slow = Segment(0, "windrow", "harvested", "job", ns(8, 9), ns(8, 9), slower=1.4, counts=False)
+    with (out / "session-1" / arms.SEGMENTS).open("a") as lines:
+        lines.write(json.dumps(asdict(slow)) + "\n")
+    (session,) = ComparisonSession.all_of(out)
+    assert slow in session.played
+    assert slow not in session.segments

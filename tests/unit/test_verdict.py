@@ -6,7 +6,16 @@ import pytest
 from rich.console import Console
 
 from windrow.local import frontier, verdict
-from windrow.local.arms import AGAIN, ALONE, DEDICATED, NAIVE, TUNED, SegmentFigures, arms_of
+from windrow.local.arms import (
+    AGAIN,
+    ALONE,
+    DEDICATED,
+    NAIVE,
+    TUNED,
+    Segment,
+    SegmentFigures,
+    arms_of,
+)
 
 ARMS = [
     arm
@@ -33,11 +42,22 @@ MIDDLE = {
 }
 
 
+def segment(n, arm, **found):
+    return Segment(n, arm, "", "job", (0, 8_000_000_000), (0, 8_000_000_000), 2.0, **found)
+
+
 class Rounds:
-    """Stands for a session: every arm's middle, moved a little from round to round."""
+    """Stands for a session: every arm's middle, moved a little from round to round.
+
+    In its first round the machine was slow when static played: once again, and slow still.
+    """
 
     def __init__(self, rounds=6, middle=MIDDLE):
         self._rounds, self._middle = rounds, middle
+        slow = [segment(0, "static", slower=1.3, counts=counts) for counts in (False, True)]
+        usual = [segment(n, "windrow", slower=1.02) for n in range(rounds)]
+        self.played = (*slow, *usual)
+        self.segments = tuple(at for at in self.played if at.counts)
 
     def figures(self, arms, objective_ms):
         assert objective_ms == 10.0
@@ -120,5 +140,7 @@ def test_table_and_page_show_every_arm_with_its_intervals(tmp_path):
     for wanted in ("windrow", "+29.80 [+29.80, +29.80]", "1,825 [1,800, 1,850]", "36,000"):
         assert wanted in shown, shown
         assert wanted in page
+    assert found["turns"] == {"count": 7, "played_again": 1, "slower": 1}
+    assert "Before or after 1 of 7 turns the machine was slower" in page
     names = {trace.name for trace in frontier.frontier(found).data}
     assert names == {NAIVE, TUNED, "windrow", "static"}

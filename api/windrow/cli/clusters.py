@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -126,6 +125,7 @@ def demo(
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
     from windrow.local import compare as comparison
     from windrow.local import demo as whole
+    from windrow.local import verdict
     from windrow.local.report import adapter_path, rows_of
 
     console = Console(stderr=as_json)
@@ -150,8 +150,8 @@ def demo(
             rounds=compared.rounds, window_s=compared.segment, arms=names
         )
         how.check()
-        (result,) = comparison.run(settings, how, console)
-        summary = json.loads(result.read_text(encoding="utf-8"))
+        (summary,) = comparison.run(settings, how, console).values()
+        verdict.check(summary)
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))

@@ -89,6 +89,8 @@ class Segment:
         window_ns: what is counted.
         factor: of the objective that the policy had, in solo steps; 0: no policy shared the device,
             so the segment counts for each objective.
+        slower: how slow the machine was before or after it, of what it usually is (`pace`).
+        counts: False: it was played again for that.
     """
 
     round: int
@@ -98,6 +100,8 @@ class Segment:
     active_ns: tuple[int, int]
     window_ns: tuple[int, int]
     factor: float = 0.0
+    slower: float = 1.0
+    counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,8 @@ class ComparisonSession:
     def all_of(cls, out: Path) -> list[ComparisonSession]:
         """Return the sessions of a comparison, in order; those that were broken off as well."""
         folders = sorted(out.glob(f"{SESSION}*"), key=lambda at: int(at.name[len(SESSION) :]))
-        return [cls(folder, found := _segments(folder / SEGMENTS), found) for folder in folders]
+        found = [(folder, _segments(folder / SEGMENTS)) for folder in folders]
+        return [cls(at, tuple(s for s in played if s.counts), played) for at, played in found]
 
     def whole(self, turns: Sequence[tuple[str, float]]) -> ComparisonSession:
         """Return what counts of the rounds in which all of these turns were played.
@@ -279,19 +284,12 @@ class ComparisonSession:
         segments = tuple(at for at in self.segments if at.factor in (0.0, factor))
         return replace(self, segments=segments)
 
-    def rounds_of(self, arms: Sequence[str]) -> list[int]:
-        """Return the rounds in which all of these arms have played."""
-        played = {(at.round, at.arm) for at in self.segments}
-        rounds = sorted({at.round for at in self.segments})
-        return [n for n in rounds if all((n, arm) in played for arm in arms)]
-
     def figures(self, arms: Sequence[Arm], objective_ms: float) -> list[SegmentFigures]:
-        """Return the figures of each arm in each whole round.
+        """Return the figures of each of these arms in each segment that counts.
 
         Raises ValueError where a policy was not in force in the window that was to be its own, or
         had another objective.
         """
-        whole = set(self.rounds_of([arm.name for arm in arms]))
         by_name = {arm.name: arm for arm in arms}
         pods = _Pods.read(self.folder / PODS)
         progress = {
@@ -304,7 +302,7 @@ class ComparisonSession:
         found = []
         for segment in self.segments:
             arm = by_name.get(segment.arm)
-            if arm is None or segment.round not in whole:
+            if arm is None:
                 continue
             if arm.policy:
                 pods.check_policy(segment, arm.policy, objective_ms)

@@ -2,6 +2,7 @@
 
 Taken once for a machine and job, before any load is played:
 
+- how fast the machine is in quiet moments (`windrow.local.pace`);
 - the best plain PEFT loop alone on the device, of a small set that is tried (`TRIED`);
 - what a plain loop holds of its own (weights, activations, gradients, optimizer), and what our
   worker holds outside of the arena: its intermediates; frozen weights are decode's own.
@@ -26,6 +27,7 @@ from windrow.local import demo, measure, serving
 from windrow.local.arms import TrainerProgress, folder_of
 from windrow.local.manifests import NAMESPACE
 from windrow.local.measure import LoopForm
+from windrow.local.pace import MachinePace
 from windrow.local.summary import Events
 
 DECODE_KEEPS = 0.6
@@ -47,6 +49,8 @@ _WORKER = "windrow_sidecar.finetune.worker"
 
 def take(on: demo.DemoStage, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     """Measure it; `job` trains without end."""
+    on.say("how fast the machine is")
+    pass_us = MachinePace(on.devices[0].cores).usual_us()
     rates: dict[str, float] = {}
     held: dict[str, int] = {}
     for name, form in TRIED.items():
@@ -70,6 +74,7 @@ def take(on: demo.DemoStage, folder: Path, job: dict[str, Any]) -> dict[str, Any
         )
     best = max(rates, key=lambda name: rates[name])
     return {
+        "pass_us": round(pass_us, 1),
         "peft_tokens_per_second": {name: round(rate, 1) for name, rate in rates.items()},
         "peft_best": best,
         "peft_best_form": asdict(TRIED[best]),

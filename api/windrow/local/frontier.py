@@ -57,11 +57,18 @@ def write_page(out: Path, result: Mapping[str, Any], sessions: Sequence[Comparis
 def load_of(result: Mapping[str, Any]) -> str:
     """Say under which load, objective and machine a comparison was made."""
     asked, rule, machine = result["asked"], result["objective"], result["environment"]
+    turns = result.get("turns")
+    paced = (
+        f" Before or after {turns['slower']} of {turns['count']} turns the machine was slower than "
+        f"usual by a tenth or more; {turns['played_again']} more were played again for that."
+        if turns
+        else ""
+    )
     return (
         f"Objective {rule['milliseconds']:g} ms ({rule['rule']}); load "
         f"{asked['trace'] or asked['like']} at rate {result['rate']:g}, {result['requests']} "
         f"requests; {result['rounds']} rounds, {asked['window_s']:g} s of each turn counted after "
-        f"{asked['lead_s']:g} s of lead-in; {machine['cpu']}, {machine['cores']} cores."
+        f"{asked['lead_s']:g} s of lead-in; {machine['cpu']}, {machine['cores']} cores.{paced}"
     )
 
 

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from windrow.errors import WindrowError
 from windrow.local.arms import AGAIN, ALONE, Arm, ComparisonSession, SegmentFigures
+from windrow.local.pace import SLOWER
 from windrow.local.paired import Interval, ahead_of_all, differences, interval_of
 
 WORSE = 0.003  # of the steps
@@ -72,6 +73,11 @@ def result_of(
         **plan,
         "rounds": len({at.round for at in found}),
         "rounds_asked": rounds,
+        "turns": {
+            "count": sum(len(session.segments) for session in sessions),
+            "played_again": sum(not at.counts for session in sessions for at in session.played),
+            "slower": sum(at.slower > SLOWER for session in sessions for at in session.segments),
+        },
         **_standing(by_arm, plan["kv_tokens"]),
         "segments": [asdict(at) for at in found],
     }
