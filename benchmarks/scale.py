@@ -30,6 +30,7 @@ from benchmarks.operator_load import (
     MODELS,
     NAMESPACE,
     Operator,
+    OwnPauses,
     Sidecar,
     Watch,
     authority_of,
@@ -198,17 +199,20 @@ async def _phases(
     try:
         await until("all are attached", lambda: all(one.attached for one in sidecars))
         yield result("all sidecars attached for the first time", time.monotonic() - began, "s")
-        watch = Watch(kube, http)
-        watching = asyncio.create_task(watch.run())
+        watch, pauses = Watch(kube, http), OwnPauses()
+        pauses.settle()
+        beside = [asyncio.create_task(each.run()) for each in (watch, pauses)]
         await until("it watches", lambda: watch.ready)
         waits = await _arrivals(kube, watch, jobs, options.rate)
         yield result(f"jobs at {options.rate:g}/s: created to Placed, p50", waits[0], "s")
         yield result(f"jobs at {options.rate:g}/s: created to Placed, p99", waits[1], "s", 1)
         await _all_shown(kube, slots)
         yield result("attached, each slot with its figures", time.monotonic() - began, "s")
+        pauses.take_longest()
         waits = await _arrivals(kube, watch, 20, 1.0, prefix="single")
         yield result("one job a second: created to Placed, p99", waits[1], "s", 0.15)
-        async for figure in _at_rest(operator, http, options.rest, result):
+        yield result("meanwhile: longest pause of the load", pauses.take_longest(), "s")
+        async for figure in _at_rest(operator, http, options.rest, pauses, result):
             yield figure
         if options.profile:
             await operator.end(kill=False)
@@ -226,7 +230,8 @@ async def _phases(
         after = await _epochs(kube)
         moved = sum(after[name] != epoch for name, epoch in before.items())
         yield result("killed: jobs that moved", moved, "jobs", 0)
-        watching.cancel()
+        for task in beside:
+            task.cancel()
         async for figure in _after_a_mass_disconnect(operator, tasks, result):
             yield figure
     finally:
@@ -278,6 +283,7 @@ async def _at_rest(
     operator: Operator,
     http: aiohttp.ClientSession,
     seconds: float,
+    pauses: OwnPauses,
     result: Callable[..., Result],
 ) -> Any:
     await asyncio.sleep(5)
@@ -293,8 +299,10 @@ async def _at_rest(
     if seconds >= LEVEL_AFTER_S:
         gained = (process.memory_info().rss - held) / 2**20
         yield result(f"at rest: memory gained in {seconds / 60:g} min", gained, "MiB")
+    pauses.take_longest()
     waits = await _reviews(operator, http)
     yield result("webhook at 100 pods/s, p99", waits, "s", 0.020)
+    yield result("while it was asked: longest pause of the load", pauses.take_longest(), "s")
 
 
 async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:

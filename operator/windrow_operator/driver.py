@@ -290,7 +290,7 @@ class Driver:
         self._policies.charge(now)
         await self._policies.write(now)
         self._cluster.forget_unused_slots()
-        self._metrics.show(self._cluster, self._slots, now)
+        await self._metrics.show(self._cluster, self._slots, now)
 
     def _counts_now(self, now: datetime) -> bool:
         """Return whether it is time to count everything: seldom where there is much."""

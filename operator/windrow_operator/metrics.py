@@ -18,6 +18,7 @@ from windrow_operator.cluster_state import ClusterState
 from windrow_operator.liveness import Liveness
 from windrow_operator.model import CheckedPolicy, Job, Slot
 from windrow_operator.slots import readiness
+from windrow_operator.work_queue import in_pieces
 
 
 class Metrics:
@@ -101,16 +102,20 @@ class Metrics:
                 seconds / len(sharers)
             )
 
-    def show(self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime) -> None:
+    async def show(
+        self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime
+    ) -> None:
         """Show what there is."""
-        self._jobs.clear()
         jobs = Tally(
             (body["metadata"]["namespace"], state_word(body)) for body in cluster.jobs.values()
         )
+        slots = Tally(
+            [_slot_labels(key, views[key]) async for key in in_pieces(cluster.slots) if key in views]
+        )
+        self._jobs.clear()
         for labels, count in jobs.items():
             self._jobs.labels(*labels).set(count)
         self._slots.clear()
-        slots = Tally(_slot_labels(key, views[key]) for key in cluster.slots if key in views)
         for where, count in slots.items():
             self._slots.labels(*where).set(count)
         beats = [slot.beat_at for slot in cluster.slots.values() if slot.attached and slot.beat_at]

@@ -10,6 +10,7 @@ from windrow_operator import policies
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.kube import ApiError, Body, Kube, ObjectNotFound, kind_path
 from windrow_operator.metrics import Metrics
+from windrow_operator.work_queue import in_pieces
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class PolicyStatus:
 
     async def write(self, now: datetime) -> None:
         """Write the status of each policy that changed; one that fails is written the next time."""
-        policy_counts = self._counts()
+        policy_counts = await self._counts()
         for key in list(self._cluster.policy_bodies):
             # Watches go on while a status is written: a policy may be gone by its turn.
             if (body := self._cluster.policy_bodies.get(key)) is None:
@@ -76,17 +77,17 @@ class PolicyStatus:
         last = self._usage_written.get(key)
         return before != after and (last is None or now - last >= USAGE_INTERVAL)
 
-    def _counts(self) -> dict[str, policies.PolicyCounts]:
+    async def _counts(self) -> dict[str, policies.PolicyCounts]:
         """Return what every policy has under it."""
         counts: dict[str, list[int]] = {}
         active = self._cluster.active_slots()
         policy_of_pod: dict[str, str] = {}
-        for pod in self._cluster.pods.values():
+        async for pod in in_pieces(self._cluster.pods.values()):
             policy = self._cluster.policy_of(pod)
             if policy is not None and not pod.ending:
                 policy_of_pod[pod.uid] = policy.key
                 counts.setdefault(policy.key, [0, 0, 0])[0] += 1
-        for live in self._cluster.slots.values():
+        async for live in in_pieces(self._cluster.slots.values()):
             key = policy_of_pod.get(live.pod_uid)
             if key is not None and live.attached:
                 counts[key][1] += 1

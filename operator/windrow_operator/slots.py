@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping
@@ -217,7 +219,7 @@ class SlotWriter:
 
     def __init__(self, cluster: ClusterState, kube: Kube) -> None:
         self._cluster, self._kube = cluster, kube
-        self._written: dict[str, Body] = {}  # facts by key
+        self._written: dict[str, bytes] = {}  # digest of the object without status, by key
         self._status: dict[str, Body] = {}
         self._seen: dict[str, tuple[object, ...]] = {}  # what was notable when it was written
         self._later: dict[str, None] = {}  # keys of slots that are looked at the next time
@@ -226,25 +228,28 @@ class SlotWriter:
 
     async def load(self) -> None:
         """Take up the slots of an earlier life of the operator: known, not attached."""
-        for body in await self._kube.list(kind_path(HARVEST_SLOT)):
-            metadata, spec = body["metadata"], body["spec"]
-            key = f"{metadata['namespace']}/{metadata['name']}"
-            live = LiveSlot(
-                key=key,
-                namespace=metadata["namespace"],
-                name=metadata["name"],
-                pod_name=spec["podName"],
-                pod_uid=spec["podUid"],
-                node=spec.get("nodeName", ""),
-                facts=_facts(spec),
-            )
-            self._cluster.put_slot(live)
-            self._written[key] = {
-                **{name: body[name] for name in ("apiVersion", "kind", "spec") if name in body},
-                "metadata": {name: metadata.get(name) for name in _OURS},
-            }
-            self._status[key] = status = body.get("status") or {}
-            self._cluster.health.take_up(key, status.get("health"))
+        async for piece in self._kube.pieces(kind_path(HARVEST_SLOT)):
+            for body in piece:
+                self._take_up(body)
+
+    def _take_up(self, body: Body) -> None:
+        metadata, spec = body["metadata"], body["spec"]
+        key = f"{metadata['namespace']}/{metadata['name']}"
+        live = LiveSlot(
+            key=key,
+            namespace=metadata["namespace"],
+            name=metadata["name"],
+            pod_name=spec["podName"],
+            pod_uid=spec["podUid"],
+            node=spec.get("nodeName", ""),
+            facts=_facts(spec),
+        )
+        self._cluster.put_slot(live)
+        said = {name: body[name] for name in ("apiVersion", "kind", "spec") if name in body}
+        said["metadata"] = {name: metadata.get(name) for name in _OURS}
+        self._written[key] = _digest(said)
+        self._status[key] = status = body.get("status") or {}
+        self._cluster.health.take_up(key, status.get("health"))
 
     async def write(self, now: datetime) -> None:
         """Write the slots that changed; one that fails is written the next time.
@@ -291,7 +296,7 @@ class SlotWriter:
 
     async def _write(self, live: LiveSlot, view: Slot, now: datetime) -> None:
         wanted = slot_object(live)
-        if self._written.get(live.key) != wanted and live.attached:
+        if live.attached and self._written.get(live.key) != _digest(wanted):
             await self._write_object(live, wanted)
         before, after = self._status.get(live.key, {}), self._status_of(live, view, now)
         if after == before:
@@ -315,7 +320,7 @@ class SlotWriter:
     def _says_the_same(self, live: LiveSlot, view: Slot, now: datetime) -> bool:
         """Return whether what an earlier leader has written is true but for figures."""
         before, after = self._status.get(live.key), self._status_of(live, view, now)
-        same = self._written.get(live.key) == slot_object(live)
+        same = self._written.get(live.key) == _digest(slot_object(live))
         told = ("conditions", "policy", "mode", "jobs", "health", "breaker")
         return same and before is not None and all(before.get(k) == after.get(k) for k in told)
 
@@ -326,7 +331,7 @@ class SlotWriter:
         except Conflict:
             path = kind_path(HARVEST_SLOT, live.namespace, live.name)
             await self._kube.merge(path, wanted)
-        self._written[live.key] = wanted
+        self._written[live.key] = _digest(wanted)
 
     def _forget(self, key: str) -> None:
         self._written.pop(key, None)
@@ -346,6 +351,11 @@ class SlotWriter:
             epoch = (body.get("status") or {}).get("epoch", 0)
             jobs.append({**job, "uid": holder.uid, "epoch": epoch})
         return jobs
+
+
+def _digest(body: Body) -> bytes:
+    """Return what tells whether an object is still the same, in 16 bytes: there are thousands."""
+    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).digest()
 
 
 def _facts(spec: Mapping[str, Any]) -> pb.SlotFacts:

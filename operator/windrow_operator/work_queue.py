@@ -8,8 +8,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, TypeVar
+
+_AT_ONCE = 200  # things in one go; admission and streams have their turn in between
+
+_T = TypeVar("_T")
+
+
+async def in_pieces(things: Iterable[_T]) -> AsyncIterator[_T]:
+    """Yield `things` as they are at the call; every few hundred, let others have their turn."""
+    for number, thing in enumerate(list(things), 1):
+        yield thing
+        if number % _AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 class Changes:
