@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -28,6 +27,7 @@ from windrow_operator.injection import SidecarTemplate
 from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.leading import Leading
 from windrow_operator.lease import LeaderLease
+from windrow_operator.memory import ProcessMemory
 from windrow_operator.metrics import Metrics
 from windrow_operator.reconcile import Event
 from windrow_operator.resync import Resync
@@ -105,6 +105,7 @@ class App:
         self._state = StateFile(settings.state_file)
         self._facts: dict[str, Any] = {"pid": os.getpid(), "ready": False, "leads": False}
         self._leading: Leading | None = None
+        self._memory = ProcessMemory()
         self.cluster = ClusterState(utc_now())
         self.metrics = Metrics()
         kube.on_call = self.metrics.called
@@ -116,6 +117,7 @@ class App:
 
     async def run(self) -> None:
         """Serve until `stop` or until a part fails, which then is raised."""
+        self._memory.take_over()
         async with AsyncExitStack() as stack:
             self._take_signals()
             metrics_port = await self._bind(
@@ -136,7 +138,7 @@ class App:
                 watching,
                 asyncio.create_task(lease.run(), name="lease"),
                 asyncio.create_task(self._lead(served), name="leader"),
-                asyncio.create_task(self._compare(), name="compare"),
+                asyncio.create_task(self._compare(served.attach), name="compare"),
                 asyncio.create_task(served.certificates.keep(), name="certificates"),
                 asyncio.create_task(self._stop.wait(), name="stop"),
             ]
@@ -199,11 +201,12 @@ class App:
         )
         if not await self._patiently(self._leading.begin, _nobody):
             return
+        self._memory.collect(len(served.attach.sessions))  # all that is listed lives for long
         self._write_state(leads=True, term=lease.term)
         await self._leading.run()
 
-    async def _compare(self) -> None:
-        """Take up now and then what the watches have missed."""
+    async def _compare(self, attach: AttachServer) -> None:
+        """Take up now and then what the watches have missed; put memory in order after it."""
         resync = Resync(self._kube, self.cluster, self._settings.namespaces)
         while True:
             await asyncio.sleep(_COMPARED_S)
@@ -212,7 +215,8 @@ class App:
             except ApiError as error:
                 log.warning("cannot list the watched objects to compare them: %s", error)
                 continue
-            await asyncio.to_thread(_give_memory_back)
+            self._memory.collect(len(attach.sessions))
+            await asyncio.to_thread(self._memory.give_back)
             self.metrics.missed(missed)
             if missed:
                 log.warning("the watches missed changes, a listing has corrected: %s", missed)
@@ -408,12 +412,6 @@ async def _end(tasks: list[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks, timeout=_STOP_SECONDS)
-
-
-def _give_memory_back() -> None:
-    """Hand the system what listings and ended streams have freed; glibc keeps it otherwise."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 async def serve(settings: Settings) -> None:

@@ -29,6 +29,7 @@ from windrow_operator.session import MISSED_HEARTBEATS, Session
 
 log = logging.getLogger(__name__)
 
+_VERSION: Final = version("windrow")  # looked up in the files of all packages
 # A sidecar reports every second; of very many each one more seldom, so that all of them together
 # send no more messages than one process can take.
 _HEARTBEATS_PER_SECOND = 500
@@ -204,7 +205,7 @@ class AttachServer(pb_grpc.AttachServicer):
         return pb.OperatorMessage(
             hello=pb.OperatorHello(
                 protocol_version=PROTOCOL_VERSION,
-                operator_version=version("windrow"),
+                operator_version=_VERSION,
                 heartbeat_seconds=session.interval.total_seconds(),
                 rest_heartbeat_seconds=session.rest.total_seconds(),
                 leader_term=session.term,

@@ -1,0 +1,76 @@
+"""What the operator does about Python's collector: nothing is kept that has ended with its stream."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from windrow_operator.memory import _EVERYTHING_AFTER, ProcessMemory
+
+
+class _Stream:
+    """Like one of gRPC's: it refers to itself, so that only the collector is rid of it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+def test_what_lives_for_long_is_passed_over():
+    memory = ProcessMemory()
+    before = gc.get_freeze_count()
+    lives = [_Stream() for _ in range(1000)]
+    memory.collect(1000)
+    assert gc.get_freeze_count() >= before + len(lives)
+    assert not any(isinstance(seen, _Stream) for seen in gc.get_objects())
+
+
+def test_what_has_ended_since_the_last_call_goes():
+    memory = ProcessMemory()
+    memory.collect(10)
+    ended = weakref.ref(_Stream())
+    memory.collect(10)
+    assert ended() is None
+
+
+def test_streams_that_were_set_aside_go_once_many_have_ended():
+    memory = ProcessMemory()
+    streams = [_Stream() for _ in range(10)]
+    memory.collect(len(streams))
+    ended = [weakref.ref(stream) for stream in streams[:5]]
+    del streams[:5]
+    memory.collect(9)
+    assert all(stream() is not None for stream in ended), "too few are worth a long pause"
+    memory.collect(8)
+    assert all(stream() is None for stream in ended)
+
+
+def test_what_is_old_is_collected_when_it_is_asked_for_alone():
+    before = gc.get_threshold()
+    try:
+        ProcessMemory().take_over()
+        young, middle, old = gc.get_threshold()
+    finally:
+        gc.set_threshold(*before)
+    assert young and middle and young * middle * old > 10**9
+
+
+def test_few_that_have_ended_go_in_the_end():
+    memory = ProcessMemory()
+    stream = _Stream()
+    memory.collect(100)
+    ended = weakref.ref(stream)
+    del stream
+    for _ in range(_EVERYTHING_AFTER):
+        memory.collect(99)
+    assert ended() is None
