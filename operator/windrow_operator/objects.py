@@ -111,11 +111,13 @@ class WatchedObjects:
 
     def put_pod(self, body: Mapping[str, Any], *, put_back: bool = False) -> Pod:
         """Keep what is needed of a decode pod unless a newer one is here; `put_back`: even then."""
-        pod = pod_of(body)
-        known = self.pods.get(pod.uid)
-        if not put_back and known is not None and known.version > pod.version:
-            return known
-        self.pods[pod.uid] = pod
+        uid, version = body["metadata"].get("uid", ""), version_of(body)
+        if (known := self.pods.get(uid)) is not None:
+            # A new leader is told of each pod three times: by two listings, and by the watch's own.
+            told_before = known.version == version > 0
+            if told_before or (known.version > version and not put_back):
+                return known
+        pod = self.pods[uid] = pod_of(body)
         self._pod_has_changed(pod)
         return pod
 
