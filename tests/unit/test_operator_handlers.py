@@ -72,3 +72,18 @@ async def test_a_pod_that_is_gone_leaves_nothing_behind(handlers, cluster, said)
     assert cluster.pods == {}
     await handlers.pod({"type": "ADDED", "object": pod_body("pod-2")})
     assert [uid for uid, _ in said] == ["pod-1", "pod-2"]
+
+
+def test_a_pod_that_is_told_of_again_in_the_same_version_concerns_nobody(cluster):
+    """A new leader is told of thousands three times."""
+    body = pod_body()
+    body["metadata"]["resourceVersion"] = "7"
+    first = cluster.put_pod(body)
+    cluster.changed_pods.take("driver")
+    cluster.changed_slots.take("driver")
+    assert cluster.put_pod(body) is first
+    assert not cluster.changed_pods.waits("driver")
+    assert not cluster.changed_slots.waits("driver")
+    body["metadata"] |= {"resourceVersion": "8", "labels": {"app": "chat"}}
+    assert cluster.put_pod(body).labels == {"app": "chat"}
+    assert cluster.changed_pods.waits("driver")

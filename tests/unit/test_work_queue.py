@@ -2,7 +2,7 @@
 
 import asyncio
 
-from windrow_operator.work_queue import Changes, DueKeys, WorkQueue
+from windrow_operator.work_queue import Changes, DueKeys, WorkQueue, in_pieces
 
 
 async def test_the_smallest_rank_has_its_turn_first_and_a_key_is_there_once():
@@ -57,3 +57,20 @@ def test_each_reader_is_told_of_a_change_once():
     assert changes.take("one") == []
     changes.mark("c")
     assert changes.take("other") == ["a", "b", "c"]
+
+
+async def test_others_have_their_turn_between_pieces_and_what_comes_meanwhile_is_left_out():
+    things, turns = dict.fromkeys(range(1000)), 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            things[1000 + turns] = None
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    seen = [thing async for thing in in_pieces(things)]
+    beside.cancel()
+    assert seen == list(range(1000))
+    assert turns >= 4
