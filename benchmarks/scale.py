@@ -47,6 +47,7 @@ from windrow.local.build import ensure_tools
 from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
 from windrow.local.crds import apply_crds
 from windrow.local.progress import LineProgress
+from windrow.local.summary import percentile
 from windrow_operator.kube import Kube, kind_path
 
 # Of the figures, those that should grow with the number of slots and no faster.
@@ -211,8 +212,8 @@ async def _phases(
         await _all_shown(kube, slots)
         yield result("attached, each slot with its figures", time.monotonic() - began, "s")
         pauses.take_longest()
-        waits = await _arrivals(kube, watch, 20, 1.0, prefix="single")
-        yield result("one job a second: created to Placed, p99", waits[1], "s", 0.15)
+        waits = await _arrivals(kube, watch, min(100, slots - jobs), 2.0, prefix="single")
+        yield result("one job after the other, 2/s: created to Placed, p99", waits[1], "s", 0.15)
         yield result("meanwhile: longest pause of the load", pauses.take_longest(), "s")
         async for figure in _at_rest(operator, http, options.rest, pauses, result):
             yield figure
@@ -282,7 +283,7 @@ async def _arrivals(
     await asyncio.gather(*(create(number) for number in range(count)))
     await until("all are placed", lambda: created.keys() <= watch.placed.keys())
     waits = sorted(watch.placed[name] - at for name, at in created.items())
-    return statistics.median(waits), waits[min(len(waits) - 1, int(0.99 * len(waits)))]
+    return statistics.median(waits), percentile(waits, 0.99)
 
 
 async def _at_rest(
@@ -330,7 +331,7 @@ async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:
         waits.append(time.monotonic() - began)
 
     await asyncio.gather(*(ask(number) for number in range(500)))
-    return sorted(waits)[int(0.99 * len(waits))]
+    return percentile(sorted(waits), 0.99)
 
 
 async def _epochs(kube: Kube) -> dict[str, int]:

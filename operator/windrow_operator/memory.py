@@ -18,6 +18,7 @@ _ENDED = 0.1
 _EVERYTHING_AFTER = 60  # calls
 # Young objects are collected as ever, if more seldom; old ones when `collect` is called.
 _THRESHOLDS = (5_000, 10, 1_000_000)
+_YOUNG = 1  # and the generation before it: some ten thousand objects
 
 
 class ProcessMemory:
@@ -31,15 +32,17 @@ class ProcessMemory:
         gc.set_threshold(*_THRESHOLDS)
 
     def collect(self, streams: int) -> None:
-        """Collect what has come since the last call, or everything, and set aside what is left.
+        """Collect what is young, or now and then everything, and set aside what is left.
 
         To be called in the thread of the loop: nothing else runs meanwhile in any case.
         """
         self._calls += 1
         if streams < (1 - _ENDED) * self._streams or self._calls >= _EVERYTHING_AFTER:
             gc.unfreeze()
+            gc.collect()
             self._streams, self._calls = streams, 0
-        gc.collect()
+        else:
+            gc.collect(_YOUNG)  # what is older may be the load of a minute with much news
         gc.freeze()
         self._streams = max(self._streams, streams)
 

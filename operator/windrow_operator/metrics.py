@@ -102,16 +102,15 @@ class Metrics:
                 seconds / len(sharers)
             )
 
-    async def show(
-        self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime
-    ) -> None:
+    async def show(self, cluster: ClusterState, views: Mapping[str, Slot], now: datetime) -> None:
         """Show what there is."""
         jobs = Tally(
             (body["metadata"]["namespace"], state_word(body)) for body in cluster.jobs.values()
         )
-        slots = Tally(
-            [_slot_labels(key, views[key]) async for key in in_pieces(cluster.slots) if key in views]
-        )
+        slots: Tally[tuple[str, str, str]] = Tally()
+        async for key in in_pieces(cluster.slots):
+            if key in views:
+                slots[_slot_labels(key, views[key])] += 1
         self._jobs.clear()
         for labels, count in jobs.items():
             self._jobs.labels(*labels).set(count)

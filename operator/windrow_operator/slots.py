@@ -245,7 +245,7 @@ class SlotWriter:
             facts=_facts(spec),
         )
         self._cluster.put_slot(live)
-        said = {name: body[name] for name in ("apiVersion", "kind", "spec") if name in body}
+        said: Body = {name: body[name] for name in ("apiVersion", "kind", "spec") if name in body}
         said["metadata"] = {name: metadata.get(name) for name in _OURS}
         self._written[key] = _digest(said)
         self._status[key] = status = body.get("status") or {}
