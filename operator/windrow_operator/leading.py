@@ -80,6 +80,7 @@ class Leading:
             ApiError: the API server does not answer; to be called again.
         """
         await self._slots.load()
+        self._cluster.forget_unused_slots()  # their pods went while nobody led
         await self._profiles.load()
         await self._registration.keep({p.namespace for p in self._cluster.policies.values()})
         # Sidecars can come back from now on, so their grace begins here.
