@@ -210,12 +210,12 @@ class App:
         resync = Resync(self._kube, self.cluster, self._settings.namespaces)
         while True:
             await asyncio.sleep(_COMPARED_S)
+            self._memory.collect(len(attach.sessions))  # also while the API server is away
             try:
                 missed = await resync.compare()
             except ApiError as error:
                 log.warning("cannot list the watched objects to compare them: %s", error)
                 continue
-            self._memory.collect(len(attach.sessions))
             await asyncio.to_thread(self._memory.give_back)
             self.metrics.missed(missed)
             if missed:
