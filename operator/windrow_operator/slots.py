@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -23,6 +22,7 @@ from windrow_operator.budget import FIGURES_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Slot
+from windrow_operator.work_queue import in_pieces
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 LOOK_SECONDS = 2.0
 # So long after another replica has come to lead, a slot that is not attached yet is not said to be.
 _COMES_BACK = timedelta(seconds=60)
-_AT_ONCE = 100  # looked at in one go; admission and streams have their turn in between
+_AT_ONCE = 100  # looked at in one go
 # It may have been killed while nothing ran on it: then nobody brings it back before a job waits.
 _DISCONNECTED = (
     "The sidecar is not connected. One that runs dials again; one that has ended comes back once a "
@@ -259,9 +259,7 @@ class SlotWriter:
         """
         keys = dict.fromkeys([*self._later, *self._cluster.changed_slots.take("writer")])
         self._later.clear()
-        for number, key in enumerate(keys):
-            if number % _AT_ONCE == _AT_ONCE - 1:
-                await asyncio.sleep(0)
+        async for key in in_pieces(keys, _AT_ONCE):
             live = self._cluster.slots.get(key)
             if live is None:
                 self._forget(key)

@@ -16,11 +16,11 @@ _AT_ONCE = 200  # things in one go; admission and streams have their turn in bet
 _T = TypeVar("_T")
 
 
-async def in_pieces(things: Iterable[_T]) -> AsyncIterator[_T]:
-    """Yield `things` as they are at the call; every few hundred, let others have their turn."""
+async def in_pieces(things: Iterable[_T], at_once: int = _AT_ONCE) -> AsyncIterator[_T]:
+    """Yield `things` as they are at the call; after each `at_once`, let others have their turn."""
     for number, thing in enumerate(list(things), 1):
         yield thing
-        if number % _AT_ONCE == 0:
+        if number % at_once == 0:
             await asyncio.sleep(0)
 
 
