@@ -13,6 +13,7 @@ from windrow.local.arms import (
     ALONE,
     DEDICATED,
     DEDICATED_PEFT,
+    SEGMENTS,
     TUNED,
     ComparisonSession,
     folder_of,
@@ -57,12 +58,25 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         footing=kept,
     )
     settings = DemoSettings(out=out, rate=RATE, busy=True)
-    _play(settings, how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contest, "MachinePace", _SlowOnce)
+        _play(settings, how)
     before = (out / PLACE / compare.RESULT).read_bytes()
     _play(settings, how)
     after = (out / PLACE / compare.RESULT).read_bytes()
     assert after == before, "nothing was missing, nothing was played"
     return out
+
+
+class _SlowOnce:
+    """The pace of a machine that was ten times as slow after the first turn, and at no other time."""
+
+    def __init__(self, _cores: object) -> None:
+        self._asked = 0
+
+    def now_us(self) -> float:
+        self._asked += 1
+        return 1e10 if self._asked == 2 else 1e9
 
 
 def _play(settings: DemoSettings, how: CompareSettings) -> None:
@@ -72,6 +86,8 @@ def _play(settings: DemoSettings, how: CompareSettings) -> None:
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     (session,) = ComparisonSession.all_of(out)
     assert {at.arm for at in session.segments} == ARMS
+    noted = [json.loads(line) for line in (session.folder / SEGMENTS).open()]
+    assert [(at["arm"], at["slower"]) for at in noted if not at["counts"]] == [(ALONE, 10.0)]
     result = json.loads((out / PLACE / compare.RESULT).read_text())
     found = {at["arm"]: at for at in result["segments"]}
     assert set(found) == ARMS

@@ -7,6 +7,7 @@ paused by the policy's limit (`PAUSED`) or stopped (SIGSTOP).
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -146,6 +147,7 @@ class Contest:
         load = None
         if pod := _pod_of(arm):
             folder = self._folder / "loads" / f"{n}-{folder_of(_name_of(arm, factor))}"
+            shutil.rmtree(folder, ignore_errors=True)  # of the turn that this one replaces
             folder.mkdir(parents=True)
             load = measure.Load.start(
                 self._on.keeper,
