@@ -1,7 +1,9 @@
 """What the operator meets in `benchmarks.scale`: many pods, their sidecars and their objects.
 
 Pods are objects that no kubelet runs. A sidecar here is a gRPC stream with a token that is
-reviewed; it takes jobs and reports them by the rule of a real one, and trains nothing.
+reviewed; it takes jobs and reports them by the rule of a real one, and trains nothing. All sidecars
+live in a process of their own (`Sidecars`), for thousands of them stop it for tens of milliseconds
+now and then, and whoever times an answer should not stand still with them.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import base64
 import contextlib
 import gc
 import json
+import multiprocessing
 import random
 import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +80,7 @@ class Operator:
     @property
     def state(self) -> dict[str, Any]:
         """What it writes of itself."""
-        return dict(json.loads(self.state_file.read_text())) if self.state_file.exists() else {}
+        return _state_in(self.state_file)
 
     def ps(self) -> psutil.Process:
         """The process."""
@@ -96,31 +100,88 @@ class Operator:
         return sums
 
 
-class Sidecar:
+class Sidecars:
+    """A process in which each pod has a light sidecar; it ends with the process that made it."""
+
+    def __init__(
+        self, pods: list[dict[str, Any]], tokens: list[str], authority: bytes, state_file: Path
+    ) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._here, there = spawn.Pipe()
+        self._attached, self._pods = spawn.Value("i", 0), len(pods)
+        of = [
+            _Sidecar(pod["metadata"]["uid"], token, MODELS[i % len(MODELS)])
+            for i, (pod, token) in enumerate(zip(pods, tokens, strict=True))
+        ]
+        self._process = spawn.Process(
+            target=_live, args=(of, authority, state_file, self._attached, there), daemon=True
+        )
+        self._process.start()
+
+    def all_attached(self) -> bool:
+        """Whether all are; as of at most a tenth of a second ago. Raises if their process ended."""
+        if not self._process.is_alive():
+            raise RuntimeError(f"the sidecars' process ended with {self._process.exitcode}")
+        return self._attached.value == self._pods
+
+    def count_anew(self) -> None:
+        """Take none for attached, until it attaches again: their operator is gone."""
+        self._here.send("count anew")
+        self._here.recv()
+
+    def end(self) -> None:
+        """End all streams at once, and the process."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _live(
+    sidecars: list[_Sidecar], authority: bytes, state_file: Path, attached: Any, asked: Connection
+) -> None:
+    asyncio.run(_run_all(sidecars, authority, state_file, attached, asked))
+
+
+async def _run_all(
+    sidecars: list[_Sidecar], authority: bytes, state_file: Path, attached: Any, asked: Connection
+) -> None:
+    gc.disable()  # full collections stop it for a second, and it ends with the benchmark
+    async with asyncio.TaskGroup() as group:
+        for sidecar in sidecars:
+            group.create_task(sidecar.run(state_file, authority))
+        while True:
+            if asked.poll():
+                asked.recv()
+                for sidecar in sidecars:
+                    sidecar.attached = False
+                asked.send("done")
+            attached.value = sum(sidecar.attached for sidecar in sidecars)
+            await asyncio.sleep(0.1)
+
+
+class _Sidecar:
     """One stream: attaches, takes what it is given, reports it at the agreed interval."""
 
-    def __init__(self, pod: dict[str, Any], token: str, model: str) -> None:
-        self._pod, self._token, self._model = pod, token, model
+    def __init__(self, pod_uid: str, token: str, model: str) -> None:
+        self._pod_uid, self._token, self._model = pod_uid, token, model
         self._jobs: dict[str, pb.RunningJob] = {}
         self._term = 0
         self.attached = False
 
-    async def run(self, operator: Operator, authority: bytes) -> None:
+    async def run(self, state_file: Path, authority: bytes) -> None:
         """Attach, again and again."""
         pause_s = 0.5
         while True:
             with contextlib.suppress(
                 grpc.RpcError, asyncio.InvalidStateError, KeyError, ValueError
             ):
-                await self._attach(operator, authority)
+                await self._attach(_state_in(state_file)["attachPort"], authority)
             pause_s = 0.5 if self.attached else min(2 * pause_s, 10.0)
             self.attached = False
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _attach(self, operator: Operator, authority: bytes) -> None:
+    async def _attach(self, port: int, authority: bytes) -> None:
         credentials = grpc.ssl_channel_credentials(authority)
-        address = f"127.0.0.1:{operator.state['attachPort']}"
-        async with grpc.aio.secure_channel(address, credentials) as channel:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
             stub = pb_grpc.AttachStub(channel)  # type: ignore[no-untyped-call]
             call = stub.Attach(metadata=(("authorization", f"Bearer {self._token}"),))
             await call.write(pb.SidecarMessage(hello=self._hello()))
@@ -141,7 +202,7 @@ class Sidecar:
         )
         return pb.SidecarHello(
             protocol_version=1,
-            pod_uid=self._pod["metadata"]["uid"],
+            pod_uid=self._pod_uid,
             slots=[facts],
             running=self._jobs.values(),
             leader_term=self._term,
@@ -189,8 +250,8 @@ class Sidecar:
 class OwnPauses:
     """How long this process's own loop stands: what is timed in it includes that.
 
-    Thousands of sidecars live in it, so that Python's collector alone stops it for long; it is
-    switched off here (`settle`), and what is left is a figure beside those that it is part of.
+    Python's collector is switched off here (`settle`), and what is left is a figure beside those
+    that it is part of.
     """
 
     def __init__(self) -> None:
@@ -237,6 +298,10 @@ class Watch:
                 body = json.loads(line)["object"]
                 if (body.get("status") or {}).get("slot"):
                     self.placed.setdefault(body["metadata"]["name"], time.monotonic())
+
+
+def _state_in(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 async def until(what: str, holds: Callable[[], object]) -> None:

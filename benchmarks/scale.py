@@ -1,9 +1,9 @@
 """The operator as a process with many slots, on a real API server.
 
-Pods are objects that no kubelet runs; each has a sidecar of its own, a light client in this process
-(`benchmarks.operator_load`). All of them, the API server and etcd run beside the operator on this
-machine, so figures include the load that they make. For each number of slots there is a new API
-server and a new operator. A plot of the cost of a slot is left beside FILE (.svg).
+Pods are objects that no kubelet runs; each has a sidecar of its own, a light client in another
+process (`benchmarks.operator_load`). All of them, the API server and etcd run beside the operator
+on this machine, so figures include the load that they make. For each number of slots there is a new
+API server and a new operator. A plot of the cost of a slot is left beside FILE (.svg).
 
 Example: python -m benchmarks.scale --slots 200 1000 --json /tmp/scale.json
 """
@@ -27,11 +27,10 @@ import aiohttp
 from benchmarks.engine.drawing import Panel, draw
 from benchmarks.harness import Result, arguments, environment, write
 from benchmarks.operator_load import (
-    MODELS,
     NAMESPACE,
     Operator,
     OwnPauses,
-    Sidecar,
+    Sidecars,
     Watch,
     authority_of,
     create_pod,
@@ -193,14 +192,10 @@ async def _phases(
     yield result("ready after a cold start with their pods", await operator.start(), "s", 10)
     authority = await authority_of(kube)
     tokens = await in_parallel([token_of(kube, pod) for pod in pods])
-    sidecars = [
-        Sidecar(pod, token, MODELS[i % len(MODELS)])
-        for i, (pod, token) in enumerate(zip(pods, tokens, strict=True))
-    ]
     began = time.monotonic()
-    tasks = [asyncio.create_task(sidecar.run(operator, authority)) for sidecar in sidecars]
+    sidecars = Sidecars(pods, tokens, authority, operator.state_file)
     try:
-        await until("all are attached", lambda: all(one.attached for one in sidecars))
+        await until("all are attached", sidecars.all_attached)
         yield result("all sidecars attached for the first time", time.monotonic() - began, "s")
         watch, pauses = Watch(kube, http), OwnPauses()
         pauses.settle()
@@ -224,10 +219,9 @@ async def _phases(
         before = await _epochs(kube)
         await operator.end(kill=True)
         began = time.monotonic()
-        for sidecar in sidecars:
-            sidecar.attached = False
+        sidecars.count_anew()
         await operator.start()
-        await until("all are attached again", lambda: all(one.attached for one in sidecars))
+        await until("all are attached again", sidecars.all_attached)
         yield result("killed: all attached again", time.monotonic() - began, "s", 60)
         await asyncio.sleep(5)
         after = await _epochs(kube)
@@ -235,16 +229,14 @@ async def _phases(
         yield result("killed: jobs that moved", moved, "jobs", 0)
         for task in beside:
             task.cancel()
-        async for figure in _after_a_mass_disconnect(operator, tasks, result):
+        async for figure in _after_a_mass_disconnect(operator, sidecars, result):
             yield figure
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        sidecars.end()
 
 
 async def _after_a_mass_disconnect(
-    operator: Operator, tasks: list[asyncio.Task[None]], result: Callable[..., Result]
+    operator: Operator, sidecars: Sidecars, result: Callable[..., Result]
 ) -> Any:
     """End all streams at once; yield what stays in memory of them.
 
@@ -252,9 +244,7 @@ async def _after_a_mass_disconnect(
     """
     await asyncio.sleep(_IN_ORDER_S)
     yield result("memory after all came back", operator.ps().memory_info().rss / 2**20, "MiB", 700)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    sidecars.end()
     await asyncio.sleep(_IN_ORDER_S)
     yield result("memory after all went away", operator.ps().memory_info().rss / 2**20, "MiB", 700)
 

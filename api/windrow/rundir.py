@@ -6,8 +6,9 @@ It has one agent's socket, and of each slot files of its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,8 @@ ENV_POD_UID = "WINDROW_POD_UID"  # S, downward API
 ENV_NODE_NAME = "WINDROW_NODE_NAME"  # S, downward API
 # D, optional: which slot of its pod an engine is, 0 or more; else the first that no other one has
 ENV_SLOT = "WINDROW_SLOT"
+# D: directory with the latency profiles that pods of the namespace have measured (`profile_file`)
+ENV_STORED_PROFILES = "WINDROW_STORED_PROFILES"
 ENV_TOKEN_FILE = "WINDROW_TOKEN_FILE"  # S: projected service-account token, audience `windrow`
 ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
@@ -130,6 +133,17 @@ class RunDir:
     def job_dir(self, job_uid: str) -> Path:
         """Scratch of one job: its spec as the worker reads it, logs."""
         return self.root / "jobs" / job_uid
+
+
+def profile_cache(environment: Mapping[str, str]) -> Path:
+    """Return the directory in which `windrow profile` leaves profiles for this user's engines."""
+    root = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
+    return Path(root) / "windrow" / "profiles"
+
+
+def profile_file(key: str) -> str:
+    """Return the name of the file that has the latency profile of a key, where many lie."""
+    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def worker_line(jobs: Iterable[str], text: str) -> str:

@@ -91,9 +91,6 @@ class Listener(Protocol):
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
         """A latency profile of a pod came."""
 
-    def profile_for(self, pod: Pod) -> pb.StoredProfile | None:
-        """Return the latency profile that a new pod may start from; None: there is none."""
-
 
 class AttachServer(pb_grpc.AttachServicer):
     """Serves `Attach` and keeps the sessions.
@@ -345,18 +342,10 @@ class AttachServer(pb_grpc.AttachServicer):
         now = self._clock()
         if hello.slots:
             session.expect_first(now)
-        elif first:
-            self._send_profile(session)
         stale = reports.take_hello(self._cluster, session.pod, hello, now, first=first)
         self._end_stale(session, stale)
         if self._listener is not None:
             self._listener.on_news()
-
-    def _send_profile(self, session: Session) -> None:
-        """Give a pod whose engine has not called yet what it may start from."""
-        stored = self._listener.profile_for(session.pod) if self._listener else None
-        if stored is not None:
-            session.send(pb.OperatorMessage(profile=stored))
 
     def _end_stale(self, session: Session, stale: list[pb.JobCommand]) -> None:
         for command in stale:

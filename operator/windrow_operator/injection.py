@@ -44,6 +44,10 @@ TOKEN_FILE = "token"
 # Beside the token, re-read when it changes: the authorities of the operator.
 TRUST_CONFIG_MAP = "windrow-operator-ca"
 TRUST_FILE = "ca.crt"
+# What pods of the namespace have measured of kinds of decode, for engines to start from.
+PROFILES_VOLUME = "windrow-profiles"
+PROFILES_DIR = "/run/windrow-profiles"
+PROFILES_CONFIG_MAP = "windrow-latency-profiles"
 # The kubelet renews it long before; an hour bounds what a stolen one is worth.
 TOKEN_SECONDS = 3600
 # As the operator's image: the sidecar runs in decode's own, which holds this package.
@@ -163,9 +167,10 @@ def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
 
 
 def _require_free_place(decoder: Mapping[str, Any]) -> None:
-    place = str(rundir.DEFAULT_RUN_DIR)
+    ours = {str(rundir.DEFAULT_RUN_DIR): RUN_VOLUME, PROFILES_DIR: PROFILES_VOLUME}
     for mount in decoder.get("volumeMounts") or ():
-        if mount["mountPath"].rstrip("/") == place and mount["name"] != RUN_VOLUME:
+        place = mount["mountPath"].rstrip("/")
+        if mount["name"] != ours.get(place, mount["name"]):
             raise Refusal(
                 "PlaceTaken",
                 f"container {decoder['name']} mounts its own volume {mount['name']} at {place}",
@@ -225,6 +230,8 @@ def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
     trust = {"name": TRUST_CONFIG_MAP, "optional": True, "items": items}
     projected = {"sources": [{"serviceAccountToken": token}, {"configMap": trust}]}
     _merge(wanted, {"name": TOKEN_VOLUME, "projected": projected})
+    profiles = {"name": PROFILES_CONFIG_MAP, "optional": True}
+    _merge(wanted, {"name": PROFILES_VOLUME, "configMap": profiles})
     for volume in volumes:
         source = volume.model_dump(
             by_alias=True,
@@ -242,8 +249,10 @@ def volume_name(volume: VolumeSpec) -> str:
 def _prepare_decoder(container: Body) -> None:
     mounts = container.setdefault("volumeMounts", [])
     _merge(mounts, {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)})
+    _merge(mounts, {"name": PROFILES_VOLUME, "mountPath": PROFILES_DIR, "readOnly": True})
     env = container.setdefault("env", [])
     _merge(env, {"name": rundir.ENV_RUN_DIR, "value": str(rundir.DEFAULT_RUN_DIR)})
+    _merge(env, {"name": rundir.ENV_STORED_PROFILES, "value": PROFILES_DIR})
     _merge(env, _field(rundir.ENV_POD_NAME, "metadata.name"))
 
 

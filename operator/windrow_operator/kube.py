@@ -40,6 +40,11 @@ class ApiError(Transient):
         later = timedelta(seconds=retry_after_s)
         super().__init__(f"API server: {message} ({status})", retry_after=later)
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the same call would be answered the same: it was understood, and refused."""
+        return 400 <= self.status < 500 and self.status != 429
+
 
 class Conflict(ApiError):
     """Somebody else wrote first, or the object exists already."""

@@ -30,6 +30,8 @@ from windrow_operator.webhook import WebhookRegistration
 log = logging.getLogger(__name__)
 
 _STORE_AGAIN_S = 2.0
+# A LatencyProfile that somebody deletes is given to no new pod after that time.
+_PROFILES_COMPARED_S = 60.0
 # Somebody else may change the registration at any time; pods come without a sidecar meanwhile.
 _REGISTRATION_CHECKED_S = 5.0
 
@@ -70,7 +72,7 @@ class Leading:
         self._driver.prepare_pods(registration, template)
         self._slots = SlotWriter(cluster, kube)
         self._deployments = Deployments(cluster, kube, recorder, clock)
-        self._profiles = Profiles(cluster, kube)
+        self._profiles = Profiles(kube)
         self._reports: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
 
     async def begin(self) -> None:
@@ -94,7 +96,7 @@ class Leading:
                 tasks.create_task(self._driver.run(), name="driver")
                 tasks.create_task(self._recorder.run(), name="events")
                 tasks.create_task(self._write_slots(), name="slots")
-                tasks.create_task(self._store_profiles(), name="profiles")
+                tasks.create_task(self._keep_profiles(), name="profiles")
                 tasks.create_task(self._keep_registered(), name="registration")
                 tasks.create_task(self._deployments.run(), name="deployments")
         finally:
@@ -112,10 +114,6 @@ class Leading:
         """Store a latency profile."""
         self._reports.put_nowait((pod, report))
 
-    def profile_for(self, pod: Pod) -> pb.StoredProfile | None:
-        """Return what a pod whose engine has not called yet may start from."""
-        return self._profiles.for_new(pod)
-
     async def _write_slots(self) -> None:
         while True:
             try:
@@ -124,16 +122,29 @@ class Leading:
                 log.warning("slots could not be written: %s", error)
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _store_profiles(self) -> None:
+    async def _keep_profiles(self) -> None:
+        """Store the profiles that sidecars report, and give new pods what is stored."""
         while True:
-            pod, report = await self._reports.get()
+            report = None
             try:
-                await self._profiles.store(pod, report)
+                if self._reports.empty():
+                    await self._profiles.publish(self._clock())
+                if (report := await self._next_report()) is not None:
+                    await self._profiles.store(*report)
+                else:
+                    await self._profiles.load()
             except (ApiError, NotLeading) as error:
-                # It took its pod a minute to measure: not lost over an API server that restarts.
-                log.warning("the profile of %s could not be stored yet: %s", pod, error)
+                log.warning("latency profiles could not be compared or stored yet: %s", error)
+                if report is not None:  # it took its pod a minute to measure
+                    self._reports.put_nowait(report)
                 await asyncio.sleep(_STORE_AGAIN_S)
-                self._reports.put_nowait((pod, report))
+
+    async def _next_report(self) -> tuple[Pod, pb.ProfileReport] | None:
+        try:
+            async with asyncio.timeout(_PROFILES_COMPARED_S):
+                return await self._reports.get()
+        except TimeoutError:
+            return None
 
     async def _keep_registered(self) -> None:
         while True:

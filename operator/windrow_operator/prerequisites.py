@@ -21,7 +21,7 @@ from windrow.crd import (
 )
 from windrow.errors import UserError
 from windrow_operator.certificates import SECRET
-from windrow_operator.injection import TRUST_CONFIG_MAP
+from windrow_operator.injection import PROFILES_CONFIG_MAP, TRUST_CONFIG_MAP
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound
 from windrow_operator.lease import LEASE
 from windrow_operator.webhook import CONFIGURATION
@@ -62,6 +62,8 @@ RIGHTS: tuple[Right, ...] = (
     Right(("create",), "secrets", own=True),
     Right(("get", "update"), "secrets", name=SECRET, own=True),
     Right(("create", "patch"), "configmaps", name=TRUST_CONFIG_MAP),
+    # It has owners, which some clusters let nobody set who may not delete it.
+    Right(("create", "patch", "delete"), "configmaps", name=PROFILES_CONFIG_MAP),
     Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
     Right(("create",), "tokenreviews", "authentication.k8s.io"),
     Right(("create",), "leases", "coordination.k8s.io", own=True),

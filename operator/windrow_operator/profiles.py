@@ -1,7 +1,8 @@
 """Store LatencyProfiles that sidecars report, and give them to new pods of a known kind.
 
-To measure a profile takes a pod the better part of a minute before it serves. A pod whose engine
-finds one of its own kind in its run directory checks a few steps against it and starts.
+To measure a profile takes a pod the better part of a minute before it serves. So what pods have
+measured lies in a ConfigMap of their namespace, which every decode pod mounts: an engine that finds
+its own kind there checks a few steps against it and starts.
 """
 
 from __future__ import annotations
@@ -10,52 +11,77 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, Final
 
 from windrow.crd import API_VERSION, LATENCY_PROFILE, parse_profile_spec
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
-from windrow_operator.cluster_state import ClusterState
+from windrow.rundir import profile_file
+from windrow_operator.injection import PROFILES_CONFIG_MAP
 from windrow_operator.kube import ApiError, Kube, kind_path
 from windrow_operator.model import Pod
 
 log = logging.getLogger(__name__)
 
-# More than this is no profile of ours; every new pod would be sent it.
-_LONGEST = 512 * 1024
+# A ConfigMap holds 1 MiB at most, names and all. The newest profiles are in it.
+_ROOM: Final = 900 * 1024
+# Somebody may have deleted or changed a ConfigMap: it is written again after that time.
+_WRITTEN_AGAIN: Final = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    uid: str  # of the object
+    spec: Mapping[str, Any]
+
+    @property
+    def taken_at(self) -> str:
+        return str(self.spec.get("takenAt", ""))
 
 
 class Profiles:
     """The stored profiles, by namespace.
 
     Args:
-        cluster: tells which models pods serve.
         kube: a client that may write.
     """
 
-    def __init__(self, cluster: ClusterState, kube: Kube) -> None:
-        self._cluster, self._kube = cluster, kube
-        self._known: dict[tuple[str, str], Mapping[str, Any]] = {}  # spec by namespace and name
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+        self._known: dict[str, dict[str, _Stored]] = {}  # by namespace and name
+        self._written: dict[str, tuple[dict[str, Any], datetime]] = {}  # ConfigMaps, by namespace
 
     async def load(self) -> None:
-        """Take up what is stored.
+        """Take up what is stored now.
 
         Raises:
             ApiError: it could not be listed.
         """
+        found: dict[str, dict[str, _Stored]] = {}
         for body in await self._kube.list(kind_path(LATENCY_PROFILE)):
             metadata = body["metadata"]
-            self._known[metadata["namespace"], metadata["name"]] = body["spec"]
+            of_namespace = found.setdefault(metadata["namespace"], {})
+            of_namespace[metadata["name"]] = _Stored(metadata["uid"], body["spec"])
+        self._known = found
 
     async def store(self, pod: Pod, report: pb.ProfileReport) -> None:
-        """Keep a latency profile. All pods of one kind share it; the newest stays."""
+        """Keep a latency profile, unless it is broken or one as new is stored of its kind.
+
+        Raises:
+            ApiError: it could not be stored now; to be called again.
+        """
         try:
             spec = json.loads(report.profile_json)
             parse_profile_spec(spec)
         except (ValueError, UserError) as error:
             log.warning("pod %s/%s sent a broken profile: %s", pod.namespace, pod.name, error)
             return
-        name = profile_name(report.key)
+        name, of_namespace = _object_name(report.key), self._known.setdefault(pod.namespace, {})
+        new = _Stored("", spec)
+        if (old := of_namespace.get(name)) is not None and new.taken_at <= old.taken_at:
+            return  # each sidecar reports at each attach, thousands to a new leader
         body = {
             "apiVersion": API_VERSION,
             "kind": LATENCY_PROFILE.kind,
@@ -63,35 +89,54 @@ class Profiles:
             "spec": spec,
         }
         try:
-            await self._kube.apply(kind_path(LATENCY_PROFILE, pod.namespace, name), body)
+            stored = await self._kube.apply(kind_path(LATENCY_PROFILE, pod.namespace, name), body)
         except ApiError as error:
-            log.warning("profile %s could not be stored: %s", name, error)
+            if not error.is_refusal:
+                raise
+            log.warning("profile %s of %s/%s: %s", name, pod.namespace, pod.name, error)
             return
-        self._known[pod.namespace, name] = spec
+        of_namespace[name] = _Stored(stored["metadata"]["uid"], stored["spec"])
 
-    def for_new(self, pod: Pod) -> pb.StoredProfile | None:
-        """Return what a pod whose engine has not called yet may start from; None: nothing.
+    async def publish(self, now: datetime) -> None:
+        """Bring the ConfigMap of each namespace up to date with what is stored there.
 
-        The newest of its namespace for what other pods with its model turned out to run. Where that
-        is of another device or version after all, the engine says so and measures.
+        One that cannot be written is told and holds up no other; it is tried at the next call.
         """
-        fingerprints = {
-            live.facts.model_fingerprint
-            for live in self._cluster.slots.values()
-            if live.namespace == pod.namespace and pod.model and live.facts.model == pod.model
-        }
-        found = [
-            spec
-            for (namespace, _), spec in self._known.items()
-            if namespace == pod.namespace and spec.get("modelFingerprint", "") in fingerprints
-        ]
-        if not found:
-            return None
-        text = json.dumps(max(found, key=lambda spec: str(spec.get("takenAt", ""))))
-        # Where a pod has several engines, each of them looks at what the others have too.
-        return pb.StoredProfile(profile_json=text) if len(text) <= _LONGEST else None
+        for namespace in sorted(self._known.keys() | self._written.keys()):
+            wanted = _config_map(namespace, self._known.get(namespace, {}))
+            last, at = self._written.get(namespace, ({}, now))
+            if wanted == last and now - at < _WRITTEN_AGAIN:
+                continue
+            path = f"/api/v1/namespaces/{namespace}/configmaps/{PROFILES_CONFIG_MAP}"
+            try:
+                if wanted["data"]:
+                    await self._kube.apply(path, wanted)
+                    self._written[namespace] = (wanted, now)
+                else:
+                    await self._kube.delete(path)
+                    self._written.pop(namespace, None)
+            except ApiError as error:
+                log.warning("cannot give new pods of %s its profiles: %s", namespace, error)
 
 
-def profile_name(key: str) -> str:
-    """Return the name of the profile of a key."""
+def _config_map(namespace: str, stored: Mapping[str, _Stored]) -> dict[str, Any]:
+    """Return the ConfigMap of a namespace: the newest profiles that have room in it.
+
+    It belongs to the profiles, so that it goes with the last one also where nobody is left to
+    delete it: when Windrow is uninstalled.
+    """
+    data: dict[str, str] = {}
+    owners, room = [], _ROOM
+    for name, one in sorted(stored.items(), key=lambda item: item[1].taken_at, reverse=True):
+        file, text = profile_file(str(one.spec["key"])), json.dumps(one.spec, sort_keys=True)
+        if file in data or (left := room - len(file) - len(text)) < 0:
+            continue
+        data[file], room = text, left
+        kind = {"apiVersion": API_VERSION, "kind": LATENCY_PROFILE.kind}
+        owners.append({**kind, "name": name, "uid": one.uid})
+    metadata = {"name": PROFILES_CONFIG_MAP, "namespace": namespace, "ownerReferences": owners}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+def _object_name(key: str) -> str:
     return f"lp-{hashlib.sha256(key.encode()).hexdigest()[:12]}"

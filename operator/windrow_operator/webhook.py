@@ -327,7 +327,7 @@ class Webhook:
         try:
             await self._kube.try_create(f"/api/v1/namespaces/{namespace}/pods", changed)
         except ApiError as error:
-            if error.status in (0, 429) or error.status >= 500:
+            if not error.is_refusal:
                 raise
             raise Refusal("NotAdmitted", f"with a native sidecar it is refused: {error}") from error
 

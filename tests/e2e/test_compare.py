@@ -69,7 +69,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class _SlowOnce:
-    """The pace of a machine that was ten times as slow after the first turn, and at no other time."""
+    """The pace of a machine that was ten times as slow after the first turn, and never else."""
 
     def __init__(self, _cores: object) -> None:
         self._asked = 0

@@ -1,9 +1,15 @@
-"""Jobs on one base share the only slot there is, and each comes and goes for itself."""
+"""Jobs on one base share the only slot there is, and each comes and goes for itself.
+
+At the end the pod is replaced, and the new one starts from what the first has measured.
+"""
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from farm import Farm, Requests, until
+from farm import NAMESPACE, Farm, Requests, until
+from kubernetes import client as k8s
 
 pytestmark = [
     pytest.mark.alone,
@@ -11,6 +17,7 @@ pytestmark = [
 ]
 
 PODS = 1
+PROFILES = "windrow-latency-profiles"
 STEPS = 24
 WITHOUT_AN_END = 4000
 
@@ -58,6 +65,19 @@ def test_a_job_that_is_deleted_in_the_middle_leaves_the_other_going(farm: Farm):
     farm.client.delete(stays.name)
     until("no worker is left", lambda: not farm.workers())
     until("its chunks came home", lambda: farm.lent_chunks("decode-0") == 0)
+
+
+def test_a_new_pod_starts_from_the_latency_profile_that_the_first_has_measured(farm: Farm):
+    core = k8s.CoreV1Api(farm.client.api)
+    until("its namespace has the profile", lambda: PROFILES in _config_maps(core))
+    farm.renew("decode-0")
+    log = (farm.cluster.log_dir / f"{NAMESPACE}_decode-0" / "decode.log").read_text()
+    # Whether it bears it out is the machine's matter: a noisy one measures anew.
+    assert re.search(r"profile( in|: reused from) \S+/windrow-profiles/\w+\.json", log)
+
+
+def _config_maps(core: k8s.CoreV1Api) -> set[str]:
+    return {m.metadata.name for m in core.list_namespaced_config_map(NAMESPACE).items}
 
 
 def _ends_of_steps(farm: Farm, uid: str) -> list[int]:

@@ -20,7 +20,7 @@ from support.step_seam import RecordingHook, check_calls
 
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog, RequestEvent, StepEvent, read_events
-from windrow.rundir import RunDir
+from windrow.rundir import RunDir, profile_file
 from windrow_sidecar.compute.host import HostPartition
 from windrow_sidecar.compute.partition import UnknownLevel
 from windrow_sidecar.engines.builtin.kv.paging import PagePool
@@ -520,6 +520,17 @@ def test_a_profile_is_read_back_by_the_next_engine_of_its_kind_and_by_no_other(
     assert "it is of a noisy machine" in caplog.text
     RunDir(tmp_path).profile().write_text("{")
     assert profiler(one, tmp_path).read_back() is None
+
+
+def test_an_engine_starts_from_what_another_pod_of_its_kind_has_measured(bench, tmp_path):
+    one, stored = bench(), tmp_path / "stored"
+    taken = profiler(one, tmp_path).take("quick", one.decode.config)
+    stored.mkdir()
+    (stored / profile_file(taken["key"])).write_text(json.dumps(taken))
+    new = profiler(one, tmp_path / "of-a-new-pod")
+    assert new.read_back() is None
+    store = replace(new.store, stored=stored)
+    assert replace(new, store=store).read_back() == taken
 
 
 def test_an_interrupted_profile_goes_on_where_it_was(bench, tmp_path, caplog):

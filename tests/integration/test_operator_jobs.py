@@ -12,6 +12,7 @@ from operator_process import running
 from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.proto import attach_pb2 as pb
+from windrow.rundir import profile_file
 
 AT_ONCE = 400  # connections
 
@@ -598,37 +599,22 @@ def test_a_profile_is_stored_once_for_its_kind(cluster, kube):
     assert [item["spec"]["key"] for item in stored()] == ["abc"]
 
 
-def test_a_new_pod_of_a_known_kind_is_given_the_stored_profile_also_by_another_leader(cluster):
-    known = cluster.attach(cluster.pod())
+def test_new_pods_find_what_an_earlier_one_has_measured(cluster):
     profile = {
         "key": "abc",
         "device": "host:2-cores",
         "engine": "builtin",
-        "modelFingerprint": "fingerprint-of-m",
         "solo": [{"units": 2, "c0Us": 100.0, "b0Us": 10.0, "k0NsPerToken": 5.0}],
         "takenAt": "2025-01-01T00:00:00Z",
     }
-    known.next("hello")
-    known.send_profile("abc", profile)
-    wait_until(
-        lambda: cluster.custom.list_namespaced_custom_object(
-            "windrow.dev", "v1alpha1", cluster.namespace, "latencyprofiles"
-        )["items"],
-        "a LatencyProfile",
-    )
-    wait_until(lambda: slots(cluster), "a HarvestSlot")
-    cluster.operator.end(signal.SIGKILL)
-    cluster.operator.start()
-    starting = cluster.attach(cluster.pod("decode-1"), facts=False)
-    given = json.loads(starting.next("profile").profile_json)
-    assert [given[name] for name in ("key", "device", "modelFingerprint")] == [
-        profile[name] for name in ("key", "device", "modelFingerprint")
-    ]
-    assert given["solo"][0]["c0Us"] == 100
-    # One of another model is given nothing before what every sidecar is told.
-    other = cluster.attach(cluster.pod("decode-2", model="/other"), facts=False)
-    other.next("policy")
-    assert "profile" not in {message.WhichOneof("message") for message in other.told}
+    cluster.attach(cluster.pod()).send_profile("abc", profile)
+
+    def given():
+        maps = cluster.core.list_namespaced_config_map(cluster.namespace).items
+        return next((m.data for m in maps if m.metadata.name == "windrow-latency-profiles"), None)
+
+    wait_until(given, "a ConfigMap for new pods")
+    assert json.loads(given()[profile_file("abc")])["solo"][0]["c0Us"] == 100
 
 
 def slots(cluster):

@@ -176,7 +176,9 @@ def test_the_form_attach_adds_no_container_no_image_and_no_resources(resources):
     (decoder,) = spec["containers"]
     added = decoder.keys() - body["spec"]["containers"][0].keys()
     assert added == {"env", "volumeMounts"}
-    assert [set(entry) - {"name"} for entry in spec["volumes"]] == [{"emptyDir"}, {"projected"}]
+    kinds = [set(entry) - {"name"} for entry in spec["volumes"]]
+    assert kinds == [{"emptyDir"}, {"projected"}, {"configMap"}]
+    assert spec["volumes"][2]["configMap"]["optional"], "one that is not there holds up no pod"
     in_memory = spec["volumes"][0]["emptyDir"]
     assert in_memory == {"medium": "Memory", "sizeLimit": "256Mi"}
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from windrow.rundir import RunDir
+from windrow.rundir import RunDir, profile_file
 from windrow_sidecar.engines.sglang.learning import KeptProfile, SoloLearner
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.solo import fit_solo
@@ -85,6 +85,16 @@ def test_a_profile_is_kept_for_the_next_start_of_the_same_kind(caplog, tmp_path)
     assert kept.of("k") == {"key": "k", "solo": []}
     assert kept.of("another") is None
     assert caplog.text == ""
+
+
+def test_an_engine_starts_from_what_another_pod_has_measured(tmp_path):
+    (stored := tmp_path / "stored").mkdir()
+    (stored / profile_file("a")).write_text('{"key": "a", "of": "another pod"}')
+    kept = KeptProfile(RunDir(tmp_path), stored)
+    assert kept.of("a") == {"key": "a", "of": "another pod"}
+    assert kept.of("b") is None
+    kept.keep({"key": "a", "of": "this one"})
+    assert kept.of("a") == {"key": "a", "of": "this one"}
 
 
 def test_a_profile_that_cannot_be_kept_is_told_and_missed(caplog, tmp_path):

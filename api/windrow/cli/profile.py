@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ import typer
 
 from windrow.cli.output import Json, print_json, print_line, table
 from windrow.errors import Transient, UserError, WindrowError
+from windrow.rundir import profile_cache, profile_file
 
 if TYPE_CHECKING:
     from windrow.crd import LatencyProfileSpec
@@ -63,7 +65,7 @@ def profile(
                 f"{spec.noise_percent:.0f}% around their median, {NOISE_LIMIT_PERCENT:.0f}% at "
                 "most would do. Stop what else runs here, then try again."
             )
-        path = out or _kept_at(spec.key)
+        path = out or profile_cache(os.environ) / profile_file(spec.key)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found, indent=1))
         if not as_json:
@@ -103,18 +105,6 @@ def _measure(
             raise WindrowError(f"the engine could not be profiled: {last}")
         found: dict[str, object] = json.loads(written.read_text())
         return found
-
-
-def _kept_at(key: str) -> Path:
-    # The engine knows where it looks; it is asked in a process of its own, as everywhere.
-    code = (
-        "import os, sys; from windrow_sidecar.engines.profile import cache_folder, file_name; "
-        "print(cache_folder(os.environ) / file_name(sys.argv[1]))"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", code, key], capture_output=True, text=True, check=True
-    )
-    return Path(run.stdout.strip())
 
 
 def summary(spec: LatencyProfileSpec) -> str:

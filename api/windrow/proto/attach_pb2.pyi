@@ -20,18 +20,16 @@ class SidecarMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[SidecarHello, _Mapping]] = ..., heartbeat: _Optional[_Union[SlotHeartbeat, _Mapping]] = ..., job_event: _Optional[_Union[JobEvent, _Mapping]] = ..., profile: _Optional[_Union[ProfileReport, _Mapping]] = ...) -> None: ...
 
 class OperatorMessage(_message.Message):
-    __slots__ = ("hello", "policy", "assign", "command", "profile")
+    __slots__ = ("hello", "policy", "assign", "command")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     COMMAND_FIELD_NUMBER: _ClassVar[int]
-    PROFILE_FIELD_NUMBER: _ClassVar[int]
     hello: OperatorHello
     policy: PolicyConfig
     assign: Assign
     command: JobCommand
-    profile: StoredProfile
-    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ..., profile: _Optional[_Union[StoredProfile, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[OperatorHello, _Mapping]] = ..., policy: _Optional[_Union[PolicyConfig, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., command: _Optional[_Union[JobCommand, _Mapping]] = ...) -> None: ...
 
 class SidecarHello(_message.Message):
     __slots__ = ("protocol_version", "windrow_version", "pod_namespace", "pod_name", "pod_uid", "node_name", "slots", "running", "leader_term", "heartbeat_seconds", "rests")
@@ -138,14 +136,6 @@ class PolicyConfig(_message.Message):
     generation: int
     deferral_seconds: float
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
-
-class StoredProfile(_message.Message):
-    __slots__ = ("slot", "profile_json")
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    PROFILE_JSON_FIELD_NUMBER: _ClassVar[int]
-    slot: int
-    profile_json: str
-    def __init__(self, slot: _Optional[int] = ..., profile_json: _Optional[str] = ...) -> None: ...
 
 class Assign(_message.Message):
     __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path")

@@ -16,7 +16,6 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
-from windrow_sidecar.agent.stored_profile import keep_profile
 from windrow_sidecar.compute.mps import MpsDaemon
 
 _log = logging.getLogger(__name__)
@@ -108,8 +107,6 @@ class Sidecar:
     async def _obey(self, message: attach_pb2.OperatorMessage) -> None:
         """Orders to a slot wait for each other there, never in the stream."""
         match message.WhichOneof("message"):
-            case "profile":
-                keep_profile(self._settings.run_dir, message.profile)
             case "policy":
                 self._set_policy(message.policy)
             case "assign":

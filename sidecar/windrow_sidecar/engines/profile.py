@@ -5,12 +5,10 @@ Knows no engine: an engine measures the points and hands the samples in.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
@@ -110,17 +108,6 @@ class Subject:
         """Names the profile; pods of one kind share it."""
         engine = f"{self.engine}-{self.engine_version}"
         return f"{self.device}/{engine}/{self.model_fingerprint[:16]}/tp{self.tensor_parallel}"
-
-
-def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where `windrow profile` leaves profiles for the engines of this user."""
-    root = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/")) / ".cache"
-    return Path(root) / "windrow" / "profiles"
-
-
-def file_name(key: str) -> str:
-    """Name of the profile of a key."""
-    return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def host_splits(units: int) -> Partitioning:

@@ -1,8 +1,8 @@
 """Get a latency profile: what an engine of this kind has left, checked, or a new one.
 
-A profile lies in the run directory (a restarted engine finds its own) or in the user's cache, where
-`windrow profile` leaves it. What an interrupted profile has measured is kept beside it and is not
-measured again.
+A profile lies in the run directory (a restarted engine finds its own), in a directory with those
+that other pods of the namespace have measured, or in the user's cache, where `windrow profile`
+leaves it. What an interrupted profile has measured is kept beside it and is not measured again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from windrow.errors import UserError
-from windrow.rundir import RunDir
+from windrow.rundir import ENV_STORED_PROFILES, RunDir, profile_cache, profile_file
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loop import LoopParts
@@ -37,10 +37,8 @@ from windrow_sidecar.engines.profile import (
     Effort,
     Point,
     Subject,
-    cache_folder,
     check_subject,
     document,
-    file_name,
     plan,
     plan_co_run,
     prior_document,
@@ -67,21 +65,31 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class ProfileStore:
-    """Where profiles lie on this machine."""
+    """Where profiles lie on this machine.
+
+    Attributes:
+        run_dir: of this pod; None: the engine is in none.
+        cache: of this user.
+        stored: what other pods of the namespace have measured; None: nobody says.
+    """
 
     run_dir: RunDir | None
     cache: Path
+    stored: Path | None = None
 
     @classmethod
     def of(cls, run_dir: RunDir | None) -> ProfileStore:
-        """That of this user."""
-        return cls(run_dir, cache_folder(os.environ))
+        """That of this user and pod."""
+        stored = os.environ.get(ENV_STORED_PROFILES)
+        return cls(run_dir, profile_cache(os.environ), Path(stored) if stored else None)
 
     def candidates(self, key: str) -> Iterator[Path]:
         """Files in which a profile of that key may lie."""
         if self.run_dir is not None:
             yield from self.run_dir.profiles()
-        yield self.cache / file_name(key)
+        for folder in (self.stored, self.cache):
+            if folder is not None:
+                yield folder / profile_file(key)
 
     @property
     def partial(self) -> Path | None:

@@ -13,10 +13,11 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from windrow.rundir import RunDir
+from windrow.rundir import RunDir, profile_file
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.solo import SoloSample
 
@@ -100,13 +101,20 @@ class SoloLearner:
 
 @dataclass(frozen=True, slots=True)
 class KeptProfile:
-    """The profile that one start leaves for the next, in the run directory."""
+    """The profile that one start leaves for the next, in the run directory.
+
+    Attributes:
+        run_dir: of this pod.
+        stored: directory of what other pods of the namespace have measured; None: nobody says.
+    """
 
     run_dir: RunDir
+    stored: Path | None = None
 
     def of(self, key: str) -> dict[str, Any] | None:
-        """The profile of that kind of an earlier start, or of another slot; None: there is none."""
-        for path in self.run_dir.profiles():
+        """The profile of that kind of an earlier start, another slot or another pod, or None."""
+        others = [] if self.stored is None else [self.stored / profile_file(key)]
+        for path in (*self.run_dir.profiles(), *others):
             try:
                 kept: dict[str, Any] = json.loads(path.read_text())
             except (OSError, ValueError):
