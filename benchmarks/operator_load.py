@@ -122,7 +122,7 @@ class Sidecars:
         """Whether all are; as of at most a tenth of a second ago. Raises if their process ended."""
         if not self._process.is_alive():
             raise RuntimeError(f"the sidecars' process ended with {self._process.exitcode}")
-        return self._attached.value == self._pods
+        return bool(self._attached.value == self._pods)
 
     def count_anew(self) -> None:
         """Take none for attached, until it attaches again: their operator is gone."""
