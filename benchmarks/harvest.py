@@ -5,22 +5,27 @@ and rate are played together, so that what knows no objective plays once for all
 of an hour for one, half an hour for three. What is done already, whole rounds included, is not done
 again.
 Example: python -m benchmarks.harvest --loads conv@0.6x2 --rounds 6
+Example: python -m benchmarks.harvest --docs docs/comparison.md
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import inf
 from pathlib import Path
-from typing import cast, get_args
+from statistics import median
+from typing import Any, cast, get_args
 
 from rich.console import Console
 
+from benchmarks.engine.drawing import Panel, draw
 from benchmarks.harness import ROOT
 from windrow.errors import UserError, WindrowError
 from windrow.local import verdict
@@ -28,7 +33,7 @@ from windrow.local.compare import FOOTING, CompareSettings, run
 from windrow.local.demo import DemoSettings
 from windrow.local.environment import environment
 from windrow.local.generator import Like
-from windrow.local.paired import DECIDING_ROUNDS
+from windrow.local.paired import DECIDING_ROUNDS, Interval, interval_of
 
 # At 1.0 a device gets three requests a second. One of the conversation trace has 211 tokens to
 # generate in the mean, one of the code trace 28: so the latter come more often.
@@ -81,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     console, failed = Console(), []
     results = options.into / machine()
+    if options.docs:
+        document(results, options.docs)
+        return 0
     results.mkdir(parents=True, exist_ok=True)
     arms = tuple(name.strip() for name in options.arms.split(",") if name.strip())
     how = CompareSettings(
@@ -129,6 +137,131 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
+OURS, TUNED = "windrow", "tuned naive"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How `windrow` did on one load, beside the best other arm that held the objective as well."""
+
+    load: BenchmarkLoad
+    result: Mapping[str, Any]
+
+    def row(self, arm: str) -> Mapping[str, Any]:
+        """The figures of an arm."""
+        return next(row for row in self.result["arms"] if row["arm"] == arm)
+
+    @property
+    def holds(self) -> bool:
+        """Whether it took at most 0.3% of the steps more over the objective than alone."""
+        return OURS in self.result["holding"]
+
+    @property
+    def rival(self) -> str | None:
+        """The other arm that trained fastest of those that held the objective; None: none held."""
+        others = [name for name in self.result["holding"] if name != OURS]
+        return max(others, key=lambda name: _rate(self.row(name)), default=None)
+
+    def against(self, arm: str) -> Interval:
+        """Tokens a second as a multiple of another arm's, in pairs within the rounds."""
+        rates: dict[str, dict[int, float]] = {OURS: {}, arm: {}}
+        for turn in self.result["segments"]:
+            if turn["arm"] in rates:
+                rates[turn["arm"]][turn["round"]] = turn["tokens_per_second"]
+        return interval_of(
+            ours / rates[arm][at] if rates[arm][at] else inf for at, ours in rates[OURS].items()
+        )
+
+    def cells(self) -> list[str]:
+        """Return its row of the table."""
+        ours, rival = self.row(OURS), self.rival
+        tuned = TUNED in self.result["holding"]
+        more = ours["over_more"]
+        return [
+            self.load.name,
+            f"{self.result['objective']['milliseconds']:g}",
+            f"{100 * self.row('alone')['over']['median']:.2f}%",
+            f"{100 * more['median']:+.2f} [{100 * more['low']:+.2f}, {100 * more['high']:+.2f}]",
+            f"{_rate(ours):,.0f} ({ours['eta']['median']:.2f})",
+            f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none holds",
+            _times(self.against(rival)) if rival else "",
+            _times(self.against(TUNED)) if tuned else "does not hold",
+            self.result["winner"] or "undecided",
+        ]
+
+
+_COLUMNS = (
+    *("load", "objective ms", "alone over", "windrow: more than alone, points"),
+    *("tok/s (eta)", "best other that holds", "windrow / it", "windrow / tuned naive", "winner"),
+)
+
+
+def document(results: Path, path: Path) -> None:
+    """Write the table of all loads between the markers of a document, and its plot beside it."""
+    found = {load: results / load.file for load in ALL}
+    standings = [
+        Standing(load, json.loads(file.read_text()))
+        for load, file in found.items()
+        if file.exists()
+    ]
+    lines = [list(_COLUMNS), ["---", *("--:" for _ in _COLUMNS[1:])]]
+    lines += [standing.cells() for standing in standings]
+    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- loads -->\n")
+    after = rest.partition("<!-- /loads -->")[2]
+    text = f"{table}\n\n{_summary(standings)}\n"
+    path.write_text(f"{before}{begin}{text}<!-- /loads -->{after}", encoding="utf-8")
+    _plot(standings, path.parent / "images" / "comparison.svg")
+
+
+def _summary(standings: Sequence[Standing]) -> str:
+    held = [standing for standing in standings if standing.holds]
+    rivals = [(s, s.against(s.rival)) for s in held if s.rival]
+    said = [
+        f"{len(standings)} of {len(ALL)} loads are played; `windrow` holds the objective on "
+        f"{len(held)}. Another arm that trains holds it on {len(rivals)} of these;"
+    ]
+    if rivals:
+        behind = [s.load.name for s, ratio in rivals if ratio.median < 1]
+        middle = _times_of(median(ratio.median for _, ratio in rivals))
+        said.append(
+            f"`windrow` trains {middle} times as fast as the best of them in the median load, and "
+            f"slower on {', '.join(behind) or 'none'}."
+        )
+    return " ".join(said)
+
+
+def _plot(standings: Sequence[Standing], to: Path) -> None:
+    """Draw each arm's share of the dedicated rate over the rate of requests, where it holds."""
+    panels = []
+    for like in RATES:
+        for factor in FACTORS:
+            of = [s for s in standings if (s.load.like, s.load.factor) == (like, factor)]
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for standing in of:
+                at = standing.load.rate
+                for name, arm in ((OURS, OURS), ("best other", standing.rival), (TUNED, TUNED)):
+                    if arm in standing.result["holding"]:
+                        eta = standing.row(str(arm))["eta"]["median"]
+                        lines.setdefault(name, []).append((at, eta))
+            if lines:
+                title = f"{like}, objective {factor:g} solo steps: eta over the rate of requests"
+                panels.append(Panel(title, lines))
+    draw(panels, "Finetune tokens as a share of the dedicated rate, of arms that hold", to)
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    return float(row["tokens_per_second"]["median"])
+
+
+def _times(ratio: Interval) -> str:
+    return f"{_times_of(ratio.median)} [{_times_of(ratio.low)}, {_times_of(ratio.high)}]"
+
+
+def _times_of(value: float) -> str:
+    return f"{value:.2f}" if value < 100 else ">100"  # the other had next to nothing
+
+
 def machine() -> str:
     """Return the folder of this machine's results: processor and cores."""
     env = environment()
@@ -162,6 +295,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--traces", type=Path, help="folder of Azure's own trace files; default: generated alike")
     add(
         "--work", type=Path, default=ROOT / "out" / "harvest", help="logs, pages, what is half done"
+    )
+    add(
+        "--docs",
+        type=Path,
+        metavar="FILE",
+        help="write the table and plot of what is there; no run",
     )
     add("--into", type=Path, default=ROOT / "benchmarks" / "results", help="results, by machine")
     return parser.parse_args(arguments)

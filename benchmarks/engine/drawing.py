@@ -9,6 +9,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT, _LEFT, _GAP = 760, 200, 70, 66
+_MARKED = 12  # points of a line that are few enough to be told apart
 _COLOURS = ("#1f6feb", "#d1803c", "#3a9d5d", "#8250df")
 
 
@@ -61,6 +62,9 @@ def _panel(panel: Panel, top: int) -> list[str]:
         colour = _COLOURS[number % len(_COLOURS)]
         path = " ".join(at(x, y) for x, y in points)
         out.append(f'<polyline fill="none" stroke="{colour}" points="{path}"/>')
+        if len(points) <= _MARKED:
+            for right, down in (at(x, y).split(",") for x, y in points):
+                out.append(f'<circle cx="{right}" cy="{down}" r="3" fill="{colour}"/>')
         out.append(
             f'<text x="{_LEFT + number * _WIDTH / len(panel.lines):.0f}" '
             f'y="{top + _HEIGHT + 33}" fill="{colour}">{escape(name)}</text>'
