@@ -206,6 +206,7 @@ docs: $(VENV)/.native $(VENV)/.docs
 
 figures: setup
 	$(PY) tools/quote_figures.py
+	$(PY) -m benchmarks.harvest --docs docs/comparison.md
 
 constraints:
 	$(UV) pip compile pyproject.toml --extra dev --extra docs --extra quantized --python-version 3.11 --universal --no-header --no-annotate --no-emit-index-url -q -o constraints.txt

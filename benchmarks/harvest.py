@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, failed = Console(), []
     results = options.into / machine()
     if options.docs:
-        document(results, options.docs)
+        document(options.docs, options.into)
         return 0
     results.mkdir(parents=True, exist_ok=True)
     arms = tuple(name.strip() for name in options.arms.split(",") if name.strip())
@@ -196,9 +196,16 @@ _COLUMNS = (
 )
 
 
-def document(results: Path, path: Path) -> None:
-    """Write the table of all loads between the markers of a document, and its plot beside it."""
-    found = {load: results / load.file for load in ALL}
+def document(path: Path, into: Path) -> None:
+    """Write the table of all loads into a document, between markers that name the machine.
+
+    The plot goes beside it, into `images/comparison.svg`.
+    """
+    text = path.read_text(encoding="utf-8")
+    begin = re.search(r"<!-- loads: (?P<machine>\S+) -->\n", text)
+    if begin is None:
+        raise UserError(f"{path} has no line like <!-- loads: epyc-2-cores -->", remedy="Add one.")
+    found = {load: into / begin["machine"] / load.file for load in ALL}
     standings = [
         Standing(load, json.loads(file.read_text()))
         for load, file in found.items()
@@ -207,10 +214,9 @@ def document(results: Path, path: Path) -> None:
     lines = [list(_COLUMNS), ["---", *("--:" for _ in _COLUMNS[1:])]]
     lines += [standing.cells() for standing in standings]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- loads -->\n")
-    after = rest.partition("<!-- /loads -->")[2]
-    text = f"{table}\n\n{_summary(standings)}\n"
-    path.write_text(f"{before}{begin}{text}<!-- /loads -->{after}", encoding="utf-8")
+    after = text[begin.end() :].partition("<!-- /loads -->")[2]
+    said = f"{table}\n\n{_summary(standings)}\n<!-- /loads -->"
+    path.write_text(f"{text[: begin.end()]}{said}{after}", encoding="utf-8")
     _plot(standings, path.parent / "images" / "comparison.svg")
 
 

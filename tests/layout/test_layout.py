@@ -6,11 +6,14 @@ import ast
 import importlib.util
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks import harvest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,6 +83,15 @@ def test_dependencies_by_role_are_declared():
 def test_figures_in_the_readme_are_those_of_the_committed_results():
     checked = [sys.executable, str(ROOT / "tools" / "quote_figures.py"), "--check"]
     assert subprocess.run(checked).returncode == 0, "run `python tools/quote_figures.py`"
+
+
+def test_the_page_of_loads_is_that_of_the_committed_results(tmp_path):
+    (tmp_path / "images").mkdir()
+    written = shutil.copy(ROOT / "docs" / "comparison.md", tmp_path)
+    harvest.document(Path(written), ROOT / "benchmarks" / "results")
+    for name in ("comparison.md", "images/comparison.svg"):
+        committed = (ROOT / "docs" / name).read_text()
+        assert (tmp_path / name).read_text() == committed, "run `make figures`"
 
 
 PACKAGES = {
