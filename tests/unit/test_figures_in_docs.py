@@ -70,6 +70,7 @@ SAID = {
         f"{policy.GROW_HEADROOM / 2:.0%} once a share has stood for {policy.STOOD_NS / 1e9:g} s",
         f"over {policy.SLACK_STEPS} steps at least",
         f"worth at least {policy.PART_GAIN - 1:.0%} more",
+        f"wait for a place in decode for {GUARD.queue_us / 1e3:.0f} ms pause",
         f"pause the worker for {GUARD.pause_ns / 1e6:.0f} ms and widen the margin by "
         f"{GUARD.widen * 100:.0f} points",
         f"fade by half every {GUARD.widen_half_life_ns / 1e9:.0f} s",

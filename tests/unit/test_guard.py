@@ -40,6 +40,40 @@ def test_two_steps_over_the_objective_in_a_row_pause_for_50_ms_and_widen_the_mar
     assert steps.may_run()
 
 
+def test_requests_that_wait_pause_until_50_ms_after_the_last_look_at_them():
+    steps = Steps()
+    steps.guard.queued(steps.now_ns, 49_999)
+    assert steps.may_run()
+    for _ in range(3):
+        steps.guard.queued(steps.now_ns, 50_000)
+        steps.now_ns += 49 * MS
+        assert not steps.may_run()
+    steps.now_ns += MS
+    assert steps.may_run()
+    assert steps.guard.trips == 0
+
+
+def test_steps_after_requests_have_waited_are_a_tenth_shorter_than_those_that_could_not_keep_up():
+    steps = Steps()
+    steps.step(over=False)  # 8 ms of 10
+    steps.guard.queued(steps.now_ns, 50_000)
+    margin = steps.guard.extra_margin(steps.now_ns)
+    assert 10 / (1 + margin) == pytest.approx(0.9 * 8)
+    steps.guard.queued(steps.now_ns, 60_000)
+    assert steps.guard.extra_margin(steps.now_ns) == margin, "once for those that wait now"
+
+
+def test_requests_that_wait_leave_steps_a_fifth_of_the_objective_at_least():
+    guard = Guard()
+    guard.observe(SECOND_NS, latency_us=100, objective_us=10_000, harvested=True)
+    guard.queued(SECOND_NS, 50_000)
+    assert 1 + guard.extra_margin(SECOND_NS) == pytest.approx(5)
+    for _ in range(2):
+        guard.observe(SECOND_NS, latency_us=20_000, objective_us=10_000, harvested=True)
+    assert guard.trips == 1
+    assert 1 + guard.extra_margin(SECOND_NS) == pytest.approx(5), "a trip takes nothing back"
+
+
 def test_a_step_within_the_objective_between_two_over_it_is_no_trip():
     steps = Steps()
     for over in (True, False, True, False, True):

@@ -255,6 +255,15 @@ def test_the_policy_that_is_advised_holds_the_objective():
     assert kept[0].over <= rows[0].over + 0.01
 
 
+@pytest.mark.parametrize("policy", ["windrow", "harli", "temporal"])
+def test_steps_that_the_objective_allows_let_nobody_wait_for_a_place_in_the_batch(policy):
+    # So many requests, at steps of 40 ms, would be far more than the batch has places for.
+    loose = {"objectives_ms": (40.0,), "rate": 20, "seconds": 60, "warm_up": 20}
+    alone, beside = simulate(build(replace(SMALL, policy=policy, **loose)))
+    assert beside.eta > 0.2
+    assert beside.ttft_p99_ms < 2 * alone.ttft_p99_ms
+
+
 def test_prefill_queues_and_kv_takes_its_time():
     ground = build(SMALL)
     pool = Cell(ground, ALONE, 12.0, 0, 1).pool

@@ -134,6 +134,10 @@ class Controller:
         """Take note that a CPU limit kept decode from running so long beside the worker."""
         self.guard.throttled(now_ns, seconds)
 
+    def queued(self, now_ns: int, waited_us: int) -> None:
+        """Take note that requests have waited for a place in decode for so long without a break."""
+        self.guard.queued(now_ns, waited_us)
+
     @property
     def in_flight_bound_us(self) -> int:
         """A quarter of the objective: so long at most after a revocation the worker still runs."""

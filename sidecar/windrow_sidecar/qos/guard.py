@@ -1,11 +1,13 @@
 """Pause the worker when measured steps break the objective, whatever a policy says.
 
 Two consecutive steps over the objective while the worker ran pause it for 50 ms and widen the
-margin. A breaker gives up for a while when steps beside the worker break the objective much more
-often than steps of decode alone, or when a CPU limit kept decode from running beside it. The way
-back: after 10 s (twice as long each time, 160 s at most) it lets the worker run again on trial,
-judged by a fresh window; a clean window of 1,600 steps puts the 10 s back. What cannot be (a stale
-view, a clock that stands, a latency of NaN) pauses too. Time is an argument.
+margin. So do requests that wait: an objective of each token allows slow steps, slow steps fill the
+batch, and others find no place in it. A breaker gives up for a while when steps beside the worker
+break the objective much more often than steps of decode alone, or when a CPU limit kept decode from
+running beside it. The way back: after 10 s (twice as long each time, 160 s at most) it lets the
+worker run again on trial, judged by a fresh window; a clean window of 1,600 steps puts the 10 s
+back. What cannot be (a stale view, a clock that stands, a latency of NaN) pauses too. Time is an
+argument.
 """
 
 from __future__ import annotations
@@ -27,8 +29,11 @@ class GuardSettings:
     """Defaults as the design gives them; times in nanoseconds."""
 
     pause_ns: int = 50_000_000
+    # Longer than a request waits that comes between two steps, short to who awaits a first token.
+    queue_us: int = 50_000
     widen: float = 0.05  # added to the margin at each trip
     widen_max: float = 0.4
+    widen_queued: float = 4.0  # for requests that wait: steps of a fifth of the objective
     widen_half_life_ns: int = 10 * SECOND_NS
     # The breaker: a percentile of 99 allows 1% of steps over the objective; five times that, beyond
     # what decode shows alone, over a window long enough that two bad steps do not make it.
@@ -71,6 +76,7 @@ class Guard:
         self._beside = _Rate(self._settings.window_steps)
         self._alone = _Rate(self._settings.window_steps)
         self._over_in_a_row = 0
+        self._beside_step = (0, 0.0)  # objective and latency of the last one, us
         self._extra, self._extra_at_ns = 0.0, 0
         self._paused_until_ns = 0
         self._open_until_ns = 0
@@ -141,6 +147,17 @@ class Guard:
         """Take note of a step whose latency cannot be: the worker pauses, nothing is learned."""
         self._paused_until_ns = now_ns + self._settings.pause_ns
 
+    def queued(self, now_ns: int, waited_us: int) -> None:
+        """Take note that requests have waited for a place in decode for so long without a break."""
+        if waited_us < self._settings.queue_us:
+            return
+        if now_ns >= self._paused_until_ns:
+            # Steps a tenth shorter than those that could not keep up.
+            objective_us, step_us = self._beside_step
+            shorter = objective_us / (0.9 * step_us) - 1 if step_us else 0.0
+            self._widen(now_ns, at_least=min(self._settings.widen_queued, shorter))
+        self._paused_until_ns = max(self._paused_until_ns, now_ns + self._settings.pause_ns)
+
     def may_run(self, now_ns: int) -> bool:
         """Whether the worker may run at this moment, whatever a policy says."""
         if now_ns < self._paused_until_ns:
@@ -184,6 +201,8 @@ class Guard:
     ) -> None:
         """Take note of a finished step; `harvested`: the worker was granted units during it."""
         over = latency_us > objective_us > 0
+        if harvested:
+            self._beside_step = (objective_us, latency_us)
         (self._beside if harvested else self._alone).add(over)
         self._over_in_a_row = self._over_in_a_row + 1 if over and harvested else 0
         if self._over_in_a_row >= 2:
@@ -194,12 +213,16 @@ class Guard:
             self._break_ns = self._settings.first_break_ns  # long enough without a break
 
     def _trip(self, now_ns: int) -> None:
-        settings = self._settings
-        self._extra = min(settings.widen_max, self.extra_margin(now_ns) + settings.widen)
-        self._extra_at_ns = now_ns
-        self._paused_until_ns = now_ns + settings.pause_ns
+        self._widen(now_ns)
+        self._paused_until_ns = now_ns + self._settings.pause_ns
         self._over_in_a_row = 0
         self.trips += 1
+
+    def _widen(self, now_ns: int, at_least: float = 0.0) -> None:
+        settings, before = self._settings, self.extra_margin(now_ns)
+        wider = min(settings.widen_max, before + settings.widen)
+        self._extra = max(before, wider, at_least)
+        self._extra_at_ns = now_ns
 
     def _judge(self, now_ns: int) -> None:
         settings, beside = self._settings, self._beside

@@ -93,6 +93,11 @@ class CompiledController(Controller):
         super().throttled(now_ns, seconds)
         self._tell_guard()
 
+    def queued(self, now_ns: int, waited_us: int) -> None:
+        """Take note that requests have waited for a place in decode for so long without a break."""
+        super().queued(now_ns, waited_us)
+        self._tell_guard()
+
     def explain(self, now_ns: int, view: View, offer: Offer, grant: Grant) -> Decided:
         """Return the last decision with what it rested on."""
         of = self._decider

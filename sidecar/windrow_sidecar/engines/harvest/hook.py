@@ -234,6 +234,8 @@ class HarvestHook:
         # Whoever waits although the batch has room waits for KV.
         held = now_ns < held_until_ns
         kv_short = view.waiting > 0 and view.batch < self._settings.max_batch and not held
+        if view.waited_us and not held:
+            controller.queued(now_ns, view.waited_us)
         may_hold = lending.plan(now_ns, chunks, offer, terms, kv_short=kv_short)
         grant = controller.decide(view, offer, now_ns, present=offers.present, chunks=may_hold)
         units = controller.would_units if grant.finetune_units else 0.0
