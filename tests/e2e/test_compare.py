@@ -86,7 +86,7 @@ def _play(settings: DemoSettings, how: CompareSettings) -> None:
 def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     (session,) = ComparisonSession.all_of(out)
     assert {at.arm for at in session.segments} == ARMS
-    noted = [json.loads(line) for line in (session.folder / SEGMENTS).open()]
+    noted = [json.loads(line) for line in (session.folder / SEGMENTS).read_text().splitlines()]
     assert [(at["arm"], at["slower"]) for at in noted if not at["counts"]] == [(ALONE, 10.0)]
     result = json.loads((out / PLACE / compare.RESULT).read_text())
     found = {at["arm"]: at for at in result["segments"]}
