@@ -303,7 +303,10 @@ async def _at_rest(
 
 
 async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:
-    """Ask the webhook about pods, 100 a second for five seconds; return the 99th percentile."""
+    """Ask the webhook about pods, 100 a second for six seconds; return the 99th percentile.
+
+    Of the last five seconds: in the first one connections are made, which the API server keeps.
+    """
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     url = f"https://127.0.0.1:{operator.state['webhookPort']}/mutate-pods"
@@ -318,9 +321,10 @@ async def _reviews(operator: Operator, http: aiohttp.ClientSession) -> float:
         began = time.monotonic()
         async with http.post(url, json=review, ssl=context) as answer:
             assert (await answer.json())["response"]["allowed"]
-        waits.append(time.monotonic() - began)
+        if number >= 100:
+            waits.append(time.monotonic() - began)
 
-    await asyncio.gather(*(ask(number) for number in range(500)))
+    await asyncio.gather(*(ask(number) for number in range(600)))
     return percentile(sorted(waits), 0.99)
 
 

@@ -208,15 +208,19 @@ class App:
     async def _compare(self, attach: AttachServer) -> None:
         """Take up now and then what the watches have missed; put memory in order after it."""
         resync = Resync(self._kube, self.cluster, self._settings.namespaces)
+        freed = False
         while True:
             await asyncio.sleep(_COMPARED_S)
-            self._memory.collect(len(attach.sessions))  # also while the API server is away
+            # Also while the API server is away.
+            freed |= self._memory.collect(len(attach.sessions))
             try:
                 missed = await resync.compare()
             except ApiError as error:
                 log.warning("cannot list the watched objects to compare them: %s", error)
                 continue
-            await asyncio.to_thread(self._memory.give_back)
+            if freed:
+                await asyncio.to_thread(self._memory.give_back)
+                freed = False
             self.metrics.missed(missed)
             if missed:
                 log.warning("the watches missed changes, a listing has corrected: %s", missed)

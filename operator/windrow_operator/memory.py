@@ -8,8 +8,9 @@ which ended streams leave some. So everything is collected again when many strea
 now and then.
 
 glibc gives each of gRPC's threads a heap of its own, and what a stream allocates is spread over
-them: a page of a heap stays as long as anything on it does. In two heaps 1,000 streams leave 60 MiB
-less behind when they have ended.
+them: a page of a heap stays as long as anything on it does. Of 5,000 streams that have ended two
+heaps keep 370 MiB, and many 660. And once a large block was freed glibc takes the next ones from
+the heaps, in between what stays; buffers of connections and listings are better mapped each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ _ENDED = 0.1
 _EVERYTHING_AFTER = 60  # calls
 # Young objects are collected as ever, if more seldom; old ones when `collect` is called.
 _THRESHOLDS = (5_000, 10, 1_000_000)
-_M_ARENA_MAX, _HEAPS = -8, 2  # of mallopt(3): how many heaps all threads share
+# Of mallopt(3): how many heaps all threads share, and what is mapped by itself, bytes.
+_M_ARENA_MAX, _HEAPS = -8, 2
+_M_MMAP_THRESHOLD, _MAPPED = -3, 128 << 10
 _YOUNG = 1  # and the generation before it: some ten thousand objects
 
 
@@ -31,6 +34,7 @@ class ProcessMemory:
 
     def __init__(self) -> None:
         self._streams, self._calls = 0, 0
+        self._streams_given_back = 0
 
     def take_over(self) -> None:
         """Let nobody else collect what is old: `collect` has to be called now and then.
@@ -40,14 +44,20 @@ class ProcessMemory:
         gc.set_threshold(*_THRESHOLDS)
         if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
             mallopt(_M_ARENA_MAX, _HEAPS)
+            mallopt(_M_MMAP_THRESHOLD, _MAPPED)
 
-    def collect(self, streams: int) -> None:
+    def collect(self, streams: int) -> bool:
         """Collect what is young, or now and then everything, and set aside what is left.
 
         To be called in the thread of the loop: nothing else runs meanwhile in any case.
+
+        Returns:
+            Whether there is memory to give back: everything was collected, or many streams have
+            come or gone since the last time. At rest what is freed is what is needed next.
         """
         self._calls += 1
-        if streams < (1 - _ENDED) * self._streams or self._calls >= _EVERYTHING_AFTER:
+        everything = streams < (1 - _ENDED) * self._streams or self._calls >= _EVERYTHING_AFTER
+        if everything:
             gc.unfreeze()
             gc.collect()
             self._streams, self._calls = streams, 0
@@ -55,12 +65,17 @@ class ProcessMemory:
             gc.collect(_YOUNG)  # what is older may be the load of a minute with much news
         gc.freeze()
         self._streams = max(self._streams, streams)
+        moved = abs(streams - self._streams_given_back) > _ENDED * self._streams_given_back
+        if everything or moved:
+            self._streams_given_back = streams
+        return everything or moved
 
     @staticmethod
     def give_back() -> None:
         """Hand the system what listings and ended streams have freed; glibc keeps it otherwise.
 
-        Takes a while, in which others can run: to be called in a thread.
+        Takes a tenth of a second with 5,000 streams. Others can run meanwhile, as far as they need
+        no memory of the heap that is looked at: to be called in a thread, and seldom.
         """
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
             trim(0)

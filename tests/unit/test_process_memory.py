@@ -75,3 +75,13 @@ def test_few_that_have_ended_go_in_the_end():
     for _ in range(_EVERYTHING_AFTER):
         memory.collect(99)
     assert ended() is None
+
+
+def test_memory_is_given_back_when_much_has_moved_and_not_at_rest():
+    memory = ProcessMemory()
+    assert memory.collect(1000), "they have come"
+    assert not memory.collect(1000)
+    assert not memory.collect(1050)
+    assert memory.collect(1101)
+    assert memory.collect(900)
+    assert [memory.collect(900) for _ in range(_EVERYTHING_AFTER)].count(True) == 1
