@@ -25,7 +25,7 @@ from windrow_operator.identity import Identity, Refused
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import STALE_AFTER, Pod
-from windrow_operator.session import MISSED_HEARTBEATS, Session
+from windrow_operator.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -208,17 +208,6 @@ class AttachServer(pb_grpc.AttachServicer):
                 leader_term=session.term,
             )
         )
-
-    def end_silent(self, now: datetime) -> datetime | None:
-        """End the streams of sidecars that are silent; return when the next one would be."""
-        for session in list(self.sessions.values()):
-            if session.due is not None and session.due <= now:
-                log.warning(
-                    "sidecar of pod %s missed %d heartbeats: its stream is ended",
-                    *(session.pod.key, MISSED_HEARTBEATS),
-                )
-                self.end(session)
-        return min((s.due for s in self.sessions.values() if s.due is not None), default=None)
 
     def end(self, session: Session) -> None:
         """End a stream from this side; its slots count as detached from this moment."""

@@ -41,7 +41,7 @@ _RETRY_SECONDS = 1.0
 # Steps at a time. Each mostly waits for the API server, which has others to serve as well.
 _WORKERS = 4
 # So many slots and jobs are looked at in one go; admission and streams have their turn in between.
-_AT_ONCE = 200
+_AT_ONCE = 50
 # What counts everything is done the more seldom the more there is: so many objects a second.
 _COUNTED_PER_SECOND = 500.0
 # To give all waiting jobs a turn takes this part of the time at most; their steps take as much as
@@ -140,12 +140,14 @@ class Driver:
         """Look and act, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._look_always(), name="look")
+            tasks.create_task(self._end_sessions_always(), name="streams")
             tasks.create_task(self._keep_house_always(), name="house")
             for number in range(self._n_workers):
                 tasks.create_task(self._work(), name=f"steps-{number}")
 
     async def turn(self) -> None:
         """Look once, take every step that is due, and keep house."""
+        await self._sidecars.end_sessions(self._clock())
         self._look()
         while self._cluster.changed_slots.waits("driver"):
             self._look()
@@ -180,6 +182,11 @@ class Driver:
                 self._metrics.liveness.stepped()
             self.wake()  # what was written is looked at, too
 
+    async def _end_sessions_always(self) -> None:
+        while True:
+            await self._sidecars.end_sessions(self._clock())
+            await asyncio.sleep(_CLOCK_SECONDS)
+
     async def _keep_house_always(self) -> None:
         while True:
             try:
@@ -197,7 +204,6 @@ class Driver:
         if self._clock_passed is None or now - self._clock_passed >= passed:
             self._clock_passed = now
             self._cluster.pass_time(now)
-            self._sidecars.end_sessions(now)
         self._sidecars.configure_changed(self._cluster.changed_pods.take("driver"), now)
         due = dict.fromkeys(self._take_slots(now))
         self._preempt()

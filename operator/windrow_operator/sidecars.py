@@ -18,7 +18,8 @@ from windrow_operator.kube import ApiError, Conflict, Kube, ObjectNotFound
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import EffectivePolicy, Pod, Refusal
 from windrow_operator.reconcile import Event
-from windrow_operator.session import Session
+from windrow_operator.session import MISSED_HEARTBEATS, Session
+from windrow_operator.work_queue import in_pieces
 
 log = logging.getLogger(__name__)
 
@@ -89,16 +90,19 @@ class Sidecars:
             known = self._configs[terms.policy.key] = (terms, policies.config_of(terms))
         return known[1]
 
-    def end_sessions(self, now: datetime) -> None:
+    async def end_sessions(self, now: datetime) -> None:
         """End the streams of sidecars that are silent, and of those whose pod is no more."""
-        if self._attach is None:
-            return
-        if (due := self._attach.end_silent(now)) is not None:
-            self._look_again(due - now)
-        for session in list(self._attach.sessions.values()):
+        attach = self._attach
+        async for session in in_pieces(attach.sessions.values() if attach else ()):
             if session.pod.uid not in self._cluster.pods:
-                log.warning("pod %s is gone: the stream of its sidecar is ended", session.pod.key)
-                self._attach.end(session)
+                why = "its pod is gone"
+            elif session.due is not None and session.due <= now:
+                why = f"it missed {MISSED_HEARTBEATS} heartbeats"
+            else:
+                continue
+            assert attach is not None
+            log.warning("the stream of the sidecar of pod %s is ended: %s", session.pod.key, why)
+            attach.end(session)
 
     # --- containers -------------------------------------------------------------------------------
 

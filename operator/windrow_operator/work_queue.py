@@ -11,7 +11,7 @@ import itertools
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
-_AT_ONCE = 200  # things in one go; admission and streams have their turn in between
+_AT_ONCE = 100  # things in one go; admission and streams have their turn in between
 
 _T = TypeVar("_T")
 
