@@ -34,7 +34,7 @@ class ProcessMemory:
 
     def __init__(self) -> None:
         self._streams, self._calls = 0, 0
-        self._streams_given_back = 0
+        self._streams_seen, self._give_back = 0, 0  # when many had moved; so many times from then
 
     def take_over(self) -> None:
         """Let nobody else collect what is old: `collect` has to be called now and then.
@@ -53,7 +53,8 @@ class ProcessMemory:
 
         Returns:
             Whether there is memory to give back: everything was collected, or many streams have
-            come or gone since the last time. At rest what is freed is what is needed next.
+            come or gone, at this call or the one before, since what they brought with them goes
+            on for a while. At rest what is freed is what is needed next.
         """
         self._calls += 1
         everything = streams < (1 - _ENDED) * self._streams or self._calls >= _EVERYTHING_AFTER
@@ -65,10 +66,10 @@ class ProcessMemory:
             gc.collect(_YOUNG)  # what is older may be the load of a minute with much news
         gc.freeze()
         self._streams = max(self._streams, streams)
-        moved = abs(streams - self._streams_given_back) > _ENDED * self._streams_given_back
-        if everything or moved:
-            self._streams_given_back = streams
-        return everything or moved
+        if everything or abs(streams - self._streams_seen) > _ENDED * self._streams_seen:
+            self._streams_seen, self._give_back = streams, 2
+        self._give_back -= 1
+        return self._give_back >= 0
 
     @staticmethod
     def give_back() -> None:
