@@ -4,8 +4,8 @@ Python's collector of cycles goes through every object now and then, and nothing
 meanwhile: with 1,000 sidecars 0.1 s, with 5,000 0.5 to 0.7 s, to be rid of a few hundred. So it no
 longer does so by itself, and what has lived for a minute is set aside (`gc.freeze`), where it
 passes it over. What is set aside still goes when nobody refers to it any more; only cycles stay, of
-which ended streams leave some. So everything is collected again when many streams have ended, and
-now and then.
+which ended streams leave some, and those that begin. So everything is collected again when many
+streams have ended, a minute after many have come, and now and then.
 
 glibc gives each of gRPC's threads a heap of its own, and what a stream allocates is spread over
 them: a page of a heap stays as long as anything on it does. Of 5,000 streams that have ended two
@@ -57,7 +57,9 @@ class ProcessMemory:
             on for a while. At rest what is freed is what is needed next.
         """
         self._calls += 1
-        everything = streams < (1 - _ENDED) * self._streams or self._calls >= _EVERYTHING_AFTER
+        ended = streams < (1 - _ENDED) * self._streams
+        settled = self._give_back == 1  # what came with many streams and has gone is old by now
+        everything = ended or settled or self._calls >= _EVERYTHING_AFTER
         if everything:
             gc.unfreeze()
             gc.collect()
@@ -66,10 +68,10 @@ class ProcessMemory:
             gc.collect(_YOUNG)  # what is older may be the load of a minute with much news
         gc.freeze()
         self._streams = max(self._streams, streams)
-        if everything or abs(streams - self._streams_seen) > _ENDED * self._streams_seen:
+        if abs(streams - self._streams_seen) > _ENDED * self._streams_seen:
             self._streams_seen, self._give_back = streams, 2
         self._give_back -= 1
-        return self._give_back >= 0
+        return everything or self._give_back >= 0
 
     @staticmethod
     def give_back() -> None:

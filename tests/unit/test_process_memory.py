@@ -46,7 +46,8 @@ def test_what_has_ended_since_the_last_call_goes():
 def test_streams_that_were_set_aside_go_once_many_have_ended():
     memory = ProcessMemory()
     streams = [_Stream() for _ in range(10)]
-    memory.collect(len(streams))
+    for _ in range(2):  # they have come, and what came with them has gone
+        memory.collect(len(streams))
     ended = [weakref.ref(stream) for stream in streams[:5]]
     del streams[:5]
     memory.collect(9)
@@ -83,4 +84,15 @@ def test_memory_is_given_back_when_much_has_moved_and_not_at_rest():
     assert not memory.collect(1050)
     assert [memory.collect(1101) for _ in range(3)] == [True, True, False]
     assert [memory.collect(900) for _ in range(3)] == [True, True, False]
-    assert [memory.collect(900) for _ in range(_EVERYTHING_AFTER)].count(True) == 2
+    assert [memory.collect(900) for _ in range(_EVERYTHING_AFTER)].count(True) == 1
+
+
+def test_what_came_with_many_streams_goes_a_minute_later():
+    memory = ProcessMemory()
+    handshake = _Stream()
+    memory.collect(100)
+    ended = weakref.ref(handshake)
+    del handshake
+    assert ended() is not None, "it is set aside"
+    memory.collect(100)
+    assert ended() is None
