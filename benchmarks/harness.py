@@ -11,7 +11,7 @@ import datetime
 import json
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +95,26 @@ def write(benchmark: str, results: Sequence[Result], env: dict[str, Any], to: Pa
         )
         + "\n"
     )
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], *, rest: str = "---") -> str:
+    """Return a table in Markdown; `rest`: how the columns after the first one are aligned."""
+    lines = [head, ["---", *[rest] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def into_document(path: Path, begin: str, end: str, text: str) -> None:
+    """Put text on the lines between two that the document has already.
+
+    Raises:
+        SystemExit: it has not.
+    """
+    document = path.read_text(encoding="utf-8")
+    before, found, rest = document.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not (found and closed):
+        raise SystemExit(f"{path} has no place for figures: {begin} ... {end}")
+    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:

@@ -26,7 +26,7 @@ from typing import Any, cast, get_args
 from rich.console import Console
 
 from benchmarks.engine.drawing import Panel, draw
-from benchmarks.harness import ROOT
+from benchmarks.harness import ROOT, into_document, markdown
 from windrow.errors import UserError, WindrowError
 from windrow.local import verdict
 from windrow.local.compare import FOOTING, CompareSettings, run
@@ -201,8 +201,7 @@ def document(path: Path, into: Path) -> None:
 
     The plot goes beside it, into `images/comparison.svg`.
     """
-    text = path.read_text(encoding="utf-8")
-    begin = re.search(r"<!-- loads: (?P<machine>\S+) -->\n", text)
+    begin = re.search(r"<!-- loads: (?P<machine>\S+) -->", path.read_text(encoding="utf-8"))
     if begin is None:
         raise UserError(f"{path} has no line like <!-- loads: epyc-2-cores -->", remedy="Add one.")
     found = {load: into / begin["machine"] / load.file for load in ALL}
@@ -211,12 +210,9 @@ def document(path: Path, into: Path) -> None:
         for load, file in found.items()
         if file.exists()
     ]
-    lines = [list(_COLUMNS), ["---", *("--:" for _ in _COLUMNS[1:])]]
-    lines += [standing.cells() for standing in standings]
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    after = text[begin.end() :].partition("<!-- /loads -->")[2]
-    said = f"{table}\n\n{_summary(standings)}\n<!-- /loads -->"
-    path.write_text(f"{text[: begin.end()]}{said}{after}", encoding="utf-8")
+    table = markdown(_COLUMNS, (standing.cells() for standing in standings), rest="--:")
+    said = f"{table}\n\n{_summary(standings)}"
+    into_document(path, begin.group(), "<!-- /loads -->", said)
     _plot(standings, path.parent / "images" / "comparison.svg")
 
 

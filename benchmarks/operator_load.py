@@ -135,10 +135,8 @@ class Sidecars:
         self._process.join()
 
 
-def _live(
-    sidecars: list[_Sidecar], authority: bytes, state_file: Path, attached: Any, asked: Connection
-) -> None:
-    asyncio.run(_run_all(sidecars, authority, state_file, attached, asked))
+def _live(*of: Any) -> None:
+    asyncio.run(_run_all(*of))
 
 
 async def _run_all(

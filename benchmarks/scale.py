@@ -25,7 +25,14 @@ from typing import Any
 import aiohttp
 
 from benchmarks.engine.drawing import Panel, draw
-from benchmarks.harness import Result, arguments, environment, write
+from benchmarks.harness import (
+    Result,
+    arguments,
+    environment,
+    into_document,
+    markdown,
+    write,
+)
 from benchmarks.operator_load import (
     NAMESPACE,
     Operator,
@@ -136,16 +143,14 @@ def document(results: list[Result], path: Path) -> None:
     found = {result.name: result for result in results}
     names = list(dict.fromkeys(result.name.partition(": ")[2] for result in results))
     head = ["", "goal", *(f"{slots:,} slots" for slots in columns)]
-    lines = [head, ["---", *("--:" for _ in head[1:])]]
+    rows = []
     for name in names:
         row = [found.get(f"{slots} slots: {name}") for slots in columns]
         first = next(result for result in row if result is not None)
         goal = "" if first.goal is None else f"{first.goal:g} {first.unit}".strip()
-        lines.append([name, goal, *map(_cell, row)])
-    table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    before, begin, rest = path.read_text(encoding="utf-8").partition("<!-- scale -->\n")
-    after = rest.partition("<!-- /scale -->")[2]
-    path.write_text(f"{before}{begin}{table}\n<!-- /scale -->{after}", encoding="utf-8")
+        rows.append([name, goal, *map(_cell, row)])
+    table = markdown(head, rows, rest="--:")
+    into_document(path, "<!-- scale -->", "<!-- /scale -->", table)
     plot(results, path.parent.parent / "images" / "scale.svg")
 
 

@@ -21,7 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Baseline, Result, arguments, environment, write
+from benchmarks.harness import (
+    Baseline,
+    Result,
+    arguments,
+    environment,
+    into_document,
+    markdown,
+    write,
+)
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SPEED = {"gpus": 1000, "policy": "windrow", "rate": 20.0, "objectives_ms": [12.0]}
@@ -116,24 +124,6 @@ def truth(found: dict[str, Any]) -> list[Result]:
     ]
 
 
-def into_document(path: Path, name: str, text: str) -> None:
-    """Put text between the markers of that name; the document has them already."""
-    begin, end = _BEGIN.format(name), _END.format(name)
-    document = path.read_text(encoding="utf-8")
-    if begin not in document or end not in document:
-        raise SystemExit(f"{path} has no place for {name}: {begin} ... {end}")
-    before, _, rest = document.partition(begin)
-    after = rest.partition(end)[2]
-    path.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
-
-
-def markdown(shown: dict[str, Any]) -> str:
-    """Return a table as the document has it."""
-    lines = [shown["head"], ["---"] * len(shown["head"]), *shown["rows"]]
-    said = f"\n\n{shown['said']}" if shown["said"] else ""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + said
-
-
 def plot(
     lines: Mapping[str, Sequence[tuple[float, float]]], title: str, x_title: str, path: Path
 ) -> None:
@@ -218,29 +208,31 @@ def documented(asked: argparse.Namespace) -> None:
     seconds = 30.0 if asked.quick else 180.0
     common = {"seconds": seconds, "traces": str(asked.traces) if asked.traces.is_dir() else ""}
 
-    def put(name: str, text: str) -> None:
-        into_document(asked.docs, name, text)
+    def put(name: str, shown: dict[str, Any]) -> None:
+        said = f"\n\n{shown['said']}" if shown["said"] else ""
+        text = markdown(shown["head"], shown["rows"]) + said
+        into_document(asked.docs, _BEGIN.format(name), _END.format(name), text)
 
     def cluster() -> None:
         plan = simulator({**PLAN, **common})
-        put("cluster", markdown(plan["tables"][0]))
+        put("cluster", plan["tables"][0])
         plot_plan(plan, asked.docs.parent / "images")
 
     def near_bounds() -> None:
         found = simulator({}, "--bounds")
-        put("bounds", markdown(found["tables"][0]))
-        put("limits", markdown(found["tables"][1]))
+        put("bounds", found["tables"][0])
+        put("limits", found["tables"][1])
         plot_bounds(found["bounds"], asked.docs.parent / "images")
 
     parts = {
         "bounds": near_bounds,
-        "jobs": lambda: put("jobs", markdown(simulator(JOBS)["tables"][1])),
-        "papers": lambda: put("papers", markdown(simulator(common, "--papers")["tables"][0])),
+        "jobs": lambda: put("jobs", simulator(JOBS)["tables"][1]),
+        "papers": lambda: put("papers", simulator(common, "--papers")["tables"][0]),
         "cluster": cluster,
     }
     if asked.run:
         run = f"--run={asked.run}"
-        parts["truth"] = lambda: put("truth", markdown(simulator({}, run)["tables"][0]))
+        parts["truth"] = lambda: put("truth", simulator({}, run)["tables"][0])
     wanted = asked.only.split(",") if asked.only else list(parts)
     if unknown := set(wanted) - parts.keys():
         raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")

@@ -141,6 +141,12 @@ def profile_cache(environment: Mapping[str, str]) -> Path:
     return Path(root) / "windrow" / "profiles"
 
 
+def stored_profiles(environment: Mapping[str, str]) -> Path | None:
+    """Return where profiles of the namespace's other pods lie; None: in no such pod."""
+    folder = environment.get(ENV_STORED_PROFILES)
+    return Path(folder) if folder else None
+
+
 def profile_file(key: str) -> str:
     """Return the name of the file that has the latency profile of a key, where many lie."""
     return f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"

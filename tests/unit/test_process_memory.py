@@ -26,6 +26,13 @@ def collector() -> Iterator[None]:
     gc.enable()
 
 
+def ended_after(memory: ProcessMemory, streams: int) -> weakref.ref[_Stream]:
+    """A stream that a collection among so many has set aside, and that has ended since."""
+    stream = _Stream()
+    memory.collect(streams)
+    return weakref.ref(stream)
+
+
 def test_what_lives_for_long_is_passed_over():
     memory = ProcessMemory()
     before = gc.get_freeze_count()
@@ -69,10 +76,7 @@ def test_what_is_old_is_collected_when_it_is_asked_for_alone():
 
 def test_few_that_have_ended_go_in_the_end():
     memory = ProcessMemory()
-    stream = _Stream()
-    memory.collect(100)
-    ended = weakref.ref(stream)
-    del stream
+    ended = ended_after(memory, 100)
     for _ in range(_EVERYTHING_AFTER):
         memory.collect(99)
     assert ended() is None
@@ -89,10 +93,7 @@ def test_memory_is_given_back_when_much_has_moved_and_not_at_rest():
 
 def test_what_came_with_many_streams_goes_a_minute_later():
     memory = ProcessMemory()
-    handshake = _Stream()
-    memory.collect(100)
-    ended = weakref.ref(handshake)
-    del handshake
+    ended = ended_after(memory, 100)
     assert ended() is not None, "it is set aside"
     memory.collect(100)
     assert ended() is None

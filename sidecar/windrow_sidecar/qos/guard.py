@@ -145,7 +145,7 @@ class Guard:
 
     def distrust(self, now_ns: int) -> None:
         """Take note of a step whose latency cannot be: the worker pauses, nothing is learned."""
-        self._paused_until_ns = now_ns + self._settings.pause_ns
+        self._pause(now_ns)
 
     def queued(self, now_ns: int, waited_us: int) -> None:
         """Take note that requests have waited for a place in decode for so long without a break."""
@@ -156,7 +156,7 @@ class Guard:
             objective_us, step_us = self._beside_step
             shorter = objective_us / (0.9 * step_us) - 1 if step_us else 0.0
             self._widen(now_ns, at_least=min(self._settings.widen_queued, shorter))
-        self._paused_until_ns = max(self._paused_until_ns, now_ns + self._settings.pause_ns)
+        self._pause(now_ns)
 
     def may_run(self, now_ns: int) -> bool:
         """Whether the worker may run at this moment, whatever a policy says."""
@@ -214,9 +214,12 @@ class Guard:
 
     def _trip(self, now_ns: int) -> None:
         self._widen(now_ns)
-        self._paused_until_ns = now_ns + self._settings.pause_ns
+        self._pause(now_ns)
         self._over_in_a_row = 0
         self.trips += 1
+
+    def _pause(self, now_ns: int) -> None:
+        self._paused_until_ns = now_ns + self._settings.pause_ns
 
     def _widen(self, now_ns: int, at_least: float = 0.0) -> None:
         settings, before = self._settings, self.extra_margin(now_ns)

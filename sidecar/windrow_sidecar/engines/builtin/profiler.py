@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from windrow.errors import UserError
-from windrow.rundir import ENV_STORED_PROFILES, RunDir, profile_cache, profile_file
+from windrow.rundir import RunDir, profile_cache, profile_file, stored_profiles
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loop import LoopParts
@@ -80,8 +80,7 @@ class ProfileStore:
     @classmethod
     def of(cls, run_dir: RunDir | None) -> ProfileStore:
         """That of this user and pod."""
-        stored = os.environ.get(ENV_STORED_PROFILES)
-        return cls(run_dir, profile_cache(os.environ), Path(stored) if stored else None)
+        return cls(run_dir, profile_cache(os.environ), stored_profiles(os.environ))
 
     def candidates(self, key: str) -> Iterator[Path]:
         """Files in which a profile of that key may lie."""

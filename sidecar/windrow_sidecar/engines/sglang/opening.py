@@ -19,7 +19,7 @@ import torch
 from windrow.crd import slot_name
 from windrow.errors import InvariantBroken
 from windrow.eventlog import EventLog
-from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_STORED_PROFILES, RunDir
+from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, RunDir, stored_profiles
 from windrow_sidecar._core import Arena
 from windrow_sidecar.compute.cuda import CudaPartition
 from windrow_sidecar.compute.host import HostPartition
@@ -93,8 +93,7 @@ def open_harvest(
         engine_version=version("sglang"),
         model_fingerprint=opened.fingerprint,
     )
-    stored = environment.get(ENV_STORED_PROFILES)
-    kept = KeptProfile(run_dir, Path(stored) if stored else None)
+    kept = KeptProfile(run_dir, stored_profiles(environment))
     profile = kept.of(subject.key)
     log_dir = environment.get(ENV_LOG_DIR)
     pod = environment.get(ENV_POD_NAME)
