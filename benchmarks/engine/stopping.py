@@ -59,7 +59,8 @@ def _cost(setting: Setting, rounds: int) -> Result:
     base = setting.base(device)
     plain, parts = _parts(setting, device, base), _parts(setting, device, base)
     gate, page = _gate(Estimates(), device)
-    between_modules(parts.stack.layers, _suspension(gate).point)
+    head = parts.stack.model.get_output_embeddings()  # type: ignore[operator]
+    between_modules(parts.stack.layers, head, _suspension(gate).point)
     ids = torch.randint(3, 250, setting.step, generator=torch.Generator().manual_seed(1))
     rows = [Example(tuple(row), tuple(row), "random") for row in ids.tolist()]
     settle_heap()

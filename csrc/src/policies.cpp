@@ -271,13 +271,14 @@ double token_us(const Offer& offer, const PolicyContext& ctx, std::int64_t units
   return real(ctx.layers * tasklet_us(offer, ctx, units)) / real(layers * offer.tokens);
 }
 
-// Windows come in whole grains, as `int(run_us / token) // grain * grain` of a time above 0.
+// Windows come in whole grains, as `int(run_us / token) // grain * grain`; one at least.
 std::int64_t window_of(double run_us, double token, const DecisionFigures& figures) {
   const double tokens = run_us / token;
   if (tokens >= real(figures.most_tokens)) {
     return figures.most_tokens / figures.grain_tokens * figures.grain_tokens;
   }
-  return whole(tokens) / figures.grain_tokens * figures.grain_tokens;
+  const std::int64_t grains = whole(tokens) / figures.grain_tokens;
+  return std::max<std::int64_t>(1, grains) * figures.grain_tokens;
 }
 
 Grant flexllm(const View& view, const Offer& offer, const PolicyContext& ctx) {
@@ -290,7 +291,7 @@ Grant flexllm(const View& view, const Offer& offer, const PolicyContext& ctx) {
     const double token = token_us(offer, ctx, ctx.splits[index].finetune_units);
     const std::int64_t tokens =
         token != 0 ? window_of(run_us, token, ctx.figures) : ctx.figures.grain_tokens;
-    if (run_us > 0 && tokens != 0 && tokens >= best_tokens) {
+    if (run_us > 0 && tokens >= best_tokens) {
       best = index;
       best_tokens = tokens;
       best_us = token != 0 ? std::min(run_us, real(tokens) * token) : run_us;

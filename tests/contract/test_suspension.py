@@ -28,7 +28,8 @@ def untouched(request):
 
 def job_with(point, sizing, adapter=None):
     job = tiny_job(sizing=sizing, micro_batches=2, adapter=adapter)
-    between_modules(job.model.get_base_model().model.layers, point)
+    base = job.model.get_base_model()
+    between_modules(base.model.layers, base.lm_head, point)
     return job
 
 
@@ -46,6 +47,9 @@ def test_there_are_points_within_every_forward_and_every_backward(untouched, ada
         if tasklet.phase in (Phase.FORWARD, Phase.BACKWARD) and not frozen_below:
             # Behind queries, keys and values, behind attention, and between the MLP's products.
             assert len(points) >= 4
+        if tasklet.phase is Phase.LOSS and not tasklet.is_window:  # which may have no label
+            # Behind the product with the head, and before the one of its way back.
+            assert len(points) == (1 if tasklet.micro.evaluation else 2)
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -185,7 +189,7 @@ def test_a_pause_in_the_middle_of_a_layer_is_obeyed_at_its_next_module(untouched
 
 def test_a_tasklet_that_is_longer_than_what_each_step_grants_runs_in_parts(untouched):
     sizing, expected = untouched
-    slot, parts, passed = Slot(), 0, 0
+    slot, parts, passed, ran = Slot(), 0, 0, []
 
     def next_step() -> bool:
         """Runs while the worker is held up: decode's next step grants as much again."""
@@ -204,17 +208,16 @@ def test_a_tasklet_that_is_longer_than_what_each_step_grants_runs_in_parts(untou
         suspension.point()
 
     job = job_with(point, sizing)
-    learned = job.stream.peek()
-    for units in slot.cores.levels():
-        slot.estimates.learn(learned, units, 6_000.0)
     while (tasklet := job.stream.peek()) is not None:
+        for units in slot.cores.levels():
+            slot.estimates.learn(tasklet, units, 6_000.0)
         slot.give(action=Action.GO, finetune_units=1, budget_us=2_000)
-        if tasklet.phase not in (Phase.FORWARD, Phase.BACKWARD):
-            slot.go(1)
         assert slot.gate.launch(tasklet)
         job.stream.run(tasklet)
         slot.gate.landed(tasklet)
         slot.gate.take_ran()
+        ran.append(tasklet.phase)
+    assert {Phase.LOSS, Phase.OPTIMIZER} < {*ran}
     assert parts > passed // 3  # two stretches at most in each
     assert bit_equal(adapter_of(job), expected)
 

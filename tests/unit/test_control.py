@@ -11,7 +11,7 @@ from windrow_sidecar.qos.control import Controller
 from windrow_sidecar.qos.guard import SECOND_NS
 from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning, host_levels, whole_levels
-from windrow_sidecar.qos.predictor import FORGETTING, Predictor
+from windrow_sidecar.qos.predictor import FORGETTING, START_MARGIN, Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
@@ -254,3 +254,18 @@ def test_another_objective_or_policy_begins_with_a_clean_record_and_another_mode
     pod.controller.guard.trips = 1
     pod.controller.set_terms(replace(TERMS, policy="harli", objective_us=20_000))
     assert pod.controller.guard.trips == 0
+
+
+def test_a_margin_is_of_its_objective_and_policy_and_is_found_again():
+    pod, harli = Pod(), replace(TERMS, policy="harli")
+    predictor = pod.controller.predictor
+    predictor.margin = learned = 0.3
+    pod.controller.set_terms(replace(TERMS, mode="observe"))
+    assert predictor.margin == learned
+    pod.controller.set_terms(harli)
+    assert predictor.margin == START_MARGIN
+    predictor.margin = of_harli = 0.2
+    pod.controller.set_terms(TERMS)
+    assert predictor.margin == learned
+    pod.controller.set_terms(harli)
+    assert predictor.margin == of_harli

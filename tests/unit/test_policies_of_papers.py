@@ -115,11 +115,14 @@ def test_flexllm_inverts_f_of_c_and_s():
     assert FlexLlm().decide(BUSY, WORK, gpu(margin=1 / 3)).window_tokens == 64
 
 
-def test_flexllm_caps_its_window_and_pauses_where_not_even_the_smallest_fits():
+def test_flexllm_caps_its_window_and_runs_a_part_of_the_smallest_where_it_does_not_fit():
     fast = WORK._replace(estimates_us=(40, 30, 0, 0, 0, 0, 0, 0))
     assert FlexLlm().decide(BUSY, fast, gpu()).window_tokens == 512
     slow = WORK._replace(estimates_us=(400_000, 300_000, 0, 0, 0, 0, 0, 0))
-    assert FlexLlm().decide(BUSY, slow, gpu()).action == Action.PAUSE
+    part = FlexLlm().decide(BUSY, slow, gpu())
+    assert (part.action, part.window_tokens, part.budget_us) == (Action.GO, 16, 16_666)
+    none = FlexLlm().decide(BUSY._replace(objective_us=10_000), slow, gpu())
+    assert none.action == Action.PAUSE
     unknown = WORK._replace(estimates_us=(0,) * LEVELS_MAX)
     assert FlexLlm().decide(BUSY, unknown, gpu()).window_tokens == 16
 

@@ -10,7 +10,7 @@ from windrow_sidecar.qos.handover import Handover
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.policies import Context, Policy
 from windrow_sidecar.qos.policies.base import IN_TURNS, alone, effective_units, is_for_one_step
-from windrow_sidecar.qos.predictor import BEYOND_MARGIN, Predictor
+from windrow_sidecar.qos.predictor import BEYOND_MARGIN, START_MARGIN, Predictor
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Action, Grant, Offer, View
 
@@ -91,6 +91,7 @@ class Controller:
         self._handover = handover or Handover(levels.units, pause_epoch)
         self._terms: HarvestTerms | None = None
         self._policy: Policy | None = None
+        self._margins: dict[tuple[str, int, bool], float] = {}  # learned under terms before
         self._allowed, self._idle_units = 1, 0
         self._current, self._switched_ns = 0, 0
         self._during = DuringStep()
@@ -128,6 +129,7 @@ class Controller:
     def set_predictor(self, predictor: Predictor) -> None:
         """Predict with this one from the next decision on."""
         self._predictor = predictor
+        self._margins.clear()
         self.refusal = _below_decode(self._terms, predictor)
 
     def throttled(self, now_ns: int, seconds: float) -> None:
@@ -146,10 +148,14 @@ class Controller:
     def set_terms(self, terms: HarvestTerms | None) -> None:
         """Take new terms from the next decision on.
 
-        The guard's record is of one objective and one algorithm: others begin with a clean one.
+        The guard's record and the predictor's margin are of one objective and one algorithm: others
+        begin with clean ones, and find the margin that they had before.
         """
         if terms and self._terms and _judged_by(terms) != _judged_by(self._terms):
             self.guard = type(self.guard)(self.guard.settings)
+            if self._predictor is not None:
+                self._margins[_judged_by(self._terms)] = self._predictor.margin
+                self._predictor.margin = self._margins.get(_judged_by(terms), START_MARGIN)
         self._terms = terms
         self._policy = terms.make_policy() if terms and terms.mode != "off" else None
         self.refusal = _below_decode(terms, self._predictor)

@@ -68,6 +68,8 @@ class CompiledController(Controller):
         super().set_terms(terms)
         if self.guard is not before:
             self._decider.use_guard(self.guard.begin_trial)
+            if self._predictor is not None:
+                self._decider.learned(*self._predictor.learned)
         self._tell_terms()
         self._tell_guard()
 

@@ -30,8 +30,8 @@ WAIT_S = 0.2
 # How long a tasklet waits in its middle before it is given up, so that commands are heard.
 PATIENCE_NS = 2_000_000_000
 _DECODE, _WORKER = 0, 1
-# A tasklet that can be held up in its middle is run in parts where a grant is shorter than it; less
-# than this is left unused, since caches are cold at the start of a part.
+# A tasklet is run in parts where a grant is shorter than it; less than this is left unused, since
+# caches are cold at the start of a part.
 LEAST_PART_US = 1_000
 # Until decode says otherwise: a quarter of an objective of 20 ms.
 DEFAULT_BOUND_US = 5_000
@@ -311,8 +311,9 @@ class GrantGate:
         estimate = self._estimates.estimate_us(tasklet, units)
         bound_us = self._grant.in_flight_bound_us or DEFAULT_BOUND_US
         gap_us = part_us = estimate
-        if self._in_parts and tasklet.phase in (Phase.FORWARD, Phase.BACKWARD):
-            # What was cut for the grant fits a gap whole; what was not would wait for ever.
+        if self._in_parts:
+            # What was cut for the grant fits a gap whole; what was not would wait for ever. So
+            # would an optimizer step, which has no points: it may pass the end by its own length.
             gap_us, part_us = min(estimate, bound_us), min(estimate, LEAST_PART_US)
         if not self._allows(self._grant, self._used, gap_us, part_us):
             return False

@@ -1,7 +1,8 @@
 """Suspend a layer between two of its modules while decode needs the device (LLMStation).
 
 What is in flight is then not a layer but a stretch of one or a few modules, forward or backward, so
-rows stay whole where windows would cost more than they save. A wait changes no value.
+rows stay whole where windows would cost more than they save. A loss is suspended around the product
+of its head. A wait changes no value.
 """
 
 from __future__ import annotations
@@ -58,10 +59,16 @@ class Suspension:
                 raise BrokenOff
 
 
-def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> None:
+def between_modules(
+    layers: Sequence[nn.Module], head: nn.Module | None, point: Callable[..., None]
+) -> None:
     """Call `point` after each stretch of modules in forward, and before each in backward.
 
-    It is given whatever torch gives to hooks, and returns nothing.
+    Args:
+        layers: of the decoder.
+        head: that makes logits; None: the model has none of its own. One that learns has no point:
+            a loss that is broken off would have added a part of its gradient.
+        point: is given whatever torch gives to hooks, and returns nothing.
     """
 
     def after(module: nn.Module, args: Any, made: Any) -> None:  # noqa: ANN401
@@ -84,6 +91,8 @@ def between_modules(layers: Sequence[nn.Module], point: Callable[..., None]) -> 
             # calling it.
             for parameter in learning[-1:]:
                 parameter.register_post_accumulate_grad_hook(point)  # type: ignore[no-untyped-call]
+    if head is not None and not any(parameter.requires_grad for parameter in head.parameters()):
+        head.register_forward_hook(after_frozen)
 
 
 def _ends_of_stretches(layer: nn.Module) -> Iterator[nn.Module]:

@@ -257,7 +257,7 @@ def open_session(
         evaluation_policy=EvaluationPolicy.of(training),
     )
     if runtime.between is not None:
-        between_modules(stack.layers, runtime.between)
+        between_modules(stack.layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
     origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
     positions = ModelLimits.of(base.config).positions
     notes = (*base.notes, *rows.notes, *without_effect(spec, len(rows.train), total, positions))

@@ -8,7 +8,8 @@ Departures:
   worker's own estimate of its next tasklet (a backward counts as it is).
 - Tokens run beside decode's step instead of within its kernels, so that no engine is changed; the
   split with the largest window wins. Its public code has no f: it caps s at a constant.
-- Windows come in steps of 16 tokens up to 512: below 16 a layer's fixed cost rules.
+- Windows come in steps of 16 tokens from 16 to 512: below 16 a layer's fixed cost rules. Where a
+  step has no room for 16 tokens through all layers, it runs as many of their tasklets as fit.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class FlexLlm:
             token = token_us(offer, ctx, ctx.levels.splits[index].finetune_units)
             tokens = GRAIN_TOKENS  # enough to measure what a token takes
             if token:
-                tokens = min(MOST_TOKENS, int(run_us / token) // GRAIN_TOKENS * GRAIN_TOKENS)
-            if run_us > 0 and tokens and tokens >= best_tokens:
+                grains = int(run_us / token) // GRAIN_TOKENS
+                tokens = max(GRAIN_TOKENS, min(MOST_TOKENS, grains * GRAIN_TOKENS))
+            if run_us > 0 and tokens >= best_tokens:
                 best, best_tokens = index, tokens
                 best_us = min(run_us, tokens * token) if token else run_us
         if not best:
