@@ -43,7 +43,7 @@ def _with_turns() -> Iterator[None]:
 PARTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "as it is": _constants,
     "without parts of steps": lambda: _constants(PART_GAIN=math.inf),
-    "without rest and headroom before growing": lambda: _constants(REST_NS=0, GROW_HEADROOM=0.0),
+    "without headroom before growing": lambda: _constants(GROW_HEADROOM=0.0),
     "with turns": _with_turns,
 }
 

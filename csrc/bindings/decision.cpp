@@ -155,8 +155,9 @@ void bind_decision(nb::module_& module) {
            nb::arg("idle_units"))
       .def("set_guard",
            [](BoundDecider& self, double extra, std::int64_t extra_at_ns,
-              std::int64_t paused_until_ns, std::int64_t open_until_ns, bool open) {
-             self.decider().set_guard({extra, extra_at_ns, paused_until_ns, open_until_ns, open});
+              std::int64_t paused_until_ns, std::int64_t open_until_ns, bool open, bool for_queue) {
+             self.decider().set_guard(
+                 {extra, extra_at_ns, paused_until_ns, open_until_ns, open, for_queue});
            })
       .def("use_guard", &BoundDecider::use_guard)
       .def("decide", &BoundDecider::decide)

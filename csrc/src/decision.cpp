@@ -156,11 +156,11 @@ Grant Decider::decide(const View& view, const Offer& offer, std::int64_t now_ns,
 
 Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present) {
   if (idle_why_ != Why::kRuns) {
-    return paused(idle_why_, now_ns);
+    return paused(idle_why_);
   }
   const bool observing = terms_.observing;
   if (!present && !observing) {
-    return paused(Why::kNoWorker, now_ns);
+    return paused(Why::kNoWorker);
   }
   predict(view.batch, view.context_tokens, offer.phase);
   extrapolated_ = view.batch > most_batch_ || view.context_tokens > most_context_;
@@ -172,7 +172,7 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
   const Why why = doubt(view, offer, now_ns);
   if (why != Why::kRuns || terms_.refused) {
     would_units_ = 0;
-    return paused(why != Why::kRuns ? why : Why::kObjective, now_ns);
+    return paused(why != Why::kRuns ? why : Why::kObjective);
   }
   const PolicyContext ctx{.figures = figures_,
                           .units = device_.units,
@@ -184,7 +184,6 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
                           .solo_us = solo_us_,
                           .margin = margin_shown_,
                           .current = current_,
-                          .since_switch_ns = now_ns - switched_ns_,
                           .in_flight_bound_us = terms_.objective_us / 4,
                           .layers = device_.layers,
                           .deferral_us = terms_.deferral_us,
@@ -200,16 +199,17 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
     grant.gap_until_ns = 0;
     grant.hold_admission_until_ns =
         std::min(grant.hold_admission_until_ns, begun_ns + terms_.deferral_us * 1000);
-    why_ = offer.starving != 0 && !observing ? Why::kStarving : Why::kObjective;
+    const Why held = now_ns < guard_.paused_until_ns ? why_held() : Why::kObjective;
+    why_ = offer.starving != 0 && !observing ? Why::kStarving : held;
   }
   if (grant.action == kPause) {
-    switch_to(0, now_ns);
+    current_ = 0;
   } else if (grant.gap_until_ns != 0) {
-    switch_to(kInTurns, now_ns);
+    current_ = kInTurns;
   } else if (view.batch == 0) {
-    switch_to(static_cast<std::int64_t>(terms_.allowed) - 1, now_ns);
+    current_ = static_cast<std::int64_t>(terms_.allowed) - 1;
   } else {
-    switch_to(index_of(grant), now_ns);
+    current_ = index_of(grant);
   }
   would_units_ = effective_units(grant, view, asked, ctx);
   if (observing) {
@@ -222,7 +222,7 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
 Grant Decider::guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                        std::int64_t now_ns) {
   if (!may_run(now_ns)) {
-    why_ = guard_.open ? Why::kBreaker : Why::kGuard;
+    why_ = why_held();
     return alone(ctx);
   }
   std::int64_t most = device_.splits[terms_.allowed - 1].finetune_units;
@@ -243,8 +243,8 @@ Grant Decider::guarded(const Grant& wish, const View& view, const PolicyContext&
   return wish;
 }
 
-Grant Decider::paused(Why why, std::int64_t now_ns) {
-  switch_to(0, now_ns);
+Grant Decider::paused(Why why) {
+  current_ = 0;
   why_ = why;
   Grant grant;
   grant.decode_units = device_.units;
@@ -278,6 +278,13 @@ void Decider::fold() {
   }
   device_.splits[0].stretch = 1;
   stale_fold_ = false;
+}
+
+Why Decider::why_held() const {
+  if (guard_.open) {
+    return Why::kBreaker;
+  }
+  return guard_.for_queue ? Why::kQueue : Why::kGuard;
 }
 
 double Decider::extra_margin(std::int64_t now_ns) const {
@@ -357,13 +364,6 @@ void Decider::hand_over(const Grant& wish, const Offer& offer, bool present) {
     }
   }
   decode_units_ = wish.decode_units;
-}
-
-void Decider::switch_to(std::int64_t index, std::int64_t now_ns) {
-  if (index != current_) {
-    current_ = index;
-    switched_ns_ = now_ns;
-  }
 }
 
 }  // namespace windrow

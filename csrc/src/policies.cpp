@@ -117,10 +117,7 @@ double budget_us(const View& view, const PolicyContext& ctx) {
 }
 
 std::size_t largest_share(double bound, const PolicyContext& ctx) {
-  const DecisionFigures& figures = ctx.figures;
-  const double headroom =
-      ctx.since_switch_ns >= figures.stood_ns ? figures.grow_headroom / 2 : figures.grow_headroom;
-  const double grow_bound = ctx.since_switch_ns >= figures.rest_ns ? bound * (1 - headroom) : 0;
+  const double grow_bound = bound * (1 - ctx.figures.grow_headroom);
   const std::size_t current =
       ctx.current == kInTurns ? ctx.allowed : static_cast<std::size_t>(ctx.current);
   for (std::size_t index = ctx.allowed; index-- > 1;) {

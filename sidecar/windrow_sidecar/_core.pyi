@@ -341,6 +341,7 @@ class Decider:
         paused_until_ns: int,
         open_until_ns: int,
         open: bool,
+        for_queue: bool,
         /,
     ) -> None: ...
     def use_guard(self, begin_trial: Callable[[], None], /) -> None:

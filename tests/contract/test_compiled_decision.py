@@ -116,6 +116,9 @@ class Pair:
         took_us = about_us * rng.choice((1.0, 1.0, 1.0, 1.3, 3.0)) * rng.uniform(0.9, 1.1)
         if rng.random() < 0.002:
             took_us = rng.choice((0.0, float("nan"), 1e9))
+        waited_us = rng.choice((0, 49_000, 80_000)) if rng.random() < 0.02 else 0
+        for controller in self.both:
+            controller.queued(self._now_ns, waited_us)
         first, second = (c.observe(self._now_ns, took_us) for c in self.both)
         assert first == second
         states = [c.guard.state for c in self.both]

@@ -67,7 +67,6 @@ def contexts(draw) -> Context:
         predicted_us=draw(st.lists(st.floats(1, 1e9), min_size=n, max_size=n)),
         margin=draw(st.floats(0, 1)),
         current=draw(st.integers(0, n - 1)),
-        since_switch_ns=draw(times),
         per_request=draw(st.booleans()),
         in_flight_bound_us=draw(small),
         solo_us=draw(st.lists(st.floats(1, 1e9), min_size=n, max_size=n)),

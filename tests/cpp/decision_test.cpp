@@ -16,9 +16,7 @@ constexpr std::int64_t kUnits = 8;
 constexpr std::int64_t kSecondNs = 1'000'000'000;
 
 DecisionFigures figures() {
-  return {.grow_headroom = 0.04,
-          .stood_ns = 1'000'000'000,
-          .rest_ns = 20'000'000,
+  return {.grow_headroom = 0.02,
           .slack_steps = 16,
           .turns_margin = 2,
           .turns_gain = 1.25,

@@ -145,6 +145,11 @@ def test_the_guard_pauses_a_worker_that_the_policy_would_let_run():
     pod.step(latency_us=13_000)
     assert pod.step().action == Action.PAUSE
     assert pod.controller.why_paused == "guard"
+    queue = Pod()
+    assert queue.step().action == Action.GO
+    queue.controller.queued(queue.now_ns, 60_000)
+    assert queue.step().action == Action.PAUSE
+    assert queue.controller.why_paused == "queue"
 
 
 def test_limits_bind_the_idle_device_too():

@@ -173,9 +173,7 @@ def test_more_slack_never_gives_the_worker_less(name):
         solo = [rng.uniform(2000, 6000)] * n
         beside = [solo[0] * factor for factor in sorted(rng.uniform(1, 3) for _ in range(n))]
         gaps = rng.random() < 0.5
-        ctx = Context(
-            levels, n, 4, beside, 0.05, 0, 1 << 60, False, 2500, solo, layers=8, gaps=gaps
-        )
+        ctx = Context(levels, n, 4, beside, 0.05, 0, False, 2500, solo, layers=8, gaps=gaps)
         least = 0.0
         for objective_us in range(2000, 30_000, 500):
             view = View(batch=4, objective_us=objective_us, start_ns=10**10)

@@ -43,7 +43,6 @@ def gpu(**changes) -> Context:
         "predicted_us": [10_000.0, 25_000.0],
         "margin": 0.0,
         "current": 0,
-        "since_switch_ns": 1 << 60,
         "per_request": False,
         "in_flight_bound_us": 5000,
         "solo_us": [10_000.0, 10_000.0],

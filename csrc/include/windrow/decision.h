@@ -61,7 +61,8 @@ struct GuardState {
   std::int64_t extra_at_ns = 0;
   std::int64_t paused_until_ns = 0;
   std::int64_t open_until_ns = 0;
-  bool open = false;  // the breaker is
+  bool open = false;       // the breaker is
+  bool for_queue = false;  // paused for requests that wait for a place in decode
 };
 
 // Why the worker does not run, in the words of kWhyWords.
@@ -80,10 +81,11 @@ enum class Why : std::uint8_t {
   kStarving,
   kBreaker,
   kGuard,
+  kQueue,
   kLimits,
   kObserve,
 };
-inline constexpr std::array<std::string_view, 16> kWhyWords{
+inline constexpr std::array<std::string_view, 17> kWhyWords{
     "",
     "no policy",
     "off",
@@ -98,6 +100,7 @@ inline constexpr std::array<std::string_view, 16> kWhyWords{
     "starving",
     "breaker",
     "guard",
+    "queue",
     "limits",
     "observe",
 };
@@ -164,15 +167,15 @@ class Decider {
   void predict(std::int64_t batch, std::int64_t context_tokens, std::int64_t phase);
   void fold();
   [[nodiscard]] double extra_margin(std::int64_t now_ns) const;
+  [[nodiscard]] Why why_held() const;
   [[nodiscard]] Why doubt(const View& view, const Offer& offer, std::int64_t now_ns);
   [[nodiscard]] bool may_run(std::int64_t now_ns);
   [[nodiscard]] Grant wish(const View& view, const Offer& offer, std::int64_t now_ns, bool present);
   [[nodiscard]] Grant guarded(const Grant& wish, const View& view, const PolicyContext& ctx,
                               std::int64_t now_ns);
-  [[nodiscard]] Grant paused(Why why, std::int64_t now_ns);
+  [[nodiscard]] Grant paused(Why why);
   [[nodiscard]] std::int64_t index_of(const Grant& grant) const;
   void hand_over(const Grant& wish, const Offer& offer, bool present);
-  void switch_to(std::int64_t index, std::int64_t now_ns);
 
   // What every decision reads lies together: in cold caches each line is a miss.
   DecisionTerms terms_;
@@ -188,7 +191,6 @@ class Decider {
   std::int64_t most_batch_ = 0;
   std::int64_t most_context_ = 0;
   std::int64_t current_ = 0;
-  std::int64_t switched_ns_ = 0;
   std::int64_t last_now_ns_ = 0;
   std::int64_t standing_ = 0;
   std::int64_t decode_units_;

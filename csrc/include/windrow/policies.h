@@ -30,8 +30,6 @@ enum class PolicyKind : std::uint8_t {
 // The constants of the Python policies, predictor and guard, which define them; times as there.
 #define WINDROW_DECISION_FIGURES(X)   \
   X(double, grow_headroom)            \
-  X(std::int64_t, stood_ns)           \
-  X(std::int64_t, rest_ns)            \
   X(double, slack_steps)              \
   X(double, turns_margin)             \
   X(double, turns_gain)               \
@@ -80,7 +78,6 @@ struct PolicyContext {
   std::span<const double> solo_us;
   double margin = 0;
   std::int64_t current = 0;
-  std::int64_t since_switch_ns = 0;
   std::int64_t in_flight_bound_us = 0;
   std::int64_t layers = 1;
   std::int64_t deferral_us = 0;

@@ -93,7 +93,7 @@ class Controller:
         self._policy: Policy | None = None
         self._margins: dict[tuple[str, int, bool], float] = {}  # learned under terms before
         self._allowed, self._idle_units = 1, 0
-        self._current, self._switched_ns = 0, 0
+        self._current = 0
         self._during = DuringStep()
         self._why_paused = "no policy"
         # Of the last decision.
@@ -271,31 +271,30 @@ class Controller:
             return 0.0
         if self.guard.reason or self.refusal:
             return 0.0
-        ctx = self._context(terms, predictor, predictor.margin, view, since_ns=1 << 62)
+        ctx = self._context(terms, predictor, predictor.margin, view)
         return effective_units(policy.decide(view, EAGER, ctx), view, EAGER, ctx)
 
     def _wish(self, view: View, offer: Offer, now_ns: int, present: bool) -> Grant:
         """What policy and guard want, whatever the worker is doing right now."""
         terms, policy, predictor = self._terms, self._policy, self._predictor
         if terms is None or policy is None or predictor is None:
-            self._switch_to(0, now_ns)
+            self._current = 0
             self._why_paused = why_nothing(terms, predictor)
             return Grant(Action.PAUSE, 0, self._levels.units)
         observing = terms.mode == "observe"
         if not present and not observing:
-            self._switch_to(0, now_ns)
+            self._current = 0
             self._why_paused = "no worker"
             return Grant(Action.PAUSE, 0, self._levels.units)
         margin = predictor.margin + self.guard.extra_margin(now_ns)
         self._extrapolated = predictor.extrapolates(view.batch, view.context_tokens)
         if self._extrapolated:
             margin += BEYOND_MARGIN
-        since_ns = now_ns - self._switched_ns
-        ctx = self._context(terms, predictor, margin, view, since_ns, offer.phase)
+        ctx = self._context(terms, predictor, margin, view, offer.phase)
         self._margin, self._alone_us = margin, ctx.solo_us[0]
         doubt = self.guard.doubt(view, offer, ctx.predicted_us, now_ns)
         if doubt or self.refusal:
-            self._switch_to(0, now_ns)
+            self._current = 0
             self._would_units = 0.0
             self._why_paused = doubt or "objective"
             return Grant(Action.PAUSE, 0, self._levels.units)
@@ -306,17 +305,21 @@ class Controller:
             latest_ns = (view.start_ns or now_ns) + terms.deferral_us * 1000
             hold_ns = min(wish.hold_admission_until_ns, latest_ns)
             wish = wish._replace(gap_until_ns=0, hold_admission_until_ns=hold_ns)
-            self._why_paused = "starving" if offer.starving and not observing else "objective"
+            if offer.starving and not observing:
+                self._why_paused = "starving"
+            else:
+                # What the guard has added to the margin may be why there is no room.
+                pauses = self.guard.pauses(now_ns)
+                self._why_paused = self.guard.why_paused if pauses else "objective"
         if wish.action == Action.PAUSE:
-            self._switch_to(0, now_ns)
+            self._current = 0
         elif wish.gap_until_ns:
-            self._switch_to(IN_TURNS, now_ns)
+            self._current = IN_TURNS
         elif view.batch == 0:
-            # From the whole device any split is a step down, which needs no rest.
-            self._switch_to(self._allowed - 1, now_ns)
+            # From the whole device any split is a step down, which needs no headroom.
+            self._current = self._allowed - 1
         else:
-            index = self._levels.index_of(wish.finetune_units, wish.decode_units)
-            self._switch_to(index, now_ns)
+            self._current = self._levels.index_of(wish.finetune_units, wish.decode_units)
         self._would_units = effective_units(wish, view, EAGER if observing else offer, ctx)
         if observing:
             self._why_paused = "observe"
@@ -328,7 +331,7 @@ class Controller:
     ) -> Grant:
         """The wish, unless the guard forbids it or it passes a hard limit."""
         if not self.guard.may_run(now_ns):
-            self._why_paused = "breaker" if self.guard.reason else "guard"
+            self._why_paused = self.guard.why_paused
             return alone(ctx)
         most = self._levels.splits[self._allowed - 1].finetune_units
         if view.batch == 0 or wish.gap_until_ns:
@@ -346,13 +349,7 @@ class Controller:
         return wish
 
     def _context(
-        self,
-        terms: HarvestTerms,
-        predictor: Predictor,
-        margin: float,
-        view: View,
-        since_ns: int,
-        phase: int = 0,
+        self, terms: HarvestTerms, predictor: Predictor, margin: float, view: View, phase: int = 0
     ) -> Context:
         predicted_us, solo_us = predictor.predict(view.batch, view.context_tokens, phase)
         return Context(
@@ -362,7 +359,6 @@ class Controller:
             predicted_us,
             margin,
             self._current,
-            since_ns,
             terms.per_request,
             terms.objective_us // 4,
             solo_us,
@@ -371,10 +367,6 @@ class Controller:
             terms.deferral_us,
             self._engine.chunk_bytes,
         )
-
-    def _switch_to(self, index: int, now_ns: int) -> None:
-        if index != self._current:
-            self._current, self._switched_ns = index, now_ns
 
 
 def _judged_by(terms: HarvestTerms) -> tuple[str, int, bool]:

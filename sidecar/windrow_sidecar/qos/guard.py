@@ -78,7 +78,7 @@ class Guard:
         self._over_in_a_row = 0
         self._beside_step = (0, 0.0)  # objective and latency of the last one, us
         self._extra, self._extra_at_ns = 0.0, 0
-        self._paused_until_ns = 0
+        self._paused_until_ns, self._for_queue = 0, False
         self._open_until_ns = 0
         self._break_ns = self._settings.first_break_ns
         self._allowed_share = 0.01
@@ -156,15 +156,26 @@ class Guard:
             objective_us, step_us = self._beside_step
             shorter = objective_us / (0.9 * step_us) - 1 if step_us else 0.0
             self._widen(now_ns, at_least=min(self._settings.widen_queued, shorter))
-        self._pause(now_ns)
+        self._pause(now_ns, for_queue=True)
+
+    def pauses(self, now_ns: int) -> bool:
+        """Whether late steps or waiting requests hold the worker at this moment."""
+        return now_ns < self._paused_until_ns
 
     def may_run(self, now_ns: int) -> bool:
         """Whether the worker may run at this moment, whatever a policy says."""
-        if now_ns < self._paused_until_ns:
+        if self.pauses(now_ns):
             return False
         if self.reason and now_ns >= self._open_until_ns:
             self.begin_trial()
         return not self.reason
+
+    @property
+    def why_paused(self) -> str:
+        """What holds the worker where `may_run` says no: breaker, waiting requests, late steps."""
+        if self.reason:
+            return "breaker"
+        return "queue" if self._for_queue else "guard"
 
     def throttled(self, now_ns: int, seconds: float) -> None:
         """Give up for a while: a CPU limit has kept decode from running beside the worker.
@@ -186,14 +197,18 @@ class Guard:
         self._beside.clear()
 
     @property
-    def state(self) -> tuple[float, int, int, int, bool]:
-        """What a decision needs of it: margin added and when, paused until, open until, open."""
+    def state(self) -> tuple[float, int, int, int, bool, bool]:
+        """What a decision needs of it.
+
+        Margin added and when, paused until, open until, open, paused for requests that wait.
+        """
         return (
             self._extra,
             self._extra_at_ns,
             self._paused_until_ns,
             self._open_until_ns,
             bool(self.reason),
+            self._for_queue,
         )
 
     def observe(
@@ -218,8 +233,9 @@ class Guard:
         self._over_in_a_row = 0
         self.trips += 1
 
-    def _pause(self, now_ns: int) -> None:
+    def _pause(self, now_ns: int, *, for_queue: bool = False) -> None:
         self._paused_until_ns = now_ns + self._settings.pause_ns
+        self._for_queue = for_queue
 
     def _widen(self, now_ns: int, at_least: float = 0.0) -> None:
         settings, before = self._settings, self.extra_margin(now_ns)

@@ -166,8 +166,6 @@ def _figures(guard: Guard) -> dict[str, float]:
     settings = guard.settings
     return {
         "grow_headroom": windrow.GROW_HEADROOM,
-        "stood_ns": windrow.STOOD_NS,
-        "rest_ns": windrow.REST_NS,
         "slack_steps": windrow.SLACK_STEPS,
         "turns_margin": windrow.TURNS_MARGIN,
         "turns_gain": windrow.TURNS_GAIN,

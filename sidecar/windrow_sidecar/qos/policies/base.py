@@ -27,7 +27,6 @@ class Context(NamedTuple):
         margin: of the prediction, relative: predictor's and guard's together.
         current: index of the split that was granted last; 0 while the worker is paused, `IN_TURNS`
             while both take turns.
-        since_switch_ns: how long ago that changed.
         per_request: the objective is judged over a request's whole life, not step by step.
         in_flight_bound_us: how much work the worker may have launched at any time.
         solo_us: of the next step on the units that decode has under each split, without a worker.
@@ -43,7 +42,6 @@ class Context(NamedTuple):
     predicted_us: Sequence[float]
     margin: float
     current: int
-    since_switch_ns: int
     per_request: bool
     in_flight_bound_us: int
     solo_us: Sequence[float]

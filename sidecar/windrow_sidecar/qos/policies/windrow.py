@@ -11,7 +11,7 @@ Where it departs from `harli.py`, and why:
   worker's units are what is to be gained, latency is only the price.
 - It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
-  headroom and a rest since the last switch, while shrinking is immediate (decode comes first).
+  headroom, while shrinking is immediate (decode comes first).
 - With a per-request objective it spends what running requests have saved in fast steps.
 """
 
@@ -33,16 +33,9 @@ from windrow_sidecar.qos.policies.base import (
 from windrow_sidecar.qos.policies.temporal import LEAST_GAP_US
 from windrow_sidecar.qos.view import Grant, Offer, View
 
-# Below the bound by this much before the worker's share may grow: half of the predictor's starting
-# margin, several times what one more request changes.
-GROW_HEADROOM = 0.04
-# A share that has stood for so long was at no edge: from then on half of that is enough, so that a
-# batch that stays as it is does not forgo a share for good that it could bear. Less than half would
-# leave a step that varies by 1.5% over its bound more often than once in a hundred.
-STOOD_NS = 1_000_000_000
-# Two to five steps of a busy decode: a switch costs each side about one affinity call a thread and
-# cold caches, so it has to pay off over more than one step.
-REST_NS = 20_000_000
+# Below the bound by this much before the worker's share may grow: less would leave a step that
+# varies by 1.5% over its bound more often than once in a hundred, and units that go to and fro.
+GROW_HEADROOM = 0.02
 # Slack is spent over so many steps at least, so that one step never takes all of it.
 SLACK_STEPS = 16
 # Turns stretch every step to the bound, while under a share most steps stay well below it: a margin
@@ -112,10 +105,8 @@ def _beside(bound_us: float, offer: Offer, ctx: Context) -> tuple[Grant, float]:
 
 
 def _largest_share(bound_us: float, ctx: Context) -> int:
-    """Index of the largest feasible split, growing only with headroom and after a rest; 0: none."""
-    since_ns = ctx.since_switch_ns
-    headroom = GROW_HEADROOM / 2 if since_ns >= STOOD_NS else GROW_HEADROOM
-    grow_bound_us = bound_us * (1 - headroom) if since_ns >= REST_NS else 0.0
+    """Index of the largest feasible split, growing only with headroom; 0: none."""
+    grow_bound_us = bound_us * (1 - GROW_HEADROOM)
     predicted = ctx.predicted_us
     current = ctx.allowed if ctx.current == IN_TURNS else ctx.current
     for index in range(ctx.allowed - 1, 0, -1):
