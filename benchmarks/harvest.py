@@ -29,6 +29,7 @@ from benchmarks.engine.drawing import Panel, draw
 from benchmarks.harness import ROOT, into_document, markdown
 from windrow.errors import UserError, WindrowError
 from windrow.local import verdict
+from windrow.local.arms import AGAIN, ALONE, TUNED
 from windrow.local.compare import FOOTING, CompareSettings, run
 from windrow.local.demo import DemoSettings
 from windrow.local.environment import environment
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-OURS, TUNED = "windrow", "tuned naive"
+OURS = "windrow"
 
 
 @dataclass(frozen=True)
@@ -152,15 +153,24 @@ class Standing:
         return next(row for row in self.result["arms"] if row["arm"] == arm)
 
     @property
-    def holds(self) -> bool:
+    def verdict(self) -> str:
         """Whether it took at most 0.3% of the steps more over the objective than alone."""
-        return OURS in self.result["holding"]
+        if OURS in self.result["holding"]:
+            return "holds"
+        return "undecided" if OURS in self.result["undecided"] else "breaks"
+
+    @property
+    def rivals(self) -> list[str]:
+        """The other arms of which as much is known: that hold, or are at least undecided, too."""
+        known = self.result["holding"]
+        if self.verdict == "undecided":
+            known = [*known, *self.result["undecided"]]
+        return [name for name in known if name != OURS]
 
     @property
     def rival(self) -> str | None:
-        """The other arm that trained fastest of those that held the objective; None: none held."""
-        others = [name for name in self.result["holding"] if name != OURS]
-        return max(others, key=lambda name: _rate(self.row(name)), default=None)
+        """The one of these that trained fastest; None: there is none."""
+        return max(self.rivals, key=lambda name: _rate(self.row(name)), default=None)
 
     def against(self, arm: str) -> Interval:
         """Tokens a second as a multiple of another arm's, in pairs within the rounds."""
@@ -172,27 +182,33 @@ class Standing:
             ours / rates[arm][at] if rates[arm][at] else inf for at, ours in rates[OURS].items()
         )
 
+    def busy(self, what: str) -> float:
+        """Return the share of the window in which `what` was busy beside ours, in the median."""
+        turns = [turn for turn in self.result["segments"] if turn["arm"] == OURS]
+        return float(median(turn[f"{what}_busy"] for turn in turns))
+
     def cells(self) -> list[str]:
         """Return its row of the table."""
         ours, rival = self.row(OURS), self.rival
-        tuned = TUNED in self.result["holding"]
-        more = ours["over_more"]
         return [
             self.load.name,
             f"{self.result['objective']['milliseconds']:g}",
-            f"{100 * self.row('alone')['over']['median']:.2f}%",
-            f"{100 * more['median']:+.2f} [{100 * more['low']:+.2f}, {100 * more['high']:+.2f}]",
+            f"{100 * self.row(ALONE)['over']['median']:.2f}%",
+            _points(self.row(AGAIN)["over_more"]),
+            f"{_points(ours['over_more'])}, {self.verdict}",
             f"{_rate(ours):,.0f} ({ours['eta']['median']:.2f})",
-            f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none holds",
+            f"{100 * self.busy('decode'):.0f} / {100 * self.busy('trainer'):.0f}%",
+            f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none",
             _times(self.against(rival)) if rival else "",
-            _times(self.against(TUNED)) if tuned else "does not hold",
-            self.result["winner"] or "undecided",
+            _times(self.against(TUNED)) if TUNED in self.rivals else "not as sure",
+            self.result["winner"] or "none",
         ]
 
 
 _COLUMNS = (
-    *("load", "objective ms", "alone over", "windrow: more than alone, points"),
-    *("tok/s (eta)", "best other that holds", "windrow / it", "windrow / tuned naive", "winner"),
+    *("load", "objective ms", "alone over", "alone against itself, points"),
+    *("windrow: more than alone, points", "tok/s (eta)", "decode / worker busy"),
+    *("best other", "windrow / it", "windrow / tuned naive", "winner"),
 )
 
 
@@ -217,24 +233,26 @@ def document(path: Path, into: Path) -> None:
 
 
 def _summary(standings: Sequence[Standing]) -> str:
-    held = [standing for standing in standings if standing.holds]
-    rivals = [(s, s.against(s.rival)) for s in held if s.rival]
+    verdicts = [standing.verdict for standing in standings]
+    rivals = [(s, s.against(s.rival)) for s in standings if s.rival]
     said = [
         f"{len(standings)} of {len(ALL)} loads are played; `windrow` holds the objective on "
-        f"{len(held)}. Another arm that trains holds it on {len(rivals)} of these;"
+        f"{verdicts.count('holds')}, is undecided on {verdicts.count('undecided')} and breaks it "
+        f"on {verdicts.count('breaks')}."
     ]
     if rivals:
-        behind = [s.load.name for s, ratio in rivals if ratio.median < 1]
-        middle = _times_of(median(ratio.median for _, ratio in rivals))
+        middles = [ratio.median for _, ratio in rivals]
+        surely = [s.load.name for s, ratio in rivals if ratio.is_decided and ratio.high < 1]
         said.append(
-            f"`windrow` trains {middle} times as fast as the best of them in the median load, and "
-            f"slower on {', '.join(behind) or 'none'}."
+            f"It trains {_times_of(median(middles))} times as fast as the best other arm in the "
+            f"median load, {_times_of(min(middles))} to {_times_of(max(middles))} times in all, "
+            f"and slower by the interval on {', '.join(surely) or 'none'}."
         )
     return " ".join(said)
 
 
 def _plot(standings: Sequence[Standing], to: Path) -> None:
-    """Draw each arm's share of the dedicated rate over the rate of requests, where it holds."""
+    """Draw shares of the dedicated rate over the rate of requests: ours, and those as sure."""
     panels = []
     for like in RATES:
         for factor in FACTORS:
@@ -243,13 +261,17 @@ def _plot(standings: Sequence[Standing], to: Path) -> None:
             for standing in of:
                 at = standing.load.rate
                 for name, arm in ((OURS, OURS), ("best other", standing.rival), (TUNED, TUNED)):
-                    if arm in standing.result["holding"]:
+                    if arm == OURS or arm in standing.rivals:
                         eta = standing.row(str(arm))["eta"]["median"]
                         lines.setdefault(name, []).append((at, eta))
             if lines:
                 title = f"{like}, objective {factor:g} solo steps: eta over the rate of requests"
-                panels.append(Panel(title, lines))
-    draw(panels, "Finetune tokens as a share of the dedicated rate, of arms that hold", to)
+                panels.append(Panel(title, lines, from_zero=True))
+    draw(panels, "Finetune tokens as a share of the dedicated rate", to)
+
+
+def _points(of: Mapping[str, float]) -> str:
+    return f"{100 * of['median']:+.2f} [{100 * of['low']:+.2f}, {100 * of['high']:+.2f}]"
 
 
 def _rate(row: Mapping[str, Any]) -> float:

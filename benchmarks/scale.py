@@ -133,7 +133,7 @@ def plot(results: list[Result], to: Path) -> None:
             for slots, of in [(int(result.name.split()[0]), result.name.partition(": ")[2])]
             if of == name
         ]
-        panels.append(Panel(title, {"operator": sorted(points)}))
+        panels.append(Panel(title, {"operator": sorted(points)}, from_zero=True))
     draw(panels, "What a slot costs the operator, over the number of slots", to)
 
 

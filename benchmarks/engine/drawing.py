@@ -15,10 +15,11 @@ _COLOURS = ("#1f6feb", "#d1803c", "#3a9d5d", "#8250df")
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot: a title, and lines by their names."""
+    """One plot: a title, and lines by their names; `from_zero`: of amounts, which begin at zero."""
 
     title: str
     lines: Mapping[str, Points]
+    from_zero: bool = False
 
 
 def draw(panels: Sequence[Panel], title: str, to: Path) -> None:
@@ -40,7 +41,7 @@ def _panel(panel: Panel, top: int) -> list[str]:
     ys = [y for points in panel.lines.values() for _, y in points]
     low, high = min(ys), max(ys)
     margin = 0.05 * (high - low) or 1.0
-    low, high = low - margin, high + margin
+    low, high = 0.0 if panel.from_zero else low - margin, high + margin
     first, last = min(xs), max(max(xs), min(xs) + 1)
 
     def at(x: float, y: float) -> str:

@@ -66,8 +66,7 @@ SAID = {
     ],
     "docs/allocator.md": [f"or {CSRC['kMostIdleBlocks']:,} blocks idle"],
     "docs/policies.md": [
-        f"needs {policy.GROW_HEADROOM:.0%} of headroom and {policy.REST_NS / 1e6:.0f} ms since",
-        f"{policy.GROW_HEADROOM / 2:.0%} once a share has stood for {policy.STOOD_NS / 1e9:g} s",
+        f"needs {policy.GROW_HEADROOM:.0%} of headroom",
         f"over {policy.SLACK_STEPS} steps at least",
         f"worth at least {policy.PART_GAIN - 1:.0%} more",
         f"wait for a place in decode for {GUARD.queue_us / 1e3:.0f} ms pause",

@@ -197,7 +197,7 @@ def _told(objective: Objective, settings: demo.DemoSettings, factor: float) -> d
     return {
         "factor": factor,
         "milliseconds": wanted.milliseconds,
-        "rule": f"{factor:g} x the median solo step at the load's p90 batch, "
+        "rule": f"{factor:g} x the step of decode alone at the 90th percentile of its busy time, "
         "at the pace of live steps",
         "pace": round(objective.pace, 3),
         "solo_step_ms": round(objective.solo_ms, 3),

@@ -415,7 +415,8 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
     summary["job"]["phase"] = job.state
     summary["adapter"] = {"path": job.adapter_path}
     summary["objective"] = {
-        "rule": "twice the median solo step at the load's p90 batch, at the pace of live steps",
+        "rule": "twice the step of decode alone at the 90th percentile of its busy time, "
+        "at the pace of live steps",
         "pace": round(objective.pace, 3),
         "solo_step_ms": round(objective.solo_ms, 3),
         "p90_batch": shape.p90_batch,

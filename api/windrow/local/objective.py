@@ -1,7 +1,10 @@
-"""Choose the TPOT objective of a load: twice the median solo step at its p90 batch.
+"""Choose the TPOT objective of a load: twice the step of decode alone, at its 90th percentile.
 
 The batch that a load makes depends on how fast steps are, so it is not read off the arrivals: the
 schedule is played through the profile's solo model, step by step, with decode alone on the device.
+The percentile is of its busy time, and of the step rather than of the batch: where prompts are long
+and answers short, a step follows the context, and one at the p90 batch with a median context is one
+that decode alone passes in a quarter of its steps.
 
 A profile is taken in quiet, step after step with the same batch. Under a load that arrives over
 HTTP the same steps take longer (1.2 to 1.7 times as long on two cores: clients and front use the
@@ -39,8 +42,9 @@ class LoadShape:
     """What decode would see, were it alone."""
 
     mean_batch: float  # over busy time
+    p90_step_us: float  # that 90% of busy time stays within; with its batch and context:
     p90_batch: int
-    p90_context_tokens: int  # median over the steps that have the p90 batch
+    p90_context_tokens: int
     steps: int
     busy_s: float
 
@@ -126,16 +130,16 @@ def _shape(batches: list[tuple[int, int, float]]) -> LoadShape:
         raise UserError(
             "no request arrives", field="--seconds", remedy="Ask for a longer run or more load."
         )
-    reached_s, p90 = 0.0, 0
-    for batch, _, seconds in sorted(batches):
-        reached_s, p90 = reached_s + seconds, batch
+    reached_s, at_p90 = 0.0, batches[0]
+    for at_p90 in sorted(batches, key=lambda step: step[2]):
+        reached_s += at_p90[2]
         if reached_s >= PERCENTILE * busy_s:
             break
-    contexts = sorted(context for batch, context, _ in batches if batch == p90)
     return LoadShape(
         mean_batch=sum(batch * seconds for batch, _, seconds in batches) / busy_s,
-        p90_batch=p90,
-        p90_context_tokens=contexts[len(contexts) // 2],
+        p90_step_us=at_p90[2] * 1e6,
+        p90_batch=at_p90[0],
+        p90_context_tokens=at_p90[1],
         steps=len(batches),
         busy_s=busy_s,
     )
@@ -164,14 +168,14 @@ def bearable_rate(
 def objective_for(
     requests: Sequence[TraceRequest], model: SoloModel, pace: float = 1.0, factor: float = FACTOR
 ) -> Objective:
-    """Return `factor` times the median solo step at the p90 batch of one device's schedule.
+    """Return `factor` times the p90 solo step of one device's schedule.
 
     Rounded up to a tenth of a millisecond. `pace`: see `pace_of`. Raises UserError for an empty
     schedule.
     """
     live = at_pace(model, pace)
     shape = play(requests, live)
-    solo_ms = live.predict_us(shape.p90_batch, shape.p90_context_tokens) / 1000
+    solo_ms = shape.p90_step_us / 1000
     return Objective(_rounded_up(factor * solo_ms), solo_ms, shape, pace)
 
 

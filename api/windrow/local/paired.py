@@ -69,12 +69,17 @@ def differences(these: Sequence[float], those: Sequence[float]) -> list[float]:
     return [this - that for this, that in zip(these, those, strict=True)]
 
 
-def ahead_of_all(values: Mapping[str, Sequence[float]], rivals: Sequence[str]) -> str | None:
-    """Return which of the rivals has higher values than each other one, decided; None: nobody."""
-    for name in rivals:
-        others = [other for other in rivals if other != name]
-        if others and all(
-            interval_of(differences(values[name], values[other])).is_above_zero for other in others
+def ahead_of_all(
+    values: Mapping[str, Sequence[float]], names: Sequence[str], others: Sequence[str] = ()
+) -> str | None:
+    """Return which of the names has higher values than all of them and the others, decided.
+
+    None: nobody.
+    """
+    for name in names:
+        rivals = [rival for rival in (*names, *others) if rival != name]
+        if rivals and all(
+            interval_of(differences(values[name], values[rival])).is_above_zero for rival in rivals
         ):
             return name
     return None

@@ -1,8 +1,9 @@
 """Make the table of a comparison: each arm's medians with intervals, and who has won.
 
 An arm holds the objective where its steps over it are at most `WORSE` more than alone, in the same
-round: where the upper end of the interval says so. Of the arms that hold it, the one that trains
-faster than each other one has won, where the intervals of all these differences lie above zero.
+round: where the upper end of the interval says so. It breaks it where the lower end is above that,
+and is undecided in between. Of the arms that hold it, the one that trains faster than each other
+one that holds it, or might, has won, where the intervals of all these differences lie above zero.
 """
 
 from __future__ import annotations
@@ -96,21 +97,20 @@ def _standing(by_arm: Sequence[_Rounds], kv_tokens: Mapping[str, int]) -> dict[s
         {**_row(of, dedicated[reference], alone), "kv_tokens": kv_tokens.get(of.arm.kind)}
         for of in by_arm
     ]
-    holding = [
-        row["arm"]
-        for row in rows
-        if row["over_more"] and row["tokens_per_second"] and row["over_more"]["high"] <= WORSE
-    ]
+    more = {r["arm"]: r["over_more"] for r in rows if r["over_more"] and r["tokens_per_second"]}
+    holding = [arm for arm, of in more.items() if of["high"] <= WORSE]
+    undecided = [arm for arm, of in more.items() if of["low"] <= WORSE < of["high"]]
     rates = {of.arm.name: of.rates for of in by_arm}
     decided = interval_of(alone).is_decided
-    winner = ahead_of_all(rates, holding) if decided else None
-    if decided and len(holding) == 1:
+    winner = ahead_of_all(rates, holding, undecided) if decided else None
+    if decided and len(holding) == 1 and not undecided:
         winner = holding[0]
     best = max(holding, key=lambda name: interval_of(rates[name]).median, default=None)
     return {
         "dedicated": {"arm": reference, "tokens_per_second": dedicated},
         "arms": rows,
         "holding": holding,
+        "undecided": undecided,
         "winner": winner,
         "best_holding": best,
         "against_best": {
@@ -228,13 +228,17 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def sentence(result: Mapping[str, Any]) -> str:
-    """Say in one sentence who has won, or why nobody has."""
-    holding = result["holding"]
+    """Say in a sentence or two who has won, or why nobody has, and which arms are undecided."""
+    holding, undecided = result["holding"], ", ".join(result["undecided"])
+    bound = f"{100 * WORSE:g} points of alone"
+    unknown = f" These rounds do not say whether {undecided} would keep within {bound}."
+    return _winner(result, holding, bound) + (unknown if undecided else "")
+
+
+def _winner(result: Mapping[str, Any], holding: Sequence[str], bound: str) -> str:
     if not holding:
-        return (
-            f"No arm that trains keeps its steps over the objective within {100 * WORSE:g} points "
-            "of alone."
-        )
+        sure = " for certain" if result["undecided"] else ""
+        return f"No arm that trains keeps its steps over the objective within {bound}{sure}."
     if result["winner"]:
         if len(holding) == 1:
             return f"{result['winner']} alone holds the objective."
