@@ -26,6 +26,7 @@ from benchmarks.engine.stopping import stopping
 from benchmarks.engine.switching import switching
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from benchmarks.shapes import SHAPES
+from windrow import openmp
 from windrow.errors import UserError
 from windrow_sidecar.compute.device import ComputeDevice
 
@@ -53,7 +54,7 @@ def throughput(engine: list[str], setting: Setting, units: int | None, seconds: 
         command = [sys.executable, "-m", *engine, *setting.flags, "--json", str(out)]
         command += [] if units is None else ["--units", str(units)]
         command += ["--seconds", str(seconds), "--log-dir", folder]
-        environ = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+        environ = {**os.environ, **openmp.WORKER}
         done = subprocess.run(
             command, cwd=ROOT, env=environ, check=False, capture_output=True, text=True
         )

@@ -48,6 +48,7 @@ from benchmarks.harness import (
     middle,
     write,
 )
+from windrow import openmp
 from windrow.errors import UserError
 from windrow_sidecar.compute.finding import find_device
 
@@ -106,7 +107,7 @@ def run_apart(engine: str, folder: Path, batches: Batches, steps: int) -> dict[s
     command = [sys.executable, "-m", "benchmarks.offload", "--engine", engine]
     command += ["--folder", str(folder), "--rows", str(batches.rows), "--steps", str(steps)]
     command += ["--driver", batches.device.name]
-    environ = {**os.environ, "OMP_WAIT_POLICY": "passive", "TQDM_DISABLE": "1"}
+    environ = {**os.environ, **openmp.WORKER, "TQDM_DISABLE": "1"}
     with ExitStack() as stack:
         prefix = []
         if engine in TIGHT and not batches.device.queues:

@@ -18,9 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# OpenMP reads it when torch is loaded: see `engines.builtin.__main__`.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+from windrow import openmp
+
+# Before torch is loaded.
+os.environ.update({**openmp.DECODE, **os.environ})
 
 import torch
 

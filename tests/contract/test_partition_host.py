@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -189,3 +191,40 @@ def test_the_tightest_limit_of_all_groups_above_counts(tmp_path, group, files, e
     write_tree(tmp_path / "fs", files)
     (tmp_path / "cgroup").write_text(group)
     assert read_limits(tmp_path / "cgroup", tmp_path / "fs") == expected
+
+
+NARROWED = """
+import os
+from windrow_sidecar.compute.host import HostPartition, load_openmp
+
+partition = HostPartition.from_affinity("finetune")
+if {loads}:
+    load_openmp()
+os.sched_setaffinity(0, partition.cpus[-1:])
+import torch
+
+partition.activate(1)
+partition.activate(2)
+before = set(os.listdir("/proc/self/task"))
+rows = torch.ones(1 << 17)
+(second,) = set(os.listdir("/proc/self/task")) - before
+
+def sleeps():
+    lines = open(f"/proc/self/task/{{second}}/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+
+before = sleeps()
+for _ in range(1000):
+    rows.add_(1)
+print(sleeps() - before)
+"""
+
+
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize(("loads", "asleep"), [(True, False), (False, True)])
+def test_a_process_that_loads_openmp_before_it_is_narrowed_has_a_team_that_spins(loads, asleep):
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000000000"}
+    program = [sys.executable, "-c", NARROWED.format(loads=loads)]
+    done = subprocess.run(program, env=environment, check=True, capture_output=True, text=True)
+    # A thread that waits asleep does so in each of a thousand regions, one that spins in none.
+    assert (int(done.stdout) > 500) == asleep

@@ -311,6 +311,56 @@ def test_the_longest_time_between_two_points_is_learned_without_what_was_waited(
     assert longest_us == pytest.approx(8e6, rel=0.04)  # a step of what follows it
 
 
+def test_units_that_are_granted_in_the_middle_of_a_tasklet_are_taken_at_its_next_module(untouched):
+    sizing, expected = untouched
+    slot, passed, held = Slot(), 0, []
+
+    def decode_goes_on() -> bool:
+        held.append(slot.gate.active_units)
+        slot.go(1)
+        return False
+
+    suspension = Suspension(slot.gate, StallWatch(), decode_goes_on)
+
+    def point(*_) -> None:
+        nonlocal passed
+        passed += 1
+        if passed == 2:  # decode idles
+            slot.go(2)
+        if passed == 4:  # and is back
+            slot.epoch += 1
+            slot.go(1)
+        suspension.point()
+        if passed == 2:
+            assert slot.gate.active_units == 2
+
+    job = job_with(point, sizing)
+    while (tasklet := job.stream.peek()) is not None:
+        slot.go(1)
+        passed = 0
+        assert slot.gate.launch(tasklet)
+        job.stream.run(tasklet)
+        slot.gate.landed(tasklet)
+        (ran,) = slot.gate.take_ran()
+        assert ran.grew == (passed >= 2)
+        assert slot.estimates.estimate_us(tasklet, 2) == 0  # it has not run on two throughout
+    assert set(slot.cores.units) == {1, 2}
+    assert bit_equal(adapter_of(job), expected)
+
+
+def test_units_that_would_be_of_no_use_are_not_taken_in_the_middle_either():
+    slot = Slot()
+    tasklet = tiny_job().stream.peek()
+    for units in slot.cores.levels():
+        for _ in range(SETTLED):
+            slot.estimates.learn(tasklet, units, 6_000.0)
+    slot.go(1)
+    assert slot.gate.launch(tasklet)
+    slot.go(2)
+    assert not slot.gate.revoked()
+    assert slot.gate.active_units == 1
+
+
 def test_a_tasklet_that_waits_in_vain_is_given_up_and_offered_again():
     slot = Slot()
     suspension = Suspension(slot.gate, StallWatch(), lambda: True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from windrow import openmp
 from windrow.eventlog import EventLog
 from windrow.local import generator
 from windrow.local.devices import Device
@@ -141,8 +142,8 @@ def measure_dedicated(
     """
     folder = out / DEDICATED
     argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, seconds, folder)
-    # The same wait policy as beside decode: what differs shall be the device's sharing alone.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    # Its threads wait as beside decode: what differs shall be the device's sharing alone.
+    environment = {**os.environ, **openmp.WORKER}
     command = ProcessCommand(argv, log=out / "dedicated.log", env=environment, cpus=device.cores)
     child = keeper.start(command)
     limit = timedelta(seconds=seconds + _WORKER_START_S)
@@ -227,8 +228,8 @@ FOREVER_S = 1e6
 def own_worker(keeper: Keeper, job: dict[str, Any], device: Device, folder: Path) -> Trainer:
     """Start our worker alone on the whole device."""
     argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, FOREVER_S, folder)
-    # The same wait policy as beside decode: what differs shall be the device's sharing alone.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+    # Its threads wait as beside decode: what differs shall be the device's sharing alone.
+    environment = {**os.environ, **openmp.WORKER}
     log = folder / "trainer.log"
     return Trainer(keeper, ProcessCommand(argv, log, environment, cpus=device.cores), folder)
 
@@ -238,7 +239,7 @@ class LoopForm:
     """How a plain PEFT loop runs.
 
     Attributes:
-        passive: OpenMP's threads sleep where they would spin.
+        passive: OpenMP's threads sleep after a short spin, as our worker's do.
         nice: of the process.
         idle_class: it runs as SCHED_IDLE.
         units: cores that it computes on; None: all of the device.
@@ -260,9 +261,9 @@ def plain_loop(
     flags += ["--gradient-checkpointing"] if form.checkpointing else []
     flags += [f"--units={form.units}"] if form.units else []
     argv = _trainer(_LOOP, flags, job, FOREVER_S, folder)
-    environment = {k: v for k, v in os.environ.items() if k != "OMP_WAIT_POLICY"}
+    environment = {k: v for k, v in os.environ.items() if k not in openmp.WORKER}
     if form.passive:
-        environment["OMP_WAIT_POLICY"] = "passive"
+        environment |= openmp.WORKER
     command = ProcessCommand(
         argv, folder / "trainer.log", environment, nice=form.nice, cpus=device.cores
     )

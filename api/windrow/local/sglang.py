@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from windrow import openmp
 from windrow.errors import UserError
 
 ENV_ENVIRONMENT = "SGLANG_VENV"
@@ -52,8 +53,8 @@ def variables(environment: Path) -> dict[str, str]:
     return {
         "PATH": f"{environment / 'bin'}{os.pathsep}{path}",
         "SGLANG_USE_CPU_ENGINE": "1",
-        # Threads that wait sleep, as the built-in engine has it: the worker is on the same cores.
-        "OMP_WAIT_POLICY": "passive",
+        # As the built-in engine has it: the worker is on the same cores.
+        **openmp.DECODE,
         # A probe asks whether the server is there; it shall not decode a token each second.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     }

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from windrow import openmp
 from windrow.proto import attach_pb2
 from windrow.rundir import (
     ENV_COPY_RATE,
@@ -282,8 +283,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """What a worker starts with; it is a client of the pod's MPS daemon where one runs."""
     own = {
-        # A team that spins at a barrier would take decode's cores (p99 from 10 to 100 ms).
-        "OMP_WAIT_POLICY": "passive",
+        **openmp.WORKER,
         # While it loads; from its first grant on, the worker sets its threads by its level.
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",

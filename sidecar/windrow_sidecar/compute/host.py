@@ -8,9 +8,12 @@ of the thread that makes them.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from windrow.errors import UserError
 from windrow_sidecar import _core
@@ -19,6 +22,20 @@ from windrow_sidecar.compute.partition import NotMoved, Side, UnknownLevel
 
 # A host device is two cores at least: one for decode, one for the worker.
 FEWEST_CPUS = 2
+
+
+def load_openmp() -> None:
+    """Load torch's OpenMP, but not torch: call it while this process may use all of its cores.
+
+    GNU's libgomp counts the cores as it is loaded. In a process that has been narrowed to one by
+    then no team of two ever spins, whatever `windrow.openmp` asks for, and waking its threads in
+    each parallel region takes all that a second core gains. Another library than GNU's counts for
+    itself.
+    """
+    torch = importlib.util.find_spec("torch")
+    for folder in (torch and torch.submodule_search_locations) or ():
+        for library in Path(folder, "lib").glob("libgomp*.so*"):
+            ctypes.CDLL(str(library))
 
 
 def _set_torch_threads(n: int) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-# Before torch starts its threads: two teams that spin against each other ruin both (an idle thread
-# has to leave the core to decode).
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from windrow import openmp
+
+# Before torch is loaded.
+os.environ.update({**openmp.WORKER, **os.environ})
 
 import argparse
 import ctypes
@@ -122,9 +123,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 def _run_beside_decode(options: argparse.Namespace) -> int:
     _die_with_parent()
     os.nice(max(0, NICENESS - os.nice(0)))
-    from windrow_sidecar.compute.host import HostPartition
+    from windrow_sidecar.compute.host import HostPartition, load_openmp
 
     partition = HostPartition.from_affinity("finetune")
+    load_openmp()
     # Loading is not granted by anyone: it takes the one core that decode needs least.
     os.sched_setaffinity(0, partition.cpus[-1:])
     partition.activate(1)

@@ -6,15 +6,11 @@ import logging
 import os
 import sys
 
+from windrow import openmp
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.settings import EngineSettings
 from windrow_sidecar.engines.builtin.web.frontprocess import FrontProcess
-
-# OpenMP reads these when torch is loaded. Idle threads sleep, for the worker may have their core;
-# but not at once: waking one costs some 40 us, and a step has a hundred parallel regions. 1,000
-# turns are about 20 us (attention of 6 requests of 1,024 tokens on 2 cores: 2.5 ms; 11 without).
-OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "1000"}
 
 
 def main() -> int:
@@ -22,8 +18,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
         settings = EngineSettings.from_command_line(None, os.environ)
-        for name, value in OPENMP.items():
-            os.environ.setdefault(name, value)
+        os.environ.update({**openmp.DECODE, **os.environ})
         if settings.run_dir is not None:
             # A client of the pod's MPS daemon, where the sidecar has started one.
             os.environ.update(settings.run_dir.read_mps_environment())

@@ -169,6 +169,7 @@ class GrantGate:
         self._point_ns = self._stretch_ns = 0
         self._spent_seq = -1  # grant of which all microseconds are used
         self._held_ns = self._launched_us = 0
+        self._grew = False  # what runs has more units than it began with
         self._running: Tasklet | None = None
         self._unheeded = False
         self._glance = Glance()
@@ -210,7 +211,7 @@ class GrantGate:
         claimed = self._claim(tasklet)
         while claimed and self._read():
             claimed = self._claim(tasklet)
-        self._held_ns = 0
+        self._held_ns, self._grew = 0, False
         self._running = tasklet if claimed else None
         if claimed:
             self._in_flight.begin()
@@ -221,7 +222,8 @@ class GrantGate:
     def revoked(self) -> bool:
         """Whether the tasklet that runs may not go on as it does; False where none runs.
 
-        Its grant is not replaced: what a new one allows begins with the next launch.
+        Its grant is not replaced: of what a new one allows it takes the units, where those are more
+        and the device can change them under it; the rest begins with the next launch.
         """
         if self._running is None:
             return False
@@ -235,10 +237,21 @@ class GrantGate:
         self._glance = Glance(seq, units, grant.gap_until_ns, self._clock())
         if seq != self._seq:
             self._ends_ns = self._end_of(grant, grant.budget_us)
-        if self._time_is_over():
-            return True
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
-        return units < self._active or silent_ns > DECODE_STALE_NS
+        if self._time_is_over() or units < self._active or silent_ns > DECODE_STALE_NS:
+            return True
+        self._grow(self._running, units)
+        return False
+
+    def _grow(self, tasklet: Tasklet, granted: int) -> None:
+        """In the middle of a tasklet, take more units where they are of use.
+
+        Decode that idles may be at work again before the next launch.
+        """
+        units = self._estimates.useful_units(tasklet, granted)
+        if self._in_parts and units > self._active:
+            self._partition.activate(units)
+            self._active, self._grew = units, True
 
     def _pass_point(self) -> None:
         now_ns = self._clock()
@@ -335,12 +348,14 @@ class GrantGate:
             self._active,
             estimate_us=self._launched_us,
             held_ns=self._held_ns,
+            grew=self._grew,
             grant=self._seq,
         )
         self._in_flight.settle()
         if self._in_parts:  # its grant has paid for the last part only
             self._pass_point()
-            self._estimates.learn_stretch(tasklet, self._active, self._stretch_ns / 1e3)
+            if not self._grew:
+                self._estimates.learn_stretch(tasklet, self._active, self._stretch_ns / 1e3)
             now_ns = self._clock()
             self._used.us = used_us + (now_ns - self._part_ns) / 1e3
             self._glance.ran_us = (now_ns - self._glance.seen_ns) / 1e3
@@ -352,7 +367,7 @@ class GrantGate:
     def _ended(self, ran: Ran) -> None:
         """Learn how long it took; of its grant it has used that, not what had been estimated."""
         elapsed_us = (ran.end_ns - ran.begin_ns) / 1e3
-        if not ran.held_up:
+        if not (ran.held_up or ran.grew):
             self._estimates.learn(ran.tasklet, ran.units, elapsed_us)
         if ran.grant == self._seq:
             self._used.us += elapsed_us - ran.estimate_us

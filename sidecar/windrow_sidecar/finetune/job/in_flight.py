@@ -16,8 +16,9 @@ class Ran:
 
     Attributes:
         begun, ended: before and after all of its work.
-        units: that it ran on.
+        units: that it ran on, at last.
         held_ns: how long it was held up in its middle.
+        grew: whether it began on fewer units.
         grant: number of the grant that it ran under.
     """
 
@@ -26,6 +27,7 @@ class Ran:
     ended: Mark
     units: int
     held_ns: int = 0
+    grew: bool = False
     grant: int = 0
     estimate_us: int = 0
 
@@ -76,12 +78,15 @@ class InFlight:
         *,
         estimate_us: int = 0,
         held_ns: int = 0,
+        grew: bool = False,
         grant: int = 0,
     ) -> None:
         """All of that tasklet is queued."""
         ended = self._device.mark()
         self.estimate_us += estimate_us
-        self._queue.append(Ran(tasklet, self._begun, ended, units, held_ns, grant, estimate_us))
+        self._queue.append(
+            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us)
+        )
 
     def settle(self) -> None:
         """Note what has ended meanwhile. Never waits."""
