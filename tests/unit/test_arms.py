@@ -19,9 +19,9 @@ from windrow.local.arms import (
 SECOND = 1_000_000_000
 
 
-def tasklet(step, phase, start_s, end_s, done):
+def tasklet(step, phase, start_s, end_s, done, *, tokens=100, job="job"):
     return TaskletEvent(
-        "job", 1, step, phase, 0, 100, done, round(start_s * SECOND), round(end_s * SECOND), 1
+        job, 1, step, phase, 0, tokens, done, round(start_s * SECOND), round(end_s * SECOND), 1
     )
 
 
@@ -63,6 +63,27 @@ def test_our_workers_tasklets_say_how_far_a_step_was():
     assert worker.at(1 * SECOND) == pytest.approx(100)
     assert worker.at(4 * SECOND) == pytest.approx(400)
     assert worker.at(5 * SECOND) == 500
+
+
+def test_a_large_tasklet_is_more_of_a_step_than_a_small_one():
+    worker = TrainerProgress(
+        [
+            tasklet(0, "fwd", 0, 2, 0, tokens=30),
+            tasklet(0, "fwd", 2, 3, 0, tokens=10),  # small ones take longer for each token
+            tasklet(0, "fwd", 3, 4, 0, tokens=10),
+            tasklet(0, "opt", 4, 5, 500, tokens=0),
+        ],
+        [ns(0, 10)],
+    )
+    assert worker.at(2 * SECOND) == pytest.approx(500 * (30 / 50) * (4 / 5))
+    assert worker.at(3 * SECOND) == pytest.approx(500 * (40 / 50) * (4 / 5))
+
+
+def test_what_another_job_had_done_before_takes_nothing_from_a_job():
+    worker = TrainerProgress(
+        [tasklet(0, "opt", 0, 1, 800, job="before"), tasklet(0, "opt", 2, 3, 300)], [ns(0, 10)]
+    )
+    assert worker.rate(ns(1, 3)) == pytest.approx(300 / 2)
 
 
 def test_a_step_that_never_ended_counts_for_nothing():

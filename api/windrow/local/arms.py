@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from statistics import mean
 from typing import Literal
 
 from windrow.eventlog import (
@@ -128,9 +127,9 @@ class TrainerProgress:
     """How many tokens a trainer had done at a moment, steps under way counted in part.
 
     A segment is a few dozen optimizer steps long, so whole steps alone would be off by several
-    percent. Within a step our worker's tasklets say how far it was, each weighted by the mean
-    duration of its phase; a plain loop has none, and its steps count evenly over the time in which
-    it might run.
+    percent. Within a step our worker's tasklets say how far it was, each weighted by its tokens and
+    the mean time of its phase for a token; a plain loop has none, and its steps count evenly over
+    the time in which it might run.
     """
 
     def __init__(self, tasklets: Sequence[TaskletEvent], active: Sequence[tuple[int, int]]) -> None:
@@ -176,22 +175,31 @@ def _share(spans: Sequence[tuple[int, int]], window_ns: tuple[int, int]) -> floa
 def _points(tasklets: Sequence[TaskletEvent]) -> list[tuple[int, float]]:
     """Return (moment, tokens) at the end of each tasklet of each finished step."""
     ordered = sorted(tasklets, key=lambda t: t.end_ns)
-    durations: defaultdict[str, list[int]] = defaultdict(list)
+    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
     for t in ordered:
-        durations[t.phase].append(t.end_ns - t.start_ns)
-    weight = {phase: max(1.0, mean(of)) for phase, of in durations.items()}
+        of_phase = sums[t.phase]
+        of_phase[0] += t.end_ns - t.start_ns
+        of_phase[1] += max(1, t.tokens)  # an optimizer step has none
+    ns_a_token = {phase: max(1.0, took) / tokens for phase, (took, tokens) in sums.items()}
+
+    def weight(t: TaskletEvent) -> float:
+        return ns_a_token[t.phase] * max(1, t.tokens)
+
     points: list[tuple[int, float]] = []
     done = 0.0
+    of_job: defaultdict[str, int] = defaultdict(int)  # a pod may have carried another one before
     for _, group in groupby(ordered, key=lambda t: (t.job_uid, t.epoch, t.step)):
         step = list(group)
         if step[-1].phase != "opt":
             continue  # not finished, or broken off
-        gained = max(0.0, max(t.tokens_done for t in step) - done)
+        before, after = of_job[step[0].job_uid], max(t.tokens_done for t in step)
+        gained = max(0, after - before)
+        of_job[step[0].job_uid] = before + gained
         if not points:
             points.append((step[0].start_ns, done))
-        total, so_far = sum(weight[t.phase] for t in step), 0.0
+        total, so_far = sum(weight(t) for t in step), 0.0
         for t in step:
-            so_far += weight[t.phase]
+            so_far += weight(t)
             points.append((t.end_ns, done + gained * so_far / total))
         done += gained
     return points
