@@ -182,10 +182,10 @@ class Standing:
             ours / rates[arm][at] if rates[arm][at] else inf for at, ours in rates[OURS].items()
         )
 
-    def busy(self, what: str) -> float:
-        """Return the share of the window in which `what` was busy beside ours, in the median."""
+    def median_of(self, figure: str) -> float:
+        """Return the median of a figure over the turns of ours."""
         turns = [turn for turn in self.result["segments"] if turn["arm"] == OURS]
-        return float(median(turn[f"{what}_busy"] for turn in turns))
+        return float(median(turn[figure] for turn in turns))
 
     def cells(self) -> list[str]:
         """Return its row of the table."""
@@ -197,7 +197,7 @@ class Standing:
             _points(self.row(AGAIN)["over_more"]),
             f"{_points(ours['over_more'])}, {self.verdict}",
             f"{_rate(ours):,.0f} ({ours['eta']['median']:.2f})",
-            f"{100 * self.busy('decode'):.0f} / {100 * self.busy('trainer'):.0f}%",
+            f"{self.median_of('decode_busy'):.2f} + {self.median_of('trainer_units'):.2f}",
             f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none",
             _times(self.against(rival)) if rival else "",
             _times(self.against(TUNED)) if TUNED in self.rivals else "not as sure",
@@ -207,7 +207,7 @@ class Standing:
 
 _COLUMNS = (
     *("load", "objective ms", "alone over", "alone against itself, points"),
-    *("windrow: more than alone, points", "tok/s (eta)", "decode / worker busy"),
+    *("windrow: more than alone, points", "tok/s (eta)", "cores in use"),
     *("best other", "windrow / it", "windrow / tuned naive", "winner"),
 )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -120,7 +120,7 @@ class SegmentFigures:
     waited_for_kv: int | None = None
     tokens_per_second: float | None = None
     decode_busy: float | None = None  # share of the window with a step under way
-    trainer_busy: float | None = None  # share of the window with a tasklet under way
+    trainer_units: float | None = None  # with a tasklet under way, in the mean over the window
 
 
 class TrainerProgress:
@@ -134,7 +134,7 @@ class TrainerProgress:
 
     def __init__(self, tasklets: Sequence[TaskletEvent], active: Sequence[tuple[int, int]]) -> None:
         self._active = sorted(active)
-        self._spans = [(t.start_ns, t.end_ns) for t in tasklets]
+        self._spans = [(t.start_ns, t.end_ns, t.units) for t in tasklets]
         points = [(self._clock(at), tokens) for at, tokens in _points(tasklets)]
         self._at = [at for at, _ in points]
         self._tokens = [tokens for _, tokens in points]
@@ -157,9 +157,9 @@ class TrainerProgress:
         share = (now - before) / (after - before) if after > before else 1.0
         return self._tokens[i - 1] + share * (self._tokens[i] - self._tokens[i - 1])
 
-    def busy(self, window_ns: tuple[int, int]) -> float:
-        """Return the share of a window in which a tasklet was under way."""
-        return _share(self._spans, window_ns)
+    def busy_units(self, window_ns: tuple[int, int]) -> float:
+        """Return on how many units a tasklet was under way, in the mean over a window."""
+        return _mean_units(self._spans, window_ns)
 
     def rate(self, window_ns: tuple[int, int]) -> float:
         """Return tokens a second within a window."""
@@ -167,9 +167,10 @@ class TrainerProgress:
         return (self.at(end) - self.at(begin)) / ((end - begin) / 1e9)
 
 
-def _share(spans: Sequence[tuple[int, int]], window_ns: tuple[int, int]) -> float:
+def _mean_units(spans: Iterable[tuple[int, int, int]], window_ns: tuple[int, int]) -> float:
+    """Return the mean over a window of (begin, end, units)."""
     begin, end = window_ns
-    return sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) / (end - begin)
+    return sum(n * max(0, min(b, end) - max(a, begin)) for a, b, n in spans) / (end - begin)
 
 
 def _points(tasklets: Sequence[TaskletEvent]) -> list[tuple[int, float]]:
@@ -238,8 +239,10 @@ def figures_of(
         completed=sum(1 for r in requests if begin <= r.end_ns <= end and not r.error),
         waited_for_kv=waited_for_kv(came, steps),
         tokens_per_second=rate,
-        decode_busy=_share([(s.start_ns, s.end_ns) for s in steps], segment.window_ns),
-        trainer_busy=sum(of.busy(segment.window_ns) for of in progress) if progress else None,
+        decode_busy=_mean_units(((s.start_ns, s.end_ns, 1) for s in steps), segment.window_ns),
+        trainer_units=sum(of.busy_units(segment.window_ns) for of in progress)
+        if progress
+        else None,
     )
 
 
