@@ -194,8 +194,8 @@ class Standing:
             self.load.name,
             f"{self.result['objective']['milliseconds']:g}",
             f"{100 * self.row(ALONE)['over']['median']:.2f}%",
-            _points(self.row(AGAIN)["over_more"]),
-            f"{_points(ours['over_more'])}, {self.verdict}",
+            verdict.points(self.row(AGAIN)["over_more"]),
+            f"{verdict.points(ours['over_more'])}, {self.verdict}",
             f"{_rate(ours):,.0f} ({ours['eta']['median']:.2f})",
             f"{self.median_of('decode_busy'):.2f} + {self.median_of('trainer_units'):.2f}",
             f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none",
@@ -268,10 +268,6 @@ def _plot(standings: Sequence[Standing], to: Path) -> None:
                 title = f"{like}, objective {factor:g} solo steps: eta over the rate of requests"
                 panels.append(Panel(title, lines, from_zero=True))
     draw(panels, "Finetune tokens as a share of the dedicated rate", to)
-
-
-def _points(of: Mapping[str, float]) -> str:
-    return f"{100 * of['median']:+.2f} [{100 * of['low']:+.2f}, {100 * of['high']:+.2f}]"
 
 
 def _rate(row: Mapping[str, Any]) -> float:

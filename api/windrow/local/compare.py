@@ -194,16 +194,7 @@ def _plan(
 def _told(objective: Objective, settings: demo.DemoSettings, factor: float) -> dict[str, Any]:
     """Return one of a plan's objectives; one that was asked for in milliseconds is the only one."""
     wanted = objective if settings.objective_ms is not None else objective.times(factor)
-    return {
-        "factor": factor,
-        "milliseconds": wanted.milliseconds,
-        "rule": f"{factor:g} x the step of decode alone at the 90th percentile of its busy time, "
-        "at the pace of live steps",
-        "pace": round(objective.pace, 3),
-        "solo_step_ms": round(objective.solo_ms, 3),
-        "p90_batch": objective.shape.p90_batch,
-        "predicted_mean_batch": round(objective.shape.mean_batch, 2),
-    }
+    return {"factor": factor, "milliseconds": wanted.milliseconds, **objective.told(factor)}
 
 
 def _take_footing(on: demo.DemoStage, pods: serving.Pods, objective_ms: float) -> dict[str, Any]:

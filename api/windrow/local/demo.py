@@ -409,20 +409,12 @@ def conclude(on: DemoStage, job: JobView, objective: Objective) -> dict[str, Any
 
     Raises DemoFailed, after all is written, when the job has not succeeded.
     """
-    settings, shape = on.settings, objective.shape
+    settings = on.settings
     summary = summarize(settings.out)
     summary["kubernetes"] = {"version": on.cluster.version}
     summary["job"]["phase"] = job.state
     summary["adapter"] = {"path": job.adapter_path}
-    summary["objective"] = {
-        "rule": "twice the step of decode alone at the 90th percentile of its busy time, "
-        "at the pace of live steps",
-        "pace": round(objective.pace, 3),
-        "solo_step_ms": round(objective.solo_ms, 3),
-        "p90_batch": shape.p90_batch,
-        "p90_context_tokens": shape.p90_context_tokens,
-        "predicted_mean_batch": round(shape.mean_batch, 2),
-    }
+    summary["objective"] = objective.told(settings.factor)
     summary["environment"] = on.environment
     summary["run"] = {
         "seconds": settings.seconds,

@@ -141,11 +141,7 @@ def measure_dedicated(
     The denominator of eta: the same worker, the same rows, no decode, nothing else running.
     """
     folder = out / DEDICATED
-    argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, seconds, folder)
-    # Its threads wait as beside decode: what differs shall be the device's sharing alone.
-    environment = {**os.environ, **openmp.WORKER}
-    command = ProcessCommand(argv, log=out / "dedicated.log", env=environment, cpus=device.cores)
-    child = keeper.start(command)
+    child = keeper.start(_own_worker(job, device, seconds, folder, out / "dedicated.log"))
     limit = timedelta(seconds=seconds + _WORKER_START_S)
     await_exit(child, "the dedicated measurement", limit, "dedicated.log")
     measured = throughput(Events.read(folder).tasklets)
@@ -227,11 +223,16 @@ FOREVER_S = 1e6
 
 def own_worker(keeper: Keeper, job: dict[str, Any], device: Device, folder: Path) -> Trainer:
     """Start our worker alone on the whole device."""
-    argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, FOREVER_S, folder)
+    command = _own_worker(job, device, FOREVER_S, folder, folder / "trainer.log")
+    return Trainer(keeper, command, folder)
+
+
+def _own_worker(
+    job: dict[str, Any], device: Device, seconds: float, folder: Path, log: Path
+) -> ProcessCommand:
+    argv = _trainer("windrow_sidecar.finetune.worker", ["--standalone"], job, seconds, folder)
     # Its threads wait as beside decode: what differs shall be the device's sharing alone.
-    environment = {**os.environ, **openmp.WORKER}
-    log = folder / "trainer.log"
-    return Trainer(keeper, ProcessCommand(argv, log, environment, cpus=device.cores), folder)
+    return ProcessCommand(argv, log, {**os.environ, **openmp.WORKER}, cpus=device.cores)
 
 
 @dataclass(frozen=True, slots=True)

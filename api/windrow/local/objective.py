@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 from windrow.crd import LatencyProfileSpec, SoloModel
 from windrow.errors import UserError
@@ -54,9 +55,25 @@ class Objective:
     """A TPOT objective and how it came about."""
 
     milliseconds: float
-    solo_ms: float
     shape: LoadShape
     pace: float  # live steps against the profile's
+
+    @property
+    def solo_ms(self) -> float:
+        """The step of decode alone that the rule takes a multiple of."""
+        return self.shape.p90_step_us / 1000
+
+    def told(self, factor: float) -> dict[str, Any]:
+        """Return how the rule came to it, with that factor, as the files of a run have it."""
+        return {
+            "rule": f"{factor:g} x the step of decode alone at the 90th percentile of its busy "
+            "time, at the pace of live steps",
+            "pace": round(self.pace, 3),
+            "solo_step_ms": round(self.solo_ms, 3),
+            "p90_batch": self.shape.p90_batch,
+            "p90_context_tokens": self.shape.p90_context_tokens,
+            "predicted_mean_batch": round(self.shape.mean_batch, 2),
+        }
 
     def times(self, factor: float) -> Objective:
         """Return the objective of the same load that is `factor` times the solo step."""
@@ -175,8 +192,7 @@ def objective_for(
     """
     live = at_pace(model, pace)
     shape = play(requests, live)
-    solo_ms = shape.p90_step_us / 1000
-    return Objective(_rounded_up(factor * solo_ms), solo_ms, shape, pace)
+    return Objective(_rounded_up(factor * shape.p90_step_us / 1000), shape, pace)
 
 
 def _rounded_up(milliseconds: float) -> float:

@@ -204,27 +204,32 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     def plain(key: str, form: str) -> str:
         return NONE if row[key] is None else format(row[key], form)
 
-    def ranged(key: str, form: str, factor: float = 1.0) -> str:
-        found = row[key]
-        if found is None:
-            return NONE
-        middle, low, high = (format(found[k] * factor, form) for k in ("median", "low", "high"))
-        return f"{middle} [{low}, {high}]"
-
     over = NONE if row["over"] is None else f"{row['over']['median']:.2%}"
     return [
         row["arm"],
         plain("tpot_p50_ms", ".1f"),
         plain("tpot_p99_ms", ".1f"),
         over,
-        ranged("over_more", "+.2f", 100),
+        points(row["over_more"]),
         plain("ttft_p50_ms", ".0f"),
         plain("ttft_p99_ms", ".0f"),
         plain("kv_tokens", ","),
         plain("waited_for_kv", ".0f"),
-        ranged("tokens_per_second", ",.0f"),
-        ranged("eta", ".2f"),
+        _ranged(row["tokens_per_second"], ",.0f"),
+        _ranged(row["eta"], ".2f"),
     ]
+
+
+def points(of: Mapping[str, float] | None) -> str:
+    """Return a median of shares with its interval, as text in points."""
+    return _ranged(of, "+.2f", 100)
+
+
+def _ranged(of: Mapping[str, float] | None, form: str, factor: float = 1.0) -> str:
+    if of is None:
+        return NONE
+    middle, low, high = (format(of[k] * factor, form) for k in ("median", "low", "high"))
+    return f"{middle} [{low}, {high}]"
 
 
 def sentence(result: Mapping[str, Any]) -> str:
