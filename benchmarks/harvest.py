@@ -25,7 +25,7 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from benchmarks.engine.drawing import Panel, draw
+from benchmarks.engine.drawing import draw_ranges
 from benchmarks.harness import ROOT, into_document, markdown
 from windrow.errors import UserError, WindrowError
 from windrow.local import verdict
@@ -252,22 +252,19 @@ def _summary(standings: Sequence[Standing]) -> str:
 
 
 def _plot(standings: Sequence[Standing], to: Path) -> None:
-    """Draw shares of the dedicated rate over the rate of requests: ours, and those as sure."""
-    panels = []
-    for like in RATES:
-        for factor in FACTORS:
-            of = [s for s in standings if (s.load.like, s.load.factor) == (like, factor)]
-            lines: dict[str, list[tuple[float, float]]] = {}
-            for standing in of:
-                at = standing.load.rate
-                for name, arm in ((OURS, OURS), ("best other", standing.rival), (TUNED, TUNED)):
-                    if arm == OURS or arm in standing.rivals:
-                        eta = standing.row(str(arm))["eta"]["median"]
-                        lines.setdefault(name, []).append((at, eta))
-            if lines:
-                title = f"{like}, objective {factor:g} solo steps: eta over the rate of requests"
-                panels.append(Panel(title, lines, from_zero=True))
-    draw(panels, "Finetune tokens as a share of the dedicated rate", to)
+    """Draw each load's shares of the dedicated rate: ours, and those as sure."""
+    rows = {}
+    for standing in standings:
+        arms = {OURS: OURS}
+        if standing.rival:
+            arms["best other"] = standing.rival
+        if TUNED in standing.rivals:
+            arms[TUNED] = TUNED
+        eta = {name: standing.row(arm)["eta"] for name, arm in arms.items()}
+        rows[standing.load.name] = {
+            name: (of["median"], of["low"], of["high"]) for name, of in eta.items()
+        }
+    draw_ranges(rows, "Finetune tokens as a share of the dedicated rate (eta), 95% intervals", to)
 
 
 def _rate(row: Mapping[str, Any]) -> float:
