@@ -92,7 +92,10 @@ def _listening(process: Path) -> dict[str, str]:
     return {
         row[6]: row[7]
         for row in rows
-        if len(row) == 8 and int(row[3], 16) & _LISTENING and int(row[4], 16) == _SEQPACKET
+        if len(row) == 8
+        and int(row[3], 16) & _LISTENING
+        and int(row[4], 16) == _SEQPACKET
+        and not row[7].startswith("@")  # without a file, as CUDA's own (@cuda-uvmfd-...)
     }
 
 
