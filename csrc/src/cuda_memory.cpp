@@ -5,6 +5,8 @@
 #include <cstdio>
 #include <string>
 
+#include "cuda_event.h"
+
 namespace windrow {
 namespace {
 
@@ -58,8 +60,7 @@ CudaReservation::CudaReservation(std::shared_ptr<const CudaContext> context, std
 CudaReservation::~CudaReservation() {
   const CudaContext::Current current(*context_);
   const Libcuda& library = context_->library();
-  library.check_quietly(context_->calls().cuStreamSynchronize(context_->copies()),
-                        "waiting for copies");
+  wait_for_work();
   for (const auto& [offset, mapping] : mappings_) {
     library.check_quietly(context_->calls().cuMemUnmap(base_ + offset, mapping.granules),
                           "cuMemUnmap");
@@ -198,6 +199,23 @@ void CudaReservation::tell_writable(std::size_t granules, cuda::Result refusal) 
                "windrow: %zu bytes of device memory stay writable for this process: the driver "
                "says %s\n",
                granules, context_->library().describe(refusal).c_str());
+}
+
+// What still runs would find its memory gone: an illegal access, which ends all of the process's work
+// on the GPU.
+void CudaReservation::wait_for_work() const {
+  const auto copied = context_->calls().cuStreamSynchronize(context_->copies());
+  context_->library().check_quietly(copied, "waiting for copies");
+  if (copied != cuda::kSuccess) {
+    return;  // the context is broken, or libcuda has gone before us at the end of the process
+  }
+  try {
+    if (const auto all = CudaEvent::behind_all(context_)) {
+      all->wait();
+    }
+  } catch (const Error& error) {
+    std::fprintf(stderr, "windrow: %s\n", error.what());
+  }
 }
 
 cuda::Result CudaReservation::try_set_access(std::size_t offset, std::size_t granules,

@@ -86,6 +86,7 @@ class CudaReservation final : public Reservation {
   void tell_writable(std::size_t granules, cuda::Result refusal) const;
   // Unmapping waits for nothing by itself, and memory that a copy still reads would be a fault.
   void finish_copies() const;
+  void wait_for_work() const;
 
   std::shared_ptr<const CudaContext> context_;
   std::size_t bytes_;
