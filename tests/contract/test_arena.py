@@ -121,7 +121,7 @@ def test_tensors_over_the_same_bytes_alias(arena):
     a = arena_tensor(arena, 4096, (4, 8), torch.float32)
     b = arena_tensor(arena, 4096, (32,), torch.float32)
     a.copy_(torch.arange(32.0).view(4, 8))
-    assert torch.equal(b, torch.arange(32.0))
+    assert torch.equal(b.cpu(), torch.arange(32.0))
 
 
 def test_a_chunk_is_seen_as_blocks_of_slots(arena):
@@ -293,6 +293,8 @@ arena = Arena.attach(sys.argv[1])
 weights = torch.from_dlpack(arena.imported("weights"))
 print(weights.numel(), int(weights.sum()))
 weights[0] = 1
+if weights.is_cuda:
+    torch.cuda.synchronize()
 print("still alive")
 """
 
@@ -306,7 +308,8 @@ def test_a_write_to_shared_weights_kills_the_writer_and_nobody_else(served, chil
     owner.export("weights", weights.fd, n_bytes=5000)
     output, errors = (worker := child(CHILD_WRITE, path)).communicate(timeout=60)
     assert output == "5000 15000\n", errors
-    assert worker.returncode == -signal.SIGSEGV
+    # A GPU ends the writer's work there: torch raises then.
+    assert worker.returncode == (-signal.SIGSEGV if driver == "host" else 1)
     assert mine.sum() == 15000
 
 
@@ -351,7 +354,7 @@ def test_a_peer_reads_the_weights_that_are_exported_to_it(served, driver):
     weights.seal()
     owner.export("w", weights.fd, n_bytes=4096)
     peer = Arena.attach(path)
-    assert torch.equal(from_dlpack(peer.imported("w"))[64:88].view(torch.float32), torch.ones(6))
+    assert (from_dlpack(peer.imported("w"))[64:88].view(torch.float32) == 1).all()
     peer.close()
 
 
