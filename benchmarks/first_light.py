@@ -22,6 +22,8 @@ import argparse
 import dataclasses
 import json
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = options.json or Path("first_light.json")
     parts_folder = out.with_name(out.name + ".parts")
     console = Console(stderr=True)
+    # Also whoever ends it by a limit of time finds the logs, and leaves nothing running on a GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     env = environment()
     try:
         _require_gpu(driver)
@@ -198,7 +202,8 @@ def _plan(
         device="cuda:0" if options.driver == "cuda" else "cpu",
         job=job,
         arena_bytes=options.arena_bytes,
-        max_batch=max(*effort.batches, effort.load_batch),
+        max_batch=(max_batch := max(*effort.batches, effort.load_batch)),
+        kv_tokens=max_batch * (effort.context + effort.generated),
         environment=environ,
     )
 

@@ -24,10 +24,12 @@ class Granting(NullHook):
     Args:
         arena: made by this process.
         units: of the device.
+        kept_chunks: that decode needs for its load: never lent.
     """
 
-    def __init__(self, arena: Arena, units: int) -> None:
+    def __init__(self, arena: Arena, units: int, kept_chunks: int = 0) -> None:
         self._arena, self._page, self._units = arena, arena.page, units
+        self._most_lent = max(0, arena.geometry.chunks - kept_chunks)
         self._granted = Grant(pause_epoch=arena.page.pause_epoch)
         self._published_ns = 0
 
@@ -69,9 +71,9 @@ class Granting(NullHook):
         return offer.pause_epoch_seen >= self._granted.pause_epoch and not offer.in_flight_us
 
     def lend(self) -> None:
-        """What it wants and does not have."""
+        """What it wants and does not have, of what decode does not need."""
         offer = self.offer()
-        missing = offer.wanted_chunks - self._lent()
+        missing = min(offer.wanted_chunks, self._most_lent) - self._lent()
         if offer.job_epoch and missing > 0:
             self._arena.lend(missing, owner=offer.job_epoch)
 
@@ -83,8 +85,10 @@ class Granting(NullHook):
 class FixedShare(Granting):
     """The worker always has one share, whatever decode feels of it."""
 
-    def __init__(self, arena: Arena, units: int, split: PartitionLevel, bound_us: int) -> None:
-        super().__init__(arena, units)
+    def __init__(
+        self, arena: Arena, units: int, kept_chunks: int, split: PartitionLevel, bound_us: int
+    ) -> None:
+        super().__init__(arena, units, kept_chunks)
         self._go = Grant(
             Action.GO,
             split.finetune_units,
@@ -106,8 +110,8 @@ class Gaps(Granting):
     The only hook that waits: decode stands still meanwhile, which is what sharing in time means.
     """
 
-    def __init__(self, arena: Arena, units: int, objective_us: int) -> None:
-        super().__init__(arena, units)
+    def __init__(self, arena: Arena, units: int, kept_chunks: int, objective_us: int) -> None:
+        super().__init__(arena, units, kept_chunks)
         self._objective_us = objective_us
         self._steps_us: deque[float] = deque(maxlen=64)
         self._waited_us = 0.0

@@ -9,6 +9,7 @@ import argparse
 import gc
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -79,6 +80,7 @@ class Engine:
         self.arena = make_arena(self.settings, config, self.device)
         geometry = self.arena.geometry
         context = min(config.max_positions, geometry.chunks * geometry.slots_per_chunk)
+        self.kept_chunks = math.ceil(options.kv_tokens / geometry.slots_per_chunk)
         fingerprint = model_fingerprint(self.settings.model_path)
         torch.set_flush_denormal(True)  # as the engine does
         self.parts: LoopParts = load(
@@ -110,7 +112,7 @@ class Engine:
 
     def offer(self) -> dict[str, Any]:
         """What the worker shows; it is lent what it wants, for it may be loading."""
-        page = Granting(self.arena, self.device.units)
+        page = Granting(self.arena, self.device.units, self.kept_chunks)
         page.lend()
         return page.offer()._asdict()
 
@@ -148,10 +150,10 @@ class Engine:
             return _OnUnits(command.get("units") or units), lambda n: n > _WARM_UP_STEPS
         if kind == "share":
             split = self.device.splits.splits[command["split"]]
-            share = FixedShare(arena, units, split, command["bound_us"])
+            share = FixedShare(arena, units, self.kept_chunks, split, command["bound_us"])
             return share, self._worker_runs(share, _WORKER_BEGINS_WITHIN_S, must=True)
         if kind == "gaps":
-            gaps = Gaps(arena, units, objective_us)
+            gaps = Gaps(arena, units, self.kept_chunks, objective_us)
             return gaps, self._worker_runs(gaps, _ARM_LETS_RUN_WITHIN_S, must=False)
         hook = HarvestHook(
             arena,
@@ -245,6 +247,9 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--arena-bytes", default="192MiB")
     parser.add_argument("--max-batch", type=int, default=32)
+    parser.add_argument(
+        "--kv-tokens", type=int, default=0, help="of KV that the arms never lend (default: 0)"
+    )
     parser.add_argument("--seed", type=int, default=1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s decode %(levelname)s %(message)s")
     engine = Engine(parser.parse_args())

@@ -51,6 +51,7 @@ class Plan:
         device: "cpu", "cuda:0".
         job: a FinetuneJob spec.
         arena_bytes, max_batch: of decode.
+        kv_tokens: that its load takes at most, which the benchmark's own arms never lend.
         environment: that decode and worker get besides this process's own.
     """
 
@@ -60,6 +61,7 @@ class Plan:
     job: Mapping[str, Any]
     arena_bytes: int
     max_batch: int
+    kv_tokens: int = 0
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -99,6 +101,7 @@ class Decode:
         command = [sys.executable, "-m", "benchmarks.light.decode"]
         command += [f"--run-dir={plan.folder}", f"--model={plan.model}", f"--device={plan.device}"]
         command += [f"--arena-bytes={plan.arena_bytes}", f"--max-batch={plan.max_batch}"]
+        command += [f"--kv-tokens={plan.kv_tokens}"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
