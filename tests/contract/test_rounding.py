@@ -34,7 +34,7 @@ class Narrow(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for one in made if isinstance(made, tuple | list) else [made]:
             if isinstance(one, torch.Tensor) and one.dtype in (torch.float32, torch.bfloat16):
-                self.seen.add(str(func))
+                self.seen.add(f"{func} {list(one.shape)}")
         return made
 
 
@@ -46,8 +46,9 @@ def test_both_ways_compute_in_float64_throughout(architecture):
         pefts_training(tuned, small_rows())
         cut = Cut() if architecture == "GPTJ" else Cut(Windows(7), max_tokens=64)
         our_training(copy.deepcopy(tuned), small_rows(), cut)
-    # AdamW counts its steps in a tensor of torch's default type.
-    assert narrow.seen <= {"aten.detach.default"}
+    # AdamW counts its steps in a number in fp32, which deepcopy clones.
+    count = {"aten.zeros.default []", "aten.clone.default []", "aten.detach.default []"}
+    assert narrow.seen <= count
 
 
 def test_afterwards_torch_is_as_it_was():
