@@ -15,6 +15,7 @@ int main(int argc, char** argv) {
     const int repeats = std::atoi(argv[2]);
     windrow::bench::measure_table(repeats);
     windrow::bench::measure_pool(argv[1], repeats);
+    windrow::bench::measure_large_tensors(argv[1], repeats);
     windrow::bench::measure_page(repeats);
     windrow::bench::measure_revokes(std::atoi(argv[3]));
     windrow::bench::measure_mapping(argv[4], repeats);

@@ -1,5 +1,6 @@
-// The small requests of a recorded LoRA iteration, with their lifetimes: our pool, the whole device
-// allocator (lock and statistics), and malloc, in turn.
+// The requests of a recorded LoRA iteration, with their lifetimes. Small ones: our pool, the whole
+// device allocator (lock and statistics), and malloc, in turn. Large ones: the blocks that they
+// take, where a little and where much is lent.
 #include <cstdlib>
 #include <fstream>
 #include <memory>
@@ -15,30 +16,30 @@ namespace {
 constexpr int kReplays = 20;
 
 struct Trace {
-  std::vector<TraceStep> steps;  // small ones only
+  std::vector<TraceStep> steps;  // of one size: small, or large
   std::size_t allocations = 0;
   std::size_t ids = 0;
 };
 
-Trace read(const std::string& file) {
+Trace read(const std::string& file, bool is_small) {
   std::ifstream lines(file);
   Trace trace;
-  std::vector<bool> small;
+  std::vector<bool> counts;
   for (std::string line; std::getline(lines, line);) {
     const std::int64_t value = std::stoll(line);
     if (line[0] == '+') {
-      small.push_back(value < static_cast<std::int64_t>(kPoolBlockBytes));
-      if (small.back()) {
-        trace.steps.push_back({std::ssize(small) - 1, value});
+      counts.push_back(is_small == (value < static_cast<std::int64_t>(kPoolBlockBytes)));
+      if (counts.back()) {
+        trace.steps.push_back({std::ssize(counts) - 1, value});
         ++trace.allocations;
       }
-    } else if (small.at(static_cast<std::size_t>(-value))) {
+    } else if (counts.at(static_cast<std::size_t>(-value))) {
       trace.steps.push_back({-value, 0});
     }
   }
-  trace.ids = small.size();
+  trace.ids = counts.size();
   if (trace.allocations == 0) {
-    throw std::runtime_error("no small allocation in " + file);
+    throw std::runtime_error("nothing of that size in " + file);
   }
   return trace;
 }
@@ -85,6 +86,50 @@ class Numbers final : public BlockSource {
   std::vector<std::byte*> returned_;
 };
 
+// Finds and returns the blocks of large tensors, side by side, of so much that is lent.
+class Lent {
+ public:
+  Lent(std::int64_t chunks, std::size_t ids)
+      : budget_(chunks, kBlocksPerChunk, epochs_), held_(ids) {
+    for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
+      budget_.lend(chunk);
+    }
+  }
+
+  // Nanoseconds of a tensor, taken and put.
+  [[nodiscard]] double replay(const Trace& trace) {
+    const std::int64_t began = monotonic_ns();
+    for (const TraceStep& step : trace.steps) {
+      auto& blocks = held_[static_cast<std::size_t>(step.id)];
+      if (step.bytes > 0) {
+        const auto size = static_cast<std::int64_t>(kPoolBlockBytes);
+        blocks = budget_.take_side_by_side((step.bytes + size - 1) / size, 0);
+        if (blocks.empty()) {
+          throw std::runtime_error("the iteration needs more than is lent");
+        }
+      } else {
+        budget_.put(blocks, {0, epochs_.now()});
+        blocks.clear();
+      }
+    }
+    const auto took = static_cast<double>(monotonic_ns() - began);
+    for (auto& blocks : held_) {
+      if (!blocks.empty()) {
+        budget_.put(blocks, {0, epochs_.now()});
+        blocks.clear();
+      }
+    }
+    return took / static_cast<double>(trace.allocations);
+  }
+
+ private:
+  static constexpr std::int64_t kBlocksPerChunk = 64;
+
+  StreamEpochs epochs_{host_streams()};
+  ChunkBudget budget_;
+  std::vector<std::vector<BlockId>> held_;
+};
+
 std::byte* bytes(void* place) {
   return static_cast<std::byte*>(place);
 }
@@ -92,7 +137,7 @@ std::byte* bytes(void* place) {
 }  // namespace
 
 void measure_pool(const std::string& trace_file, int repeats) {
-  const Trace trace = read(trace_file);
+  const Trace trace = read(trace_file, true);
   std::vector<void*> places(trace.ids);
   const std::size_t blocks = sized_for(trace.steps);
 
@@ -143,6 +188,25 @@ void measure_pool(const std::string& trace_file, int repeats) {
   ours.print();
   whole.print();
   theirs.print();
+}
+
+void measure_large_tensors(const std::string& trace_file, int repeats) {
+  const Trace trace = read(trace_file, false);
+  // Chunks of 128 MiB, as a Llama 3 8B has them: 6 and 48 GiB.
+  Lent little(48, trace.ids);
+  Lent much(384, trace.ids);
+  Figure of_little("blocks of a large tensor, 6 GiB lent");
+  Figure of_much("blocks of a large tensor, 48 GiB lent");
+  for (int repeat = -kWarmUps; repeat < repeats; ++repeat) {
+    const double in_little = little.replay(trace);
+    const double in_much = much.replay(trace);
+    if (repeat >= 0) {
+      of_little.add(in_little);
+      of_much.add(in_much);
+    }
+  }
+  of_little.print();
+  of_much.print();
 }
 
 }  // namespace windrow::bench

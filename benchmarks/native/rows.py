@@ -28,6 +28,7 @@ class NativeRow:
 
 
 MALLOC = "malloc and free"
+LITTLE = "blocks of a large tensor, 6 GiB lent"
 NATIVE_ROWS = {
     "take a KV chunk from the reserve, p99": NativeRow("us", 1, 1e-3),
     "lend a chunk of 64 blocks, both sides": NativeRow("us", 5, 1e-3),
@@ -35,6 +36,7 @@ NATIVE_ROWS = {
     "system calls of 2,000 loans and returns": NativeRow("calls", 0),
     "small pool, allocate and free": NativeRow(goal=60, beside=MALLOC),
     "device allocator, allocate and free": NativeRow(beside=MALLOC),
+    "blocks of a large tensor, 48 GiB lent": NativeRow("us", 1, 1e-3, beside=LITTLE),
     "publish a view": NativeRow(goal=50),
     "publish a grant": NativeRow(),
     "read a grant": NativeRow(goal=50),

@@ -64,6 +64,7 @@ class Figure {
 // What main() calls; all print their figures.
 void measure_table(int repeats);
 void measure_pool(const std::string& trace_file, int repeats);
+void measure_large_tensors(const std::string& trace_file, int repeats);
 void measure_page(int repeats);
 void measure_revokes(int revokes);
 void measure_mapping(const std::string& driver, int repeats);

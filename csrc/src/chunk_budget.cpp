@@ -13,7 +13,7 @@ ChunkBudget::ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk, Str
     : blocks_per_chunk_(blocks_per_chunk),
       epochs_(&epochs),
       chunks_(static_cast<std::size_t>(chunks)),
-      blocks_(static_cast<std::size_t>(chunks * blocks_per_chunk)) {}
+      fences_(static_cast<std::size_t>(chunks * blocks_per_chunk)) {}
 
 void ChunkBudget::lend(std::int64_t chunk) {
   Chunk& lent = require(chunk);
@@ -21,9 +21,9 @@ void ChunkBudget::lend(std::int64_t chunk) {
     throw Error("chunk " + std::to_string(chunk) + " is in the allocator's budget already");
   }
   lent = {State::kLent, blocks_per_chunk_};
-  for (std::int64_t i = 0; i < blocks_per_chunk_; ++i) {
-    blocks_[static_cast<std::size_t>(chunk * blocks_per_chunk_ + i)] = {.free = true, .fence = {}};
-  }
+  const Range all{chunk * blocks_per_chunk_, blocks_per_chunk_};
+  std::fill_n(fences_.begin() + all.first, all.blocks, Fence{});
+  insert(all, {});
   ++lent_;
 }
 
@@ -34,6 +34,7 @@ void ChunkBudget::drain(std::int64_t chunk) {
   }
   if (lent.state == State::kLent) {
     lent.state = State::kDraining;
+    cut_out({chunk * blocks_per_chunk_, blocks_per_chunk_});
     --lent_;
     ++draining_;
   }
@@ -51,9 +52,11 @@ void ChunkBudget::shrink_to(std::int64_t chunks) {
 std::vector<std::int64_t> ChunkBudget::take_quiet() {
   std::vector<std::int64_t> gone;
   for (std::int64_t id = 0; id < std::ssize(chunks_) && draining_ > 0; ++id) {
-    if (quiet(id)) {
+    Chunk& chunk = chunks_[static_cast<std::size_t>(id)];
+    if (chunk.state == State::kDraining && chunk.free == blocks_per_chunk_ &&
+        epochs_->ended(chunk.epoch)) {
       gone.push_back(id);
-      chunks_[static_cast<std::size_t>(id)] = {};
+      chunk = {};
       --draining_;
     }
   }
@@ -61,33 +64,130 @@ std::vector<std::int64_t> ChunkBudget::take_quiet() {
 }
 
 std::vector<BlockId> ChunkBudget::take(std::int64_t blocks, StreamId stream) {
+  auto found = find_settled([&] { return find_any(blocks, stream); }, stream);
+  mark_taken(found);
+  return found;
+}
+
+std::vector<BlockId> ChunkBudget::take_side_by_side(std::int64_t blocks, StreamId stream) {
+  auto found = find_settled([&] { return find_side_by_side(blocks, stream); }, stream);
+  mark_taken(found);
+  return found;
+}
+
+bool ChunkBudget::take_these(std::span<const BlockId> blocks, StreamId stream) {
+  for (std::size_t at = 0; at < blocks.size();) {
+    const Range range = consecutive(blocks.subspan(at));
+    if (!open(range, stream)) {
+      return false;
+    }
+    at += static_cast<std::size_t>(range.blocks);
+  }
+  mark_taken(blocks);
+  return true;
+}
+
+void ChunkBudget::put(std::span<const BlockId> blocks, const Fence& fence) {
+  for (const BlockId id : blocks) {
+    fences_[static_cast<std::size_t>(id)] = fence;
+    Chunk& chunk = chunk_of(id);
+    chunk.epoch = std::max(chunk.epoch, fence.epoch);
+  }
+  untake(blocks);
+}
+
+void ChunkBudget::untake(std::span<const BlockId> blocks) {
+  for (std::size_t at = 0; at < blocks.size();) {
+    // As far as they lie side by side, in one chunk and behind one fence.
+    const BlockId first = blocks[at];
+    const Fence& fence = fences_[static_cast<std::size_t>(first)];
+    const BlockId chunk_end = (first / blocks_per_chunk_ + 1) * blocks_per_chunk_;
+    std::int64_t length = 1;
+    while (at + static_cast<std::size_t>(length) < blocks.size() && first + length < chunk_end &&
+           blocks[at + static_cast<std::size_t>(length)] == first + length &&
+           fences_[static_cast<std::size_t>(first + length)] == fence) {
+      ++length;
+    }
+    Chunk& chunk = chunk_of(first);
+    chunk.free += length;
+    if (chunk.state == State::kLent) {
+      insert({first, length}, fence);
+    }
+    at += static_cast<std::size_t>(length);
+  }
+  in_use_ -= std::ssize(blocks);
+}
+
+std::shared_ptr<const Event> ChunkBudget::pending(StreamId stream) {
+  return newest_closed(stream) == 0 ? nullptr : epochs_->close();
+}
+
+std::int64_t ChunkBudget::longest_run() const {
+  std::int64_t longest = 0;
+  Range joined;
+  for (const auto& [first, run] : free_) {
+    const bool goes_on = first == joined.first + joined.blocks;
+    joined = goes_on ? Range{joined.first, joined.blocks + run.blocks} : Range{first, run.blocks};
+    longest = std::max(longest, joined.blocks);
+  }
+  return longest;
+}
+
+template <class Find>
+std::vector<BlockId> ChunkBudget::find_settled(Find find, StreamId stream) {
+  std::vector<BlockId> found = find();
+  const StreamEpochs::Epoch closed = newest_closed(stream);
+  if (closed == 0) {
+    return found;
+  }
+  const StreamEpochs::Epoch before = epochs_->last_ended();
+  static_cast<void>(epochs_->ended(closed));
+  return epochs_->last_ended() == before ? found : find();
+}
+
+std::vector<BlockId> ChunkBudget::find_any(std::int64_t blocks, StreamId stream) const {
   std::vector<BlockId> found;
   found.reserve(static_cast<std::size_t>(blocks));
   for (std::size_t chunk = chunks_.size(); chunk-- > 0 && std::ssize(found) < blocks;) {
     if (chunks_[chunk].state != State::kLent || chunks_[chunk].free == 0) {
       continue;
     }
-    const auto first = static_cast<BlockId>(chunk) * blocks_per_chunk_;
-    for (BlockId id = first; id < first + blocks_per_chunk_ && std::ssize(found) < blocks; ++id) {
-      if (to_be_had(id, stream)) {
+    const auto begin = static_cast<BlockId>(chunk) * blocks_per_chunk_;
+    const BlockId end = begin + blocks_per_chunk_;
+    for (auto run = run_at(begin); run != free_.end() && run->first < end; ++run) {
+      if (!open(run->second.fence, stream)) {
+        continue;
+      }
+      const BlockId last = std::min(end, run->first + run->second.blocks);
+      for (BlockId id = std::max(begin, run->first); id < last && std::ssize(found) < blocks;
+           ++id) {
         found.push_back(id);
       }
     }
   }
-  if (std::ssize(found) < blocks) {
-    return {};
-  }
-  mark_taken(found);
-  return found;
+  return std::ssize(found) < blocks ? std::vector<BlockId>{} : found;
 }
 
-std::vector<BlockId> ChunkBudget::take_side_by_side(std::int64_t blocks, StreamId stream) {
-  Run best;
-  for (const Run& run : runs([&](BlockId id) { return to_be_had(id, stream); })) {
-    if (run.blocks >= blocks && (best.blocks == 0 || run.blocks < best.blocks)) {
-      best = run;
+std::vector<BlockId> ChunkBudget::find_side_by_side(std::int64_t blocks, StreamId stream) const {
+  Range best;
+  Range joined;
+  const auto compare = [&] {
+    if (joined.blocks >= blocks && (best.blocks == 0 || joined.blocks < best.blocks)) {
+      best = joined;
     }
+  };
+  for (auto run = free_.rbegin(); run != free_.rend(); ++run) {
+    if (!open(run->second.fence, stream)) {
+      continue;
+    }
+    if (run->first + run->second.blocks == joined.first) {
+      joined = {run->first, joined.blocks + run->second.blocks};
+      continue;
+    }
+    compare();
+    joined = {run->first, run->second.blocks};
   }
+  compare();
   std::vector<BlockId> found;
   if (best.blocks > 0) {
     found.resize(static_cast<std::size_t>(blocks));
@@ -95,103 +195,60 @@ std::vector<BlockId> ChunkBudget::take_side_by_side(std::int64_t blocks, StreamI
   } else if (blocks > blocks_per_chunk_) {
     found = find_chunks(blocks, stream);
   }
-  mark_taken(found);
   return found;
 }
 
-bool ChunkBudget::take_these(std::span<const BlockId> blocks, StreamId stream) {
-  const bool all = std::ranges::all_of(blocks, [&](BlockId id) { return to_be_had(id, stream); });
-  if (all) {
-    mark_taken(blocks);
-  }
-  return all;
-}
-
-void ChunkBudget::put(std::span<const BlockId> blocks, const Fence& fence) {
-  for (const BlockId id : blocks) {
-    blocks_[static_cast<std::size_t>(id)].fence = fence;
-  }
-  untake(blocks);
-}
-
-void ChunkBudget::untake(std::span<const BlockId> blocks) {
-  for (const BlockId id : blocks) {
-    blocks_[static_cast<std::size_t>(id)].free = true;
-    ++chunks_[static_cast<std::size_t>(id / blocks_per_chunk_)].free;
-  }
-  in_use_ -= std::ssize(blocks);
-}
-
-std::int64_t ChunkBudget::longest_run() const {
-  std::int64_t longest = 0;
-  for (const Run& run :
-       runs([&](BlockId id) { return blocks_[static_cast<std::size_t>(id)].free; })) {
-    longest = std::max(longest, run.blocks);
-  }
-  return longest;
-}
-
-template <class May>
-std::vector<ChunkBudget::Run> ChunkBudget::runs(May may) const {
-  std::vector<Run> found;
-  for (std::size_t chunk = chunks_.size(); chunk-- > 0;) {
-    if (chunks_[chunk].state != State::kLent || chunks_[chunk].free == 0) {
-      continue;
-    }
-    const auto first = static_cast<BlockId>(chunk) * blocks_per_chunk_;
-    for (BlockId id = first + blocks_per_chunk_ - 1; id >= first; --id) {
-      if (!may(id)) {
-        continue;
-      }
-      if (!found.empty() && found.back().first == id + 1) {
-        found.back() = {id, found.back().blocks + 1};
-      } else {
-        found.push_back({id, 1});
-      }
-    }
-  }
-  return found;
-}
-
-// Nothing is taken yet.
 std::vector<BlockId> ChunkBudget::find_chunks(std::int64_t blocks, StreamId stream) const {
   std::vector<BlockId> found;
   for (std::size_t chunk = chunks_.size(); chunk-- > 0 && std::ssize(found) < blocks;) {
     if (chunks_[chunk].state != State::kLent || chunks_[chunk].free < blocks_per_chunk_) {
       continue;
     }
-    const auto first = static_cast<BlockId>(chunk) * blocks_per_chunk_;
-    const BlockId end = first + std::min(blocks_per_chunk_, blocks - std::ssize(found));
-    const std::size_t before = found.size();
-    for (BlockId id = first; id < end && to_be_had(id, stream); ++id) {
+    const Range part{static_cast<BlockId>(chunk) * blocks_per_chunk_,
+                     std::min(blocks_per_chunk_, blocks - std::ssize(found))};
+    for (BlockId id = part.first; open(part, stream) && id < part.first + part.blocks; ++id) {
       found.push_back(id);
-    }
-    if (std::ssize(found) - static_cast<std::int64_t>(before) < end - first) {
-      found.resize(before);
     }
   }
   return std::ssize(found) < blocks ? std::vector<BlockId>{} : found;
 }
 
-std::vector<std::shared_ptr<const Event>> ChunkBudget::pending(StreamId stream) {
-  std::vector<std::shared_ptr<const Event>> events;
-  bool is_unknown = false;
-  for (std::size_t id = 0; id < blocks_.size(); ++id) {
-    const Fence& fence = blocks_[id].fence;
-    const Chunk& chunk = chunks_[id / static_cast<std::size_t>(blocks_per_chunk_)];
-    if (chunk.state != State::kLent || !blocks_[id].free || fence.open_for(stream, *epochs_)) {
-      continue;
-    }
-    is_unknown = is_unknown || fence.event == nullptr;
-    // A tensor's blocks have one event, and lie together.
-    if (fence.event != nullptr && (events.empty() || events.back() != fence.event)) {
-      events.push_back(fence.event);
-    }
+ChunkBudget::Range ChunkBudget::consecutive(std::span<const BlockId> blocks) {
+  std::int64_t length = 1;
+  while (length < std::ssize(blocks) &&
+         blocks[static_cast<std::size_t>(length)] == blocks.front() + length) {
+    ++length;
   }
-  if (is_unknown) {
-    events.push_back(epochs_->close());
+  return {blocks.front(), length};
+}
+
+ChunkBudget::Runs::const_iterator ChunkBudget::run_at(BlockId block) const {
+  auto run = free_.upper_bound(block);
+  if (run != free_.begin()) {
+    const auto before = std::prev(run);
+    run = before->first + before->second.blocks > block ? before : run;
   }
-  return events;
+  return run;
+}
+
+bool ChunkBudget::open(Range range, StreamId stream) const {
+  BlockId at = range.first;
+  const BlockId end = range.first + range.blocks;
+  for (auto run = run_at(at); at < end; ++run) {
+    if (run == free_.end() || run->first > at || !open(run->second.fence, stream)) {
+      return false;
+    }
+    at = run->first + run->second.blocks;
+  }
+  return true;
+}
+
+StreamEpochs::Epoch ChunkBudget::newest_closed(StreamId stream) const {
+  StreamEpochs::Epoch newest = 0;
+  for (const auto& [first, run] : free_) {
+    newest = open(run.fence, stream) ? newest : std::max(newest, run.fence.epoch);
+  }
+  return newest;
 }
 
 ChunkBudget::Chunk& ChunkBudget::require(std::int64_t chunk) {
@@ -202,29 +259,67 @@ ChunkBudget::Chunk& ChunkBudget::require(std::int64_t chunk) {
   return chunks_[static_cast<std::size_t>(chunk)];
 }
 
-bool ChunkBudget::to_be_had(BlockId id, StreamId stream) const {
-  const Block& block = blocks_[static_cast<std::size_t>(id)];
-  return chunks_[static_cast<std::size_t>(id / blocks_per_chunk_)].state == State::kLent &&
-         block.free && block.fence.open_for(stream, *epochs_);
+ChunkBudget::Chunk& ChunkBudget::chunk_of(BlockId block) {
+  return chunks_[static_cast<std::size_t>(block / blocks_per_chunk_)];
 }
 
-bool ChunkBudget::quiet(std::int64_t chunk) const {
-  const Chunk& drained = chunks_[static_cast<std::size_t>(chunk)];
-  return drained.state == State::kDraining && drained.free == blocks_per_chunk_ &&
-         std::ranges::all_of(blocks_of(chunk), [this](const Block& block) {
-           return epochs_->ended(block.fence.epoch);
-         });
+// Joins it with neighbours that may be used when it may: of the same stream, or of streams whose
+// work has ended.
+void ChunkBudget::insert(Range range, const Fence& fence) {
+  const auto joins = [&](const Fence& other) {
+    return other.stream == fence.stream ||
+           std::max(other.epoch, fence.epoch) <= epochs_->last_ended();
+  };
+  Run made{range.blocks, fence};
+  auto next = free_.lower_bound(range.first);
+  if (next != free_.end() && next->first == range.first + range.blocks &&
+      joins(next->second.fence)) {
+    made.blocks += next->second.blocks;
+    made.fence.epoch = std::max(made.fence.epoch, next->second.fence.epoch);
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    Run& before = std::prev(next)->second;
+    const BlockId first = std::prev(next)->first;
+    if (first + before.blocks == range.first && joins(before.fence)) {
+      before.blocks += made.blocks;
+      before.fence = {fence.stream, std::max(made.fence.epoch, before.fence.epoch)};
+      return;
+    }
+  }
+  free_.emplace_hint(next, range.first, made);
 }
 
-std::span<const ChunkBudget::Block> ChunkBudget::blocks_of(std::int64_t chunk) const {
-  return std::span(blocks_).subspan(static_cast<std::size_t>(chunk * blocks_per_chunk_),
-                                    static_cast<std::size_t>(blocks_per_chunk_));
+// Whatever is free of it.
+void ChunkBudget::cut_out(Range range) {
+  const BlockId end = range.first + range.blocks;
+  auto run = free_.lower_bound(range.first);
+  if (run != free_.begin() && std::prev(run)->first + std::prev(run)->second.blocks > range.first) {
+    --run;
+  }
+  while (run != free_.end() && run->first < end) {
+    const auto [first, cut] = *run;
+    if (first < range.first) {
+      run->second.blocks = range.first - first;
+      ++run;
+    } else {
+      run = free_.erase(run);
+    }
+    if (const BlockId last = first + cut.blocks; last > end) {
+      free_.emplace_hint(run, end, Run{last - end, cut.fence});
+      return;
+    }
+  }
 }
 
 void ChunkBudget::mark_taken(std::span<const BlockId> blocks) {
-  for (const BlockId id : blocks) {
-    blocks_[static_cast<std::size_t>(id)].free = false;
-    --chunks_[static_cast<std::size_t>(id / blocks_per_chunk_)].free;
+  for (std::size_t at = 0; at < blocks.size();) {
+    const Range range = consecutive(blocks.subspan(at));
+    cut_out(range);
+    for (BlockId id = range.first; id < range.first + range.blocks; ++id) {
+      --chunk_of(id).free;
+    }
+    at += static_cast<std::size_t>(range.blocks);
   }
   in_use_ += std::ssize(blocks);
 }

@@ -341,7 +341,7 @@ void DeviceAllocator::return_segment(std::byte* address) {
   const std::size_t bytes = segment.alias->blocks.size() * memory_->block_bytes();
   stats_.segment.add(segment.pool != nullptr, -1);
   stats_.reserved_bytes.add(segment.pool != nullptr, -signed_bytes(bytes));
-  budget_.put(segment.alias->blocks, {segment.stream, try_record(segment.stream), epochs_.now()});
+  budget_.put(segment.alias->blocks, {segment.stream, epochs_.now()});
   auto alias = std::move(segment.alias);
   segments_.erase(found);
   aliases_.idle(std::move(alias));
@@ -380,7 +380,10 @@ void DeviceAllocator::trim_pools(const StreamPool* except) {
 
 // What has to end before a request on `stream` is tried again; nothing where that will not help.
 DeviceAllocator::Events DeviceAllocator::pending(StreamId stream) {
-  Events events = budget_.pending(stream);
+  Events events;
+  if (auto event = budget_.pending(stream)) {
+    events.push_back(std::move(event));
+  }
   for (const auto& [address, deferred] : deferred_) {
     events.insert(events.end(), deferred.events.begin(), deferred.events.end());
     if (!epochs_.ended(deferred.epoch)) {

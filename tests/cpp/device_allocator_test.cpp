@@ -219,31 +219,45 @@ TEST_F(DeviceAllocatorTest, ARecordedStreamThatTakesNoMemoryHoldsADrainedChunkTo
   EXPECT_EQ(allocator_.take_quiet(), std::vector<std::int64_t>{3});
 }
 
-TEST_F(DeviceAllocatorTest, MemoryWhoseEventCannotBeRecordedIsNotLostButWaitsForAllStreams) {
+TEST_F(DeviceAllocatorTest, WhatIsFreedCostsNoCallOfTheDevice) {
+  lend(1);
+  for (int i = 0; i < 8; ++i) {
+    std::byte* const address = allocator_.allocate(4 * kMiB, kMine);
+    streams_.launch(kMine);
+    allocator_.free(address);
+  }
+  EXPECT_EQ(streams_.records(), 0);
+}
+
+TEST_F(DeviceAllocatorTest, WhereTheDeviceGivesNoEventAnotherStreamGetsNothingAndNothingIsLost) {
   lend(1);
   for (const std::size_t bytes : {8 * kMiB, std::size_t{5000}}) {
     std::byte* const address = allocator_.allocate(bytes, kMine);
     streams_.launch(kMine);
-    streams_.fail_next_record();
     allocator_.free(address);
-    allocator_.release_cached();  // a pool gives its block up
-    streams_.launch(kMine);
+    streams_.fail_next_record();
+    EXPECT_THROW(static_cast<void>(allocator_.allocate(8 * kMiB, kOther)), Error);
+    std::byte* const theirs = allocator_.allocate(8 * kMiB, kOther);
+    EXPECT_GE(streams_.waits(), 1);
+    allocator_.free(theirs);
     EXPECT_EQ(allocator_.stats().allocation.all.current, 0);
     EXPECT_EQ(allocator_.stats().reserved_bytes.all.current, 0);
-    std::byte* const theirs = allocator_.allocate(8 * kMiB, kOther);
-    allocator_.free(theirs);
     allocator_.check();
   }
 }
 
-TEST_F(DeviceAllocatorTest, AnotherStreamWaitsForMemoryWhoseEventCouldNotBeRecorded) {
+TEST_F(DeviceAllocatorTest, AnotherStreamJoinsWhatBothHaveFreedOnceTheFirstIsDone) {
   lend(1);
-  std::byte* const address = allocator_.allocate(8 * kMiB, kMine);
+  std::byte* const mine = allocator_.allocate(4 * kMiB, kMine);
+  std::byte* const other = allocator_.allocate(4 * kMiB, kOther);
   streams_.launch(kMine);
-  streams_.fail_next_record();
-  allocator_.free(address);
-  EXPECT_EQ(allocator_.allocate(8 * kMiB, kOther), address);
-  EXPECT_EQ(streams_.waits(), 1);
+  allocator_.free(mine);
+  allocator_.free(other);
+  EXPECT_EQ(allocator_.allocate(4 * kMiB, kOther), other);
+  allocator_.free(other);
+  streams_.finish(kMine);
+  static_cast<void>(allocator_.allocate(8 * kMiB, kOther));
+  EXPECT_EQ(streams_.waits(), 0);
 }
 
 TEST_F(DeviceAllocatorTest, ARecordedStreamWithoutAnEventKeepsTheMemoryUntilAllStreamsAreDone) {

@@ -17,8 +17,10 @@ class ScriptedStreams final : public Streams {
   void finish_one(StreamId stream) { ++queues_[stream]->finished; }
   void fail_next_record() { fail_ = true; }
   [[nodiscard]] int waits() const { return *waits_; }
+  [[nodiscard]] int records() const { return records_; }
 
   [[nodiscard]] std::unique_ptr<Event> record(StreamId stream) override {
+    ++records_;
     if (std::exchange(fail_, false)) {
       throw Error("recording an event: out of events");
     }
@@ -54,6 +56,7 @@ class ScriptedStreams final : public Streams {
 
   std::map<StreamId, Shared> queues_;
   std::shared_ptr<int> waits_ = std::make_shared<int>(0);
+  int records_ = 0;
   bool fail_ = false;
 };
 

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <vector>
@@ -13,17 +14,15 @@ namespace windrow {
 // A block by its place in the arena: chunk * blocks per chunk + block of the chunk.
 using BlockId = std::int64_t;
 
-// Until when a free block is in use. On `stream` it may be reused at once; on another one when
-// `event` is done, for whoever switches streams orders them; by decode, in another process, when
-// whatever ran in its epoch has ended on every stream.
+// Until when a free block is in use. On `stream` it may be reused at once; on another one, and by
+// decode in another process, when whatever ran in its epoch has ended on every stream. An event for
+// each freed tensor would tell other streams a little sooner: calls of the driver by the hundred in
+// every tasklet, for streams that change a few times a second.
 struct Fence {
   StreamId stream = 0;
-  std::shared_ptr<const Event> event;  // nullptr: none could be recorded, the epoch tells
   StreamEpochs::Epoch epoch = 0;
 
-  [[nodiscard]] bool open_for(StreamId other, StreamEpochs& epochs) const {
-    return other == stream || (event ? event->done() : epochs.ended(epoch));
-  }
+  friend bool operator==(const Fence&, const Fence&) = default;
 };
 
 // Which chunks decode has lent us, and which of their blocks are free. It decides and maps nothing.
@@ -56,8 +55,8 @@ class ChunkBudget {
   void put(std::span<const BlockId> blocks, const Fence& fence);
   // Takes a take() back: the blocks were not used, and their fences stand.
   void untake(std::span<const BlockId> blocks);
-  // What has to end until every free block may be used on `stream`.
-  [[nodiscard]] std::vector<std::shared_ptr<const Event>> pending(StreamId stream);
+  // What has to end until every free block may be used on `stream`; nullptr: nothing has to.
+  [[nodiscard]] std::shared_ptr<const Event> pending(StreamId stream);
 
   [[nodiscard]] std::int64_t blocks_per_chunk() const { return blocks_per_chunk_; }
   // Of chunks that do not drain.
@@ -72,32 +71,49 @@ class ChunkBudget {
   struct Chunk {
     State state = State::kAbsent;
     std::int64_t free = 0;  // blocks
+    // The newest in which one of its blocks was put.
+    StreamEpochs::Epoch epoch = 0;
   };
-  struct Block {
-    bool free = false;
-    Fence fence;  // since it was last put
-  };
-
-  // Blocks [first, first + blocks).
+  // Free blocks of one fence, in lent chunks: [first, first + blocks), by the first.
   struct Run {
+    std::int64_t blocks = 0;
+    Fence fence;
+  };
+  using Runs = std::map<BlockId, Run>;
+  struct Range {
     BlockId first = 0;
     std::int64_t blocks = 0;
   };
 
-  // Runs of blocks that `may` accepts, in lent chunks, from the highest ids down.
-  template <class May>
-  [[nodiscard]] std::vector<Run> runs(May may) const;
+  // What `find` finds; where it finds nothing or passes over runs that others have used, again once
+  // the device was asked what has ended.
+  template <class Find>
+  [[nodiscard]] std::vector<BlockId> find_settled(Find find, StreamId stream);
+  [[nodiscard]] std::vector<BlockId> find_any(std::int64_t blocks, StreamId stream) const;
+  [[nodiscard]] std::vector<BlockId> find_side_by_side(std::int64_t blocks, StreamId stream) const;
   [[nodiscard]] std::vector<BlockId> find_chunks(std::int64_t blocks, StreamId stream) const;
+  // The first blocks, as far as their ids are consecutive. There is one at least.
+  [[nodiscard]] static Range consecutive(std::span<const BlockId> blocks);
+  // The run that holds the block, or the first one behind it.
+  [[nodiscard]] Runs::const_iterator run_at(BlockId block) const;
+  // Whether all of the range is free and may be used on `stream`.
+  [[nodiscard]] bool open(Range range, StreamId stream) const;
+  [[nodiscard]] bool open(const Fence& fence, StreamId stream) const {
+    return fence.stream == stream || fence.epoch <= epochs_->last_ended();
+  }
+  // The newest epoch of free blocks that may not be used on `stream` yet; 0: there are none.
+  [[nodiscard]] StreamEpochs::Epoch newest_closed(StreamId stream) const;
   [[nodiscard]] Chunk& require(std::int64_t chunk);
-  [[nodiscard]] bool to_be_had(BlockId block, StreamId stream) const;
-  [[nodiscard]] bool quiet(std::int64_t chunk) const;
-  [[nodiscard]] std::span<const Block> blocks_of(std::int64_t chunk) const;
+  [[nodiscard]] Chunk& chunk_of(BlockId block);
+  void insert(Range range, const Fence& fence);
+  void cut_out(Range range);
   void mark_taken(std::span<const BlockId> blocks);
 
   std::int64_t blocks_per_chunk_;
   StreamEpochs* epochs_;
   std::vector<Chunk> chunks_;
-  std::vector<Block> blocks_;
+  std::vector<Fence> fences_;  // of each block, since it was last put
+  Runs free_;
   std::int64_t lent_ = 0;
   std::int64_t draining_ = 0;
   std::int64_t in_use_ = 0;  // blocks

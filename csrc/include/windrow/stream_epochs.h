@@ -27,6 +27,8 @@ class StreamEpochs {
   void uses(StreamId stream) { known_.insert(stream); }
   // Of what is freed now. Epoch 0 ended before the first one.
   [[nodiscard]] Epoch now() const { return current_; }
+  // The newest that is known to have ended; asks nobody.
+  [[nodiscard]] Epoch last_ended() const { return ended_; }
   // Whether all that was queued up to the end of that epoch has ended. Never waits.
   [[nodiscard]] bool ended(Epoch epoch);
   // Ends the current epoch. The event is done when everything that was queued so far has ended.
