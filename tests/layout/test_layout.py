@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,23 @@ def test_committed_stubs_are_those_of_the_wire(tmp_path):
     fresh = {path.name: path.read_text() for path in generator.generate(tmp_path)}
     committed = ROOT / "api" / "windrow" / "proto"
     assert {name: (committed / name).read_text() for name in fresh} == fresh
+
+
+@pytest.mark.parametrize(
+    ("dependency", "made_with", "stubs"),
+    [
+        ("grpcio", r"GRPC_GENERATED_VERSION = '([\d.]+)'", "*_pb2_grpc.py"),
+        ("protobuf", r"# Protobuf Python Version: ([\d.]+)", "*_pb2.py"),
+    ],
+)
+def test_dependencies_are_as_new_as_the_stubs_of_the_wire_want_them(dependency, made_with, stubs):
+    """Stubs refuse to be imported beside older libraries than those that they were made with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    committed = (ROOT / "api" / "windrow" / "proto").glob(stubs)
+    wanted = {re.search(made_with, stub.read_text())[1] for stub in committed}
+    assert [d for d in project["dependencies"] if d.startswith(f"{dependency}>=")] == [
+        f"{dependency}>={version}" for version in wanted
+    ]
 
 
 def test_field_numbers_of_the_wire_are_unique_in_each_message():
