@@ -168,6 +168,16 @@ TEST_F(CudaAllocator, NothingIsUnmappedUnderAKernel) {
   EXPECT_EQ(allocator_->mapping_calls().unmap, 8);
 }
 
+TEST_F(CudaAllocator, AReservationEndsBehindTheKernelsThatUseIt) {
+  const auto memory = driver_.create(4 * kMiB, "allocator-test");
+  {
+    const auto mapped = map_whole(driver_, *memory, Access::kReadWrite);
+    launch_fill(mine_, mapped->data(), 9, 4 * kMiB);
+  }
+  const auto again = map_whole(driver_, *memory, Access::kReadOnly);
+  EXPECT_EQ(get(driver_, again->data()), std::byte{9});
+}
+
 TEST_F(CudaAllocator, NothingIsUnmappedWhileAnyStreamThatTakesMemoryIsAtWork) {
   std::byte* const tensor = allocator_->allocate(4 * kMiB, id(mine_));
   std::byte* const theirs = allocator_->allocate(4 * kMiB, id(other_));
