@@ -99,9 +99,13 @@ class FixedShare(Granting):
 
     def before_step(self, facts: StepInput) -> Grant:
         """Grant it again."""
+        self.share()
+        return self._go
+
+    def share(self) -> None:
+        """The same where decode takes no step."""
         self.lend()
         self.grant(self._go)
-        return self._go
 
 
 class Gaps(Granting):

@@ -42,6 +42,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import NullHook, StepHook, StepInput
 from windrow_sidecar.heap import settle_heap
+from windrow_sidecar.qos.levels import PartitionLevel
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_sidecar.qos.view import Grant
 
@@ -50,6 +51,8 @@ _WARM_UP_STEPS = 5
 _WORKER_BEGINS_WITHIN_S = 60.0
 # A policy may keep it paused for good reasons, and a gap be too short for a tasklet.
 _ARM_LETS_RUN_WITHIN_S = 3.0
+# What may be queued while decode rests: more than a tasklet, so that the device never waits.
+_REST_BOUND_US = 50_000
 _COPY_BYTES, _COPIES = 1 << 30, 20  # the bytes: where that is little of what is free
 
 
@@ -115,6 +118,24 @@ class Engine:
         page = Granting(self.arena, self.device.units, self.kept_chunks)
         page.lend()
         return page.offer()._asdict()
+
+    def rest(self, seconds: float) -> dict[str, Any]:
+        """Leave the whole device to the worker for so long, from its first tasklet on."""
+        units = self.device.units
+        whole = PartitionLevel(units, units)
+        page = FixedShare(self.arena, units, self.kept_chunks, whole, _REST_BOUND_US)
+        at_work = self._worker_runs(page, _WORKER_BEGINS_WITHIN_S, must=True)
+        begin_ns = 0
+        try:
+            while not begin_ns or time.monotonic_ns() - begin_ns < seconds * 1e9:
+                page.share()
+                if not begin_ns and at_work(_WARM_UP_STEPS + 1):
+                    begin_ns = time.monotonic_ns()
+                time.sleep(0.01)
+            end_ns = time.monotonic_ns()
+        finally:
+            page.close()
+        return {"begin_ns": begin_ns, "end_ns": end_ns}
 
     def run(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Keep up a load under an arm; see `measure.py` for what a command holds."""
@@ -262,7 +283,13 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         gc.collect()
-        _answer(engine.offer() if command["do"] == "offer" else engine.run(command))
+        match command["do"]:
+            case "offer":
+                _answer(engine.offer())
+            case "rest":
+                _answer(engine.rest(command["seconds"]))
+            case "run":
+                _answer(engine.run(command))
 
 
 def _answer(document: Mapping[str, Any]) -> None:

@@ -79,6 +79,11 @@ def results(parts: Parts, effort: MeasureEffort) -> list[Result]:
     rows.append(
         Result("dedicated worker", parts["dedicated"]["tokens_per_second"], "tokens/s", "higher")
     )
+    if "beside-idle" in parts:
+        rate = parts["beside-idle"]["tokens_per_second"]
+        beside = Baseline("dedicated worker", parts["dedicated"]["tokens_per_second"])
+        name = "worker on lent memory, decode idle"
+        rows.append(Result(name, rate, "tokens/s", "higher", baseline=beside))
     for figures in arm_figures(parts, effort):
         rows += _arm_rows(figures)
         if bounds is not None and figures.arm == "windrow":

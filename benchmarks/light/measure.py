@@ -119,6 +119,7 @@ class Bench:
         yield "solo", self._solo
         yield "alone", lambda: self._under_load({"arm": "alone"})
         yield "naive", self._naive
+        yield "beside-idle", self._beside_idle
         # Without MPS a GPU is shared in time only: there is no share to measure or to grant.
         arms = ["gaps"]
         if len(self.parts["device"]["splits"]) > 1:
@@ -199,6 +200,12 @@ class Bench:
                     point = self._point(batch, context, arm="alone", units=units)
                     rows.append({"units": units, **point})
         return {"seconds": time.monotonic() - began_s, "points": rows}
+
+    def _beside_idle(self) -> Document:
+        """The worker beside a decode without a request: what memory that is lent costs it."""
+        worker = self._at_work()
+        found = self._at_decode().run(do="rest", seconds=self._effort.seconds)
+        return worker.done_within(found["begin_ns"], found["end_ns"])
 
     def _corun(self) -> Document:
         """Beside the worker on each of its shares: stage 2 of the predictor, and its profile."""

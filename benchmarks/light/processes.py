@@ -20,6 +20,7 @@ import grpc
 
 from benchmarks.harness import ROOT
 from windrow.errors import WindrowError
+from windrow.eventlog import TaskletEvent
 from windrow.local.summary import Events, SummaryWindow, throughput
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import ENV_LOG_DIR, RunDir
@@ -210,24 +211,30 @@ class Worker:
         """What it got done between two moments (CLOCK_MONOTONIC). Raises ProcessEnded.
 
         Its rate is that between its first and its last optimizer step in there: 0 where fewer than
-        two of them are. Besides, tasklets and their time by phase.
+        two of them are. Besides, tasklets by phase: their time, tokens and units.
         """
         time.sleep(_FLUSHED_S)
         if self._process.poll() is not None:
             raise ProcessEnded("the worker ended", self._log)
         window = SummaryWindow(begin_ns, end_ns, 0.0, end_ns)
         tasklets = Events.read(self._events).tasklets
-        spent_ms: dict[str, list[float]] = defaultdict(list)
+        by_phase: dict[str, list[TaskletEvent]] = defaultdict(list)
         for t in tasklets:
             if window.holds(t.end_ns):
-                spent_ms[t.phase].append((t.end_ns - t.start_ns) / 1e6)
+                by_phase[t.phase].append(t)
         done = throughput(tasklets, window)
         return {
             "tokens_per_second": done.tokens_per_second,
             "optimizer_steps": done.steps,
             "tasklets": {
-                phase: {"count": len(ms), "median_ms": statistics.median(ms), "sum_ms": sum(ms)}
-                for phase, ms in spent_ms.items()
+                phase: {
+                    "count": len(ran),
+                    "median_ms": statistics.median(_ms(t) for t in ran),
+                    "sum_ms": sum(map(_ms, ran)),
+                    "median_tokens": statistics.median(t.tokens for t in ran),
+                    "median_units": statistics.median(t.units for t in ran),
+                }
+                for phase, ran in by_phase.items()
             },
         }
 
@@ -235,6 +242,10 @@ class Worker:
         """End it."""
         _end(self._process)
         self._agent.stop(0).wait()
+
+
+def _ms(tasklet: TaskletEvent) -> float:
+    return (tasklet.end_ns - tasklet.start_ns) / 1e6
 
 
 def train_alone(plan: Plan, name: str, seconds: float) -> Events:

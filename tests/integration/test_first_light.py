@@ -27,6 +27,7 @@ def test_every_stage_runs_and_a_second_run_goes_on_where_the_first_ended(tmp_pat
     figures = {row["name"]: row for row in found["results"]}
     assert {row["met"] for row in found["results"]} == {None}, "no goal of a GPU is claimed"
     assert figures["dedicated worker"]["value"] > 0
+    assert figures["worker on lent memory, decode idle"]["value"] > 0
     assert figures["windrow at 500 ms: TPOT p50"]["value"] > 0
     assert 0 <= figures["gaps at 500 ms: steps over"]["value"] <= 100
     assert not any("bound" in name or "capture" in name for name in figures)
@@ -37,7 +38,7 @@ def test_every_stage_runs_and_a_second_run_goes_on_where_the_first_ended(tmp_pat
 
     (tmp_path / "light.json.parts" / "alone.json").unlink()
     assert run(out, "--resume") == 0
-    assert capsys.readouterr().err.count("measured before") == 6
+    assert capsys.readouterr().err.count("measured before") == 7
     before = {name: row["value"] for name, row in figures.items() if "alone at" not in name}
     after = {row["name"]: row["value"] for row in json.loads(out.read_text())["results"]}
     assert before.items() <= after.items() | {("decode is loaded", before["decode is loaded"])}
