@@ -27,11 +27,12 @@ PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
 
-.PHONY: help setup demo sglang test check e2e test-sglang node test-node chart images packages soak lint bench docs proto figures constraints clean
+.PHONY: help setup demo sglang test gpu check e2e test-sglang node test-node chart images packages soak lint bench docs proto figures constraints clean
 
 help:
 	@echo "make demo   watch the whole system do its job (ARGS=... are handed to windrow demo)"
 	@echo "make test   every test that this machine can run (ARGS=... are handed to pytest)"
+	@echo "make gpu    all that a GPU has to show, within a time (ARGS='--budget 600'; docs/gpu.md)"
 	@echo "make check  lint, the unit tests and the core contracts, after each change"
 	@echo "make e2e    what breaks, fault by fault, on a cluster of this machine's processes (about 25 minutes)"
 	@echo "make sglang | test-sglang   SGLang on this machine's cores, in its own environment; its tests"
@@ -186,6 +187,10 @@ endif
 build/tidy/%.ok: csrc/src/%.cpp $(CPP_HEADERS) csrc/.clang-tidy
 	@mkdir -p $(@D)
 	@clang-tidy --quiet $< -- -std=c++20 -Icsrc/include 2>/dev/null && touch $@
+
+# The tests among it are those that want a GPU: what else they need is there, or they skip.
+gpu: setup
+	$(PY) tools/measure_gpu.py $(ARGS)
 
 bench: setup
 	$(PY) -m benchmarks $(ARGS)
