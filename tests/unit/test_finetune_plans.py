@@ -234,6 +234,32 @@ def test_units_that_were_of_no_use_are_tried_again():
     assert estimates.useful_units(tasklet, 2) == 2, "they are of use by now"
 
 
+def test_one_tasklet_that_something_held_up_turns_no_units_away():
+    estimates = Estimates()
+    micro = MicroBatch(0, (0,), (100,))
+    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
+    for units, elapsed_us in ((1, 12_000), (2, 8_000)):
+        for _ in range(SETTLED):
+            estimates.learn(tasklet, units, elapsed_us)
+    estimates.learn(tasklet, 2, 62_000)
+    assert estimates.useful_units(tasklet, 2) == 2
+
+
+def test_units_that_have_become_slower_for_good_are_left_within_a_few_tasklets():
+    estimates = Estimates()
+    micro = MicroBatch(0, (0,), (100,))
+    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
+    for units, elapsed_us in ((1, 12_000), (2, 8_000)):
+        for _ in range(SETTLED):
+            estimates.learn(tasklet, units, elapsed_us)
+    for _ in range(6):
+        estimates.learn(tasklet, 2, 20_000)
+    assert estimates.useful_units(tasklet, 2) == 1
+    for _ in range(20):
+        estimates.learn(tasklet, 2, 20_000)
+    assert estimates.estimate_us(tasklet, 2) == pytest.approx(20_000, rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
 @pytest.mark.parametrize("warmup", [0.0, 0.3])
 def test_rates_are_those_of_transformers(kind, warmup):

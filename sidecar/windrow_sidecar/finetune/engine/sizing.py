@@ -23,6 +23,10 @@ _FLOPS_A_WEIGHT, _FLOPS_A_SECOND = 8, 20e9
 SETTLED = 10
 # More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
 WORTHWHILE = 0.97
+# A tasklet counts for no more than so many times what was expected of it. Whatever else runs on a
+# machine makes one in a few hundred take five times as long; taken at its word, one such tasklet on
+# two cores kept a worker on one of them for a second and more, a tenth of its time in the mean.
+MOST_SURPRISE = 2.0
 # What is known of a level is out of date unless so many of the phase's last tasklets ran on it. One
 # try is not enough: a team that has slept takes half as long again for its first tasklets, and one
 # bad moment would keep it asleep for good.
@@ -58,6 +62,8 @@ class _Level:
 
     def learn(self, tokens: float, us: float) -> None:
         weight = FRESH if self.measured else 1.0
+        if self.measured >= SETTLED:
+            us = min(us, MOST_SURPRISE * (self.fixed + self.slope * tokens))
         self.measured += 1
         self.x += weight * (tokens - self.x)
         self.y += weight * (us - self.y)
