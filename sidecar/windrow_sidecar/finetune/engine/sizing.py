@@ -24,9 +24,10 @@ SETTLED = 10
 # More units have to be worth their wake-ups: parallel regions of a small layer may only get slower.
 WORTHWHILE = 0.97
 # A tasklet counts for no more than so many times what was expected of it. Whatever else runs on a
-# machine makes one in a few hundred take five times as long; taken at its word, one such tasklet on
-# two cores kept a worker on one of them for a second and more, a tenth of its time in the mean.
-MOST_SURPRISE = 2.0
+# machine makes one in twenty take twice as long, and one in a hundred five times; taken at its
+# word, one such tasklet on two cores kept a worker on one of them for a second and more, a tenth of
+# its time in the mean.
+MOST_SURPRISE = 1.5
 # What is known of a level is out of date unless so many of the phase's last tasklets ran on it. One
 # try is not enough: a team that has slept takes half as long again for its first tasklets, and one
 # bad moment would keep it asleep for good.
