@@ -21,6 +21,7 @@ SGLANG_PINS := -c tools/sglang/constraints.txt
 SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS) sglang)
 
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
+NATIVE_TESTS := tests/cpp tests/libcuda_standin benchmarks/native
 
 PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
@@ -159,6 +160,7 @@ soak: setup
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run -Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard $(addsuffix /*.cpp,$(NATIVE_TESTS)) $(addsuffix /*.h,$(NATIVE_TESTS)))
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	@$(MAKE) --no-print-directory locks

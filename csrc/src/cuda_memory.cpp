@@ -201,8 +201,8 @@ void CudaReservation::tell_writable(std::size_t granules, cuda::Result refusal) 
                granules, context_->library().describe(refusal).c_str());
 }
 
-// What still runs would find its memory gone: an illegal access, which ends all of the process's work
-// on the GPU.
+// What still runs would find its memory gone: an illegal access, which ends all of the process's
+// work on the GPU.
 void CudaReservation::wait_for_work() const {
   const auto copied = context_->calls().cuStreamSynchronize(context_->copies());
   context_->library().check_quietly(copied, "waiting for copies");

@@ -71,15 +71,3 @@ def test_the_cpp_tests_pass_under(sanitizer: str):
     assert built.returncode == 0, built.stdout[-8000:] + built.stderr
     tested = run(build / "tests" / "cpp" / "windrow_tests", f"--gtest_filter={tests}", cwd=build)
     assert tested.returncode == 0, tested.stdout[-8000:] + tested.stderr[-8000:]
-
-
-def test_our_sources_are_formatted():
-    formatter = shutil.which("clang-format", path=TOOLS)
-    if formatter is None:
-        pytest.skip("no clang-format: make setup brings it")
-    sources = [*ROOT.glob("csrc/**/*.cpp"), *ROOT.glob("csrc/**/*.h")]
-    for folder in ("cpp", "libcuda_standin"):
-        sources += [*ROOT.glob(f"tests/{folder}/*.cpp"), *ROOT.glob(f"tests/{folder}/*.h")]
-    assert len(sources) > 20
-    done = run(formatter, "--dry-run", "-Werror", *sources, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-4000:]
