@@ -44,7 +44,12 @@ class Granting(NullHook):
         deadline = time.monotonic() + _WORKER_STOPS_WITHIN_S
         while self._lent() or not self.is_quiet():
             if time.monotonic() > deadline:
-                raise TimeoutError("the worker has not stopped after a pause of 10 s")
+                offer = self.offer()
+                raise TimeoutError(
+                    f"the worker has not stopped after a pause of {_WORKER_STOPS_WITHIN_S:g} s: it "
+                    f"has seen pause {offer.pause_epoch_seen} of {self._granted.pause_epoch}, runs "
+                    f"{offer.in_flight_us} us and holds {self._lent()} chunks"
+                )
             self._page.beat(0)
             time.sleep(0.001)
 

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow_sidecar.finetune.engine.sizing import Windows
+from windrow_sidecar.finetune.engine.suspension import BrokenOff
 from windrow_sidecar.finetune.memory.boundaries import LentBoundaries, TenantBoundaries
 from windrow_sidecar.finetune.memory.lent import LentMemory
 from windrow_sidecar.qos.view import Phase
@@ -116,6 +117,35 @@ def test_a_chunk_asked_back_after_the_group_was_asked_about_stays_for_the_next_b
     beside.close()
     assert bit_equal(learnt, expected)
     assert beside.ran == tasklets
+
+
+def test_chunks_come_back_from_a_group_whose_first_tasklet_was_given_up(arenas, untouched):
+    """The group had been laid out in them: nobody looked there any more, and decode waited."""
+    sizing, expected, _ = untouched
+    beside = Beside(arenas, sizing)
+    while not beside.job.stream.tokens_to_begin:
+        beside.go(1)
+    beside.decode.lend(CHUNKS, owner=OWNER)
+    beside.memory.settle()
+
+    def give_up(*_) -> None:
+        hook.remove()
+        raise BrokenOff
+
+    hook = beside.job.stream.parts.stack.layers[0].mlp.register_forward_pre_hook(give_up)
+    tasklet = beside.job.stream.peek()
+    with pytest.raises(BrokenOff):
+        beside.job.stream.run(tasklet)
+    beside.job.stream.break_off(tasklet)
+    beside.decode.revoke(CHUNKS)
+    for _ in range(2):  # as a worker does that waits: the group that comes next does not fit
+        beside.memory.settle()
+    assert beside.decode.counts()[4] == 0
+    while beside.go(1000):
+        pass
+    learnt = adapter_of(beside.job)
+    beside.close()
+    assert bit_equal(learnt, expected)
 
 
 def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, untouched):

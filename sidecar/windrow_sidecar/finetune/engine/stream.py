@@ -225,6 +225,7 @@ class TaskletStream:
         batch_group = self._batch_group
         if batch_group is None or batch_group.progress.untouched:
             self.replan()
+            self._boundaries.clear()  # its first tasklet may have been given up in its middle
         elif batch_group.can_spill and batch_group.spill_bytes <= room_bytes:
             batch_group.spill()
         else:
