@@ -9,11 +9,27 @@
 
 namespace windrow {
 
+template <class Use>
+bool ChunkBudget::each_stretch(std::span<const BlockId> blocks, Use use) const {
+  for (std::size_t at = 0; at < blocks.size();) {
+    const BlockId first = blocks[at];
+    const BlockId chunk_end = (first / blocks_per_chunk_ + 1) * blocks_per_chunk_;
+    std::int64_t length = 0;
+    while (at < blocks.size() && first + length < chunk_end && blocks[at] == first + length) {
+      ++length;
+      ++at;
+    }
+    if (!use(Range{first, length})) {
+      return false;
+    }
+  }
+  return true;
+}
+
 ChunkBudget::ChunkBudget(std::int64_t chunks, std::int64_t blocks_per_chunk, StreamEpochs& epochs)
     : blocks_per_chunk_(blocks_per_chunk),
       epochs_(&epochs),
-      chunks_(static_cast<std::size_t>(chunks)),
-      fences_(static_cast<std::size_t>(chunks * blocks_per_chunk)) {}
+      chunks_(static_cast<std::size_t>(chunks)) {}
 
 void ChunkBudget::lend(std::int64_t chunk) {
   Chunk& lent = require(chunk);
@@ -21,9 +37,7 @@ void ChunkBudget::lend(std::int64_t chunk) {
     throw Error("chunk " + std::to_string(chunk) + " is in the allocator's budget already");
   }
   lent = {State::kLent, blocks_per_chunk_};
-  const Range all{chunk * blocks_per_chunk_, blocks_per_chunk_};
-  std::fill_n(fences_.begin() + all.first, all.blocks, Fence{});
-  insert(all, {});
+  insert({chunk * blocks_per_chunk_, blocks_per_chunk_}, {});
   ++lent_;
 }
 
@@ -76,45 +90,23 @@ std::vector<BlockId> ChunkBudget::take_side_by_side(std::int64_t blocks, StreamI
 }
 
 bool ChunkBudget::take_these(std::span<const BlockId> blocks, StreamId stream) {
-  for (std::size_t at = 0; at < blocks.size();) {
-    const Range range = consecutive(blocks.subspan(at));
-    if (!open(range, stream)) {
-      return false;
-    }
-    at += static_cast<std::size_t>(range.blocks);
+  if (!each_stretch(blocks, [&](const Range& range) { return open(range, stream); })) {
+    return false;
   }
   mark_taken(blocks);
   return true;
 }
 
 void ChunkBudget::put(std::span<const BlockId> blocks, const Fence& fence) {
-  for (const BlockId id : blocks) {
-    fences_[static_cast<std::size_t>(id)] = fence;
-    Chunk& chunk = chunk_of(id);
+  each_stretch(blocks, [&](const Range& range) {
+    Chunk& chunk = chunk_of(range.first);
+    chunk.free += range.blocks;
     chunk.epoch = std::max(chunk.epoch, fence.epoch);
-  }
-  untake(blocks);
-}
-
-void ChunkBudget::untake(std::span<const BlockId> blocks) {
-  for (std::size_t at = 0; at < blocks.size();) {
-    // As far as they lie side by side, in one chunk and behind one fence.
-    const BlockId first = blocks[at];
-    const Fence& fence = fences_[static_cast<std::size_t>(first)];
-    const BlockId chunk_end = (first / blocks_per_chunk_ + 1) * blocks_per_chunk_;
-    std::int64_t length = 1;
-    while (at + static_cast<std::size_t>(length) < blocks.size() && first + length < chunk_end &&
-           blocks[at + static_cast<std::size_t>(length)] == first + length &&
-           fences_[static_cast<std::size_t>(first + length)] == fence) {
-      ++length;
-    }
-    Chunk& chunk = chunk_of(first);
-    chunk.free += length;
     if (chunk.state == State::kLent) {
-      insert({first, length}, fence);
+      insert(range, fence);
     }
-    at += static_cast<std::size_t>(length);
-  }
+    return true;
+  });
   in_use_ -= std::ssize(blocks);
 }
 
@@ -213,15 +205,6 @@ std::vector<BlockId> ChunkBudget::find_chunks(std::int64_t blocks, StreamId stre
   return std::ssize(found) < blocks ? std::vector<BlockId>{} : found;
 }
 
-ChunkBudget::Range ChunkBudget::consecutive(std::span<const BlockId> blocks) {
-  std::int64_t length = 1;
-  while (length < std::ssize(blocks) &&
-         blocks[static_cast<std::size_t>(length)] == blocks.front() + length) {
-    ++length;
-  }
-  return {blocks.front(), length};
-}
-
 ChunkBudget::Runs::const_iterator ChunkBudget::run_at(BlockId block) const {
   auto run = free_.upper_bound(block);
   if (run != free_.begin()) {
@@ -313,14 +296,11 @@ void ChunkBudget::cut_out(Range range) {
 }
 
 void ChunkBudget::mark_taken(std::span<const BlockId> blocks) {
-  for (std::size_t at = 0; at < blocks.size();) {
-    const Range range = consecutive(blocks.subspan(at));
+  each_stretch(blocks, [&](const Range& range) {
     cut_out(range);
-    for (BlockId id = range.first; id < range.first + range.blocks; ++id) {
-      --chunk_of(id).free;
-    }
-    at += static_cast<std::size_t>(range.blocks);
-  }
+    chunk_of(range.first).free -= range.blocks;
+    return true;
+  });
   in_use_ += std::ssize(blocks);
 }
 

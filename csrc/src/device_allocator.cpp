@@ -302,11 +302,11 @@ std::unique_ptr<Alias> DeviceAllocator::find_alias(std::size_t blocks, StreamId 
     auto alias = aliases_.map(taken);
     lacks_addresses_ = alias == nullptr;
     if (lacks_addresses_) {
-      budget_.untake(taken);
+      budget_.put(taken, {stream, epochs_.now()});
     }
     return alias;
   } catch (...) {
-    budget_.untake(taken);
+    budget_.put(taken, {stream, epochs_.now()});
     throw;
   }
 }

@@ -53,8 +53,6 @@ class ChunkBudget {
   // The same for blocks that the caller names. False: one of them is not to be had; none is taken.
   [[nodiscard]] bool take_these(std::span<const BlockId> blocks, StreamId stream);
   void put(std::span<const BlockId> blocks, const Fence& fence);
-  // Takes a take() back: the blocks were not used, and their fences stand.
-  void untake(std::span<const BlockId> blocks);
   // What has to end until every free block may be used on `stream`; nullptr: nothing has to.
   [[nodiscard]] std::shared_ptr<const Event> pending(StreamId stream);
 
@@ -85,15 +83,16 @@ class ChunkBudget {
     std::int64_t blocks = 0;
   };
 
-  // What `find` finds; where it finds nothing or passes over runs that others have used, again once
-  // the device was asked what has ended.
+  // What `find` finds; where others have used free blocks, again once the device has said what of
+  // that has ended.
   template <class Find>
   [[nodiscard]] std::vector<BlockId> find_settled(Find find, StreamId stream);
   [[nodiscard]] std::vector<BlockId> find_any(std::int64_t blocks, StreamId stream) const;
   [[nodiscard]] std::vector<BlockId> find_side_by_side(std::int64_t blocks, StreamId stream) const;
   [[nodiscard]] std::vector<BlockId> find_chunks(std::int64_t blocks, StreamId stream) const;
-  // The first blocks, as far as their ids are consecutive. There is one at least.
-  [[nodiscard]] static Range consecutive(std::span<const BlockId> blocks);
+  // Calls `use` with each stretch of consecutive ids in one chunk, until it says no.
+  template <class Use>
+  bool each_stretch(std::span<const BlockId> blocks, Use use) const;
   // The run that holds the block, or the first one behind it.
   [[nodiscard]] Runs::const_iterator run_at(BlockId block) const;
   // Whether all of the range is free and may be used on `stream`.
@@ -112,7 +111,6 @@ class ChunkBudget {
   std::int64_t blocks_per_chunk_;
   StreamEpochs* epochs_;
   std::vector<Chunk> chunks_;
-  std::vector<Fence> fences_;  // of each block, since it was last put
   Runs free_;
   std::int64_t lent_ = 0;
   std::int64_t draining_ = 0;

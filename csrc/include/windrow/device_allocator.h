@@ -56,8 +56,8 @@ class DeviceAllocator {
   // that names the budget where it does not suffice, after waiting for what other streams still
   // use; Error where mapping fails. Nothing has changed then.
   [[nodiscard]] std::byte* allocate(std::size_t bytes, StreamId stream);
-  // Throws Error where no live allocation begins there. Where the device cannot tell when the
-  // stream is done with it, the memory waits for all streams.
+  // Throws Error where no live allocation begins there. Where the device cannot tell when a
+  // recorded stream is done with it, the memory waits for all streams.
   void free(std::byte* address);
   // The allocation is used on `stream` too. Throws as free().
   void record_stream(const std::byte* address, StreamId stream);
