@@ -215,7 +215,6 @@ class TaskletStream:
         """Give up the group on its way, its memory included; its rows run again later."""
         self.replan(force=True)
         self._optimizer.discard()
-        self._boundaries.clear()
 
     def spill(self, room_bytes: int) -> None:
         """Leave nothing of the group on its way in device memory; it goes on from the host.
@@ -225,7 +224,6 @@ class TaskletStream:
         batch_group = self._batch_group
         if batch_group is None or batch_group.progress.untouched:
             self.replan()
-            self._boundaries.clear()  # its first tasklet may have been given up in its middle
         elif batch_group.can_spill and batch_group.spill_bytes <= room_bytes:
             batch_group.spill()
         else:
@@ -259,6 +257,8 @@ class TaskletStream:
         if self._batch_group is not None and (force or self._batch_group.progress.untouched):
             self._rows.put_back(self._batch_group.rows)
             self._batch_group = None
+            # Also of one that has not begun: its first tasklet may have been given up half-way.
+            self._boundaries.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds besides `position`: see `AdapterOptimizer.tensors`.
