@@ -197,7 +197,7 @@ def _serve(orders: socket.socket) -> None:
     while True:
         # Those that have ended by themselves: nobody else reaps them, so no number is used again
         # before it has left the set.
-        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        _reap(children)
         if not select.select([orders], [], [], _ALIVE_EVERY_S if children else None)[0]:
             continue
         order, descriptors, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 2)
@@ -216,8 +216,13 @@ def _serve(orders: socket.socket) -> None:
     # Reaped here: whose they are then may reap nobody. One that a file system holds ends later.
     until_s = time.monotonic() + _KILLED_WITHIN_S
     while children and time.monotonic() < until_s:
-        children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
+        _reap(children)
         time.sleep(0.005)
+
+
+def _reap(children: set[int]) -> None:
+    """Forget those that have ended."""
+    children -= {pid for pid in children if os.waitpid(pid, os.WNOHANG)[0]}
 
 
 def _fork_reader(orders: socket.socket, order: bytes, rows: int, said: int) -> int:
