@@ -4,9 +4,9 @@ Decode and worker are processes of their own over one arena. Measured are: steps
 the worker by batch and share (the profile), then a fixed load under each objective, shared in four
 ways: `naive` (the same worker as a plain process: no partition, no guard), `gaps` (in turn: the
 worker runs only between steps), `windrow` (the product's policy), and decode `alone`; eta is
-against the same worker with the device to itself (`dedicated`). What lent memory costs it shows
-beside a decode without requests. On a GPU eta is also given as a
-share of what the roofline allows, in time and in space; figures of the host are held to no goal.
+against the same worker with the device to itself (`dedicated`). What lent memory costs the worker
+shows beside a decode without requests. On a GPU eta is also given as a share of what the roofline
+allows, in time and in space; figures of the host are held to no goal.
 
 For example:
   python -m benchmarks.first_light --driver host --shape tiny --quick --json light.json

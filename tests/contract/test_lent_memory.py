@@ -71,9 +71,14 @@ class Beside:
             self.ran += 1
         return True
 
-    def close(self) -> None:
+    def finish(self):
+        """Run what is left and give all chunks back; what was learnt."""
+        while self.go(1000):
+            pass
+        learnt = adapter_of(self.job)
         self.memory.release()
         self.lent.give_all_back()
+        return learnt
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -88,10 +93,7 @@ def test_a_group_goes_on_from_the_host_wherever_its_memory_is_asked_back(
         beside.decode.revoke(chunks)
         beside.memory.settle()  # what the next tasklet boundary does
         assert beside.decode.counts()[4] == 0  # nothing drains any more
-    while beside.go(1000):
-        pass
-    learnt = adapter_of(beside.job)
-    beside.close()
+    learnt = beside.finish()
     assert beside.decode.counts()[2] == 0
     assert learnt.keys() == expected.keys()
     assert bit_equal(learnt, expected)
@@ -111,10 +113,7 @@ def test_a_chunk_asked_back_after_the_group_was_asked_about_stays_for_the_next_b
     assert beside.decode.counts()[4] > 0  # the group lies there still
     beside.memory.settle()
     assert beside.decode.counts()[4] == 0
-    while beside.go(1000):
-        pass
-    learnt = adapter_of(beside.job)
-    beside.close()
+    learnt = beside.finish()
     assert bit_equal(learnt, expected)
     assert beside.ran == tasklets
 
@@ -141,10 +140,7 @@ def test_chunks_come_back_from_a_group_whose_first_tasklet_was_given_up(arenas, 
     for _ in range(2):  # as a worker does that waits: the group that comes next does not fit
         beside.memory.settle()
     assert beside.decode.counts()[4] == 0
-    while beside.go(1000):
-        pass
-    learnt = adapter_of(beside.job)
-    beside.close()
+    learnt = beside.finish()
     assert bit_equal(learnt, expected)
 
 
@@ -156,10 +152,7 @@ def test_without_room_on_the_host_the_group_is_dropped_and_runs_again(arenas, un
     beside.decode.revoke(CHUNKS)
     beside.memory.settle()
     assert beside.decode.counts()[4] == 0
-    while beside.go(1000):
-        pass
-    learnt = adapter_of(beside.job)
-    beside.close()
+    learnt = beside.finish()
     assert bit_equal(learnt, expected)
     assert beside.ran > tasklets
 
@@ -177,8 +170,5 @@ def test_a_group_waits_where_the_worker_lacks_memory_of_its_own(arenas, untouche
     beside.own_bytes = 1 << 30
     beside.memory.settle()
     assert not beside.memory.starving(beside.job.stream.peek())
-    while beside.go(1000):
-        pass
-    learnt = adapter_of(beside.job)
-    beside.close()
+    learnt = beside.finish()
     assert bit_equal(learnt, expected)

@@ -33,6 +33,7 @@ from windrow_sidecar.finetune.memory.boundaries import (
 )
 from windrow_sidecar.finetune.tasklets import (
     MicroBatch,
+    Tasklet,
     TokenWindow,
     by_length,
     next_micro_batch,
@@ -218,13 +219,19 @@ def test_more_units_are_used_until_they_prove_to_be_of_no_use():
     assert estimates.useful_units(other, 2) == 2, "each phase by itself"
 
 
-def test_units_that_were_of_no_use_are_tried_again():
+def settled_on(us_by_units: dict[int, int]) -> tuple[Tasklet, Estimates]:
+    """A backward, and what is known after it has often taken so long on so many units."""
     estimates = Estimates()
     micro = MicroBatch(0, (0,), (100,))
     tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
-    for units, elapsed_us in ((2, 9500), (1, 8000)):
+    for units, elapsed_us in us_by_units.items():
         for _ in range(SETTLED):
             estimates.learn(tasklet, units, elapsed_us)
+    return tasklet, estimates
+
+
+def test_units_that_were_of_no_use_are_tried_again():
+    tasklet, estimates = settled_on({2: 9500, 1: 8000})
     assert estimates.useful_units(tasklet, 2) == 1
     for _ in range(LAST - TRIED + 1):
         estimates.learn(tasklet, 1, 8000)
@@ -235,23 +242,13 @@ def test_units_that_were_of_no_use_are_tried_again():
 
 
 def test_one_tasklet_that_something_held_up_turns_no_units_away():
-    estimates = Estimates()
-    micro = MicroBatch(0, (0,), (100,))
-    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
-    for units, elapsed_us in ((1, 12_000), (2, 8_000)):
-        for _ in range(SETTLED):
-            estimates.learn(tasklet, units, elapsed_us)
+    tasklet, estimates = settled_on({1: 12_000, 2: 8_000})
     estimates.learn(tasklet, 2, 62_000)
     assert estimates.useful_units(tasklet, 2) == 2
 
 
 def test_units_that_have_become_slower_for_good_are_left_within_a_few_tasklets():
-    estimates = Estimates()
-    micro = MicroBatch(0, (0,), (100,))
-    tasklet = tasklet_of(Phase.BACKWARD, micro, 0, micro.whole)
-    for units, elapsed_us in ((1, 12_000), (2, 8_000)):
-        for _ in range(SETTLED):
-            estimates.learn(tasklet, units, elapsed_us)
+    tasklet, estimates = settled_on({1: 12_000, 2: 8_000})
     for _ in range(6):
         estimates.learn(tasklet, 2, 20_000)
     assert estimates.useful_units(tasklet, 2) == 1
