@@ -12,6 +12,9 @@ from benchmarks.light.bounds import Roofline
 from benchmarks.light.measure import Document, MeasureEffort, Parts
 
 ARMS = ("naive", "gaps", "windrow")
+# An arm has one color in both plots.
+COLORS = {"alone": "#444444", "naive": "#d62728", "gaps": "#ff9f0e", "windrow": "#1f77b4"}
+COLORS |= {"objective": "#999999", "spatial bound": "#2ca02c", "temporal bound": "#9467bd"}
 SPATIAL_GOAL = 0.9  # of the spatial bound
 PROFILE_GOAL_S = 60.0
 
@@ -181,7 +184,7 @@ def _bound_rows(figures: ArmFigures, bounds: Roofline, effort: MeasureEffort) ->
 
 
 def plot(parts: Parts, effort: MeasureEffort, title: str, to: Path) -> None:
-    """Write a page with eta and p99 by objective, one line an arm, with the bounds on a GPU."""
+    """Write a page with eta and p99 by objective, one color an arm, with the bounds on a GPU."""
     import plotly.graph_objects as go
     from plotly.subplots import make_subplots
 
@@ -189,15 +192,20 @@ def plot(parts: Parts, effort: MeasureEffort, title: str, to: Path) -> None:
     found = arm_figures(parts, effort)
     objectives = list(effort.objectives_ms)
 
-    def line(name: str, column: int, values: Sequence[float], dash: str = "solid") -> None:
-        style = {"dash": dash}
-        page.add_trace(go.Scatter(x=objectives, y=values, name=name, line=style), row=1, col=column)
+    def line(
+        name: str, column: int, values: Sequence[float], dash: str = "solid", *, again: bool = False
+    ) -> None:
+        style = {"dash": dash, "color": COLORS.get(name)}
+        one = go.Scatter(
+            x=objectives, y=values, name=name, legendgroup=name, line=style, showlegend=not again
+        )
+        page.add_trace(one, row=1, col=column)
 
-    measured = dict.fromkeys(f.arm for f in found)
-    for arm in measured:
-        if arm != "alone":
+    for arm in dict.fromkeys(f.arm for f in found):
+        has_eta = arm != "alone"
+        if has_eta:
             line(arm, 1, [f.eta for f in found if f.arm == arm])
-        line(f"{arm}, p99", 2, [f.tpot_p99_ms for f in found if f.arm == arm])
+        line(arm, 2, [f.tpot_p99_ms for f in found if f.arm == arm], again=has_eta)
     line("objective", 2, objectives, "dash")
     if bounds := roofline(parts["device"]):
         at = (effort.load_batch, effort.context)
