@@ -48,6 +48,23 @@ class GroupProgress:
         """Whether nothing has run."""
         return all(self._of[micro].up[0] == 0 for micro in self.group)
 
+    def lowest_to_run(self, micro: MicroBatch) -> tuple[int, int, int] | None:
+        """The lowest layer that may run forward, and from which token to which; None: none may."""
+        limit = micro.width
+        for layer, done in enumerate(self._of[micro].up):
+            if done < limit:
+                return layer, done, limit
+            limit = done
+        return None
+
+    def highest_window(self, micro: MicroBatch) -> tuple[int, TokenWindow] | None:
+        """The highest layer with a window that has yet to run back, and the last one of those."""
+        windows = self._of[micro].windows
+        for layer in range(self.depth - 1, -1, -1):
+            if windows[layer]:
+                return layer, windows[layer][-1]
+        return None
+
     def up(self, micro: MicroBatch, layer: int) -> int:
         """Tokens that have passed a layer forward."""
         return self._of[micro].up[layer]
@@ -59,11 +76,6 @@ class GroupProgress:
     def loss(self, micro: MicroBatch) -> int:
         """Tokens whose loss is known."""
         return self._of[micro].loss
-
-    def last_window(self, micro: MicroBatch, layer: int) -> TokenWindow | None:
-        """The window of a layer that has to run back next; None: all have, or none has run up."""
-        windows = self._of[micro].windows[layer]
-        return windows[-1] if windows else None
 
     def passed(self, micro: MicroBatch) -> int:
         """How many tokens times layers it has behind it, up and down."""

@@ -88,13 +88,17 @@ def listing(order: Order, at: GroupProgress, sizing: TaskletSizing) -> Iterator[
 def _layers_up(
     at: GroupProgress, sizing: TaskletSizing, group: tuple[MicroBatch, ...] | None = None
 ) -> Tasklet | None:
-    for layer in range(at.depth):
-        for micro in group or at.group:
-            begin, limit = at.up(micro, layer), at.above(micro, layer)
-            if begin < limit:
-                end = min(limit, begin + sizing.cut(Phase.FORWARD, micro))
-                return tasklet_of(Phase.FORWARD, micro, layer, TokenWindow(begin, end))
-    return None
+    """Run the lowest layer that may run; of several micro-batches there, the first."""
+    lowest: tuple[int, int, int] | None = None
+    for micro in group or at.group:
+        found = at.lowest_to_run(micro)
+        if found is not None and (lowest is None or found[0] < lowest[0]):
+            lowest, of = found, micro
+    if lowest is None:
+        return None
+    layer, begin, limit = lowest
+    end = min(limit, begin + sizing.cut(Phase.FORWARD, of))
+    return tasklet_of(Phase.FORWARD, of, layer, TokenWindow(begin, end))
 
 
 def _window_up(at: GroupProgress, micro: MicroBatch, sizing: TaskletSizing) -> Tasklet:
@@ -124,12 +128,13 @@ def _loss(at: GroupProgress, micro: MicroBatch, sizing: TaskletSizing) -> Taskle
 
 
 def _layers_down(at: GroupProgress, group: tuple[MicroBatch, ...] | None = None) -> Tasklet | None:
-    for layer in reversed(range(at.depth)):
-        for micro in group or at.group:
-            window = at.last_window(micro, layer)
-            if window is not None:
-                return tasklet_of(Phase.BACKWARD, micro, layer, window)
-    return None
+    """Run the highest layer back that has run up; of several micro-batches there, the first."""
+    highest: tuple[int, TokenWindow] | None = None
+    for micro in group or at.group:
+        found = at.highest_window(micro)
+        if found is not None and (highest is None or found[0] > highest[0]):
+            highest, of = found, micro
+    return None if highest is None else tasklet_of(Phase.BACKWARD, of, *highest)
 
 
 # As many as are found at once. What is learned of tasklets meanwhile changes only what follows.

@@ -20,6 +20,7 @@ class Ran:
         held_ns: how long it was held up in its middle.
         grew: whether it began on fewer units.
         grant: number of the grant that it ran under.
+        queued_us: in which the host queued it; 0 where its calls did the work.
     """
 
     tasklet: Tasklet
@@ -30,6 +31,7 @@ class Ran:
     grew: bool = False
     grant: int = 0
     estimate_us: int = 0
+    queued_us: float = 0.0
 
     @property
     def begin_ns(self) -> int:
@@ -80,12 +82,13 @@ class InFlight:
         held_ns: int = 0,
         grew: bool = False,
         grant: int = 0,
+        queued_us: float = 0.0,
     ) -> None:
         """All of that tasklet is queued."""
         ended = self._device.mark()
         self.estimate_us += estimate_us
         self._queue.append(
-            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us)
+            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us, queued_us)
         )
 
     def settle(self) -> None:
