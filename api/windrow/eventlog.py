@@ -63,6 +63,7 @@ class TaskletEvent:
     start_ns: int
     end_ns: int
     units: int
+    queued_ns: int = 0  # in which the host queued it; 0: its calls did the work
 
 
 @dataclass(frozen=True, slots=True)

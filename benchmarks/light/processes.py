@@ -211,7 +211,7 @@ class Worker:
         """What it got done between two moments (CLOCK_MONOTONIC). Raises ProcessEnded.
 
         Its rate is that between its first and its last optimizer step in there: 0 where fewer than
-        two of them are. Besides, tasklets by phase: their time, tokens and units.
+        two of them are. Besides, tasklets by phase: their time, that of queueing, tokens, units.
         """
         time.sleep(_FLUSHED_S)
         if self._process.poll() is not None:
@@ -232,6 +232,7 @@ class Worker:
                     "median_ms": statistics.median(_ms(t) for t in ran),
                     "sum_ms": sum(map(_ms, ran)),
                     "median_tokens": statistics.median(t.tokens for t in ran),
+                    "median_queued_ms": statistics.median(t.queued_ns for t in ran) / 1e6,
                     "median_units": statistics.median(t.units for t in ran),
                 }
                 for phase, ran in by_phase.items()

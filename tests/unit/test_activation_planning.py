@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from windrow_sidecar.finetune.recompute.activation_budget import in_steps
 from windrow_sidecar.finetune.recompute.layer_graph import LayerGraph, Op, OpKind, Value
 from windrow_sidecar.finetune.recompute.memory_model import MemoryModel
 from windrow_sidecar.finetune.recompute.planning import (
@@ -108,6 +109,18 @@ def test_a_group_that_fits_has_no_budget_and_one_that_does_not_leaves_room_for_a
     tight = memory_model.within(10, room_bytes=3000)
     assert 10 * (4 * tight + 100.0) == 3000
     assert memory_model.within(10, room_bytes=900) == 0.0
+
+
+@given(st.floats(1e-3, 1e9))
+def test_budgets_that_differ_a_little_share_a_plan_and_give_up_a_sixteenth_at_most(budget):
+    step = in_steps(budget)
+    assert budget * 16 / 17 <= step <= budget
+    assert in_steps(step) == step
+
+
+def test_budgets_come_in_few_steps():
+    assert len({in_steps(100_000.0 + n) for n in range(100_000)}) <= 17
+    assert in_steps(0.0) == 0.0
 
 
 @st.composite

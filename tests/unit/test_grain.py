@@ -105,35 +105,6 @@ def test_rows_are_cut_into_even_windows(lengths, windows, most, phase, cut):
     assert Paced(estimates, 5_000, UNITS, windows, most).cut(phase, micro) == cut
 
 
-def queued(tokens: int, us: float, queued_us: float) -> Estimates:
-    """Return estimates of a device that queues: layers of so many tokens, and their queueing."""
-    estimates, row = Estimates(), MicroBatch(0, (0,), (tokens,))
-    for phase in (FORWARD, BACKWARD):
-        for _ in range(SETTLED):
-            estimates.learn(tasklet_of(phase, row, 0, row.whole), UNITS, us, queued_us)
-    return estimates
-
-
-@pytest.mark.parametrize(
-    ("tokens", "us", "queued_us", "least"),
-    [
-        (1024, 5_000, 4_900, 2107),  # the device waits for the host: twice as many cost no more
-        (2048, 6_000, 5_000, 3584),  # 2.9 us a token: so many keep it busy
-        (4096, 12_000, 5_000, 3584),  # as fast: no more than that
-        (1024, 20_000, 2_000, LEAST_TOKENS),  # the device is the slower: 215 would do
-    ],
-)
-def test_a_device_that_is_queued_too_slowly_gets_more_tokens_at_once(tokens, us, queued_us, least):
-    assert Paced(queued(tokens, us, queued_us), 5_000, UNITS).tokens(FORWARD) == least
-
-
-def test_rows_are_not_cut_for_what_trembles():
-    rows = MicroBatch(0, (0, 1), (1000, 1000))
-    hardly_less = queued(1000, 5_000, 4_500)  # 1,890 tokens where the group was formed with 2,000
-    assert Paced(hardly_less, 5_000, UNITS).cut(FORWARD, rows) == 1000
-    assert Paced(queued(1000, 9_000, 4_500), 5_000, UNITS).cut(FORWARD, rows) == 500
-
-
 @pytest.mark.parametrize(
     ("layers", "bound_us", "fits"),
     [(1, 2_000, True), (2, 2_000, False), (2, 3_000, True), (3, 3_000, False), (3, 4_286, True)],

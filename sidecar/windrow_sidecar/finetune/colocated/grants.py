@@ -163,8 +163,7 @@ class GrantGate:
         self._launched = 0
         self._active = 0  # units of what was launched last
         runs_on = device or HostDevice(clock)
-        self._in_flight, self._in_parts = InFlight(runs_on, self._ended), not runs_on.queues
-        self._began_ns = 0  # when what runs began
+        self._in_flight, self._in_parts = InFlight(runs_on, self._ended, clock), not runs_on.queues
         self._part_ns = 0  # when the part began that runs
         # When what runs could be stopped last, and the longest time between two such points.
         self._point_ns = self._stretch_ns = 0
@@ -216,7 +215,6 @@ class GrantGate:
         self._running = tasklet if claimed else None
         if claimed:
             self._in_flight.begin()
-            self._began_ns = self._clock()
             self._stretch_ns = 0
             self._begin_part(self._grant.budget_us - self._used.us)
         return claimed
@@ -345,9 +343,6 @@ class GrantGate:
         self._used.us += self._launched_us
         self._launched += 1
         self._running = None
-        queued_us = 0.0
-        if not self._in_parts:
-            queued_us = (self._clock() - self._began_ns - self._held_ns) / 1e3
         self._in_flight.end(
             tasklet,
             self._active,
@@ -355,7 +350,6 @@ class GrantGate:
             held_ns=self._held_ns,
             grew=self._grew,
             grant=self._seq,
-            queued_us=queued_us,
         )
         self._in_flight.settle()
         if self._in_parts:  # its grant has paid for the last part only
@@ -374,7 +368,7 @@ class GrantGate:
         """Learn how long it took; of its grant it has used that, not what had been estimated."""
         elapsed_us = (ran.end_ns - ran.begin_ns) / 1e3
         if not (ran.held_up or ran.grew):
-            self._estimates.learn(ran.tasklet, ran.units, elapsed_us, ran.queued_us)
+            self._estimates.learn(ran.tasklet, ran.units, elapsed_us)
         if ran.grant == self._seq:
             self._used.us += elapsed_us - ran.estimate_us
 

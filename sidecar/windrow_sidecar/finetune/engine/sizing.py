@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
@@ -33,10 +32,6 @@ MOST_SURPRISE = 1.5
 # try is not enough: a team that has slept takes half as long again for its first tasklets, and one
 # bad moment would keep it asleep for good.
 TRIED, LAST = 5, 50
-# A device that queues is kept busy by a tasklet that it works at for so many times as long as the host
-# takes to queue it. Twice, and a little: where the host is slower, the device's own speed is not
-# seen, and rows of one length can only be doubled.
-BUSY = 2.1
 # Of the stretches between two points where a layer can be stopped, how many are to be shorter than
 # what is kept, and how fast that follows: a longer one raises it by 4% at most, so that being
 # preempted once says little.
@@ -54,9 +49,6 @@ class _Level:
         stretch: us a token that the longest time in a tasklet without a point to stop takes; 95 of
             100 take less.
         stretches: that were measured.
-        queued: us in which the host queues it, whatever its tokens; 0: its calls do the work.
-        busy: tokens that the device works at for `BUSY` times as long as they are queued, by the
-            shortest time a token among the last ones, which is nearest to what the device can do.
     """
 
     measured: int = 0
@@ -68,9 +60,6 @@ class _Level:
     slope: float = 0.0
     stretch: float = 0.0
     stretches: int = 0
-    queued: float = 0.0
-    busy: int = 0
-    paces: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
 
     def learn(self, tokens: float, us: float) -> None:
         weight = FRESH if self.measured else 1.0
@@ -83,11 +72,6 @@ class _Level:
         self.xy += weight * (tokens * us - self.xy)
         # Asked for several times before the next measurement.
         self.fixed, self.slope = self._fit()
-
-    def learn_queued(self, tokens: float, us: float, queued_us: float) -> None:
-        self.queued += (FRESH if self.paces else 1.0) * (queued_us - self.queued)
-        self.paces.append(us / tokens)
-        self.busy = int(BUSY * self.queued / min(self.paces))
 
     def learn_stretch(self, us_a_token: float) -> None:
         """Step towards the quantile by what keeps it there (stochastic approximation)."""
@@ -117,18 +101,10 @@ class Estimates:
         self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
         self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
 
-    def learn(
-        self, tasklet: Tasklet, units: int, elapsed_us: float, queued_us: float = 0.0
-    ) -> None:
-        """Take one measurement into account.
-
-        `queued_us`: in which the host queued it; 0: it was over when its calls came back.
-        """
+    def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
+        """Take one measurement into account."""
         self._last[tasklet.phase].append(units)
-        level, us = self._levels[tasklet.phase, units], elapsed_us / tasklet.parts
-        level.learn(_size(tasklet), us)
-        if queued_us:
-            level.learn_queued(_size(tasklet), us, queued_us / tasklet.parts)
+        self._levels[tasklet.phase, units].learn(_size(tasklet), elapsed_us / tasklet.parts)
 
     def learn_stretch(self, tasklet: Tasklet, units: int, longest_us: float) -> None:
         """Note the longest time in a tasklet during which it could not be stopped."""
@@ -193,14 +169,6 @@ class Estimates:
         known = [level.stretch for level in self._in_use(phase) if level.stretches >= SETTLED]
         return min((max(1, int(bound_us / stretch)) for stretch in known), default=0)
 
-    def tokens_to_keep_busy(self, phase: Phase) -> int:
-        """Padded tokens of a layer that any level in use works at for longer than they are queued.
-
-        0: too little is known, or the device does not queue.
-        """
-        known = [level for level in self._in_use(phase) if len(level.paces) >= SETTLED]
-        return min((level.busy for level in known), default=0)
-
     def layer_us(self, phase: Phase, tokens: int) -> float:
         """Microseconds of one layer for so many padded tokens, on the fastest level in use.
 
@@ -234,9 +202,7 @@ FIRST_TOKENS = 32
 # decode on two cores, windows of 24 to 34 tokens kept within 5.5 ms and made 1,200 tokens a second,
 # one row of 200 at a time 2,373 (0.64 of the device alone), three rows 2,688 to 2,933 (0.68 to
 # 0.77), four rows 2,983 (0.74). So the bound gives way to this, and a layer that is longer is held
-# up between its modules (`suspension`), whose longest stretch is to stay within the bound. On a GPU
-# the call is what takes the time: a layer of Llama 3 8B on an H200 was queued in 5 ms and more, whether
-# for 1,024 tokens or for 2,048. So there it is learned with how many the device is kept busy.
+# up between its modules (`suspension`), whose longest stretch is to stay within the bound.
 LEAST_TOKENS = 896
 # For that no tasklet gets smaller than this.
 LEAST_TO_STOP = 448
@@ -303,7 +269,7 @@ class Paced:
 
     def tokens(self, phase: Phase) -> int:
         """Padded tokens of one layer, over all rows; a window runs forward and back."""
-        worst = _worst(phase)
+        worst = Phase.LOSS if phase is Phase.LOSS else Phase.BACKWARD
         known = self.estimates.tokens_within(worst, TARGET * self.bound_us)
         if not known and worst is Phase.BACKWARD:
             # A backward takes about twice as long: the gradient of the input, and of the adapter.
@@ -314,29 +280,19 @@ class Paced:
     def _least(self, phase: Phase) -> int:
         """Tokens that a tasklet has in any case: fewer where it could not be stopped in time."""
         in_time = self.estimates.tokens_to_stop_within(phase, IN_TIME * self.bound_us)
-        if busy := self.estimates.tokens_to_keep_busy(phase):
-            return max(LEAST_TOKENS, busy)
         return max(LEAST_TO_STOP, min(LEAST_TOKENS, in_time)) if in_time else LEAST_TOKENS
 
     def cut(self, phase: Phase, micro: MicroBatch) -> int:
         """Return the share of each row; even windows, since a short last one costs a whole call."""
         if not self.windows and phase is not Phase.LOSS:
             return micro.width
-        pieces = micro.width / max(1, self.tokens(phase) // micro.lines)
-        # What is learned trembles: a group is not cut where it was formed with hardly more.
-        trembles = self.estimates.tokens_to_keep_busy(_worst(phase)) > 0
-        pieces = max(1, round(pieces)) if trembles else math.ceil(pieces)
-        return math.ceil(micro.width / pieces)
+        most = max(1, self.tokens(phase) // micro.lines)
+        return -(-micro.width // -(-micro.width // most))
 
     def fits(self, tasklet: Tasklet) -> bool:
         """Whether it is known to take no longer than a tasklet should."""
         units = self.estimates.useful_units(tasklet, self.units)
         return 0 < self.estimates.estimate_us(tasklet, units) <= TARGET * self.bound_us
-
-
-def _worst(phase: Phase) -> Phase:
-    """The phase whose time bounds a window's: what has run forward runs back as it was cut."""
-    return Phase.LOSS if phase is Phase.LOSS else Phase.BACKWARD
 
 
 def micro_batches_a_visit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class Ran:
         held_ns: how long it was held up in its middle.
         grew: whether it began on fewer units.
         grant: number of the grant that it ran under.
-        queued_us: in which the host queued it; 0 where its calls did the work.
+        queued_ns: in which the host queued it; 0 where its calls did the work.
     """
 
     tasklet: Tasklet
@@ -31,7 +32,7 @@ class Ran:
     grew: bool = False
     grant: int = 0
     estimate_us: int = 0
-    queued_us: float = 0.0
+    queued_ns: int = 0
 
     @property
     def begin_ns(self) -> int:
@@ -55,23 +56,27 @@ class InFlight:
     Args:
         device: that runs it.
         ended: called with each tasklet that has ended, in their order.
+        clock: of the host, nanoseconds of CLOCK_MONOTONIC.
 
     Attributes:
         estimate_us: of everything that has not ended, as it was estimated.
     """
 
     def __init__(
-        self, device: ComputeDevice, ended: Callable[[Ran], None] = lambda ran: None
+        self,
+        device: ComputeDevice,
+        ended: Callable[[Ran], None] = lambda ran: None,
+        clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._device, self._ended = device, ended
+        self._device, self._ended, self._clock = device, ended, clock
         self._queue: deque[Ran] = deque()
         self._ran: list[Ran] = []
-        self._begun = device.mark()
+        self._begun, self._begun_ns = device.mark(), clock()
         self.estimate_us = 0
 
     def begin(self) -> None:
         """What is queued from now on belongs to the next tasklet."""
-        self._begun = self._device.mark()
+        self._begun, self._begun_ns = self._device.mark(), self._clock()
 
     def end(
         self,
@@ -82,13 +87,13 @@ class InFlight:
         held_ns: int = 0,
         grew: bool = False,
         grant: int = 0,
-        queued_us: float = 0.0,
     ) -> None:
         """All of that tasklet is queued."""
         ended = self._device.mark()
+        queued_ns = self._clock() - self._begun_ns - held_ns if self._device.queues else 0
         self.estimate_us += estimate_us
         self._queue.append(
-            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us, queued_us)
+            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us, queued_ns)
         )
 
     def settle(self) -> None:

@@ -12,9 +12,10 @@ from windrow.eventlog import EventLog, LossEvent, TaskletEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
+from windrow_sidecar.finetune.job.in_flight import Ran
 from windrow_sidecar.finetune.job.report import JobProgress, JobReporter, WorkerEvent
 from windrow_sidecar.finetune.job.scalars import Scalars
-from windrow_sidecar.finetune.tasklets import PHASE_WORDS, Tasklet
+from windrow_sidecar.finetune.tasklets import PHASE_WORDS
 from windrow_sidecar.finetune.training.checkpoint import (
     Checkpoint,
     Completion,
@@ -60,6 +61,24 @@ class JobState:
             allocator_held_bytes=memory.get("reserved_bytes.all.current", 0),
             allocator_requested_bytes=memory.get("requested_bytes.all.current", 0),
         )
+
+
+def tasklet_event(session: TrainingSession, ran: Ran) -> TaskletEvent:
+    """Return what the event log says of a tasklet of that job."""
+    tasklet = ran.tasklet
+    return TaskletEvent(
+        session.job.uid,
+        session.job.epoch,
+        tasklet.step,
+        PHASE_WORDS[tasklet.phase],
+        tasklet.layer,
+        tasklet.real_tokens,
+        session.stream.position.tokens_done,
+        ran.begin_ns,
+        ran.end_ns,
+        ran.units,
+        ran.queued_ns,
+    )
 
 
 class Ledger:
@@ -150,24 +169,10 @@ class Ledger:
         self._started(Reason.RESUMED, f"from step {found.position.step}, {found.path}{moved}")
         return True
 
-    def ran(self, tasklet: Tasklet, start_ns: int, end_ns: int, units: int) -> None:
+    def ran(self, ran: Ran) -> None:
         """Note a tasklet."""
-        job = self._session.job
-        self._job_state.busy_ns += end_ns - start_ns
-        self._events.append(
-            TaskletEvent(
-                job.uid,
-                job.epoch,
-                tasklet.step,
-                PHASE_WORDS[tasklet.phase],
-                tasklet.layer,
-                tasklet.real_tokens,
-                self._stream.position.tokens_done,
-                start_ns,
-                end_ns,
-                units,
-            )
-        )
+        self._job_state.busy_ns += ran.end_ns - ran.begin_ns
+        self._events.append(tasklet_event(self._session, ran))
 
     def came(self, outcome: Outcome) -> None:
         """Note the end of a step or of an evaluation; begins a checkpoint where one is due.

@@ -132,7 +132,7 @@ class Runner:
 
     def _note_ran(self) -> None:
         for ran in self._gate.take_ran():
-            self._ledger.ran(ran.tasklet, ran.begin_ns, ran.end_ns, ran.units)
+            self._ledger.ran(ran)
 
     def wait(self) -> Ending | None:
         """Where the last turn was held up: tell decode, and sleep until it is worth asking."""

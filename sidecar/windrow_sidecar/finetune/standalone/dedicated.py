@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from windrow.errors import UserError
-from windrow.eventlog import EventLog, TaskletEvent
+from windrow.eventlog import EventLog
 from windrow.outputs import OWN_FOLDER
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
@@ -27,13 +27,13 @@ from windrow_sidecar.finetune.job.assembly import (
     read_job,
 )
 from windrow_sidecar.finetune.job.gate import OpenGate
-from windrow_sidecar.finetune.job.in_flight import Ran
+from windrow_sidecar.finetune.job.ledger import tasklet_event
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.loading import BaseModel, find_model, load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.standalone.measurement import Step, endless, measure
-from windrow_sidecar.finetune.tasklets import PHASE_WORDS, MicroLimits
+from windrow_sidecar.finetune.tasklets import MicroLimits
 
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
 # enough there to hide what queueing it costs Python, about half a millisecond.
@@ -167,23 +167,7 @@ def _step(session: TrainingSession, gate: OpenGate, memory: OwnMemory, events: E
         if isinstance(outcome, StepDone):
             gate.quiet(None)
             for ran in gate.take_ran():
-                events.append(_event(session, ran))
+                events.append(tasklet_event(session, ran))
             events.flush()  # it may be stopped or killed at any moment
             at = outcome.position
             return Step(at.tokens_done - before, at.loss or 0.0)
-
-
-def _event(session: TrainingSession, ran: Ran) -> TaskletEvent:
-    tasklet = ran.tasklet
-    return TaskletEvent(
-        session.job.uid,
-        session.job.epoch,
-        tasklet.step,
-        PHASE_WORDS[tasklet.phase],
-        tasklet.layer,
-        tasklet.real_tokens,
-        session.stream.position.tokens_done,
-        ran.begin_ns,
-        ran.end_ns,
-        ran.units,
-    )
