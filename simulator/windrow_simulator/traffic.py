@@ -8,12 +8,11 @@ import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from windrow.errors import UserError
 from windrow.local import generator
-from windrow.local.trace import TraceRequest, read_trace
+from windrow.local.trace import TraceRequest, check_trace, read_trace
 from windrow_simulator.truth import RooflineTruth
 
 # Where `--trace conv` and so on look: published files, under the names that they are published by.
@@ -22,9 +21,6 @@ PUBLISHED = {
     "code": "AzureLLMInferenceTrace_code.csv",
     "burstgpt": "BurstGPT_1.csv",
 }
-# A silence so much longer than the mean distance of two arrivals is a hole in the recording and no
-# traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
-HOLE_FACTOR = 1000.0
 LONGEST_S = 7 * 24 * 3600.0
 # Of mean traffic by the hour, from midnight on: low at night, high in the afternoon, mean 1.
 DAY = (
@@ -64,69 +60,9 @@ def load_trace(name: str, folder: Path | None) -> list[TraceRequest]:
                 field="--trace",
                 remedy=f"Give a CSV file, or one of: {', '.join(PUBLISHED)}.",
             )
-    _check_order(path)
     requests = read_trace(path)
     check_trace(requests, str(path))
     return requests
-
-
-def _check_order(path: Path) -> None:
-    """Refuse a recording whose times run backwards: sorting would hide that it was pieced together.
-
-    Raises:
-        UserError: with the line.
-    """
-    with path.open(encoding="utf-8", newline="") as lines:
-        rows = csv.reader(lines)
-        header = next(rows, [])
-        column = next((i for i, name in enumerate(header) if name.lower() == "timestamp"), None)
-        if column is None:
-            return  # read_trace says what is missing
-        before: float | str = ""
-        for number, row in enumerate(rows, start=2):
-            if len(row) <= column:
-                continue
-            try:
-                at: float | str = float(row[column])
-            except ValueError:
-                at = row[column]
-            if isinstance(at, float) and at < 0:
-                raise UserError(
-                    f"its time is {at:g} s",
-                    field=f"{path}:{number}",
-                    remedy="Times are not negative.",
-                )
-            if type(at) is type(before) and at < before:  # type: ignore[operator]
-                raise UserError(
-                    f"its time {row[column]} is before that of the line above",
-                    field=f"{path}:{number}",
-                    remedy="Sort the file by its first column.",
-                )
-            before = at
-
-
-def check_trace(requests: Sequence[TraceRequest], where: str) -> None:
-    """Refuse a trace with a hole.
-
-    Raises:
-        UserError: with where the hole begins.
-    """
-    if len(requests) < 2:
-        raise UserError(
-            f"holds {len(requests)} request", field=where, remedy="Give at least two rows."
-        )
-    span_s = requests[-1].at_s - requests[0].at_s
-    if span_s <= 0:
-        raise UserError("all rows have one time", field=where, remedy="Give a recording over time.")
-    longest, at_s = max((b.at_s - a.at_s, a.at_s) for a, b in pairwise(requests))
-    mean_s = span_s / (len(requests) - 1)
-    if longest > HOLE_FACTOR * mean_s or (longest > 600 and longest > span_s / 4):
-        raise UserError(
-            f"has a hole of {longest:.0f} s at {at_s:.0f} s ({longest / mean_s:.0f} times the mean "
-            "distance of two requests)",
-            field=where,
-            remedy="Give a part without a hole; a quiet stretch would count as idle GPUs.",
-        )
 
 
 @dataclass(frozen=True, slots=True)

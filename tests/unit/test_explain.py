@@ -113,6 +113,17 @@ def test_the_command_prints_lines_and_json(tmp_path):
     assert json.loads(rows)[0]["batch"] == 6
 
 
+@pytest.mark.parametrize("flags", [["--around", "-30s"], ["--within", "5"]])
+def test_of_a_slots_name_decisions_are_not_silently_left_out(flags):
+    with pytest.raises(UserError, match="lies in its pod") as error:
+        CliRunner().invoke(
+            app, ["explain", "decode-0.1", "-n", "chat", *flags], catch_exceptions=False
+        )
+    around = flags[1] if flags[0] == "--around" else "now"
+    assert "kubectl exec -n chat decode-0 -c windrow -- windrow explain" in error.value.remedy
+    assert error.value.remedy.endswith(f"--around {around}")
+
+
 def test_of_a_pod_with_several_slots_the_one_is_asked_for_that_is_meant(tmp_path):
     rings = [Decisions(RunDir(tmp_path, slot)) for slot in (0, 1)]
     with pytest.raises(UserError, match="run directory of 2 slots") as error:

@@ -157,8 +157,8 @@ def test_a_trace_begins_at_its_first_request(tmp_path):
     path = trace_file(
         tmp_path,
         AZURE_HEADER,
-        "2023-11-16 18:15:50.9951690,396,109",
         "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,109",
     )
     first, second = read_trace(path)
     assert first == TraceRequest(0.0, 374, 44)
@@ -173,6 +173,8 @@ def test_a_trace_begins_at_its_first_request(tmp_path):
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,12,3", "yesterday,12,4"), ":3", "yesterday"),
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,12"), ":2", "NoneType"),
         ((AZURE_HEADER, "2023-11-16 18:15:46.68,-12,3"), ":2", "below 0"),
+        ((AZURE_HEADER, "2023-11-16 18:15:46,1,2", "2023-11-16 18:15:45,1,2"), ":3", "before"),
+        (("Timestamp,Request tokens,Response tokens", "-1,5,5"), ":2", "-1 s"),
         ((AZURE_HEADER,), "trace.csv", "no request"),
     ],
 )
@@ -182,6 +184,13 @@ def test_a_malformed_trace_is_refused_with_file_and_line(tmp_path, lines, where,
     assert caught.value.field.endswith(where)
     assert problem in caught.value.problem
     assert caught.value.remedy
+
+
+def test_a_load_is_made_of_no_trace_with_a_hole(tmp_path):
+    times = (*(f"18:00:{i:02}" for i in range(60)), "19:00:00")
+    path = trace_file(tmp_path, AZURE_HEADER, *(f"2023-11-16 {at},5,5" for at in times))
+    with pytest.raises(UserError, match="hole of 3541 s"):
+        load.schedule(trace=path, rate=1.0, seconds=5.0, seed=1, endpoints=1)
 
 
 def test_a_missing_trace_is_refused(tmp_path):

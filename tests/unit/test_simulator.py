@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 
 from windrow.errors import UserError
-from windrow.local.trace import TraceRequest
+from windrow.local.trace import TraceRequest, check_trace
 from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve
@@ -28,7 +28,7 @@ from windrow_simulator.papers import joining_gain, with_prompts
 from windrow_simulator.replay import replay
 from windrow_simulator.run import Cell, best_of, simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked, gpu_levels
-from windrow_simulator.traffic import Traffic, check_trace, day_time, dealt, load_trace
+from windrow_simulator.traffic import Traffic, day_time, dealt, load_trace
 from windrow_simulator.truth import Assumptions, Noise, Residuals, RooflineTruth
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 

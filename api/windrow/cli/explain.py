@@ -43,10 +43,15 @@ def explain(
         ),
     ],
     at: Annotated[
-        str,
-        typer.Option("--around", help="Of decisions: now, -30s, -5m, 18:02:11, or an ISO time."),
-    ] = "now",
-    within: Annotated[float, typer.Option(help="Of decisions: seconds before and after.")] = 2.0,
+        str | None,
+        typer.Option(
+            "--around",
+            help="Of decisions: now (the default), -30s, -5m, 18:02:11, or an ISO time.",
+        ),
+    ] = None,
+    within: Annotated[
+        float | None, typer.Option(help="Of decisions: seconds before and after (default: 2).")
+    ] = None,
     namespace: Namespace = "",
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
@@ -64,8 +69,10 @@ def explain(
     Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
     if _has_decisions(name):
-        _explain_decisions(name, at, within, as_json=as_json)
+        _explain_decisions(name, at or "now", 2.0 if within is None else within, as_json=as_json)
         return
+    if at is not None or within is not None:
+        raise _only_in_the_pod(name, namespace, at or "now")
     from windrow.client import NotFound
 
     talk = client(kubeconfig, context)
@@ -83,6 +90,18 @@ def explain(
         datetime.now(UTC),
     )
     print_json(told) if as_json else print_line(text_of(told))
+
+
+def _only_in_the_pod(slot: str, namespace: str, at: str) -> UserError:
+    """Decisions are in a ring of decode's process: no store holds thousands a second."""
+    where = f"-n {namespace} " if namespace else ""
+    pod = slot.partition(".")[0]  # `POD.1` is its second device
+    return UserError(
+        f"what was decided in {slot} lies in its pod",
+        field="--around, --within",
+        remedy=f"Ask there: kubectl exec {where}{pod} -c windrow -- windrow explain /run/windrow "
+        f"--around {at}",
+    )
 
 
 def _explain_slot(

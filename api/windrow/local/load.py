@@ -26,7 +26,7 @@ import aiohttp
 
 from windrow.errors import UserError
 from windrow.local import generator
-from windrow.local.trace import TraceRequest, busy_stretch, paced, read_trace
+from windrow.local.trace import TraceRequest, busy_stretch, check_trace, paced, read_trace
 
 # Requests a second that one small device (two cores, the tiny model) is loaded with at rate 1.0.
 # The trace's own 5.53 a second came to a large cluster; lengths and burstiness stay the trace's.
@@ -65,7 +65,8 @@ def schedule(
     Generated `like` a trace, or from a file of one. `busy`: not from the begin, but what
     `busy_stretch` finds in `SEARCHED_S`.
 
-    Raises UserError for a rate or length that is not above zero, and as `read_trace` does.
+    Raises UserError for a rate or length that is not above zero, and as `read_trace` and
+    `check_trace` do.
     """
     for name, value in (("--rate", rate), ("--seconds", seconds)):
         if not value > 0 or value == float("inf"):
@@ -75,7 +76,9 @@ def schedule(
     if trace is None:
         requests = generator.generate(per_second=per_second, seconds=long_s, seed=seed, like=like)
     else:
-        requests = paced(read_trace(trace), per_second=per_second, seconds=long_s)
+        recorded = read_trace(trace)
+        check_trace(recorded, str(trace))
+        requests = paced(recorded, per_second=per_second, seconds=long_s)
     if not busy:
         return requests
     return busy_stretch(requests, per_second=per_second, seconds=seconds)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +20,9 @@ from windrow.errors import UserError
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
+# A silence so much longer than the mean distance of two arrivals is a hole in the recording and no
+# traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
+HOLE_FACTOR = 1000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
     """Read a published trace, in order of arrival and from 0 s on.
 
     Rows that failed (no response tokens) are left out. Raises UserError, with file and line, for a
-    file that cannot be read, a header of neither format, or a line that is not as its header says.
+    file that cannot be read, a header of neither format, a line that is not as its header says, or
+    times that run backwards: sorting would hide that a recording was pieced together.
     """
     try:
         with _open(path) as lines:
@@ -47,9 +52,32 @@ def read_trace(path: Path) -> list[TraceRequest]:
         raise UserError(
             "holds no request", field=str(path), remedy="Give a trace with at least one row."
         )
-    requests.sort(key=lambda r: r.at_s)
     first = requests[0].at_s
     return [TraceRequest(r.at_s - first, r.prompt_tokens, r.output_tokens) for r in requests]
+
+
+def check_trace(requests: Sequence[TraceRequest], where: str) -> None:
+    """Refuse a trace with a hole.
+
+    Raises:
+        UserError: with where the hole begins.
+    """
+    if len(requests) < 2:
+        raise UserError(
+            f"holds {len(requests)} request", field=where, remedy="Give at least two rows."
+        )
+    span_s = requests[-1].at_s - requests[0].at_s
+    if span_s <= 0:
+        raise UserError("all rows have one time", field=where, remedy="Give a recording over time.")
+    longest, at_s = max((b.at_s - a.at_s, a.at_s) for a, b in pairwise(requests))
+    mean_s = span_s / (len(requests) - 1)
+    if longest > HOLE_FACTOR * mean_s or (longest > 600 and longest > span_s / 4):
+        raise UserError(
+            f"has a hole of {longest:.0f} s at {at_s:.0f} s ({longest / mean_s:.0f} times the mean "
+            "distance of two requests)",
+            field=where,
+            remedy="Give a part without a hole; a quiet stretch would count as idle.",
+        )
 
 
 def _open(path: Path) -> IO[str]:
@@ -61,6 +89,7 @@ def _open(path: Path) -> IO[str]:
 def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
     header = table.fieldnames or []
     columns, to_seconds = _format(path, header)
+    before_s = 0.0
     for row in table:
         where = f"{path}:{table.line_num}"
         at, prompt, output = (row[column] for column in columns)
@@ -74,6 +103,17 @@ def _rows(path: Path, table: csv.DictReader[str]) -> Iterator[TraceRequest]:
             ) from e
         if request.prompt_tokens < 0 or request.output_tokens < 0:
             raise UserError("a token count below 0", field=where, remedy="Mend or remove the line.")
+        if request.at_s < 0:
+            raise UserError(
+                f"its time is {request.at_s:g} s", field=where, remedy="Times are not negative."
+            )
+        if request.at_s < before_s:
+            raise UserError(
+                f"its time {at} is before that of the line above",
+                field=where,
+                remedy="Sort the file by its times.",
+            )
+        before_s = request.at_s
         if request.output_tokens > 0 and request.prompt_tokens > 0:
             yield request
 
