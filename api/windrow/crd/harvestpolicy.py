@@ -152,7 +152,7 @@ class ObjectiveSpec(Record):
     )
     deferral_bound: Duration | None = Field(
         default=None,
-        description="How long a policy that defers (fineinfer) may hold a request back before it "
+        description="How long a policy that defers (fineinfer, iterations) may hold a request back before it "
         "is admitted, 1ms to 1m. 400ms where it is left out.",
     )
 
@@ -465,7 +465,14 @@ class HarvestPolicySpec(Record):
         "that runs writes a checkpoint and waits, as with off.",
     )
     policy: Literal[
-        "windrow", "harli", "llmstation", "flexllm", "fineinfer", "temporal", "static"
+        "windrow",
+        "harli",
+        "llmstation",
+        "flexllm",
+        "fineinfer",
+        "temporal",
+        "iterations",
+        "static",
     ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")

@@ -57,7 +57,8 @@ class Arm:
 MEANINGS = {
     "static": "a fixed share, whatever decode does",
     "temporal": "only the gaps between decode steps",
-    "fineinfer": "whole iterations in turn with serving",
+    "fineinfer": "serving and finetuning in turn, requests wait a little",
+    "iterations": "whole iterations in turn with serving",
     "windrow": "our own",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from windrow.errors import UserError
 from windrow_sidecar.qos.policies.base import Context, Policy
@@ -16,7 +17,7 @@ from windrow_sidecar.qos.policies.windrow import Windrow
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     p.name: p for p in (Windrow, Harli, LlmStation, FlexLlm, FineInfer, Temporal, Static)
-}
+} | {"iterations": partial(Temporal, unit="iteration")}
 
 __all__ = ["POLICIES", "Context", "Policy", "make_policy"]
 
