@@ -120,6 +120,6 @@ def test_by_request_saved_time_is_spent_and_debt_is_paid_back(slack_us, units):
 def test_an_unknown_policy_is_refused_with_the_names_that_exist():
     with pytest.raises(
         UserError,
-        match=r"spec\.policy.*'winrow'.*fineinfer, flexllm, harli, iterations, llmstation, static, temporal",
+        match=r"spec\.policy.*'winrow'.*fineinfer, flexllm, harli, iterations, llmstation, static",
     ):
         make_policy("winrow")

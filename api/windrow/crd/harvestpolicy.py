@@ -152,8 +152,8 @@ class ObjectiveSpec(Record):
     )
     deferral_bound: Duration | None = Field(
         default=None,
-        description="How long a policy that defers (fineinfer, iterations) may hold a request back before it "
-        "is admitted, 1ms to 1m. 400ms where it is left out.",
+        description="How long a policy that defers (fineinfer, iterations) may hold a request back "
+        "before it is admitted, 1ms to 1m. 400ms where it is left out.",
     )
 
     @field_validator("tpot")
