@@ -16,12 +16,13 @@ from functools import partial
 from unittest.mock import patch
 
 from benchmarks.harness import Baseline, Result, arguments, environment, write
+from windrow_sidecar.qos import predictor
 from windrow_sidecar.qos.policies import POLICIES, windrow
 from windrow_simulator.figures import PolicyFigures
 from windrow_simulator.run import simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build
 
-OBJECTIVES_MS = (8.0, 12.0, 20.0)
+OBJECTIVES_MS = (7.0, 8.0, 12.0, 20.0)
 BOUNDS_MS = (100.0, 400.0, 1000.0)
 
 
@@ -30,6 +31,12 @@ def _constants(**values: float) -> Iterator[None]:
     with ExitStack() as patches:
         for name, value in values.items():
             patches.enter_context(patch.object(windrow, name, value))
+        yield
+
+
+@contextmanager
+def _without_lessons() -> Iterator[None]:
+    with patch.object(predictor, "LESSONS", 0):
         yield
 
 
@@ -43,6 +50,7 @@ def _with_turns() -> Iterator[None]:
 PARTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "as it is": _constants,
     "without parts of steps": lambda: _constants(PART_GAIN=math.inf),
+    "without lessons before parts": _without_lessons,
     "without headroom before growing": lambda: _constants(GROW_HEADROOM=0.0),
     "with turns": _with_turns,
 }

@@ -140,8 +140,8 @@ void bind_decision(nb::module_& module) {
       .def("set_models", [](BoundDecider& self, const Models& m) { self.decider().set_models(m); })
       .def("learned",
            [](BoundDecider& self, double b1, double k1, double margin, std::int64_t most_batch,
-              std::int64_t most_context) {
-             self.decider().learned(b1, k1, margin, most_batch, most_context);
+              std::int64_t most_context, bool taught) {
+             self.decider().learned(b1, k1, margin, most_batch, most_context, taught);
            })
       .def("correct",
            [](BoundDecider& self, std::int64_t batch_bits, std::int64_t context, std::int64_t phase,

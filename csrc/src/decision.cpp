@@ -105,13 +105,14 @@ void Decider::set_models(const std::vector<std::array<double, 3>>& models) {
 }
 
 void Decider::learned(double b1, double k1, double margin, std::int64_t most_batch,
-                      std::int64_t most_context) {
+                      std::int64_t most_context, bool taught) {
   stale_fold_ = stale_fold_ || b1 != b1_ || k1 != k1_;
   b1_ = b1;
   k1_ = k1;
   margin_ = margin;
   most_batch_ = most_batch;
   most_context_ = most_context;
+  taught_ = taught;
 }
 
 void Decider::correct(std::int64_t batch_bits, std::int64_t context, std::int64_t phase,
@@ -189,7 +190,8 @@ Grant Decider::wish(const View& view, const Offer& offer, std::int64_t now_ns, b
                           .deferral_us = terms_.deferral_us,
                           .chunk_bytes = device_.chunk_bytes,
                           .per_request = terms_.per_request,
-                          .gaps = device_.gaps};
+                          .gaps = device_.gaps,
+                          .taught = taught_};
   const Offer& asked = observing ? kEager : offer;
   Grant grant = ask_policy(terms_.policy, terms_.option, view, asked, ctx);
   if (grant.action != kPause) {

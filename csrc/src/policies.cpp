@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -142,6 +143,9 @@ std::pair<Grant, double> best_beside(double bound, const Offer& offer, const Pol
   const std::size_t index = largest_share(bound, ctx);
   Grant best = index != 0 ? share(ctx, index) : alone(ctx);
   double worth = speed(offer, ctx, best.finetune_units);
+  if (index != 0 && !ctx.taught) {
+    return {best, worth};
+  }
   for (std::size_t larger = ctx.allowed; larger-- > index + 1;) {
     const DecisionSplit& split = ctx.splits[larger];
     if (split.decode_units < ctx.units) {
@@ -158,6 +162,9 @@ std::pair<Grant, double> best_beside(double bound, const Offer& offer, const Pol
       best = share(ctx, larger);
       best.budget_us = whole(run_us);
       best.predicted_us = whole(step_us);
+      const double in_flight = real(std::max<std::int64_t>(1, ctx.in_flight_bound_us));
+      const double filling_us = run_us / std::ceil(run_us / in_flight);
+      best.in_flight_bound_us = std::max<std::int64_t>(1, whole(filling_us));
       worth = part_worth;
     }
   }

@@ -20,7 +20,6 @@ from windrow_sidecar.qos.levels import (
 from windrow_sidecar.qos.policies import POLICIES, Policy
 from windrow_sidecar.qos.policies.fineinfer import FineInfer
 from windrow_sidecar.qos.policies.harli import Harli
-from windrow_sidecar.qos.policies.temporal import Temporal
 from windrow_sidecar.qos.policies.windrow import Windrow
 from windrow_sidecar.qos.predictor import Predictor
 from windrow_sidecar.qos.solo import SoloStepModel
@@ -31,7 +30,6 @@ OPTIONS = (
     Windrow(turns=True),
     Harli(repick="step"),
     FineInfer(switch="iteration"),
-    Temporal(unit="iteration"),
 )
 ASKED: tuple[Policy, ...] = (*(make() for make in POLICIES.values()), *OPTIONS)
 DEVICES = (

@@ -48,7 +48,7 @@ Decider decider() {
                          .gaps = true};
   Decider made(figures(), device, 0);
   made.set_models(std::vector<std::array<double, 3>>(4, {2000.0, 100.0, 0.01}));
-  made.learned(1.05, 1.05, 0.08, 64, 100'000);
+  made.learned(1.05, 1.05, 0.08, 64, 100'000, true);
   return made;
 }
 

@@ -248,9 +248,23 @@ def test_windrow_takes_turns_where_they_beat_every_share_and_keeps_to_them():
 def test_windrow_takes_a_part_of_the_step_where_no_share_fits_throughout():
     grant = Windrow().decide(BUSY, WORK, gpu(gaps=False))
     assert (grant.finetune_units, grant.budget_us, grant.predicted_us) == (66, 16_666, 20_000)
+    # Four tasklets of 4,166 us fill it; three of the bound's 5 ms would leave 1.6 ms of it unused.
+    assert grant.in_flight_bound_us == 4166
     # Where decode would be on fewer cores for the whole step, there are no parts.
     host = gpu(levels=host_levels(2), gaps=False)
     assert Windrow().decide(BUSY, WORK, host).action == Action.PAUSE
+
+
+def test_windrow_takes_a_share_that_fits_until_such_steps_have_said_what_a_worker_costs():
+    levels = overlapping_levels(132, (16, 120))
+    known = {"levels": levels, "allowed": 3, "solo_us": [10_000.0] * 3}
+    of_prior = gpu(**known, predicted_us=[10_000.0, 12_000.0, 25_000.0], gaps=False)
+    assert Windrow().decide(BUSY, WORK, of_prior).finetune_units == 120
+    untaught = Windrow().decide(BUSY, WORK, of_prior._replace(taught=False))
+    assert (untaught.finetune_units, untaught.budget_us) == (16, 0)
+    # Nothing fits throughout, so nothing can be learned either.
+    none_fits = gpu(**known, predicted_us=[10_000.0, 24_000.0, 25_000.0], gaps=False, taught=False)
+    assert Windrow().decide(BUSY, WORK, none_fits).budget_us > 0
 
 
 @pytest.mark.parametrize(

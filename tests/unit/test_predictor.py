@@ -12,8 +12,10 @@ from windrow.errors import UserError
 from windrow_sidecar.qos.co_run import CoRunFactors, co_run_model
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel, host_levels, overlapping_levels
 from windrow_sidecar.qos.predictor import (
+    LESSONS,
     MARGIN_MAX,
     MARGIN_MIN,
+    PARTS_A_LESSON,
     START_MARGIN,
     Predictor,
 )
@@ -208,3 +210,22 @@ def test_the_papers_forms_learn_what_the_papers_learn(form, factor_moves, record
     assert bool(predictor.records.all_known()) == records_move
     moved = predictor.predict_us(8, 4000)[1] / first
     assert moved == pytest.approx(1.0 if form == "harli" else 1.2, rel=0.02)
+
+
+def test_steps_beside_a_share_teach_what_a_worker_costs_and_parts_of_steps_use_that_up():
+    predictor = Predictor(host_levels(2), SOLO)
+    for _ in range(LESSONS):
+        assert not predictor.taught
+        predictor.observe(1, batch=4, context_tokens=400, latency_us=2000)
+    assert predictor.taught
+    predictor.observe(1, batch=4, context_tokens=400, latency_us=2000)
+    for _ in range(PARTS_A_LESSON):
+        assert predictor.taught
+        predictor.follow(0.0)
+    predictor.follow(0.0)
+    assert not predictor.taught, "one step beside a share pays for twenty parts"
+
+
+def test_what_a_profile_has_measured_beside_a_worker_counts():
+    assert Predictor(host_levels(2), SOLO, CoRunFactors(b1=1.2, k1=1.4)).taught
+    assert not Predictor(host_levels(2), SOLO, CoRunFactors()).taught

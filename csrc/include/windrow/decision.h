@@ -136,9 +136,9 @@ class Decider {
 
   // Stage 1, by split. Throws std::invalid_argument unless there is one for each.
   void set_models(const std::vector<std::array<double, 3>>& models);
-  // Stage 2, the margin and how far the profile reaches.
+  // Stage 2, the margin, how far the profile reaches, and whether stage 2 was taught enough.
   void learned(double b1, double k1, double margin, std::int64_t most_batch,
-               std::int64_t most_context);
+               std::int64_t most_context, bool taught);
   void correct(std::int64_t batch_bits, std::int64_t context, std::int64_t phase, std::size_t split,
                double ratio);
   // Nothing is harvested, for that reason.
@@ -185,6 +185,7 @@ class Decider {
   bool stale_fold_ = true;
   bool extrapolated_ = false;
   bool trial_ = false;
+  bool taught_ = false;
   double b1_ = 1;
   double k1_ = 1;
   double margin_ = 0;

@@ -84,6 +84,7 @@ struct PolicyContext {
   std::int64_t chunk_bytes = 0;
   bool per_request = false;
   bool gaps = false;
+  bool taught = true;
 };
 
 // `Context.current` while decode and worker take turns on the whole device.

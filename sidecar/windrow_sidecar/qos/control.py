@@ -366,6 +366,7 @@ class Controller:
             self._engine.gaps,
             terms.deferral_us,
             self._engine.chunk_bytes,
+            predictor.taught,
         )
 
 

@@ -24,6 +24,9 @@ PredictorForm = Literal["windrow", "harli", "llmstation"]
 BEYOND_MARGIN = 0.08
 # Steps beyond the profile after which it reaches as far as they do.
 _SEEN_OFTEN = 64
+# A step beside which the worker ran for a part teaches stage 2 nothing: when it stopped is not
+# known to the microsecond. So many steps beside a share first, and each pays for so many parts.
+LESSONS, PARTS_A_LESSON = 32, 20
 FORGETTING = 0.99
 START_MARGIN = 0.08
 MARGIN_QUANTILE = 0.95
@@ -72,6 +75,8 @@ class Predictor:
             (s.decode_units / levels.units, s.finetune_units / levels.units) for s in levels.splits
         ]
         start = co_run or CoRunFactors()
+        # What was profiled beside a worker has taught it; the prior is nobody's experience.
+        self._credit = 0 if start == CoRunFactors() else LESSONS * PARTS_A_LESSON
         self._b1, self._k1 = start.b1, start.k1
         # Information about (b1, k1), symmetric; the prior counts as much as one step.
         self._i00, self._i01, self._i11 = 1.0, 0.0, 1.0
@@ -116,9 +121,18 @@ class Predictor:
         return self._alone
 
     @property
-    def learned(self) -> tuple[float, float, float, int, int]:
-        """What steps have taught: b1, k1, the margin, and the batch and context it reaches to."""
-        return self._b1, self._k1, self.margin, self._most_batch, self._most_context
+    def taught(self) -> bool:
+        """Whether enough steps beside a share have moved stage 2, of late too."""
+        return self._credit >= LESSONS * PARTS_A_LESSON
+
+    @property
+    def learned(self) -> tuple[float, float, float, int, int, bool]:
+        """What steps have taught: b1, k1, the margin, the batch and context it reaches to.
+
+        And whether they are `taught` enough.
+        """
+        reach = self._most_batch, self._most_context
+        return self._b1, self._k1, self.margin, *reach, self.taught
 
     @property
     def records(self) -> RecordCache:
@@ -132,6 +146,7 @@ class Predictor:
 
     def follow(self, residual: float, weight: float = 1.0) -> None:
         """Let the margin follow a step beside which a worker ran for a part of it."""
+        self._credit = max(0, self._credit - 1)
         self._move_margin(residual, weight)
 
     def observe(
@@ -159,6 +174,7 @@ class Predictor:
             expected = max(alone_us, expected * known[split])
         residual = (latency_us - expected) / expected
         if split:
+            self._credit = min(2 * LESSONS * PARTS_A_LESSON, self._credit + PARTS_A_LESSON)
             weight = min(1.0, expected / objective_us) ** 2 if objective_us else 1.0
             if self._form != "harli":
                 ratio = latency_us / linear_us

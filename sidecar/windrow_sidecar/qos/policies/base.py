@@ -34,6 +34,7 @@ class Context(NamedTuple):
         gaps: the engine can begin a step later than it could (`Grant.gap_until_ns`).
         deferral_us: how long a request may be held back before it is admitted.
         chunk_bytes: of the arena; 0: unknown.
+        taught: enough steps beside a share throughout have said what a worker costs.
     """
 
     levels: Partitioning
@@ -49,6 +50,7 @@ class Context(NamedTuple):
     gaps: bool = False
     deferral_us: int = 400_000
     chunk_bytes: int = 0
+    taught: bool = True
 
 
 class Policy(Protocol):

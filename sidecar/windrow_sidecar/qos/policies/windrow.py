@@ -12,11 +12,15 @@ Where it departs from `harli.py`, and why:
 - It picks at every decision, and a decision stands for 80 ms at most, so that units return to the
   worker soon after a burst; to keep a batch at the edge from switching to and fro, growing needs
   headroom, while shrinking is immediate (decode comes first).
+- Only a step beside a share throughout says what a worker costs. As long as too few have
+  (`Context.taught`), and once in twenty steps from then on, it takes a share that is feasible,
+  though a part of the step were worth more by a prediction that nobody has tried.
 - With a per-request objective it spends what running requests have saved in fast steps.
 """
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from windrow_sidecar.qos.policies.base import (
@@ -88,6 +92,8 @@ def _beside(bound_us: float, offer: Offer, ctx: Context) -> tuple[Grant, float]:
     index = _largest_share(bound_us, ctx)
     best = share(ctx, index) if index else alone(ctx)
     worth = _speed(offer, ctx, best.finetune_units)
+    if index and not ctx.taught:
+        return best, worth
     for larger in range(ctx.allowed - 1, index, -1):
         split = ctx.levels.splits[larger]
         if split.decode_units < ctx.levels.units:
@@ -98,8 +104,13 @@ def _beside(bound_us: float, offer: Offer, ctx: Context) -> tuple[Grant, float]:
         step_us = min(bound_us, ctx.predicted_us[larger])
         part_worth = _speed(offer, ctx, split.finetune_units) * run_us / step_us
         if part_worth > PART_GAIN * worth:
-            grant = share(ctx, larger)
-            best = grant._replace(budget_us=int(run_us), predicted_us=int(step_us))
+            # Tasklets that fill it: what is left behind the last whole one is lost.
+            filling_us = run_us / math.ceil(run_us / max(1, ctx.in_flight_bound_us))
+            best = share(ctx, larger)._replace(
+                budget_us=int(run_us),
+                predicted_us=int(step_us),
+                in_flight_bound_us=max(1, int(filling_us)),
+            )
             worth = part_worth
     return best, worth
 
