@@ -314,7 +314,14 @@ class Decider:
     def set_models(self, models: Sequence[tuple[float, float, float]], /) -> None:
         """Stage 1 by split (c0, b0, k0 in microseconds). What `correct` told is forgotten."""
     def learned(
-        self, b1: float, k1: float, margin: float, most_batch: int, most_context: int, /
+        self,
+        b1: float,
+        k1: float,
+        margin: float,
+        most_batch: int,
+        most_context: int,
+        taught: bool,
+        /,
     ) -> None: ...
     def correct(
         self, batch_bits: int, context: int, phase: int, split: int, ratio: float, /
