@@ -35,7 +35,7 @@ from windrow_sidecar.finetune.training.health import StallWatch
 from windrow_sidecar.heap import settle_heap
 from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 
-COST_GOAL, COST_GOAL_ON_GPU = 0.02, 0.005
+COST_GOAL, COST_GOAL_ON_GPU = 0.01, 0.005
 # A quarter of an objective of 40 ms, as in Harli.
 BOUND_US = 10_000
 
