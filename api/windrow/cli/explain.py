@@ -68,11 +68,13 @@ def explain(
 
     Example: kubectl exec decode-0 -c windrow -- windrow explain /run/windrow --around -30s
     """
+    around_then = "now" if at is None else at
     if _has_decisions(name):
-        _explain_decisions(name, at or "now", 2.0 if within is None else within, as_json=as_json)
+        seconds = 2.0 if within is None else within
+        _explain_decisions(name, around_then, seconds, as_json=as_json)
         return
     if at is not None or within is not None:
-        raise _only_in_the_pod(name, namespace, at or "now")
+        raise _only_in_the_pod(name, namespace, around_then)
     from windrow.client import NotFound
 
     talk = client(kubeconfig, context)

@@ -152,7 +152,7 @@ class ActivationBudget:
         if not self._least:
             tokens = max(fitting.max_tokens, self._longest) * together
             within = self._memory_model.within(tokens, room)
-            self._planned.bytes_per_token = within and in_steps(within)
+            self._planned.bytes_per_token = None if within is None else in_steps(within)
         return fitting
 
 
@@ -162,8 +162,6 @@ def in_steps(budget: float) -> float:
     Free memory differs a little from group to group, and every budget has a plan of its own: while
     lent memory grew, planning took an eighth of a worker's time (Llama 3 8B, an H200).
     """
-    if budget <= 0:
-        return budget
     mantissa, exponent = math.frexp(budget)
     return math.ldexp(math.floor(mantissa * _STEPS) / _STEPS, exponent)
 

@@ -36,7 +36,7 @@ from windrow_sidecar.finetune.standalone.measurement import Step, endless, measu
 from windrow_sidecar.finetune.tasklets import MicroLimits
 
 # Tokens of a micro-batch where nobody waits for the device: a layer of an 8B model has to be long
-# enough there to hide what queueing it costs Python, about half a millisecond.
+# enough there to hide what queueing it costs Python, several milliseconds (H200).
 MICRO_BATCH_TOKENS = {"cpu": 1024, "cuda": 4096}
 
 
