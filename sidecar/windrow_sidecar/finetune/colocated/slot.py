@@ -144,13 +144,12 @@ class WorkerSlot:
         self._tokens_of_left += context.tokens_done
 
     def close(self) -> None:
-        """Give all chunks back and offer nothing any more."""
-        self._offers = False
+        """Offer nothing any more and give all chunks back."""
+        self._withdraw()
         if self._ground.memory is not None:
             self._ground.memory.release()
         elif self._lent is not None:
             self._lent.give_all_back()
-        self.gate.quiet(None)
         self._ground.device.wait_idle()
 
     def idle_within(self, seconds: float) -> bool:
@@ -168,10 +167,14 @@ class WorkerSlot:
         Attaching is no tasklet: it has no bound, and no chunk comes back in it.
         """
         assert self._lent is not None
-        self._offers = False
+        self._withdraw()
         self._lent.give_all_back()
-        self.gate.quiet(None)
         self._ground.partition.activate(self._ground.partition.levels()[0])
+
+    def _withdraw(self) -> None:
+        """Want no chunk any more, which decode sees; only then does it lend none after the last."""
+        self._offers = False
+        self.gate.quiet(None)
 
     def _check_shares(self, job: JobSpec, first: JobSpec) -> None:
         if self._is_alone(first) or _base_words(job) != _base_words(first):
