@@ -192,7 +192,7 @@ class _Slot:
         """One step after `pollute`; only the hook is timed."""
         page, hook = self._engine.arena.page, self._engine.hook
         facts = StepInput(i, time.monotonic_ns(), 4, 2000 + i, 0, 0, 0)
-        page.publish_offer(Offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
+        page.publish_offer(Offer(7, i, 1, 0, 1, 128, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
         pollute()
         begin_ns = time.perf_counter_ns()
         hook.before_step(facts)
@@ -250,7 +250,7 @@ def _hook_with_worker(engine: SteppingEngine, repeats: int) -> tuple[float, floa
     page, hook = engine.arena.page, engine.hook
 
     def offer(i: int) -> None:
-        page.publish_offer(Offer(7, i, i, 1, 0, 1, 128, 1, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
+        page.publish_offer(Offer(7, i, 1, 0, 1, 128, (2000,), 0, 0, 0, 1000, i, 8, 0, i))
 
     def step(i: int) -> None:
         offer(i)

@@ -22,6 +22,7 @@ __all__ = [
     "DRIVER_HELP",
     "ROOT",
     "Baseline",
+    "Better",
     "Result",
     "arguments",
     "environment",
@@ -31,6 +32,7 @@ __all__ = [
 
 DRIVER_HELP = "what computes: host (default), cuda, or cuda:N"
 ROOT = Path(__file__).resolve().parent.parent
+Better = Literal["lower", "higher"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Result:
     name: str
     value: float
     unit: str
-    better: Literal["lower", "higher"]
+    better: Better
     goal: float | None = None
     spread: float | None = None
     baseline: Baseline | None = None

@@ -213,23 +213,24 @@ _COLUMNS = (
 
 
 def document(path: Path, into: Path) -> None:
-    """Write the table of all loads into a document, between markers that name the machine.
+    """Write the loads that were played into a document, a table between markers of each machine.
 
-    The plot goes beside it, into `images/comparison.svg`.
+    Their plots go beside it, into `images/comparison-MACHINE.svg`.
     """
-    begin = re.search(r"<!-- loads: (?P<machine>\S+) -->", path.read_text(encoding="utf-8"))
-    if begin is None:
+    machines = re.findall(r"<!-- loads: (\S+) -->", path.read_text(encoding="utf-8"))
+    if not machines:
         raise UserError(f"{path} has no line like <!-- loads: epyc-2-cores -->", remedy="Add one.")
-    found = {load: into / begin["machine"] / load.file for load in ALL}
-    standings = [
-        Standing(load, json.loads(file.read_text()))
-        for load, file in found.items()
-        if file.exists()
-    ]
-    table = markdown(_COLUMNS, (standing.cells() for standing in standings), rest="--:")
-    said = f"{table}\n\n{_summary(standings)}"
-    into_document(path, begin.group(), "<!-- /loads -->", said)
-    _plot(standings, path.parent / "images" / "comparison.svg")
+    for name in machines:
+        found = {load: into / name / load.file for load in ALL}
+        standings = [
+            Standing(load, json.loads(file.read_text()))
+            for load, file in found.items()
+            if file.exists()
+        ]
+        table = markdown(_COLUMNS, (standing.cells() for standing in standings), rest="--:")
+        said = f"{table}\n\n{_summary(standings)}"
+        into_document(path, f"<!-- loads: {name} -->", f"<!-- /loads: {name} -->", said)
+        _plot(standings, path.parent / "images" / f"comparison-{name}.svg")
 
 
 def _summary(standings: Sequence[Standing]) -> str:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
-from benchmarks.harness import Baseline, Result, arguments, environment, write
+from benchmarks.harness import Baseline, Better, Result, arguments, environment, write
 from windrow_sidecar.qos import predictor
 from windrow_sidecar.qos.policies import POLICIES, windrow
 from windrow_simulator.figures import PolicyFigures
@@ -66,51 +68,45 @@ def main() -> None:
         base: dict[float, PolicyFigures] = {}
         for name, without in PARTS.items():
             with without():
-                found = _simulated("windrow", partition, seconds, OBJECTIVES_MS)
+                found = simulated(seconds, partition=partition, objectives_ms=OBJECTIVES_MS)
             base = base or found
             for objective_ms, figures in found.items():
-                results += _rows(
-                    f"windrow {name}, {partition}, {objective_ms:g} ms", figures, base[objective_ms]
-                )
+                what = f"windrow {name}, {partition}, {objective_ms:g} ms"
+                results += rows_of(what, figures, base[objective_ms])
     results += _deferral(seconds)
     write("policy_parts", results, env, options.json)
 
 
-def _simulated(
-    policy: str, partition: str, seconds: float, objectives_ms: tuple[float, ...], **more: float
-) -> dict[float, PolicyFigures]:
+def simulated(seconds: float, **changes: Any) -> dict[float, PolicyFigures]:
+    """Return the figures of a policy by objective, on eight simulated GPUs."""
     settings = SimulationSettings(
         gpus=8,
         sample=8,
         seconds=seconds,
         warm_up=20.0,
-        rate=float(more.get("rate", 8.0)),
-        deferral_ms=float(more.get("deferral_ms", 0.0)),
-        policy=policy,
-        objectives_ms=objectives_ms,
-        partition=partition,
+        rate=8.0,
         processes=1,  # of this process, where the variant is
     )
-    return {f.objective_ms: f for f in simulate(build(settings)) if f.policy != ALONE}
+    found = simulate(build(replace(settings, **changes)))
+    return {f.objective_ms: f for f in found if f.policy != ALONE}
 
 
-def _rows(name: str, figures: PolicyFigures, base: PolicyFigures) -> list[Result]:
-    return [
-        Result(
-            f"{name}: eta",
-            round(figures.eta, 4),
-            "",
-            "higher",
-            baseline=Baseline("as it is", round(base.eta, 4)),
-        ),
-        Result(
-            f"{name}: steps over the objective",
-            round(100 * figures.over, 3),
-            "%",
-            "lower",
-            baseline=Baseline("as it is", round(100 * base.over, 3)),
-        ),
-    ]
+def rows_of(
+    name: str, figures: PolicyFigures, base: PolicyFigures, *more: tuple[str, str, str]
+) -> list[Result]:
+    """Return eta, steps over the objective and more of the figures, beside those of `base`.
+
+    `more`: what each is, its field, its unit.
+    """
+    shown = (("eta", "eta", ""), ("steps over the objective", "over", "%"), *more)
+    results = []
+    for what, field, unit in shown:
+        scale = 100 if unit == "%" else 1
+        value, before = (round(scale * getattr(of, field), 4) for of in (figures, base))
+        better: Better = "higher" if field in ("eta", "requests_within") else "lower"
+        at = Baseline("as it is", before)
+        results.append(Result(f"{name}: {what}", value, unit, better, baseline=at))
+    return results
 
 
 def _deferral(seconds: float) -> list[Result]:
@@ -118,10 +114,10 @@ def _deferral(seconds: float) -> list[Result]:
     results = []
     base: PolicyFigures | None = None
     for bound_ms in BOUNDS_MS:
-        found = _simulated("fineinfer", "green", seconds, (12.0,), rate=0.5, deferral_ms=bound_ms)
-        figures = found[12.0]
+        load = {"policy": "fineinfer", "rate": 0.5, "deferral_ms": bound_ms}
+        figures = simulated(seconds, **load)[12.0]
         base = base or figures
-        results += _rows(f"fineinfer, deferralBound {bound_ms:g} ms", figures, base)
+        results += rows_of(f"fineinfer, deferralBound {bound_ms:g} ms", figures, base)
     return results
 
 

@@ -6,7 +6,8 @@
   profile and policy; what every second stretch of the run teaches is judged on the others;
 - papers: the papers' comparisons beside their published figures (in the document only).
 
-With `--docs FILE` nothing of this: it writes the tables into that document and the plots beside it.
+With `--docs FILE` nothing of this: it writes the tables into that document and the plots beside it,
+and what each was made of, with its environment, into `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import (
+    ROOT,
     Baseline,
     Result,
     arguments,
@@ -30,6 +32,7 @@ from benchmarks.harness import (
     markdown,
     write,
 )
+from benchmarks.harvest import machine
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 SPEED = {"gpus": 1000, "policy": "windrow", "rate": 20.0, "objectives_ms": [12.0]}
@@ -206,38 +209,57 @@ def plot_plan(found: dict[str, Any], folder: Path) -> None:
 def documented(asked: argparse.Namespace) -> None:
     """Write tables and plots of the document, each as soon as it is there."""
     seconds = 30.0 if asked.quick else 180.0
+    results = ROOT / "benchmarks" / "results" / machine()
     common = {"seconds": seconds, "traces": str(asked.traces) if asked.traces.is_dir() else ""}
 
     def put(name: str, shown: dict[str, Any]) -> None:
+        """Write a table into the document."""
         said = f"\n\n{shown['said']}" if shown["said"] else ""
         text = markdown(shown["head"], shown["rows"]) + said
         into_document(asked.docs, _BEGIN.format(name), _END.format(name), text)
 
+    def found_of(name: str, settings: dict[str, Any], *options: str) -> dict[str, Any]:
+        """Simulate, and keep what was found."""
+        before = environment()
+        found = simulator(settings, *options)
+        keep(results / f"simulate-{name}.json", {"environment": before, "settings": settings, **found})
+        return found
+
     def cluster() -> None:
-        plan = simulator({**PLAN, **common})
+        plan = found_of("cluster", {**PLAN, **common})
         put("cluster", plan["tables"][0])
         plot_plan(plan, asked.docs.parent / "images")
 
     def near_bounds() -> None:
-        found = simulator({}, "--bounds")
+        found = found_of("bounds", {}, "--bounds")
         put("bounds", found["tables"][0])
         put("limits", found["tables"][1])
         plot_bounds(found["bounds"], asked.docs.parent / "images")
 
     parts = {
         "bounds": near_bounds,
-        "jobs": lambda: put("jobs", simulator(JOBS)["tables"][1]),
-        "papers": lambda: put("papers", simulator(common, "--papers")["tables"][0]),
+        "jobs": lambda: put("jobs", found_of("jobs", JOBS)["tables"][1]),
+        "papers": lambda: put("papers", found_of("papers", common, "--papers")["tables"][0]),
         "cluster": cluster,
     }
     if asked.run:
         run = f"--run={asked.run}"
-        parts["truth"] = lambda: put("truth", simulator({}, run)["tables"][0])
+        parts["truth"] = lambda: put("truth", found_of("truth", {}, run)["tables"][0])
     wanted = asked.only.split(",") if asked.only else list(parts)
     if unknown := set(wanted) - parts.keys():
         raise SystemExit(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(parts)}")
     for name in wanted:
         parts[name]()
+
+
+def keep(path: Path, found: dict[str, Any]) -> None:
+    """Write figures as JSON, less their course over time."""
+    rows = [{**row, "timeline": []} for row in found.get("results", [])]
+    traces = Path(str(found["settings"].get("traces", ""))).name  # no path of this machine
+    settings = {**found["settings"], "traces": traces}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    whole = {**found, "settings": settings, **({"results": rows} if rows else {})}
+    path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -12,10 +12,12 @@ from heapq import heappop, heappush
 from typing import Any, cast
 
 from windrow_sidecar._core import Arena
+from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.levels import Partitioning
+from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry, SimulatedArena, SimulatedPage
 from windrow_simulator.figures import SlotFigures
@@ -46,21 +48,27 @@ class DecodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSettings:
-    """How an engine admits.
+    """How an engine admits, and harvests.
 
     Attributes:
         max_batch: requests at once.
         reserve_tokens: room that each request is given to grow into when one is admitted.
+        predictor: what steps teach it.
+        without: protections that are off.
         harvest: as the engine gives them to the hook.
     """
 
     max_batch: int = 64
     reserve_tokens: int = 512
+    predictor: PredictorForm = "windrow"
+    without: frozenset[Protection] = frozenset()
 
     @property
     def harvest(self) -> HarvestSettings:
-        """SimulationSettings of the step hook."""
-        return HarvestSettings(max_batch=self.max_batch, gaps=True)
+        """Settings of the step hook."""
+        return HarvestSettings(
+            max_batch=self.max_batch, gaps=True, predictor=self.predictor, without=self.without
+        )
 
 
 class DecodeGpu:

@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from windrow.crd import parse_profile_spec
 from windrow.errors import UserError
+from windrow_sidecar.engines.harvest.ablation import Protection
 from windrow_sidecar.engines.profile import EFFORTS, Subject, document, host_splits, plan
 from windrow_sidecar.qos.levels import (
     Partitioning,
@@ -23,6 +24,7 @@ from windrow_sidecar.qos.levels import (
     overlapping_levels,
 )
 from windrow_sidecar.qos.policies import POLICIES
+from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
 from windrow_simulator.arena import ArenaGeometry
@@ -61,6 +63,8 @@ class SimulationSettings:
         batch: above 0: so many requests of `context` tokens at all times, instead of a trace.
         partition: green: decode and worker on SMs of their own; none: decode on every SM.
         deferral_ms: how long a policy may hold a request back; 0: as usual.
+        predictor: what steps teach it (`windrow_sidecar.qos.predictor`).
+        without: protections of decode that are off.
         contention: see `truth.Assumptions`.
         levels: shares of the worker in percent; (): as engines have them.
         train: the finetuned model; "": the served one, whose weights are shared.
@@ -97,6 +101,8 @@ class SimulationSettings:
     percentile: float = 99.0
     scope: str = "perStep"
     deferral_ms: float = 0.0
+    predictor: PredictorForm = "windrow"
+    without: tuple[Protection, ...] = ()
     partition: str = "green"
     levels: tuple[int, ...] = ()
     contention: float = 0.35
@@ -178,6 +184,18 @@ def checked(settings: SimulationSettings) -> SimulationSettings:
             f"{settings.partition!r} is no partition",
             field="--partition",
             remedy="Write green (SMs of its own for each side) or none (decode on every SM).",
+        )
+    if settings.predictor not in get_args(PredictorForm):
+        raise UserError(
+            f"{settings.predictor!r} is no predictor",
+            field="--predictor",
+            remedy=f"Choose one of: {', '.join(get_args(PredictorForm))}.",
+        )
+    if unknown := set(settings.without) - set(get_args(Protection)):
+        raise UserError(
+            f"{', '.join(sorted(unknown))} is no protection",
+            field="--without",
+            remedy=f"Choose of: {', '.join(get_args(Protection))}.",
         )
     if not settings.objectives_ms:
         raise UserError("none is given", field="--objective", remedy="Write for example 12ms.")
@@ -280,7 +298,11 @@ class Ground:
             worker,
             self.geometry,
             figures,
-            DecodeSettings(max_batch=self.settings.max_batch),
+            DecodeSettings(
+                max_batch=self.settings.max_batch,
+                predictor=self.settings.predictor,
+                without=frozenset(self.settings.without),
+            ),
         )
 
 

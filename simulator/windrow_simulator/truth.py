@@ -98,7 +98,10 @@ class RooflineTruth:
     def _fold(self, decode: int, finetune: int) -> tuple[float, float]:
         """Microseconds of a byte that is read, and of a request's arithmetic."""
         a, gpu = self._assumed, self._gpu
-        sms = decode if self._disjoint else gpu.sms - (1 - a.shared_sm) * finetune
+        # Those that both are on: all of the worker's where decode is on every SM, or what a worker
+        # that has not stopped yet still has of those that decode took back.
+        shared = max(0, decode + finetune - gpu.sms)
+        sms = decode - (1 - a.shared_sm) * shared
         share = min(1.0, sms * a.sm_gb_s * 1e3 / self._limit)
         byte_us = 1 / (self._limit * a.decode * share)
         if finetune:

@@ -121,13 +121,11 @@ class SimulatedWorker:
         layer = int(done * self._layers)
         return Offer(
             job_epoch=self.job_epoch,
-            step=int(position),
             tasklet_id=int(self.tokens),
             phase=Phase.FORWARD if forward else Phase.BACKWARD,
             layer_begin=layer,
             layer_end=min(self._layers, layer + 1),
             tokens=self._tasklet_tokens(units),
-            micro_batch=2,
             estimates_us=self._estimates_us(units),
             resident_layers=self._resident(),
             starving=int(self.starving),

@@ -187,10 +187,10 @@ def test_the_bytes_of_the_page_are_the_records_of_view_py_at_the_written_places(
     owner, path = served
     page = owner.page
     for n in (100, 200):  # into either copy
-        page.publish_view(view.View(*range(n, n + 15)))
-        page.publish_grant(view.Grant(*range(n, n + 13)))
+        page.publish_view(view.View(*range(n, n + 10)))
+        page.publish_grant(view.Grant(*range(n, n + 12)))
         estimates = tuple(range(view.LEVELS_MAX))
-        page.publish_offer(view.Offer(*range(n, n + 8), estimates, *range(n + 9, n + 17)))
+        page.publish_offer(view.Offer(*range(n, n + 6), estimates, *range(n + 7, n + 15)))
         raw = raw_control(path)
         publications: list[tuple[str, type, Callable[[], tuple]]] = [
             ("view", view.View, page.read_view),

@@ -73,7 +73,7 @@ def session(tmp_path: Path, tokenizer):
             base,
             TaskletRuntime(
                 TorchBoundaries(),
-                lambda: MicroLimits(512, max_rows=2, micro_batches=micro_batches),
+                lambda: MicroLimits(2 * WIDTH, micro_batches=micro_batches),
                 sizing=lambda: sizing,
                 windows=window > 0,
                 order=ORDERS[order],

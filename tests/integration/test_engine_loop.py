@@ -32,7 +32,15 @@ from windrow_sidecar.engines.builtin.web.channel import SocketChannel
 from windrow_sidecar.engines.builtin.web.messages import Cancel, Output, Submit
 from windrow_sidecar.engines.builtin.web.token_batcher import TokenBatcher
 from windrow_sidecar.engines.hook import FailClosed, NullHook, StepInput
-from windrow_sidecar.engines.profile import Effort, Point, Subject, host_splits
+from windrow_sidecar.engines.profile import (
+    CoRunPoint,
+    Effort,
+    MeasuredPoint,
+    Point,
+    Subject,
+    host_splits,
+)
+from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.solo import SoloSample
 from windrow_sidecar.qos.view import Grant
 from windrow_sidecar.testing.models import save_random_llama
@@ -533,18 +541,38 @@ def test_an_engine_starts_from_what_another_pod_of_its_kind_has_measured(bench, 
     assert replace(new, store=store).read_back() == taken
 
 
-def test_an_interrupted_profile_goes_on_where_it_was(bench, tmp_path, caplog):
+@pytest.mark.parametrize("in_a_pod", [True, False])
+def test_an_interrupted_profile_goes_on_where_it_was(bench, tmp_path, caplog, in_a_pod):
     caplog.set_level(logging.INFO)
     one = bench()
     whole = profiler(one, tmp_path)
-    points = [Point(2, 1, 256), Point(1, 1, 256)]
-    first = SoloSample(2, 1, 300, 4321.0)
-    whole._keeper("quick")(points[0], first)
     part = RunDir(tmp_path).profile().with_suffix(".part.jsonl")
+    if not in_a_pod:  # `windrow profile`
+        whole = replace(whole, store=replace(whole.store, run_dir=None))
+        part = tmp_path / "cache" / profile_file(SUBJECT.key).replace(".json", ".part.jsonl")
+    before = whole.store.unfinished(SUBJECT.key, "quick")
+    before.keep(Point(2, 1, 256), MeasuredPoint(SoloSample(2, 1, 300, 4321.0), 40.0))
+    other = whole.store.unfinished(SUBJECT.key, "full")
+    assert not other.alone, "another effort's points are not its own"
+    other.keep(Point(1, 1, 256), MeasuredPoint(SoloSample(1, 1, 300, 9999.0), None))
     with part.open("a") as file:
         file.write('{"key": "cut in the mid')
     taken = whole.take("quick", one.decode.config)
     assert "1 points are known from an interrupted one" in caplog.text
-    assert [s["stepUs"] for s in taken["samples"] if s["stepUs"] == 4321.0] == [4321.0]
+    known = [s["stepUs"] for s in taken["samples"] if s["stepUs"] in (4321.0, 9999.0)]
+    assert known == [4321.0]
     assert {s["units"] for s in taken["samples"]} == {1, 2}
     assert not part.exists()
+
+
+def test_points_beside_a_load_are_kept_as_well_and_none_for_longer_than_an_hour(tmp_path):
+    store = ProfileStore(None, tmp_path)
+    before = store.unfinished("key", "full")
+    point = CoRunPoint(Point(1, 4, 512), 1)
+    sample = CoRunSample(SoloSample(1, 4, 2048, 5000.0), 1, 900.0)
+    before.keep_beside(point, sample)
+    assert store.unfinished("key", "full").beside == {point: sample}
+    old_s = time.time() - 3601
+    os.utime(before.path, (old_s, old_s))
+    assert not store.unfinished("key", "full").beside
+    assert not before.path.exists()

@@ -20,7 +20,7 @@ from windrow_sidecar.engines.harvest import HarvestHook, HarvestSettings
 from windrow_sidecar.engines.hook import StepInput
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms, make_terms
-from windrow_sidecar.qos.view import Action, Grant
+from windrow_sidecar.qos.view import Action, Grant, Offer
 from windrow_sidecar.testing.stepping_engine import PROFILE, UNITS, SteppingEngine
 
 pytestmark = pytest.mark.alone
@@ -61,6 +61,10 @@ def worker_of(decode: SteppingEngine, wanted: int = 8):
         process.stdout.close()
 
 
+def offer_to(decode: SteppingEngine) -> Offer:
+    return Offer._make(decode.arena.page.read_offer())
+
+
 def marks(decode: SteppingEngine) -> list[str]:
     decode.log.flush()
     folder = Path(decode.socket).parent
@@ -77,7 +81,7 @@ def decode():
 
 def test_without_a_policy_nothing_is_granted_and_nothing_lent(decode):
     with worker_of(decode):
-        until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
+        until(lambda: offer_to(decode).job_epoch == EPOCH)
         decisions = [decode.step() for _ in range(50)]
     assert {d.action for d in decisions} == {Action.PAUSE}
     assert {d.decode_units for d in decisions} == {2}
@@ -91,7 +95,7 @@ def test_a_worker_gets_chunks_and_a_core_while_decode_has_headroom(decode):
         decision = decode.step()
         assert (decision.action, decision.decode_units, decision.chunks) == (Action.GO, 1, 8)
         assert 6000 <= decision.predicted_us <= 6600
-        until(lambda: decode.arena.page.read_offer()[2] > 5)  # tasklets really run
+        until(lambda: offer_to(decode).tasklet_id > 5)  # tasklets really run
         seen = marks(decode)
         assert seen.count("worker-attached") == 1
         assert {"policy", "lend"} <= set(seen)
@@ -172,17 +176,17 @@ def test_a_policy_that_lends_no_memory_lends_none(decode):
 def test_a_burst_pauses_the_worker_and_decode_widens_only_when_it_is_quiet(decode):
     decode.hook.set_terms(TERMS)
     with worker_of(decode):
-        until(lambda: decode.step().finetune_units == 1 and decode.arena.page.read_offer()[2] > 2)
+        until(lambda: decode.step().finetune_units == 1 and offer_to(decode).tasklet_id > 2)
         # The moment of the burst: the worker cannot have answered yet.
         first = decode.step(batch=16, latency_us=10_000)
         assert (first.action, first.finetune_units) == (Action.PAUSE, 0)
         wide = until(
             lambda: (d := decode.step(batch=16, latency_us=10_000)).decode_units == 2 and d
         )
-        offer = decode.arena.page.read_offer()
+        offer = offer_to(decode)
         assert wide.action == Action.PAUSE
-        assert offer[12] == 0  # in flight
-        assert offer[13] == wide.pause_epoch
+        assert offer.in_flight_us == 0
+        assert offer.pause_epoch_seen == wide.pause_epoch
         # And it comes back when the burst is over.
         until(lambda: decode.step().finetune_units == 1)
         assert {"pause", "resume"} <= set(marks(decode))
@@ -249,7 +253,7 @@ def test_a_silent_worker_keeps_its_chunks_and_loses_its_core(decode):
 def test_observe_grants_nothing_and_tells_what_it_would_give(decode):
     decode.hook.set_terms(HarvestTerms("p", "windrow", "observe", 12_000))
     with worker_of(decode):
-        until(lambda: decode.arena.page.read_offer()[0] == EPOCH)
+        until(lambda: offer_to(decode).job_epoch == EPOCH)
         for _ in range(20):
             assert decode.step().action == Action.PAUSE
     assert decode.hook.controller.would_units == 1

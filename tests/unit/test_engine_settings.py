@@ -9,6 +9,7 @@ from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR
 from windrow_sidecar.engines.builtin.settings import EngineSettings, n_bytes
 from windrow_sidecar.engines.harvest.ablation import Protection
+from windrow_sidecar.qos.predictor import PredictorForm
 
 
 def parse(tmp_path, *argv, **environment):
@@ -77,6 +78,14 @@ def test_a_device_that_is_none_is_refused(tmp_path, name, capsys):
     with pytest.raises(SystemExit):
         parse(tmp_path, f"--device={name}")
     assert "write cpu, cuda or cuda:1" in capsys.readouterr().err
+
+
+def test_the_predictor_has_the_forms_of_the_papers_as_well(tmp_path):
+    assert parse(tmp_path).harvest_predictor == "windrow"
+    for form in get_args(PredictorForm):
+        assert parse(tmp_path, f"--harvest-predictor={form}").harvest_predictor == form
+    with pytest.raises(SystemExit):
+        parse(tmp_path, "--harvest-predictor=oracle")
 
 
 def test_every_protection_is_on_unless_it_is_named(tmp_path):

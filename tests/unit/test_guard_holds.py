@@ -166,7 +166,7 @@ def worth(grant: Grant, view: View, ctx: Context) -> float:
 def test_more_slack_never_gives_the_worker_less(name):
     """A longer objective, with everything else as it was."""
     rng, policy = random.Random(7), POLICIES[name]()
-    offer = Offer(1, 0, 0, 3, 0, 4, 256, 1, (4000, 2000, 1333, 1000, 0, 0, 0, 0))
+    offer = Offer(1, 0, 3, 0, 4, 256, (4000, 2000, 1333, 1000, 0, 0, 0, 0))
     for _ in range(60):
         levels = rng.choice([LEVELS, overlapping_levels(4, (1, 2, 3))])
         n = len(levels.splits)

@@ -264,6 +264,49 @@ def test_steps_that_the_objective_allows_let_nobody_wait_for_a_place_in_the_batc
     assert beside.ttft_p99_ms < 2 * alone.ttft_p99_ms
 
 
+def beside_without(*names, **changes):
+    """Figures of decode alone, and beside a worker without some of decode's protections."""
+    settings = replace(SMALL, policy="windrow", without=names, **changes)
+    return simulate(build(settings))
+
+
+def test_without_the_guard_requests_wait_for_a_place_in_the_batch():
+    loose = {"objectives_ms": (40.0,), "rate": 20, "seconds": 60, "warm_up": 20}
+    _, guarded = beside_without(**loose)
+    _, beside = beside_without("guard", **loose)
+    assert beside.ttft_p99_ms > 3 * guarded.ttft_p99_ms
+
+
+def test_without_the_predictor_the_objective_breaks():
+    tight = {"objectives_ms": (8.0,), "rate": 8, "seconds": 30}
+    alone, guarded = beside_without(**tight)
+    _, beside = beside_without("predictor", **tight)
+    assert guarded.over < alone.over + 0.01
+    assert beside.over > alone.over + 0.05
+
+
+def test_without_the_handover_decode_shares_sms_with_a_worker_that_has_not_stopped():
+    tight = {"objectives_ms": (8.0,), "rate": 8, "seconds": 30}
+    _, guarded = beside_without(**tight)
+    _, beside = beside_without("handover", **tight)
+    assert beside.over > guarded.over
+
+
+def test_without_the_reserve_requests_wait_for_lent_memory():
+    short = {"memory_gb": 30.0, "max_memory_percent": 100, "train": "llama-3-8b", "seconds": 30}
+    _, guarded = beside_without(**short)
+    _, beside = beside_without("reserve", **short)
+    assert beside.waited_for_kv > guarded.waited_for_kv
+
+
+def test_the_papers_predictors_do_not_learn_what_a_worker_costs():
+    ours, harli = (
+        simulate(build(replace(SMALL, policy="windrow", predictor=form)))[1]
+        for form in ("windrow", "harli")
+    )
+    assert ours.eta != harli.eta
+
+
 def test_prefill_queues_and_kv_takes_its_time():
     ground = build(SMALL)
     pool = Cell(ground, ALONE, 12.0, 0, 1).pool
@@ -337,6 +380,8 @@ def test_a_trace_without_a_hole_passes():
         ({"gpus": 0}, "--gpus: 0 is not from 1"),
         ({"rate": float("nan")}, "--rate"),
         ({"partition": "mig"}, "no partition"),
+        ({"predictor": "oracle"}, "'oracle' is no predictor"),
+        ({"without": ("guard", "brakes")}, "--without: brakes is no protection"),
         ({"scope": "perToken"}, "perStep"),
         ({"memory_gb": float("nan")}, "--memory-gb"),
         ({"memory_gb": -1.0}, "--memory-gb"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from windrow.cli.output import Json, print_json, print_line, table
 from windrow.errors import Transient, UserError, WindrowError
@@ -48,6 +49,7 @@ def profile(
 
     The next engine of this device, version and model reads the profile back, checks it with a few
     steps and refines it while it runs. A machine that is too busy to be measured is refused.
+    Interrupted, it goes on where it was if it is asked for again within an hour.
 
     Example: windrow profile models/tiny-llama --plot profile.html
     """
@@ -97,9 +99,10 @@ def _measure(
         ]  # fmt: skip
         if seed is not None:
             command += ["--random-weights", str(seed)]
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
-        )
+        with Console(stderr=True).status("measuring decode's steps, a minute at most"):
+            run = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+            )
         if run.returncode != 0 or not written.exists():
             last = (run.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise WindrowError(f"the engine could not be profiled: {last}")

@@ -113,6 +113,17 @@ class SimulateOptions:
     deferral: Annotated[
         str, typer.Option(help="How long a policy may hold a request back: 400ms.")
     ] = ""
+    predictor: Annotated[
+        str,
+        typer.Option(help="What steps teach it: windrow, harli (nothing), llmstation (records)."),
+    ] = "windrow"
+    without: Annotated[
+        str,
+        typer.Option(
+            help="Protections of decode that are off, to see what each is for: guard, predictor, "
+            "handover, reserve."
+        ),
+    ] = ""
     contention: Annotated[
         float, typer.Option(help="Assumed slow-down of decode by the worker's memory traffic.")
     ] = 0.35
@@ -138,6 +149,7 @@ class SimulateOptions:
             "deferral_ms": milliseconds(deferral, "--deferral") if deferral else 0.0,
             "levels": _percents(self.levels),
             "lengths": _lengths(self.lengths),
+            "without": [name.strip() for name in self.without.split(",") if name.strip()],
         }
 
 

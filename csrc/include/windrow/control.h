@@ -13,7 +13,7 @@ namespace windrow {
 
 // Of everything that two processes read from the same memory or say over the socket. Any change of
 // a size, an offset or a meaning raises it; a peer of another version is refused.
-inline constexpr std::uint32_t kLayoutVersion = 6;
+inline constexpr std::uint32_t kLayoutVersion = 7;
 inline constexpr std::uint64_t kMagic = 0x31776F72646E6977;  // "windrow1"
 
 // The head of the control region: the second memfd, which holds the page and the chunk table.
@@ -29,7 +29,7 @@ static_assert(sizeof(ControlHead) == 128);
 
 inline constexpr std::size_t kPageOffset = sizeof(ControlHead);
 inline constexpr std::size_t kTableOffset = kPageOffset + sizeof(SharedPage);
-static_assert(kPageOffset == 128 && kTableOffset == 1792);
+static_assert(kPageOffset == 128 && kTableOffset == 1664);
 
 // Bytes of a control region, a multiple of the granularity.
 [[nodiscard]] std::size_t control_bytes(std::int64_t chunks, std::size_t granularity);

@@ -96,12 +96,12 @@ struct PageLayout {
 };
 // A peer uses what lies in its mapping, where no constructor has run.
 static_assert(std::is_trivial_v<SharedPage> && std::is_standard_layout_v<SharedPage>);
-static_assert(alignof(SharedPage) == kCacheLine && sizeof(SharedPage) == 1664);
-static_assert(PageLayout::kView == 0 && sizeof(Seqlock<View>) == 128 + 256);
-static_assert(PageLayout::kGrant == 384 && sizeof(Seqlock<Grant>) == 128 + 256);
-static_assert(PageLayout::kOffer == 768 && sizeof(Seqlock<Offer>) == 128 + 448);
-static_assert(PageLayout::kPauseEpoch == 1344);
-static_assert(PageLayout::kDecodesLine == 1408 && PageLayout::kWorkersLine == 1536);
+static_assert(alignof(SharedPage) == kCacheLine && sizeof(SharedPage) == 1536);
+static_assert(PageLayout::kView == 0 && sizeof(Seqlock<View>) == 128 + 192);
+static_assert(PageLayout::kGrant == 320 && sizeof(Seqlock<Grant>) == 128 + 256);
+static_assert(PageLayout::kOffer == 704 && sizeof(Seqlock<Offer>) == 128 + 384);
+static_assert(PageLayout::kPauseEpoch == 1216);
+static_assert(PageLayout::kDecodesLine == 1280 && PageLayout::kWorkersLine == 1408);
 static_assert(PageLayout::kHeartbeatInLine == 0 && PageLayout::kCountersInLine == 8);
 
 }  // namespace windrow

@@ -18,16 +18,11 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
 #define WINDROW_VIEW_FIELDS(X) \
   X(step)                      \
   X(start_ns)                  \
-  X(last_end_ns)               \
-  X(last_step_us)              \
   X(batch)                     \
   X(context_tokens)            \
   X(waiting)                   \
   X(admitted_tokens)           \
-  X(kv_chunks)                 \
   X(free_chunks)               \
-  X(reserved_chunks)           \
-  X(lent_chunks)               \
   X(objective_us)              \
   X(slack_us)                  \
   X(waited_us)                 \
@@ -36,13 +31,11 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
 // `estimates_us` stands between these two lists: it has one word for each level.
 #define WINDROW_OFFER_FIELDS_BEFORE_ESTIMATES(X) \
   X(job_epoch)                                   \
-  X(step)                                        \
   X(tasklet_id)                                  \
   X(phase)                                       \
   X(layer_begin)                                 \
   X(layer_end)                                   \
-  X(tokens)                                      \
-  X(micro_batch)
+  X(tokens)
 
 #define WINDROW_OFFER_FIELDS_AFTER_ESTIMATES(X) \
   X(memory_delta_bytes)                         \
@@ -62,7 +55,6 @@ using Estimates = std::array<std::int64_t, kLevelsMax>;
   X(n_tasklets)                 \
   X(budget_us)                  \
   X(window_tokens)              \
-  X(micro_batch)                \
   X(gap_until_ns)               \
   X(pause_epoch)                \
   X(hold_admission_until_ns)    \
@@ -129,13 +121,13 @@ WINDROW_GRANT_FIELDS(WINDROW_GRANT_AT)
 #undef WINDROW_NAME
 
 // A change here is a change of the layout: kLayoutVersion grows with it.
-static_assert(sizeof(View) == 16 * 8 && View::kNames.size() == 16);
-static_assert(sizeof(Offer) == 26 * 8 && Offer::kNames.size() == 18);
-static_assert(sizeof(Grant) == 14 * 8 && Grant::kNames.size() == 14);
-static_assert(offsetof(View, heartbeat_ns) == 15 * 8);
-static_assert(offsetof(Offer, estimates_us) == 8 * 8);
-static_assert(offsetof(Offer, heartbeat_ns) == 25 * 8);
-static_assert(offsetof(Grant, pause_epoch) == 8 * 8);
-static_assert(offsetof(Grant, heartbeat_ns) == 13 * 8);
+static_assert(sizeof(View) == 11 * 8 && View::kNames.size() == 11);
+static_assert(sizeof(Offer) == 24 * 8 && Offer::kNames.size() == 16);
+static_assert(sizeof(Grant) == 13 * 8 && Grant::kNames.size() == 13);
+static_assert(offsetof(View, heartbeat_ns) == 10 * 8);
+static_assert(offsetof(Offer, estimates_us) == 6 * 8);
+static_assert(offsetof(Offer, heartbeat_ns) == 23 * 8);
+static_assert(offsetof(Grant, pause_epoch) == 7 * 8);
+static_assert(offsetof(Grant, heartbeat_ns) == 12 * 8);
 
 }  // namespace windrow

@@ -85,6 +85,18 @@ class CoRunPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasuredPoint:
+    """The median step of a point, and how far its steps scatter.
+
+    Attributes:
+        scatter_percent: half of their interquartile range, of the median; None: of too few steps.
+    """
+
+    sample: SoloSample
+    scatter_percent: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Samples of decode alone, and how far steps of one point scatter."""
 

@@ -175,5 +175,4 @@ class MicroLimits:
     """How large the next group of micro-batches may be; it has one row at least."""
 
     max_tokens: int  # of each micro-batch
-    max_rows: int = 0  # 0: no bound
     micro_batches: int = 1  # that visit a layer together

@@ -196,7 +196,6 @@ class Controller:
             wish.n_tasklets,
             wish.budget_us,
             wish.window_tokens,
-            wish.micro_batch,
             wish.gap_until_ns,
             handover.pause_epoch,
             wish.hold_admission_until_ns,

@@ -37,16 +37,11 @@ class View(NamedTuple):
 
     step: int = 0
     start_ns: int = 0  # of this step
-    last_end_ns: int = 0  # end of the step before
-    last_step_us: int = 0  # its latency, as StepEvent counts it
     batch: int = 0  # 0: idle
     context_tokens: int = 0
     waiting: int = 0
     admitted_tokens: int = 0  # context tokens that joined for this step
-    kv_chunks: int = 0
     free_chunks: int = 0
-    reserved_chunks: int = 0
-    lent_chunks: int = 0
     objective_us: int = 0  # 0: no policy
     slack_us: int = 0  # perRequest: the least slack of a running request; below 0: in debt
     waited_us: int = 0  # how long requests have been waiting without a break; 0: none is
@@ -57,13 +52,11 @@ class Offer(NamedTuple):
     """What the worker would do next. Written by the worker only."""
 
     job_epoch: int = 0  # 0: no job
-    step: int = 0
     tasklet_id: int = 0  # next to run; grows by one with each
     phase: int = Phase.NONE
     layer_begin: int = 0
     layer_end: int = 0
     tokens: int = 0
-    micro_batch: int = 0
     estimates_us: tuple[int, ...] = (0,) * LEVELS_MAX  # by index of the level; 0: unknown
     memory_delta_bytes: int = 0  # of the next tasklet
     resident_layers: int = 0  # whose weights are in memory
@@ -85,7 +78,6 @@ class Grant(NamedTuple):
     n_tasklets: int = 0  # at most so many until the next grant; 0: no such bound
     budget_us: int = 0  # at most so long until the next grant; 0: no such bound
     window_tokens: int = 0  # 0: no windows
-    micro_batch: int = 0  # 0: the worker's choice
     gap_until_ns: int = 0  # decode computes from then on, the worker until then; 0: no turns
     pause_epoch: int = 0  # grows whenever a grant is revoked; set by the hook
     hold_admission_until_ns: int = 0  # for the engine

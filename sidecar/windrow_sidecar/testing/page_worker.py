@@ -14,7 +14,6 @@ from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 
 TASKLET_US = 2000
 TOKENS = 128
-TASKLETS_PER_STEP = 10
 
 
 def main(socket: str, epoch: int, wanted_chunks: int) -> None:
@@ -32,13 +31,11 @@ def main(socket: str, epoch: int, wanted_chunks: int) -> None:
         running = grant.action == Action.GO and bool(held)
         offer = Offer(
             job_epoch=epoch,
-            step=tasklet // TASKLETS_PER_STEP,
             tasklet_id=tasklet,
             phase=Phase.FORWARD,
             layer_begin=0,
             layer_end=1,
             tokens=TOKENS,
-            micro_batch=1,
             estimates_us=(TASKLET_US,),
             memory_delta_bytes=0,
             resident_layers=0,

@@ -55,6 +55,7 @@ def start(
         max_batch=settings.max_running,
         run_dir=run_dir,
         gaps=True,
+        predictor=settings.harvest_predictor,
         without=settings.harvest_without,
     )
     if harvest.without:

@@ -2,7 +2,7 @@
 
 A profile lies in the run directory (a restarted engine finds its own), in a directory with those
 that other pods of the namespace have measured, or in the user's cache, where `windrow profile`
-leaves it. What an interrupted profile has measured is kept beside it and is not measured again.
+leaves it. What an interrupted profile has measured is kept there and is not measured again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.llama.config import LlamaConfig
 from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.rates import measure_rates, step_size
+from windrow_sidecar.engines.builtin.unfinished import UnfinishedProfile
 from windrow_sidecar.engines.profile import (
     CHECK_LIMIT_PERCENT,
     EFFORTS,
@@ -46,7 +47,7 @@ from windrow_sidecar.engines.profile import (
 from windrow_sidecar.qos.co_run import CoRunSample
 from windrow_sidecar.qos.levels import Partitioning
 from windrow_sidecar.qos.roofline import roofline_models
-from windrow_sidecar.qos.solo import SoloSample, solo_models
+from windrow_sidecar.qos.solo import solo_models
 
 _log = logging.getLogger(__name__)
 
@@ -90,10 +91,12 @@ class ProfileStore:
             if folder is not None:
                 yield folder / profile_file(key)
 
-    @property
-    def partial(self) -> Path | None:
-        """Where an unfinished profile is kept."""
-        return self.run_dir.profile().with_suffix(".part.jsonl") if self.run_dir else None
+    def unfinished(self, key: str, effort: str) -> UnfinishedProfile:
+        """What an interrupted profile of that key and effort has measured here."""
+        kept = self.run_dir.profile() if self.run_dir else self.cache / profile_file(key)
+        unfinished = UnfinishedProfile(kept.with_suffix(".part.jsonl"), key, effort)
+        unfinished.read()
+        return unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +131,10 @@ class Profiler:
         effort = EFFORTS[effort_name]
         began_s = time.monotonic()
         points = plan(self.splits, effort, **asdict(self.bounds))
-        known = self._known(effort_name, points)
-        measured = profiling.measure(
-            self.parts, points, effort, known=known, keep=self._keeper(effort_name)
-        )
-        beside = self._beside(effort, config)
+        unfinished = self.store.unfinished(self.subject.key, effort_name)
+        known = {p: unfinished.alone[p] for p in points if p in unfinished.alone}
+        measured = profiling.measure(self.parts, points, effort, known=known, keep=unfinished.keep)
+        beside = self._beside(effort, config, unfinished)
         profile = document(
             self.subject,
             measured.samples,
@@ -141,8 +143,7 @@ class Profiler:
             noise_percent=measured.noise_percent,
             units=self.splits.units,
         )
-        if self.store.partial is not None:
-            self.store.partial.unlink(missing_ok=True)
+        unfinished.remove()
         _log.info(
             "profile: %d points alone, %d beside a load, in %.1f s; steps scatter by %.1f%%",
             len(measured.samples),
@@ -166,12 +167,17 @@ class Profiler:
         models = roofline_models(rates, size, anchors.samples)
         return prior_document(self.subject, models, taken_at=datetime.now(UTC))
 
-    def _beside(self, effort: Effort, config: LlamaConfig) -> list[CoRunSample]:
+    def _beside(
+        self, effort: Effort, config: LlamaConfig, unfinished: UnfinishedProfile
+    ) -> list[CoRunSample]:
         points = plan_co_run(self.splits, effort, **asdict(self.bounds))
-        if not points or self.subject.driver != "host":
-            return []
+        known = [unfinished.beside[p] for p in points if p in unfinished.beside]
+        left = [p for p in points if p not in unfinished.beside]
+        if not left or self.subject.driver != "host":
+            return known
         with load_process(config) as load:
-            return profiling.measure_beside(self.parts, points, effort, load)
+            keep = unfinished.keep_beside
+            return known + profiling.measure_beside(self.parts, left, effort, load, keep=keep)
 
     def _check(self, profile: Mapping[str, Any]) -> None:
         """Compare a few steps on the whole device with what the profile says of them."""
@@ -211,35 +217,6 @@ class Profiler:
         ]
         fitting = sorted((p for p in fitting if p.context > 0), key=lambda p: p.batch)
         return list(dict.fromkeys((fitting[0], fitting[-1]))) if fitting else []
-
-    def _known(self, effort: str, points: list[Point]) -> dict[Point, SoloSample]:
-        """What an interrupted profile of the same kind and effort has measured."""
-        path = self.store.partial
-        if path is None or not path.exists():
-            return {}
-        rows = []
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-                if (row.pop("key"), row.pop("effort")) == (self.subject.key, effort):
-                    rows.append((Point(**row.pop("point")), SoloSample(**row)))
-            except (ValueError, KeyError, TypeError):
-                continue  # a line that was being written
-        known = {point: sample for point, sample in rows if point in set(points)}
-        if known:
-            _log.info("profile: %d points are known from an interrupted one", len(known))
-        return known
-
-    def _keeper(self, effort: str) -> profiling.Keep:
-        path = self.store.partial
-
-        def keep(point: Point, sample: SoloSample) -> None:
-            if path is not None:
-                row = {"key": self.subject.key, "effort": effort, "point": asdict(point)}
-                with path.open("a") as file:
-                    file.write(json.dumps(row | asdict(sample)) + "\n")
-
-        return keep
 
 
 class LoadProcess:

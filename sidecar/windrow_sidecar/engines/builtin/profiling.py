@@ -26,6 +26,7 @@ from windrow_sidecar.engines.profile import (
     CoRunPoint,
     Effort,
     Measured,
+    MeasuredPoint,
     Point,
 )
 from windrow_sidecar.qos.co_run import CoRunSample
@@ -34,7 +35,8 @@ from windrow_sidecar.qos.view import Grant
 
 _log = logging.getLogger(__name__)
 
-Keep = Callable[[Point, SoloSample], None]
+Keep = Callable[[Point, MeasuredPoint], None]
+KeepBeside = Callable[[CoRunPoint, CoRunSample], None]
 
 _STEPS_PER_CANDIDATE = 16
 _STEPS_FOR_QUARTILES = 4
@@ -67,8 +69,8 @@ def measure(
     points: Iterable[Point],
     effort: Effort,
     *,
-    known: Mapping[Point, SoloSample] | None = None,
-    keep: Keep = lambda point, sample: None,
+    known: Mapping[Point, MeasuredPoint] | None = None,
+    keep: Keep = lambda point, measured: None,
 ) -> Measured:
     """Run the points one after the other, while no request is there; returns median latencies.
 
@@ -103,24 +105,22 @@ def measure(
                 first = point not in seen
                 seen[point] += _steps_at(loop, parts, point, steps)
                 if first:
-                    keep(point, _sample(point, seen[point]))
+                    keep(point, _measured(point, seen[point]))
                 if guarded.failed:  # the loop has gone on, with all units
                     raise InvariantBroken(f"decode does not run on {point.units} units: no profile")
     finally:
         parts.scheduler.clear()
         parts.partition.activate(parts.units)
-    samples = [*known.values(), *(_sample(point, steps) for point, steps in seen.items())]
-    return Measured(samples, _noise_percent(seen.values()))
+    found = [*known.values(), *(_measured(point, steps) for point, steps in seen.items())]
+    scatter = [each.scatter_percent for each in found if each.scatter_percent is not None]
+    return Measured([each.sample for each in found], median(scatter) if scatter else 0.0)
 
 
-def _noise_percent(points: Iterable[list[StepEvent]]) -> float:
-    """Half of the interquartile range of a point's steps over their median; the median point's."""
-    spreads = []
-    for steps in points:
-        if len(steps) >= _STEPS_FOR_QUARTILES:
-            first, middle, third = quantiles(_latencies_us(steps), n=4)
-            spreads.append(50 * (third - first) / middle)
-    return median(spreads) if spreads else 0.0
+def _measured(point: Point, steps: list[StepEvent]) -> MeasuredPoint:
+    if len(steps) < _STEPS_FOR_QUARTILES:
+        return MeasuredPoint(_sample(point, steps), None)
+    first, middle, third = quantiles(_latencies_us(steps), n=4)
+    return MeasuredPoint(_sample(point, steps), 50 * (third - first) / middle)
 
 
 def _latencies_us(steps: Iterable[StepEvent]) -> list[float]:
@@ -128,11 +128,16 @@ def _latencies_us(steps: Iterable[StepEvent]) -> list[float]:
 
 
 def measure_beside(
-    parts: LoopParts, points: Iterable[CoRunPoint], effort: Effort, load: LoadBeside
+    parts: LoopParts,
+    points: Iterable[CoRunPoint],
+    effort: Effort,
+    load: LoadBeside,
+    *,
+    keep: KeepBeside = lambda point, sample: None,
 ) -> list[CoRunSample]:
     """Run the points with a load on the worker's units; returns median latencies.
 
-    Points that find no time any more are left out.
+    Points that find no time any more are left out. `keep` hears of each point.
 
     Raises:
         InvariantBroken: decode could not be put on the units of a point.
@@ -153,7 +158,9 @@ def measure_beside(
                 if guarded.failed:
                     units = point.alone.units
                     raise InvariantBroken(f"decode does not run on {units} units: no profile")
-                samples.append(CoRunSample(_sample(point.alone, steps), point.finetune_units, rate))
+                sample = CoRunSample(_sample(point.alone, steps), point.finetune_units, rate)
+                samples.append(sample)
+                keep(point, sample)
     finally:
         parts.scheduler.clear()
         parts.partition.activate(parts.units)

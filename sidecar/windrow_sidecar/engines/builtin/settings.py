@@ -14,6 +14,7 @@ from windrow.rundir import ENV_LOG_DIR, ENV_POD_NAME, ENV_RUN_DIR, RunDir
 
 if TYPE_CHECKING:
     from windrow_sidecar.engines.harvest.ablation import Protection
+    from windrow_sidecar.qos.predictor import PredictorForm
 
 _EXAMPLE = """\
 example:
@@ -59,6 +60,7 @@ class EngineSettings:
     attention_backend: str = "torch"
     random_weights: int | None = None  # seed of made-up weights
     profile_only: Path | None = None  # write the profile there and end
+    harvest_predictor: PredictorForm = "windrow"  # see HarvestSettings.predictor
     harvest_without: frozenset[Protection] = frozenset()  # see HarvestSettings.without
 
     @classmethod
@@ -98,6 +100,7 @@ class EngineSettings:
             attention_backend=given.attention_backend if on_gpu else host_attention,
             random_weights=given.random_weights,
             profile_only=given.profile_only,
+            harvest_predictor=given.harvest_predictor,
             harvest_without=frozenset(given.harvest_without),
         )
 
@@ -170,6 +173,13 @@ def _parser() -> argparse.ArgumentParser:
         "second); default: quick in a decode pod, else none",
     )
     add("--profile-only", type=Path, metavar="FILE", help="write the profile there and end")
+    add(
+        "--harvest-predictor",
+        choices=["windrow", "harli", "llmstation"],
+        default="windrow",
+        help="what steps teach the predictor beside its profile: both stages and records "
+        "(%(default)s), nothing (harli), records only (llmstation)",
+    )
     add(
         "--harvest-without",
         action="append",

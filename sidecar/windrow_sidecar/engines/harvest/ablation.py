@@ -35,6 +35,9 @@ class NoGuard(Guard):
     ) -> None:
         """Take note of nothing."""
 
+    def queued(self, now_ns: int, waited_us: int) -> None:
+        """Take note of nothing."""
+
 
 class NoPredictor(Predictor):
     """Expects every step to take no time at all, and learns nothing."""

@@ -9,7 +9,6 @@ from windrow_sidecar._core import Page
 from windrow_sidecar.engines.harvest.marks import HarvestMarks
 from windrow_sidecar.engines.harvest.settings import HarvestSettings
 from windrow_sidecar.engines.hook import StepInput
-from windrow_sidecar.qos.lending import ChunkCounts
 from windrow_sidecar.qos.policies.base import is_for_one_step
 from windrow_sidecar.qos.view import Grant, Offer, View
 
@@ -29,17 +28,12 @@ class ViewWriter:
         self._page = page
         self.newest = View()
         self.waiting_since_ns = 0
-        self._last_end_ns, self._last_step_us = 0, 0
-
-    def step_ended(self, end_ns: int, latency_us: int) -> None:
-        """Take note of a step for the next view."""
-        self._last_end_ns, self._last_step_us = end_ns, latency_us
 
     def publish(
         self,
         facts: StepInput | None,
         now_ns: int,
-        chunks: ChunkCounts,
+        free_chunks: int,
         *,
         objective_us: int,
         held_until_ns: int,
@@ -49,7 +43,7 @@ class ViewWriter:
         Args:
             facts: of the step; None: the engine runs nothing.
             now_ns: when that is so.
-            chunks: as the arena counts them.
+            free_chunks: as the arena counts them.
             objective_us: of the policy in force; 0: none.
             held_until_ns: the end of the time for which the last grant holds requests back.
         """
@@ -73,16 +67,11 @@ class ViewWriter:
         self.newest = view = View(
             step,
             start_ns,
-            self._last_end_ns,
-            self._last_step_us,
             batch,
             context_tokens,
             waiting,
             admitted_tokens,
-            chunks.kv,
-            chunks.free,
-            chunks.reserved,
-            chunks.lent,
+            free_chunks,
             objective_us,
             slack_us,
             waited_us,

@@ -175,7 +175,6 @@ class HarvestHook:
 
     def after_step(self, end_ns: int, latency_us: int) -> None:
         """Take note; a step over the objective is judged at once, others at the next decision."""
-        self._views.step_ended(end_ns, latency_us)
         self._unjudged.append((latency_us, self._cost_ns))
         if latency_us > self._objective_us > 0:
             self._judge(end_ns)
@@ -224,7 +223,7 @@ class HarvestHook:
         view = self._views.publish(
             facts,
             now_ns,
-            chunks,
+            chunks.free,
             objective_us=self._objective_us,
             held_until_ns=held_until_ns,
         )

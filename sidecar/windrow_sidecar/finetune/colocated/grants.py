@@ -431,12 +431,10 @@ class GrantGate:
         )
         if tasklet is not None:
             offer = offer._replace(
-                step=tasklet.step,
                 phase=int(tasklet.phase),
                 layer_begin=tasklet.layer,
                 layer_end=tasklet.layer_end,
                 tokens=tasklet.tokens,
-                micro_batch=len(tasklet.micro.rows) if tasklet.micro else 0,
                 estimates_us=self._estimates.by_level(tasklet, self._levels),
                 memory_delta_bytes=memory_delta_bytes(
                     tasklet, now.bytes_per_token, now.window_bytes_per_token

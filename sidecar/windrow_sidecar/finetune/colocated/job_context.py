@@ -135,9 +135,8 @@ class JobContext:
         self.wanted_chunks = max(wanted, self.wanted_chunks)
         lent = self._shared.lent
         lent.wanted_by_groups = max(lent.wanted_by_groups, self.wanted_chunks)
-        rows = self._shared.gate.grant.micro_batch
         together = most_that_fit(together, of_each, self._room.capacity_tokens)
-        return MicroLimits(min(tokens, self._room.capacity_tokens(together)), rows, together)
+        return MicroLimits(min(tokens, self._room.capacity_tokens(together)), together)
 
     def _sizing(self) -> Paced:
         """What the newest grant leaves time for."""

@@ -81,15 +81,10 @@ class RowGrouping:
                 left,
                 self.lengths,
                 max_tokens=limits.max_tokens,
-                max_rows=_smaller(limits.max_rows, self._most_rows),
+                max_rows=self._most_rows,
                 evaluation=self._evaluation,
                 packed=self._packed,
             )
             left = left[len(micro.rows) :]
             group.append(micro)
         return group, left
-
-
-def _smaller(one: int, other: int) -> int:
-    """Return the smaller of two bounds, of which 0 is none."""
-    return min(one, other) if one and other else one or other

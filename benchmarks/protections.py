@@ -1,0 +1,93 @@
+"""What decode's protections are for, what the predictor's forms and saved slack are worth.
+
+In the simulator, where the step hook is that of production: eight H200 serve Llama-3-8B to the
+Azure conversation load, decode and worker on SMs of their own, and one thing is changed at a time:
+- each protection is off once (`--without`), under a load that shows what it is for;
+- the predictor learns as ours does, as Harli's and as LLMStation's (`--predictor`);
+- the objective is for each step, or for the mean of each request's tokens (`--scope`).
+Simulated figures tell these apart; they say nothing of a real device (docs/simulator.md).
+Example: python -m benchmarks.protections --json /tmp/protections.json
+"""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+from benchmarks.harness import Result, arguments, environment, write
+from benchmarks.policy_parts import OBJECTIVES_MS, rows_of, simulated
+from windrow_sidecar.qos.predictor import PredictorForm
+from windrow_sidecar.qos.terms import SCOPES
+from windrow_simulator.figures import PolicyFigures
+
+# Which load shows what a protection is for.
+PROTECTIONS: dict[str, dict[str, Any]] = {
+    "guard": {"objectives_ms": (20.0,)},
+    "predictor": {"objectives_ms": (8.0,)},
+    "handover": {"objectives_ms": (8.0,)},
+    # Little memory, most of it lent.
+    "reserve": {
+        "objectives_ms": (12.0,),
+        "memory_gb": 30.0,
+        "max_memory_percent": 100,
+        "train": "llama-3-8b",
+    },
+}
+
+
+def main() -> None:
+    """Simulate each variant; print and write the figures."""
+    options = arguments(__doc__).parse_args()
+    env = environment()
+    seconds = 30.0 if options.quick else 180.0
+    results = [*_protections(seconds), *_forms(seconds), *_slack(seconds)]
+    write("protections", results, env, options.json)
+
+
+def _protections(seconds: float) -> list[Result]:
+    """Each protection of decode off once, beside all of them on under the same load."""
+    results = []
+    for name, load in PROTECTIONS.items():
+        base, off = (
+            next(iter(simulated(seconds, processes=2, **load, without=without).values()))
+            for without in ((), (name,))
+        )
+        more = (("TTFT p99", "ttft_p99_ms", "ms"), ("retracted requests", "retractions", ""))
+        what = f"without {name}, {load['objectives_ms'][0]:g} ms"
+        results += rows_of(what, off, base, ("TPOT p99", "tpot_p99_ms", "ms"), *more)
+    return results
+
+
+def _forms(seconds: float) -> list[Result]:
+    """The papers' forms of the predictor beside our own."""
+    results = []
+    base: dict[float, PolicyFigures] = {}
+    for form in get_args(PredictorForm):
+        found = simulated(seconds, processes=2, predictor=form, objectives_ms=OBJECTIVES_MS)
+        base = base or found
+        for objective_ms, figures in found.items():
+            results += rows_of(
+                f"predictor {form}, {objective_ms:g} ms", figures, base[objective_ms]
+            )
+    return results
+
+
+def _slack(seconds: float) -> list[Result]:
+    """An objective for the mean of each request's tokens beside one for each step."""
+    results = []
+    base: dict[float, PolicyFigures] = {}
+    for scope in SCOPES:
+        found = simulated(seconds, processes=2, scope=scope, objectives_ms=OBJECTIVES_MS)
+        base = base or found
+        for objective_ms, figures in found.items():
+            results += rows_of(
+                f"{scope}, {objective_ms:g} ms",
+                figures,
+                base[objective_ms],
+                ("requests within it", "requests_within", "%"),
+                ("requests' TPOT p99", "request_tpot_p99_ms", "ms"),
+            )
+    return results
+
+
+if __name__ == "__main__":
+    main()

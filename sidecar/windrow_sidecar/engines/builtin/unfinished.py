@@ -1,0 +1,88 @@
+"""What a latency profile has measured so far, kept until it is whole: nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from windrow_sidecar.engines.profile import CoRunPoint, MeasuredPoint, Point
+from windrow_sidecar.qos.co_run import CoRunSample
+from windrow_sidecar.qos.solo import SoloSample
+
+_log = logging.getLogger(__name__)
+
+# What a machine did an hour ago says little of it now.
+_KEPT_S = 3600.0
+
+
+@dataclass(slots=True)
+class UnfinishedProfile:
+    """The points of a profile that are measured, in a file of a line each.
+
+    `key`, `effort`: lines of another profile in the file are not read.
+
+    Attributes:
+        alone: points of decode alone.
+        beside: points of decode beside a load.
+    """
+
+    path: Path
+    key: str
+    effort: str
+    alone: dict[Point, MeasuredPoint] = field(default_factory=dict)
+    beside: dict[CoRunPoint, CoRunSample] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Read what an interrupted profile has left, unless it is too old."""
+        try:
+            if time.time() - self.path.stat().st_mtime > _KEPT_S:
+                self.remove()
+                return
+            lines = self.path.read_text().splitlines()
+        except FileNotFoundError:
+            return
+        for line in lines:
+            try:
+                row = json.loads(line)
+                if (row["key"], row["effort"]) == (self.key, self.effort):
+                    self._take(row)
+            except (ValueError, KeyError, TypeError):
+                continue  # a line that was being written
+        if found := len(self.alone) + len(self.beside):
+            _log.info("profile: %d points are known from an interrupted one", found)
+
+    def keep(self, point: Point, measured: MeasuredPoint) -> None:
+        """A point of decode alone is measured."""
+        self.alone[point] = measured
+        self._write({"point": asdict(point), "measured": asdict(measured)})
+
+    def keep_beside(self, point: CoRunPoint, sample: CoRunSample) -> None:
+        """A point of decode beside a load is measured."""
+        self.beside[point] = sample
+        self._write({"beside": asdict(point), "measured": asdict(sample)})
+
+    def remove(self) -> None:
+        """The profile is whole: forget its points."""
+        self.path.unlink(missing_ok=True)
+
+    def _take(self, row: Mapping[str, Any]) -> None:
+        measured = row["measured"]
+        if "beside" in row:
+            alone = Point(**row["beside"]["alone"])
+            step = SoloSample(**measured["step"])
+            self.beside[CoRunPoint(**row["beside"] | {"alone": alone})] = CoRunSample(
+                **measured | {"step": step}
+            )
+        else:
+            sample = SoloSample(**measured["sample"])
+            self.alone[Point(**row["point"])] = MeasuredPoint(**measured | {"sample": sample})
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps({"key": self.key, "effort": self.effort, **row}) + "\n")
