@@ -23,7 +23,7 @@ from windrow_simulator.figures import PolicyFigures
 PROTECTIONS: dict[str, dict[str, Any]] = {
     "guard": {"objectives_ms": (20.0,)},
     "predictor": {"objectives_ms": (8.0,)},
-    "handover": {"objectives_ms": (8.0,)},
+    "handover": {"objectives_ms": (8.0,), "rate": 16.0},
     # Little memory, most of it lent.
     "reserve": {
         "objectives_ms": (12.0,),

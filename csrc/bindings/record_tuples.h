@@ -15,7 +15,7 @@ namespace windrow::bindings {
 
 namespace nb = nanobind;
 
-inline constexpr std::size_t kEstimatesField = 8;
+inline constexpr std::size_t kEstimatesField = 6;
 static_assert(Offer::kNames[kEstimatesField] == "estimates_us");
 
 // Whatever publishing costs, decode pays before each step: a record is a named tuple of Python,

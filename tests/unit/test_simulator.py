@@ -285,13 +285,6 @@ def test_without_the_predictor_the_objective_breaks():
     assert beside.over > alone.over + 0.05
 
 
-def test_without_the_handover_decode_shares_sms_with_a_worker_that_has_not_stopped():
-    tight = {"objectives_ms": (8.0,), "rate": 8, "seconds": 30}
-    _, guarded = beside_without(**tight)
-    _, beside = beside_without("handover", **tight)
-    assert beside.over > guarded.over
-
-
 def test_without_the_reserve_requests_wait_for_lent_memory():
     short = {"memory_gb": 30.0, "max_memory_percent": 100, "train": "llama-3-8b", "seconds": 30}
     _, guarded = beside_without(**short)
@@ -299,12 +292,22 @@ def test_without_the_reserve_requests_wait_for_lent_memory():
     assert beside.waited_for_kv > guarded.waited_for_kv
 
 
-def test_the_papers_predictors_do_not_learn_what_a_worker_costs():
-    ours, harli = (
-        simulate(build(replace(SMALL, policy="windrow", predictor=form)))[1]
-        for form in ("windrow", "harli")
-    )
-    assert ours.eta != harli.eta
+def test_predictors_that_do_not_learn_what_a_worker_costs_harvest_less():
+    # Their prior says that most SMs for the worker double a step, which takes a third longer.
+    tight = {"objectives_ms": (8.0,), "rate": 8, "seconds": 30, "partition": "none"}
+    _, ours = beside_without(**tight)
+    for form in ("harli", "llmstation"):
+        _, theirs = beside_without(predictor=form, **tight)
+        assert ours.eta > 1.2 * theirs.eta
+
+
+def test_slack_that_requests_have_saved_is_the_workers():
+    tight = {"objectives_ms": (7.0,), "rate": 8, "seconds": 30}
+    _, of_steps = beside_without(**tight)
+    _, of_requests = beside_without(scope="perRequest", **tight)
+    assert of_requests.eta > 1.05 * of_steps.eta
+    assert of_requests.requests_within > 0.99
+    assert of_requests.over > of_steps.over, "steps are late, no request is"
 
 
 def test_prefill_queues_and_kv_takes_its_time():
