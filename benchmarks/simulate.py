@@ -222,7 +222,8 @@ def documented(asked: argparse.Namespace) -> None:
         """Simulate, and keep what was found."""
         before = environment()
         found = simulator(settings, *options)
-        keep(results / f"simulate-{name}.json", {"environment": before, "settings": settings, **found})
+        whole = {"environment": before, "settings": settings, **found}
+        keep(results / f"simulate-{name}.json", whole)
         return found
 
     def cluster() -> None:
