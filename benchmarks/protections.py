@@ -3,7 +3,8 @@
 In the simulator, where the step hook is that of production: eight H200 serve Llama-3-8B to the
 Azure conversation load, decode and worker on SMs of their own, and one thing is changed at a time:
 - each protection is off once (`--without`), under a load that shows what it is for;
-- the predictor learns as ours does, as Harli's and as LLMStation's (`--predictor`);
+- the predictor learns as ours does, as Harli's and as LLMStation's (`--predictor`), where decode is
+  on every SM (`--partition none`), since what a worker costs is least known there;
 - the objective is for each step, or for the mean of each request's tokens (`--scope`).
 Simulated figures tell these apart; they say nothing of a real device (docs/simulator.md).
 Example: python -m benchmarks.protections --json /tmp/protections.json
@@ -21,7 +22,8 @@ from windrow_simulator.figures import PolicyFigures
 
 # Which load shows what a protection is for.
 PROTECTIONS: dict[str, dict[str, Any]] = {
-    "guard": {"objectives_ms": (20.0,)},
+    # An objective that allows steps with which decode cannot keep up.
+    "guard": {"objectives_ms": (20.0,), "rate": 20.0},
     "predictor": {"objectives_ms": (8.0,)},
     "handover": {"objectives_ms": (8.0,), "rate": 16.0},
     # Little memory, most of it lent.
@@ -62,7 +64,8 @@ def _forms(seconds: float) -> list[Result]:
     results = []
     base: dict[float, PolicyFigures] = {}
     for form in get_args(PredictorForm):
-        found = simulated(seconds, processes=2, predictor=form, objectives_ms=OBJECTIVES_MS)
+        changes = {"predictor": form, "partition": "none", "objectives_ms": OBJECTIVES_MS}
+        found = simulated(seconds, processes=2, **changes)
         base = base or found
         for objective_ms, figures in found.items():
             results += rows_of(
