@@ -576,3 +576,12 @@ def test_points_beside_a_load_are_kept_as_well_and_none_for_longer_than_an_hour(
     os.utime(before.path, (old_s, old_s))
     assert not store.unfinished("key", "full").beside
     assert not before.path.exists()
+
+
+def test_where_nothing_can_be_written_a_profile_is_taken_all_the_same(bench, tmp_path, caplog):
+    (tmp_path / "cache").write_text("no directory")
+    one = bench()
+    taker = profiler(one, tmp_path)
+    taker = replace(taker, store=replace(taker.store, run_dir=None))
+    assert taker.take("quick", one.decode.config)["samples"]
+    assert caplog.text.count("points are not kept") == 1

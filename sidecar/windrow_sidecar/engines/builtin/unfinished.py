@@ -29,6 +29,7 @@ class UnfinishedProfile:
     Attributes:
         alone: points of decode alone.
         beside: points of decode beside a load.
+        kept: whether the file can be written.
     """
 
     path: Path
@@ -36,6 +37,7 @@ class UnfinishedProfile:
     effort: str
     alone: dict[Point, MeasuredPoint] = field(default_factory=dict)
     beside: dict[CoRunPoint, CoRunSample] = field(default_factory=dict)
+    kept: bool = True
 
     def read(self) -> None:
         """Read what an interrupted profile has left, unless it is too old."""
@@ -44,7 +46,7 @@ class UnfinishedProfile:
                 self.remove()
                 return
             lines = self.path.read_text().splitlines()
-        except FileNotFoundError:
+        except OSError:  # there is none, or it cannot be read
             return
         for line in lines:
             try:
@@ -68,7 +70,8 @@ class UnfinishedProfile:
 
     def remove(self) -> None:
         """The profile is whole: forget its points."""
-        self.path.unlink(missing_ok=True)
+        if self.kept:
+            self.path.unlink(missing_ok=True)
 
     def _take(self, row: Mapping[str, Any]) -> None:
         measured = row["measured"]
@@ -83,6 +86,13 @@ class UnfinishedProfile:
             self.alone[Point(**row["point"])] = MeasuredPoint(**measured | {"sample": sample})
 
     def _write(self, row: Mapping[str, Any]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a") as file:
-            file.write(json.dumps({"key": self.key, "effort": self.effort, **row}) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps({"key": self.key, "effort": self.effort, **row}) + "\n")
+        except OSError as error:  # a profile is worth more than what an interrupted one would keep
+            if self.kept:
+                # As text: a log that keeps its records would keep the frames, with their tensors.
+                text = str(error)
+                _log.warning("profile: points are not kept, if it is interrupted: %s", text)
+            self.kept = False
