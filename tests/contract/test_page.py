@@ -153,14 +153,14 @@ def test_no_reader_sees_a_torn_record_even_when_its_writer_is_killed(served, chi
     while last < 30_000 or reads < 30_000:
         offer = owner.page.read_offer()
         n = offer[0]
-        assert offer[:-1] == (*[n] * 8, (n,) * view.LEVELS_MAX, *[n] * 8)
+        assert offer[:-1] == (*[n] * 6, (n,) * view.LEVELS_MAX, *[n] * 8)
         assert n >= last
         last, reads = n, reads + 1
     worker.send_signal(signal.SIGKILL)
     worker.wait(timeout=60)
     offer = owner.page.read_offer()
     n = offer[0]
-    assert offer[:-1] == (*[n] * 8, (n,) * view.LEVELS_MAX, *[n] * 8)
+    assert offer[:-1] == (*[n] * 6, (n,) * view.LEVELS_MAX, *[n] * 8)
     age = owner.page.heartbeat_age_ns(1)
     assert owner.page.heartbeat_age_ns(1) > age  # it beats no more
 
