@@ -136,9 +136,10 @@ def test_without_the_predictor_the_worker_runs_beside_steps_that_cannot_bear_it(
         with machine(*without) as at:
             for _ in range(STEPS):
                 at.step(BURST)
-            assert at.granted == at.over
-            # With the guard until it pauses the worker, without it for ever.
-            assert at.over == STEPS if "guard" in without else at.over >= 2
+            if "guard" in without:
+                assert at.granted == at.over == STEPS
+            else:  # until the guard pauses the worker; decode gets its units when that is quiet
+                assert 2 <= at.granted <= at.over
 
 
 def test_without_the_handover_decode_steps_onto_cores_that_the_worker_still_has():
