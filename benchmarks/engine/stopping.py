@@ -46,11 +46,13 @@ def stopping(
     """Both figures; on the host with one core. `others`: steps whose cost is wanted, too."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # as the worker does
     try:
         costs = [_cost(replace(setting, step=step), rounds) for step in (*others, setting.step)]
         return [*costs, *_pause(setting, pauses)]
     finally:
         torch.set_num_threads(threads)
+        torch.set_flush_denormal(False)
 
 
 def _cost(setting: Setting, rounds: int) -> Result:
