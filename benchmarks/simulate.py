@@ -13,6 +13,7 @@ and what each was made of, with its environment, into `benchmarks/results`.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import subprocess
@@ -222,8 +223,8 @@ def documented(asked: argparse.Namespace) -> None:
         """Simulate, and keep what was found."""
         before = environment()
         found = simulator(settings, *options)
-        whole = {"environment": before, "settings": settings, **found}
-        keep(results / f"simulate-{name}.json", whole)
+        kept = copy.deepcopy({"environment": before, "settings": settings, **found})
+        keep(results / f"simulate-{name}.json", kept)
         return found
 
     def cluster() -> None:
@@ -254,13 +255,14 @@ def documented(asked: argparse.Namespace) -> None:
 
 
 def keep(path: Path, found: dict[str, Any]) -> None:
-    """Write figures as JSON, less their course over time."""
-    rows = [{**row, "timeline": []} for row in found.get("results", [])]
-    traces = Path(str(found["settings"].get("traces", ""))).name  # no path of this machine
-    settings = {**found["settings"], "traces": traces}
+    """Write figures as JSON, less their course over time and the paths of this machine."""
+    for row in found.get("results", []):
+        row["timeline"] = []
+    for at, name in ((found["settings"], "traces"), (found, "run")):
+        if name in at:
+            at[name] = Path(at[name]).name
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = {**found, "settings": settings, **({"results": rows} if rows else {})}
-    path.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

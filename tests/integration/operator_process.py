@@ -357,5 +357,7 @@ class Cluster:
         return sidecar
 
     def close(self):
+        """End the sidecars and delete the pods: the next operator must not find slots of ours."""
         for sidecar in self.sidecars:
             sidecar.close()
+        self.core.delete_collection_namespaced_pod(self.namespace, grace_period_seconds=0)

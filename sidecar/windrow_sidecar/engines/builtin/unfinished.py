@@ -86,13 +86,13 @@ class UnfinishedProfile:
             self.alone[Point(**row["point"])] = MeasuredPoint(**measured | {"sample": sample})
 
     def _write(self, row: Mapping[str, Any]) -> None:
+        if not self.kept:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a") as file:
                 file.write(json.dumps({"key": self.key, "effort": self.effort, **row}) + "\n")
         except OSError as error:  # a profile is worth more than what an interrupted one would keep
-            if self.kept:
-                # As text: a log that keeps its records would keep the frames, with their tensors.
-                text = str(error)
-                _log.warning("profile: points are not kept, if it is interrupted: %s", text)
+            # As text: a log that keeps its records would keep the frames, with their tensors.
+            _log.warning("profile: points are not kept, if it is interrupted: %s", str(error))
             self.kept = False
