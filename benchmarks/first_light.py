@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import shutil
 import signal
 import sys
 import tempfile
@@ -35,8 +34,8 @@ from rich.console import Console
 from benchmarks.harness import arguments, environment, write
 from benchmarks.light.figures import plot, results
 from benchmarks.light.measure import Bench, MeasureEffort, Parts
-from benchmarks.light.processes import Plan, ProcessEnded, mps, text_rows
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.light.processes import Plan, ProcessEnded, keep_logs, mps
+from benchmarks.shapes import SHAPES
 from windrow.errors import UserError
 from windrow_sidecar.engines.builtin.settings import n_bytes
 
@@ -46,7 +45,6 @@ EFFORTS = {
 }
 ARENA_BYTES = {"cuda": 24 << 30, "host": 384 << 20}
 ROW_TOKENS = {"cuda": 1024, "host": 128}  # two rows a batch
-ROWS = 64
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"error: {error}", markup=False)
             return 1
         finally:
-            _keep_logs(folder, parts_folder / "logs")
+            keep_logs(folder, parts_folder / "logs")
     env |= {
         "driver": driver,
         "shape": options.shape,
@@ -178,41 +176,18 @@ def _effort(driver: str, options: argparse.Namespace) -> MeasureEffort:
 def _plan(
     folder: Path, options: argparse.Namespace, effort: MeasureEffort, environ: dict[str, str]
 ) -> Plan:
-    model = write_shape(folder / "model", options.shape)
-    tokens = options.context or ROW_TOKENS[options.driver]
-    job = {
-        "model": {"name": str(model)},
-        "dataset": {
-            "source": str(text_rows(folder, ROWS, tokens)),
-            "format": "text",
-            "evalFraction": 0.0,
-        },
-        "adapter": {"lora": {"rank": 16, "alpha": 32, "targetModules": "all-linear"}},
-        "training": {
-            "maxSteps": 1_000_000,
-            "batchSize": 2,
-            "maxSequenceLength": tokens,
-            "learningRate": "1e-4",
-        },
-        "checkpoint": {"everySteps": 1_000_000, "keep": 1},
-        "output": {"destination": str(folder / "out")},
-    }
-    return Plan(
-        folder=folder,
-        model=model,
+    max_batch = max(*effort.batches, effort.load_batch)
+    return Plan.of(
+        folder,
+        options.shape,
+        row_tokens=options.context or ROW_TOKENS[options.driver],
+        rows_a_step=2,
         device="cuda:0" if options.driver == "cuda" else "cpu",
-        job=job,
         arena_bytes=options.arena_bytes,
-        max_batch=(max_batch := max(*effort.batches, effort.load_batch)),
+        max_batch=max_batch,
         kv_tokens=max_batch * (effort.context + effort.generated),
         environment=environ,
     )
-
-
-def _keep_logs(folder: Path, to: Path) -> None:
-    to.mkdir(parents=True, exist_ok=True)
-    for log in (*folder.glob("*.log"), *folder.glob("*/worker.log")):
-        shutil.copyfile(log, to / "-".join(log.relative_to(folder).parts))
 
 
 if __name__ == "__main__":

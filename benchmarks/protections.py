@@ -7,7 +7,12 @@ Azure conversation load, decode and worker on SMs of their own, and one thing is
   on every SM (`--partition none`), since what a worker costs is least known there;
 - the objective is for each step, or for the mean of each request's tokens (`--scope`).
 Simulated figures tell these apart; they say nothing of a real device (docs/simulator.md).
+
+With --engine the protections are off with the built-in engine, a worker at work and a load with
+surges on the cores of this machine, in rounds (`benchmarks.light.ablations`); six minutes.
+
 Example: python -m benchmarks.protections --json /tmp/protections.json
+Example: python -m benchmarks.protections --engine --json /tmp/protections-engine.json
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from benchmarks.harness import Result, arguments, environment, write
+from benchmarks.light import ablations
 from benchmarks.policy_parts import OBJECTIVES_MS, rows_of, simulated
 from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.terms import SCOPES
@@ -37,9 +43,16 @@ PROTECTIONS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Simulate each variant; print and write the figures."""
-    options = arguments(__doc__).parse_args()
+    """Measure each variant; print and write the figures."""
+    parser = arguments(__doc__)
+    parser.add_argument("--engine", action="store_true", help="with the engine, on this machine")
+    parser.add_argument("--rounds", type=int, default=6, help="with --engine (default: 6)")
+    options = parser.parse_args()
     env = environment()
+    if options.engine:
+        figures, how = ablations.run(1 if options.quick else options.rounds)
+        write("protections-engine", figures, env | how, options.json)
+        return
     seconds = 30.0 if options.quick else 180.0
     results = [*_protections(seconds), *_forms(seconds), *_slack(seconds)]
     write("protections", results, env, options.json)

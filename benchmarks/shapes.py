@@ -50,6 +50,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "dtype": "float32",
     },
+    # Large enough for its products to gain from a second core once a batch has a few dozen rows.
+    "small": {
+        "vocab_size": 264,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    },
 }
 
 

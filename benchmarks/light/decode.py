@@ -27,7 +27,7 @@ os.environ.update({**openmp.DECODE, **os.environ})
 import torch
 
 from benchmarks.light.arms import FixedShare, Gaps, Granting
-from benchmarks.light.load import FixedLoad, run_load
+from benchmarks.light.load import FixedLoad, Surge, run_load
 from windrow.rundir import ENV_RUN_DIR
 from windrow_sidecar.engines.builtin import profiling
 from windrow_sidecar.engines.builtin.device import EngineDevice, open_device
@@ -89,7 +89,7 @@ class Engine:
         self.parts: LoopParts = load(
             self.settings, config, self.device, self.arena, None, context, fingerprint
         )
-        if self.device.torch_device.type == "cpu":
+        if self.device.torch_device.type == "cpu" and not options.all_threads:
             profiling.settle_threads(self.parts, threads, batch=options.max_batch, context=256)
         self.arena.serve(str(self.settings.run_dir.arena_socket()))
         self.ready_s = time.monotonic() - began_s
@@ -156,6 +156,7 @@ class Engine:
                     _enough(command.get("steps"), command.get("seconds"), command.get("until")),
                     *command.get("rest_s", (0.0, 0.0)),
                 ),
+                surge=Surge(**command["surge"]) if "surge" in command else None,
             )
         finally:
             # Whatever the hook left undone: nothing of this command may reach into the next.
@@ -180,7 +181,9 @@ class Engine:
             arena,
             self.device.splits,
             command["profile"],
-            HarvestSettings(max_batch=self.settings.max_running),
+            HarvestSettings(
+                max_batch=self.settings.max_running, without=frozenset(command.get("without", ()))
+            ),
         )
         hook.set_terms(HarvestTerms("first-light", "windrow", "harvest", objective_us))
         hook.worker_lives(command["epoch"])
@@ -270,6 +273,9 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=32)
     parser.add_argument(
         "--kv-tokens", type=int, default=0, help="of KV that the arms never lend (default: 0)"
+    )
+    parser.add_argument(
+        "--all-threads", action="store_true", help="on the host: a thread on each core, useful or not"
     )
     parser.add_argument("--seed", type=int, default=1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s decode %(levelname)s %(message)s")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from windrow.eventlog import StepEvent
 from windrow_sidecar.engines.builtin.loop import LoopParts
 from windrow_sidecar.engines.builtin.profiling import muted, request
+from windrow_sidecar.engines.builtin.scheduler import Scheduler
 from windrow_sidecar.engines.hook import FailClosed, StepHook
 
 
@@ -31,18 +32,44 @@ class FixedLoad:
 
 
 @dataclass(frozen=True)
+class Surge:
+    """Requests that come all at once, again and again, beside those that are always there.
+
+    Attributes:
+        requests: of one surge.
+        context: tokens of each when it comes.
+        generated: tokens of each.
+        every_s: between two surges; one that is not answered by then holds up the next.
+    """
+
+    requests: int
+    context: int
+    generated: int
+    every_s: float
+
+
+@dataclass(frozen=True)
 class Steps:
     """What a stretch of steps took.
 
     Attributes:
         latencies_us: in order; steps that admit requests among them.
+        batches: requests in each.
+        units: that decode had in each.
         ends_ns: when each ended.
+        surge_waits_us: of each surge, from its coming to the end of the step with which the last of
+            it has its first token.
+        retractions: requests that lost their KV to others.
         begin_ns, end_ns: of the stretch; all of CLOCK_MONOTONIC.
         context_tokens: of a batch, median.
     """
 
     latencies_us: list[float]
+    batches: list[int]
+    units: list[int]
     ends_ns: list[int]
+    surge_waits_us: list[float]
+    retractions: int
     begin_ns: int
     end_ns: int
     context_tokens: int
@@ -55,6 +82,7 @@ def run_load(
     *,
     warmed_up: Callable[[int], bool],
     enough: Callable[[int, int], bool],
+    surge: Surge | None = None,
 ) -> Steps:
     """Decode under a hook until there are enough steps; leaves the cache empty.
 
@@ -64,29 +92,42 @@ def run_load(
         load: that is kept up.
         warmed_up: asked with the number of steps so far; what ran before it says so is forgotten.
         enough: asked with the number of steps that count, and nanoseconds since the first of them.
+        surge: comes besides, first when steps count.
 
     Raises:
         RuntimeError: the hook failed.
     """
-    made = 0
+    made, scheduler = 0, parts.scheduler
 
-    def submit(generated: int) -> None:
+    def submit(context: int, generated: int) -> None:
         nonlocal made
         made += 1
-        prompt = max(1, load.context - load.generated // 2)
-        parts.scheduler.submit(request(made, prompt, generated))
+        scheduler.submit(request(made, context, generated))
+
+    def submit_one(generated: int) -> None:
+        submit(max(1, load.context - load.generated // 2), generated)
+
+    def replace_one() -> None:
+        there = len(scheduler.running) + len(scheduler.prefilling) + len(scheduler.waiting)
+        if there < load.batch:
+            submit_one(load.generated)
 
     for i in range(load.batch):
         share = load.batch if load.together else i + 1
-        submit(max(1, load.generated * share // load.batch))
+        submit_one(max(1, load.generated * share // load.batch))
     guarded = FailClosed(hook)
-    watched = replace(parts, hook=guarded, log=None, on_completed=lambda: submit(load.generated))
+    watched = replace(parts, hook=guarded, log=None, on_completed=replace_one)
     counted: list[StepEvent] = []
-    so_far = 0
+    so_far, retracted = 0, 0
+    surges = _Surges(surge) if surge else None
     try:
         with muted(watched) as loop:
             while not counted or not enough(len(counted), counted[-1].end_ns - counted[0].start_ns):
+                if surges and counted:
+                    surges.come(parts, submit)
                 event = loop.step()
+                if surges and event is not None:
+                    surges.see(event, scheduler)
                 if event is None or event.batch < load.batch:
                     continue
                 if load.together and event.admitted:
@@ -94,16 +135,46 @@ def run_load(
                 so_far += 1
                 if counted or warmed_up(so_far):
                     counted.append(event)
+                else:
+                    retracted = scheduler.retractions
     finally:
-        parts.scheduler.clear()
+        scheduler.clear()
         guarded.close()
         parts.partition.activate(parts.units)
     if guarded.failed:
         raise RuntimeError("the hook failed: the log of the decode process says how")
     return Steps(
         latencies_us=[(e.end_ns - e.start_ns) / 1e3 for e in counted],
+        batches=[e.batch for e in counted],
+        units=[e.decode_units for e in counted],
         ends_ns=[e.end_ns for e in counted],
+        surge_waits_us=surges.waits_us if surges else [],
+        retractions=scheduler.retractions - retracted,
         begin_ns=counted[0].start_ns,
         end_ns=counted[-1].end_ns,
         context_tokens=round(statistics.median(e.context_tokens for e in counted)),
     )
+
+
+class _Surges:
+    """When surges come, and how long each waits."""
+
+    def __init__(self, surge: Surge) -> None:
+        self._surge = surge
+        self._next_ns, self._came_ns = 0, 0
+        self.waits_us: list[float] = []
+
+    def come(self, parts: LoopParts, submit: Callable[[int, int], None]) -> None:
+        """Submit one where it is due."""
+        now_ns = parts.clock_ns()
+        if now_ns < self._next_ns or self._came_ns:
+            return
+        for _ in range(self._surge.requests):
+            submit(self._surge.context, self._surge.generated)
+        self._came_ns, self._next_ns = now_ns, now_ns + round(self._surge.every_s * 1e9)
+
+    def see(self, event: StepEvent, scheduler: Scheduler) -> None:
+        """Take note of a step's end."""
+        if self._came_ns and not scheduler.waiting:
+            self.waits_us.append((event.end_ns - self._came_ns) / 1e3)
+            self._came_ns = 0

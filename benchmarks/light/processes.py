@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import grpc
 
 from benchmarks.harness import ROOT
+from benchmarks.shapes import write_shape
 from windrow.errors import WindrowError
 from windrow.eventlog import TaskletEvent
 from windrow.local.summary import Events, SummaryWindow, throughput
@@ -31,6 +33,7 @@ UID, EPOCH = "first-light", 1
 _READY_WITHIN_S = 300.0
 # Between commands decode ends with its input, and leaves nothing running on a GPU.
 _ENDS_BY_ITSELF_S = 5.0
+_ROWS = 64
 _FLUSHED_S = 1.5  # the worker writes its events once a second
 
 
@@ -53,6 +56,7 @@ class Plan:
         job: a FinetuneJob spec.
         arena_bytes, max_batch: of decode.
         kv_tokens: that its load takes at most, which the benchmark's own arms never lend.
+        all_threads: decode computes on each of its cores, also where that gains little (host).
         environment: that decode and worker get besides this process's own.
     """
 
@@ -63,7 +67,36 @@ class Plan:
     arena_bytes: int
     max_batch: int
     kv_tokens: int = 0
+    all_threads: bool = False
     environment: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, folder: Path, shape: str, *, row_tokens: int, rows_a_step: int, **more: Any
+    ) -> Plan:
+        """With a model of that shape, and a job without end over rows that are all as long.
+
+        `more`: the other attributes.
+        """
+        model = write_shape(folder / "model", shape)
+        job = {
+            "model": {"name": str(model)},
+            "dataset": {
+                "source": str(_text_rows(folder, row_tokens)),
+                "format": "text",
+                "evalFraction": 0.0,
+            },
+            "adapter": {"lora": {"rank": 16, "alpha": 32, "targetModules": "all-linear"}},
+            "training": {
+                "maxSteps": 1_000_000,
+                "batchSize": rows_a_step,
+                "maxSequenceLength": row_tokens,
+                "learningRate": "1e-4",
+            },
+            "checkpoint": {"everySteps": 1_000_000, "keep": 1},
+            "output": {"destination": str(folder / "out")},
+        }
+        return cls(folder=folder, model=model, job=job, **more)
 
     @property
     def run_dir(self) -> RunDir:
@@ -103,6 +136,8 @@ class Decode:
         command += [f"--run-dir={plan.folder}", f"--model={plan.model}", f"--device={plan.device}"]
         command += [f"--arena-bytes={plan.arena_bytes}", f"--max-batch={plan.max_batch}"]
         command += [f"--kv-tokens={plan.kv_tokens}"]
+        if plan.all_threads:
+            command.append("--all-threads")
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
@@ -184,7 +219,9 @@ class Worker:
         folder = plan.run_dir.job_dir(UID)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "job.json").write_text(json.dumps(job_of(plan)))
-        command = [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
+        # As the agent starts it: of the idle class, and it ends with whoever started it.
+        command = [sys.executable, "-m", "windrow_sidecar.agent.spawn", str(os.getpid()), "--"]
+        command += [sys.executable, "-m", "windrow_sidecar.finetune.worker"]
         command += ["--run-dir", str(plan.folder), "--job-uid", UID, "--epoch", str(EPOCH)]
         self._events = plan.folder / "worker-events"
         with self._log.open("ab") as log:
@@ -267,15 +304,22 @@ def train_alone(plan: Plan, name: str, seconds: float) -> Events:
     return Events.read(folder)
 
 
-def text_rows(folder: Path, rows: int, tokens: int) -> Path:
+def _text_rows(folder: Path, tokens: int) -> Path:
     """Write rows of letters that are longer than any row may be: all are cut to the same length."""
     path = folder / "rows.jsonl"
     letters = "the quick brown fox jumps over the lazy dog "
     with path.open("w") as out:
-        for row in range(rows):
+        for row in range(_ROWS):
             text = (letters[row % len(letters) :] + letters) * (tokens // len(letters) + 2)
             out.write(json.dumps({"text": text[: tokens + 8]}) + "\n")
     return path
+
+
+def keep_logs(folder: Path, to: Path) -> None:
+    """Copy the logs of all processes."""
+    to.mkdir(parents=True, exist_ok=True)
+    for log in (*folder.glob("*.log"), *folder.glob("*/worker.log")):
+        shutil.copyfile(log, to / "-".join(log.relative_to(folder).parts))
 
 
 def job_of(plan: Plan) -> dict[str, Any]:
