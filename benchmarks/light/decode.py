@@ -275,7 +275,9 @@ def main() -> None:
         "--kv-tokens", type=int, default=0, help="of KV that the arms never lend (default: 0)"
     )
     parser.add_argument(
-        "--all-threads", action="store_true", help="on the host: a thread on each core, useful or not"
+        "--all-threads",
+        action="store_true",
+        help="on cores: one for each, useful or not",
     )
     parser.add_argument("--seed", type=int, default=1)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s decode %(levelname)s %(message)s")

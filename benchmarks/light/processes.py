@@ -72,7 +72,14 @@ class Plan:
 
     @classmethod
     def of(
-        cls, folder: Path, shape: str, *, row_tokens: int, rows_a_step: int, **more: Any
+        cls,
+        folder: Path,
+        shape: str,
+        *,
+        row_tokens: int,
+        rows_a_step: int,
+        rank: int = 16,
+        **more: Any,
     ) -> Plan:
         """With a model of that shape, and a job without end over rows that are all as long.
 
@@ -86,7 +93,7 @@ class Plan:
                 "format": "text",
                 "evalFraction": 0.0,
             },
-            "adapter": {"lora": {"rank": 16, "alpha": 32, "targetModules": "all-linear"}},
+            "adapter": {"lora": {"rank": rank, "alpha": 2 * rank, "targetModules": "all-linear"}},
             "training": {
                 "maxSteps": 1_000_000,
                 "batchSize": rows_a_step,

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks.harness import ROOT
-from benchmarks.light.processes import Decode, Plan, ProcessEnded, job_of, text_rows
-from benchmarks.shapes import write_shape
+from benchmarks.light.processes import Decode, Plan, ProcessEnded, job_of
 from windrow.eventlog import StepEvent, TaskletEvent
 from windrow.local.devices import on_cpus
 from windrow.local.summary import Events
@@ -161,22 +160,13 @@ def share_within(event: StepEvent | TaskletEvent, begin_ns: int, end_ns: int) ->
 
 def plan_of(folder: Path, *, arena_bytes: int, max_batch: int) -> Plan:
     """The demo's model on the host, and a job of one micro-batch a step, so that steps are many."""
-    model = write_shape(folder / "model", "tiny")
-    job = {
-        "model": {"name": str(model)},
-        "dataset": {
-            "source": str(text_rows(folder, 64, ROW_TOKENS)),
-            "format": "text",
-            "evalFraction": 0.0,
-        },
-        "adapter": {"lora": {"rank": 8, "alpha": 16, "targetModules": "all-linear"}},
-        "training": {
-            "maxSteps": 1_000_000,
-            "batchSize": ROWS,
-            "maxSequenceLength": ROW_TOKENS,
-            "learningRate": "1e-4",
-        },
-        "checkpoint": {"everySteps": 1_000_000, "keep": 1},
-        "output": {"destination": str(folder / "out")},
-    }
-    return Plan(folder, model, "cpu", job, arena_bytes, max_batch)
+    return Plan.of(
+        folder,
+        "tiny",
+        row_tokens=ROW_TOKENS,
+        rows_a_step=ROWS,
+        rank=8,
+        device="cpu",
+        arena_bytes=arena_bytes,
+        max_batch=max_batch,
+    )
