@@ -17,11 +17,11 @@ from typing import Final
 
 from windrow.errors import UserError
 
-MAGIC: Final = b"wrdecid1"
+MAGIC: Final = b"wrdecid2"
 CAPACITY: Final = 8192  # 80 s of decisions at ten milliseconds each, and 1.6 MB
 HEADER: Final = struct.Struct("<8sIIQq")
 _REASON_BYTES: Final = 40
-RECORD: Final = struct.Struct(f"<qqiqiqqqfffB3xQBBBxHHIQIQQIIQQ{_REASON_BYTES}s")
+RECORD: Final = struct.Struct(f"<qqiqiqqqfffB3xQBBBBHHIQIQQIIQQ{_REASON_BYTES}s")
 _PHASES: Final = ("none", "forward", "loss", "backward", "optimizer")
 
 
@@ -58,6 +58,7 @@ class Decision:
     job_epoch: int
     phase: str
     starving: bool
+    resident_layers: int  # whose weights the worker has in memory; 255: that many or more
     granted: bool
     finetune_units: int
     decode_units: int
@@ -86,6 +87,8 @@ class Decision:
             seen += " (outside of the profile)"
         if not self.granted:
             answer = f"the worker paused: {self.why_paused or 'nothing fits'}"
+            if self.starving:
+                answer += f", with the weights of {self.resident_layers} layers in memory"
         else:
             answer = f"the worker got {self.finetune_units} units, decode {self.decode_units}"
             for value, what in (
@@ -137,9 +140,9 @@ def read_decisions(path: Path) -> list[Decision]:
 def _decision(row: tuple, offset_ns: int) -> Decision:  # type: ignore[type-arg]
     at_ns, *facts = row
     (step, batch, context, waiting, admitted, objective, slack) = facts[:7]
-    (margin, alone_us, predicted_us, extrapolated, epoch, phase, starving) = facts[7:14]
-    (action, finetune, decode, tasklets, budget, window, gap, hold) = facts[14:22]
-    (steps, over, longest, total, why) = facts[22:]
+    (margin, alone_us, predicted_us, extrapolated, epoch, phase, starving, layers) = facts[7:15]
+    (action, finetune, decode, tasklets, budget, window, gap, hold) = facts[15:23]
+    (steps, over, longest, total, why) = facts[23:]
     return Decision(
         at=datetime.fromtimestamp((at_ns + offset_ns) / 1e9, UTC),
         at_ns=at_ns,
@@ -157,6 +160,7 @@ def _decision(row: tuple, offset_ns: int) -> Decision:  # type: ignore[type-arg]
         job_epoch=epoch,
         phase=_PHASES[phase] if phase < len(_PHASES) else str(phase),
         starving=bool(starving),
+        resident_layers=layers,
         granted=bool(action),
         finetune_units=finetune,
         decode_units=decode,

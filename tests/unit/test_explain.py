@@ -58,6 +58,17 @@ def test_a_decision_comes_back_with_its_outcome(tmp_path):
     assert "(predicted 18.2), 21.0 at most, 1 over the objective" in ran.sentence()
 
 
+@pytest.mark.parametrize(("layers", "kept"), [(6, 6), (300, 255), (-1, 0)])
+def test_a_worker_that_starves_is_told_with_its_layers_in_memory(tmp_path, layers, kept):
+    log = Decisions(RunDir(tmp_path))
+    offer = Offer(job_epoch=3, phase=3, starving=1, resident_layers=layers)
+    log.decided(decided(1, 10**9)._replace(offer=offer, why_paused="starving"))
+    log.drain()
+    (starved,) = read_decisions(RunDir(tmp_path).decision_log())
+    assert starved.resident_layers == kept
+    assert f"paused: starving, with the weights of {kept} layers in memory" in starved.sentence()
+
+
 def test_the_ring_keeps_the_newest_and_never_grows(tmp_path):
     log = Decisions(RunDir(tmp_path))
     path = RunDir(tmp_path).decision_log()

@@ -128,6 +128,7 @@ class Decisions:
             offer.job_epoch,
             offer.phase,
             offer.starving,
+            min(max(0, offer.resident_layers), 255),  # a garbled offer too has a record
             grant.action,
             grant.finetune_units,
             grant.decode_units,
