@@ -170,7 +170,15 @@ class Standing:
     @property
     def rival(self) -> str | None:
         """The one of these that trained fastest; None: there is none."""
-        return max(self.rivals, key=lambda name: _rate(self.row(name)), default=None)
+        return self._fastest(self.rivals)
+
+    @property
+    def rival_policy(self) -> str | None:
+        """The fastest that is a policy, which the same guard stops; None: there is none."""
+        return self._fastest([name for name in self.rivals if self.row(name)["kind"] == "policy"])
+
+    def _fastest(self, arms: Sequence[str]) -> str | None:
+        return max(arms, key=lambda name: _rate(self.row(name)), default=None)
 
     def against(self, arm: str) -> Interval:
         """Tokens a second as a multiple of another arm's, in pairs within the rounds."""
@@ -235,17 +243,24 @@ def document(path: Path, into: Path) -> None:
 
 def _summary(standings: Sequence[Standing]) -> str:
     verdicts = [standing.verdict for standing in standings]
-    rivals = [(s, s.against(s.rival)) for s in standings if s.rival]
     said = [
         f"{len(standings)} of {len(ALL)} loads are played; `windrow` holds the objective on "
         f"{verdicts.count('holds')}, is undecided on {verdicts.count('undecided')} and breaks it "
         f"on {verdicts.count('breaks')}."
     ]
-    if rivals:
+    fastest = {
+        "arm": [standing.rival for standing in standings],
+        "policy": [standing.rival_policy for standing in standings],
+    }
+    for what, names in fastest.items():
+        pairs = zip(standings, names, strict=True)
+        rivals = [(s, s.against(name)) for s, name in pairs if name]
+        if not rivals:
+            continue
         middles = [ratio.median for _, ratio in rivals]
         surely = [s.load.name for s, ratio in rivals if ratio.is_decided and ratio.high < 1]
         said.append(
-            f"It trains {_times_of(median(middles))} times as fast as the best other arm in the "
+            f"It trains {_times_of(median(middles))} times as fast as the best other {what} in the "
             f"median load, {_times_of(min(middles))} to {_times_of(max(middles))} times in all, "
             f"and slower by the interval on {', '.join(surely) or 'none'}."
         )
