@@ -21,29 +21,12 @@ from windrow_sidecar.qos.predictor import PredictorForm
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry, SimulatedArena, SimulatedPage
 from windrow_simulator.figures import SlotFigures
+from windrow_simulator.traffic import DecodeRequest
 from windrow_simulator.truth import Noise, Truth
 from windrow_simulator.worker import SimulatedWorker
 
 IDLE_TICK_NS = 50_000_000  # how often an idle engine asks its hook
 SECOND_NS = 1_000_000_000
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """A request on its decode GPU. Times in nanoseconds."""
-
-    arrived_ns: int  # at the cluster
-    ready_ns: int  # with its KV, at decode
-    prompt_tokens: int
-    output_tokens: int
-    number: int = 0
-    joined_ns: int = 0
-    first_ns: int = 0
-    done: int = 0  # tokens that it has
-    end_step: int = 0
-    held_tokens: int = 0  # of KV when it joined
-    joined_step: int = 0
-    waited_for_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)

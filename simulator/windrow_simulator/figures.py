@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from windrow_simulator.decode import DecodeRequest
+    from windrow_simulator.traffic import DecodeRequest
 
 _BINS = 200  # of a histogram, for a factor of e: half a percent each
 TIMELINE_S = 10.0

@@ -22,7 +22,7 @@ from windrow.errors import UserError
 from windrow.eventlog import RequestEvent, StepEvent, TaskletEvent, read_events
 from windrow.local.summary import DEDICATED, PODS, Events, SummaryWindow, throughput, window_of
 from windrow_simulator.arena import ArenaGeometry
-from windrow_simulator.decode import SECOND_NS, DecodeRequest
+from windrow_simulator.decode import SECOND_NS
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.scenario import (
     Ground,
@@ -31,7 +31,7 @@ from windrow_simulator.scenario import (
     read_profile,
     terms_for,
 )
-from windrow_simulator.traffic import Traffic
+from windrow_simulator.traffic import DecodeRequest, Traffic
 from windrow_simulator.truth import MeasuredTruth, Residuals, Worker
 from windrow_simulator.worker import WorkerMemory
 

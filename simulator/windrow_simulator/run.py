@@ -14,10 +14,17 @@ from windrow.local.generator import generate
 from windrow.local.trace import TraceRequest
 from windrow_simulator.agent import JobTimes
 from windrow_simulator.cluster import JobQueue
-from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
+from windrow_simulator.decode import SECOND_NS, DecodeGpu
 from windrow_simulator.figures import JobFigures, PolicyFigures, SlotFigures, add_up
 from windrow_simulator.scenario import ALONE, CELL_GPUS, Ground, SimulationSettings, terms_for
-from windrow_simulator.traffic import Arrival, PrefillPool, dealt, job_arrivals, prefill_gpus
+from windrow_simulator.traffic import (
+    Arrival,
+    DecodeRequest,
+    PrefillPool,
+    dealt,
+    job_arrivals,
+    prefill_gpus,
+)
 
 EPOCH_S = 5.0  # arrivals are handed to the GPUs for so long at a time
 TURN_S = 1.0  # the operator looks after its jobs so often

@@ -65,6 +65,24 @@ def load_trace(name: str, folder: Path | None) -> list[TraceRequest]:
     return requests
 
 
+@dataclass(slots=True, eq=False)
+class DecodeRequest:
+    """A request on its decode GPU. Times in nanoseconds."""
+
+    arrived_ns: int  # at the cluster
+    ready_ns: int  # with its KV, at decode
+    prompt_tokens: int
+    output_tokens: int
+    number: int = 0
+    joined_ns: int = 0
+    first_ns: int = 0
+    done: int = 0  # tokens that it has
+    end_step: int = 0
+    held_tokens: int = 0  # of KV when it joined
+    joined_step: int = 0
+    waited_for_kv: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """What comes to the cluster.

@@ -21,14 +21,14 @@ from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator import papers
 from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.bounds import limits, spatial_bound, temporal_bound
-from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest, DecodeSettings
+from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeSettings
 from windrow_simulator.figures import Histogram, SlotFigures, interval
 from windrow_simulator.hardware import gpu_named, model_named
 from windrow_simulator.papers import joining_gain, with_prompts
 from windrow_simulator.replay import replay
 from windrow_simulator.run import Cell, best_of, simulate
 from windrow_simulator.scenario import ALONE, SimulationSettings, build, checked, gpu_levels
-from windrow_simulator.traffic import Traffic, day_time, dealt, load_trace
+from windrow_simulator.traffic import DecodeRequest, Traffic, day_time, dealt, load_trace
 from windrow_simulator.truth import Assumptions, Noise, Residuals, RooflineTruth
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 

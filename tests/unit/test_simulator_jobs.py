@@ -15,11 +15,12 @@ from windrow_simulator import cluster
 from windrow_simulator.agent import JobTimes
 from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.cluster import JobQueue
-from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
+from windrow_simulator.decode import SECOND_NS, DecodeGpu
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.run import simulate
 from windrow_simulator.scenario import SimulationSettings, build
 from windrow_simulator.traffic import (
+    DecodeRequest,
     JobArrival,
     Traffic,
     job_arrivals,

@@ -14,9 +14,10 @@ from windrow.local.summary import load_marks
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry
-from windrow_simulator.decode import SECOND_NS, DecodeGpu, DecodeRequest
+from windrow_simulator.decode import SECOND_NS, DecodeGpu
 from windrow_simulator.figures import SlotFigures
 from windrow_simulator.replay import TaskletWorth, replay
+from windrow_simulator.traffic import DecodeRequest
 from windrow_simulator.truth import MeasuredTruth, Noise, Residuals, Worker
 from windrow_simulator.worker import SimulatedWorker, WorkerMemory
 
