@@ -69,6 +69,15 @@ def test_a_worker_that_starves_is_told_with_its_layers_in_memory(tmp_path, layer
     assert f"paused: starving, with the weights of {kept} layers in memory" in starved.sentence()
 
 
+def test_a_garbled_offer_has_a_record(tmp_path):
+    log = Decisions(RunDir(tmp_path))
+    garbled = Offer(job_epoch=-1, phase=-1, starving=2**40, resident_layers=-(2**62))
+    log.decided(decided(1, 10**9)._replace(offer=garbled))
+    log.drain()
+    (kept,) = read_decisions(RunDir(tmp_path).decision_log())
+    assert (kept.job_epoch, kept.phase, kept.resident_layers) == (0, "none", 0)
+
+
 def test_the_ring_keeps_the_newest_and_never_grows(tmp_path):
     log = Decisions(RunDir(tmp_path))
     path = RunDir(tmp_path).decision_log()

@@ -45,6 +45,11 @@ class Outcome(NamedTuple):
 _UNKNOWN = Outcome(0, 0, 0, 0)
 
 
+def _byte(value: int) -> int:
+    """Return the value as a record holds it: a worker's garbled offer has a record, too."""
+    return min(max(0, value), 255)
+
+
 class Decisions:
     """The ring of one slot. `drain` is called by one thread, everything else by decode's."""
 
@@ -125,10 +130,8 @@ class Decisions:
             decided.alone_us,
             grant.predicted_us,
             decided.extrapolated,
-            offer.job_epoch,
-            offer.phase,
-            offer.starving,
-            min(max(0, offer.resident_layers), 255),  # a garbled offer too has a record
+            max(0, offer.job_epoch),
+            *map(_byte, (offer.phase, offer.starving, offer.resident_layers)),
             grant.action,
             grant.finetune_units,
             grant.decode_units,
