@@ -138,11 +138,10 @@ def read_decisions(path: Path) -> list[Decision]:
 
 
 def _decision(row: tuple, offset_ns: int) -> Decision:  # type: ignore[type-arg]
-    at_ns, *facts = row
-    (step, batch, context, waiting, admitted, objective, slack) = facts[:7]
-    (margin, alone_us, predicted_us, extrapolated, epoch, phase, starving, layers) = facts[7:15]
-    (action, finetune, decode, tasklets, budget, window, gap, hold) = facts[15:23]
-    (steps, over, longest, total, why) = facts[23:]
+    (at_ns, step, batch, context, waiting, admitted, objective, slack, *more) = row
+    (margin, alone_us, predicted_us, extrapolated, epoch, phase, starving, layers, *more) = more
+    (action, finetune, decode, tasklets, budget, window, gap, hold, *more) = more
+    (steps, over, longest, total, why) = more
     return Decision(
         at=datetime.fromtimestamp((at_ns + offset_ns) / 1e9, UTC),
         at_ns=at_ns,
