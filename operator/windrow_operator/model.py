@@ -110,6 +110,7 @@ class CheckedPolicy:
     created: str
     spec: HarvestPolicySpec | None  # None: invalid, see `error`
     error: str = ""
+    offered: bool = False  # its namespace is marked as one whose policies are offered to all
 
     @property
     def key(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, time, timedelta, tzinfo
 from typing import Annotated, Final, Literal, Self
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -18,7 +19,9 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 
+from windrow.access import SOURCE_PATTERN, parse_source
 from windrow.crd.common import CONDITIONS_BY_TYPE, Condition, LabelSelector
+from windrow.crd.texts import Name
 from windrow.crd.values import (
     NAME_MAX,
     Duration,
@@ -230,6 +233,26 @@ class LimitsSpec(Record):
         return n_bytes
 
 
+def _source_pattern(text: str) -> str:
+    try:
+        parse_source(text)
+    except ValueError as error:
+        raise invalid(
+            f"{text!r}: {error}",
+            "Write it like rows.example.com, *.example.com, 10.0.0.0/8, minio.team.svc:9000 or *.",
+        ) from error
+    return text
+
+
+SourcePattern = Annotated[
+    str,
+    AfterValidator(_source_pattern),
+    WithJsonSchema(
+        {"type": "string", "minLength": 1, "maxLength": NAME_MAX + 6, "pattern": SOURCE_PATTERN}
+    ),
+]
+
+
 class AccessSpec(Record):
     """Who may use the slots."""
 
@@ -256,6 +279,51 @@ class AccessSpec(Record):
         description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
         "pods, and into the prefill instances of the same model in this namespace.",
     )
+    sources: list[SourcePattern] | None = Field(
+        default=None,
+        max_length=64,
+        description="Hosts that jobs may read from and write to by the network: a name, *.domain, "
+        "an address or a network like 10.0.0.0/8, each with a :port if only that is meant, or * "
+        "for every host with a public address. Left out: hosts with public addresses, and for "
+        "jobs of this namespace those with private ones. Link-local addresses, where a node's "
+        "credentials are served, are reached only where they are listed.",
+    )
+    pod_credentials: bool | None = Field(
+        default=None,
+        description="Whether jobs may use s3:// without a Secret, by the credentials that the pod "
+        "or its node has. Left out: jobs of this namespace only.",
+    )
+    share_workers: bool = Field(
+        default=False,
+        description="Whether jobs of several namespaces may run in one worker process, in turns.",
+    )
+    priority_classes: list[Name] | None = Field(
+        default=None,
+        max_length=64,
+        description="PriorityClasses that jobs may name here. Left out: every one.",
+    )
+    preempt_across_namespaces: bool = Field(
+        default=False,
+        description="Whether a job may take the slot of a job of another namespace, by its "
+        "priority.",
+    )
+
+    @property
+    def admits_others(self) -> bool:
+        """Return whether jobs of other namespaces than the policy's may come."""
+        return not self.namespace_selector.is_empty
+
+    def admits(self, own_namespace: str, namespace: str, labels: Mapping[str, str]) -> bool:
+        """Return whether jobs of `namespace`, with these labels, may come.
+
+        Args:
+            own_namespace: that of the policy: the one that an empty selector means.
+            namespace: of the jobs.
+            labels: of that namespace.
+        """
+        if self.namespace_selector.is_empty:
+            return namespace == own_namespace
+        return self.namespace_selector.matches(dict(labels))
 
 
 class ClaimSource(Record):
@@ -331,6 +399,37 @@ class HostPathSource(Record):
     path: AbsolutePath = Field(description="Absolute path on the node.")
 
 
+# What stands for the namespace of a job in the folder of a volume.
+NAMESPACE_FOLDER: Final = "{namespace}"
+_FOLDER_PATTERN: Final = r"^(([A-Za-z0-9._-]|\{namespace\})+(/([A-Za-z0-9._-]|\{namespace\})+)*)?$"
+
+
+def _folder(text: str) -> str:
+    if not re.fullmatch(_FOLDER_PATTERN, text) or {".", ".."} & set(text.split("/")):
+        raise invalid(
+            f"{text!r} is not a folder of a volume",
+            "Write it like {namespace} or teams/{namespace}, without . or .., or leave it empty "
+            "for the whole volume.",
+        )
+    return text
+
+
+VolumeFolder = Annotated[
+    str,
+    AfterValidator(_folder),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": _PATH_MAX,
+            "pattern": _FOLDER_PATTERN,
+            "x-kubernetes-validations": [
+                cel(r"!self.matches('(^|/)\\.\\.?(/|$)')", "folder may not hold . or .. as a name")
+            ],
+        }
+    ),
+]
+
+
 class VolumeSpec(Record):
     """A volume that the sidecars mount, for models, rows and adapters."""
 
@@ -353,6 +452,12 @@ class VolumeSpec(Record):
         f"{', '.join(RESERVED_PATHS)}. Adapters are written below one that is not readOnly."
     )
     read_only: bool = Field(default=False, description="Mount it read-only.")
+    folder: VolumeFolder | None = Field(
+        default=None,
+        description="Folder of the volume to which a job is confined; {namespace} stands for that "
+        "of the job. Left out: {namespace} where access.namespaceSelector is set and the volume is "
+        "not readOnly, else the whole volume. An empty text: the whole volume.",
+    )
     persistent_volume_claim: ClaimSource | None = Field(
         default=None, description="A claim of the pod's namespace."
     )
@@ -366,6 +471,20 @@ class VolumeSpec(Record):
                 "Set one of persistentVolumeClaim and hostPath.",
             )
         return self
+
+    def tree_of(self, namespace: str, *, shared: bool) -> str:
+        """Return the directory, as the sidecar sees it, to which jobs of `namespace` are confined.
+
+        Args:
+            namespace: of the job.
+            shared: whether jobs of several namespaces may come.
+        """
+        folder = self.folder
+        if folder is None:
+            folder = NAMESPACE_FOLDER if shared and not self.read_only else ""
+        return posixpath.join(self.mount_path, folder.replace(NAMESPACE_FOLDER, namespace)).rstrip(
+            "/"
+        )
 
 
 DRA_FORM = "gpuAccess dra needs form sidecar: an ephemeral container can hold no claims"

@@ -138,7 +138,7 @@ class PolicyConfig(_message.Message):
     def __init__(self, name: _Optional[str] = ..., policy: _Optional[str] = ..., mode: _Optional[str] = ..., objective_seconds: _Optional[float] = ..., percentile: _Optional[float] = ..., scope: _Optional[str] = ..., max_compute_percent: _Optional[int] = ..., max_memory_percent: _Optional[int] = ..., generation: _Optional[int] = ..., deferral_seconds: _Optional[float] = ...) -> None: ...
 
 class Assign(_message.Message):
-    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path")
+    __slots__ = ("slot", "job_namespace", "job_name", "job_uid", "epoch", "spec_json", "outputs", "leader_term", "dataset_secret", "output_secret", "checkpoint_path", "access")
     class DatasetSecretEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Assign(_message.Message):
     DATASET_SECRET_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_SECRET_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_PATH_FIELD_NUMBER: _ClassVar[int]
+    ACCESS_FIELD_NUMBER: _ClassVar[int]
     slot: int
     job_namespace: str
     job_name: str
@@ -175,13 +176,32 @@ class Assign(_message.Message):
     dataset_secret: _containers.ScalarMap[str, str]
     output_secret: _containers.ScalarMap[str, str]
     checkpoint_path: str
-    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ...) -> None: ...
+    access: Access
+    def __init__(self, slot: _Optional[int] = ..., job_namespace: _Optional[str] = ..., job_name: _Optional[str] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., spec_json: _Optional[str] = ..., outputs: _Optional[_Union[Outputs, _Mapping]] = ..., leader_term: _Optional[int] = ..., dataset_secret: _Optional[_Mapping[str, str]] = ..., output_secret: _Optional[_Mapping[str, str]] = ..., checkpoint_path: _Optional[str] = ..., access: _Optional[_Union[Access, _Mapping]] = ...) -> None: ...
+
+class Access(_message.Message):
+    __slots__ = ("readable_trees", "lists_sources", "sources", "private_sources", "pod_credentials", "shares_worker")
+    READABLE_TREES_FIELD_NUMBER: _ClassVar[int]
+    LISTS_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    PRIVATE_SOURCES_FIELD_NUMBER: _ClassVar[int]
+    POD_CREDENTIALS_FIELD_NUMBER: _ClassVar[int]
+    SHARES_WORKER_FIELD_NUMBER: _ClassVar[int]
+    readable_trees: _containers.RepeatedScalarFieldContainer[str]
+    lists_sources: bool
+    sources: _containers.RepeatedScalarFieldContainer[str]
+    private_sources: bool
+    pod_credentials: bool
+    shares_worker: bool
+    def __init__(self, readable_trees: _Optional[_Iterable[str]] = ..., lists_sources: _Optional[bool] = ..., sources: _Optional[_Iterable[str]] = ..., private_sources: _Optional[bool] = ..., pod_credentials: _Optional[bool] = ..., shares_worker: _Optional[bool] = ...) -> None: ...
 
 class Outputs(_message.Message):
-    __slots__ = ("trees",)
+    __slots__ = ("trees", "mounts")
     TREES_FIELD_NUMBER: _ClassVar[int]
+    MOUNTS_FIELD_NUMBER: _ClassVar[int]
     trees: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, trees: _Optional[_Iterable[str]] = ...) -> None: ...
+    mounts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, trees: _Optional[_Iterable[str]] = ..., mounts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobCommand(_message.Message):
     __slots__ = ("job_uid", "epoch", "action", "reason", "leader_term")
