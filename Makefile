@@ -23,7 +23,7 @@ SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 NATIVE_TESTS := tests/cpp tests/libcuda_standin benchmarks/native
 
-PACKAGES := $(shell find api operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
+PACKAGES := $(shell find api cli operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
@@ -125,7 +125,7 @@ images:
 
 # For the tests, on a base that is made from packages: no registry is needed.
 OPERATOR_IMAGE := build/images/operator.tar
-$(OPERATOR_IMAGE): $(shell find api operator -name '*.py') pyproject.toml constraints.txt \
+$(OPERATOR_IMAGE): $(shell find api cli operator -name '*.py') pyproject.toml constraints.txt \
   deploy/images/build.sh deploy/images/ignore deploy/images/operator/Dockerfile
 	BASE=debian ARGS= deploy/images/build.sh operator
 

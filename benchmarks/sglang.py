@@ -321,7 +321,7 @@ def windrow(*words: str) -> str:
     Raises:
         RuntimeError: it failed, with the end of what it said.
     """
-    command = [sys.executable, "-c", "from windrow.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from windrow_cli import main; main()", *words]
     env = {**os.environ, "SGLANG_VENV": str(PYTHON.parents[1])}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     if done.returncode:

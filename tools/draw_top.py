@@ -17,9 +17,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from windrow.cli.top import Screen, remember
 from windrow.client import WindrowClient
 from windrow.local.cluster import running_kubeconfig
+from windrow_cli.top import Screen, remember
 
 _FONT = "font-family: ui-monospace, DejaVu Sans Mono, monospace;"
 

@@ -16,7 +16,6 @@ import typer
 import yaml
 from generated import ROOT, write_or_check
 
-from windrow.cli import app
 from windrow.client import WindrowClient
 from windrow.metrics import (
     OPERATOR_METRICS,
@@ -24,6 +23,7 @@ from windrow.metrics import (
     Metric,
     MetricType,
 )
+from windrow_cli import app
 
 METRICS_HEAD = """# Metrics
 

@@ -382,7 +382,7 @@ async def test_what_the_agent_starts_is_tried_by_a_real_process(cuda_standin, po
 
 def test_doctor_shows_how_the_gpu_would_be_shared(cuda_standin, run_dir):
     said = subprocess.run(
-        [sys.executable, "-c", "from windrow.cli import main; main()", "doctor", "--json"],
+        [sys.executable, "-c", "from windrow_cli import main; main()", "doctor", "--json"],
         env=os.environ | {"KUBECONFIG": str(run_dir / "none")},
         capture_output=True,
         text=True,

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from windrow.cli import run
+from windrow_cli import run
 from windrow_sidecar import _core
 from windrow_sidecar._core import Arena, Inspection
 from windrow_sidecar.memory.dump import STATES

@@ -28,7 +28,7 @@ def demo(tools, tmp_path_factory):
     """Folder, summary and output of one run without a terminal."""
     folder = tmp_path_factory.mktemp("demo")
     out = folder / "run"
-    command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
+    command = [sys.executable, "-c", "from windrow_cli import main; main()", "demo"]
     command += [f"--seconds={SECONDS}", f"--out={out}", "--json", "--steps=6"]
     run = subprocess.run(
         command,

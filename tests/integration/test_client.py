@@ -10,7 +10,7 @@ from kubernetes import client
 from operator_process import install_crds
 from waiting import wait_until
 
-from windrow import cli
+import windrow_cli as cli
 from windrow.client import WindrowClient
 from windrow.errors import UserError
 

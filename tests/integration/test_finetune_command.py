@@ -18,7 +18,7 @@ from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 
 ROWS = Path(__file__).resolve().parents[2] / "examples" / "support-tone" / "train.jsonl"
 MODEL = Path(__file__).resolve().parents[2] / "models" / "windrow-tiny"
-COMMAND = (sys.executable, "-c", "from windrow.cli import main; main()", "finetune")
+COMMAND = (sys.executable, "-c", "from windrow_cli import main; main()", "finetune")
 
 
 def manifest(tmp_path, **training) -> Path:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from decode_pods import DECODE_PODS, OTHER_ENGINES
 
-from windrow import cli
+import windrow_cli as cli
 
 POLICY = {
     "apiVersion": "windrow.dev/v1alpha1",

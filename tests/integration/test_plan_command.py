@@ -21,7 +21,7 @@ MODEL = ROOT / "models" / "windrow-tiny"
 
 
 def plan(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from windrow.cli import main; main()", "plan", *flags]
+    command = [sys.executable, "-c", "from windrow_cli import main; main()", "plan", *flags]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

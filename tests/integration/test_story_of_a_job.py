@@ -17,7 +17,7 @@ from operator_process import running
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import DEADLINE_SECONDS, wait_until
 
-from windrow import cli
+import windrow_cli as cli
 from windrow.client import WindrowClient
 from windrow.crd import ANNOTATION_LOGS
 from windrow.metrics import OPERATOR_METRICS

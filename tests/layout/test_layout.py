@@ -19,7 +19,7 @@ from benchmarks import harvest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("folder", ["operator", "sidecar", "simulator", "tests", "api"])
+@pytest.mark.parametrize("folder", ["operator", "sidecar", "simulator", "tests", "api", "cli"])
 def test_plain_folders_hold_packages_and_are_none(folder):
     # operator/__init__.py would shadow Python's own `operator` for whoever runs from the root.
     assert not (ROOT / folder / "__init__.py").exists()
@@ -70,7 +70,7 @@ def test_field_numbers_of_the_wire_are_unique_in_each_message():
 @pytest.mark.parametrize(
     "module",
     [
-        "windrow.cli",
+        "windrow_cli",
         "windrow.client",
         "windrow_sidecar.agent",
         "windrow_sidecar.qos.predictor",
@@ -116,6 +116,7 @@ def test_the_page_of_loads_is_that_of_the_committed_results(tmp_path):
 
 PACKAGES = {
     "windrow": ROOT / "api" / "windrow",
+    "windrow_cli": ROOT / "cli" / "windrow_cli",
     "windrow_operator": ROOT / "operator" / "windrow_operator",
     "windrow_sidecar": ROOT / "sidecar" / "windrow_sidecar",
     "windrow_simulator": ROOT / "simulator" / "windrow_simulator",

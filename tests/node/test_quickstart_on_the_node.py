@@ -36,7 +36,7 @@ def test_a_command_on_the_node_is_one_of_its_shell(node):
 @pytest.mark.timeout(600)
 def test_the_demo_runs_on_the_node_to_the_same_summary_and_report(node, tmp_path):
     out = tmp_path / "run"
-    command = [sys.executable, "-c", "from windrow.cli import main; main()", "demo"]
+    command = [sys.executable, "-c", "from windrow_cli import main; main()", "demo"]
     (options,) = handed_to("demo")
     command += [*options, "--seconds=10", f"--out={out}", "--json", "--steps=6"]
     run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=580)

@@ -40,7 +40,7 @@ def windrow(tmp_path):
     env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
 
     def run(*words: str) -> str:
-        command = [sys.executable, "-c", "from windrow.cli import main; main()", *words]
+        command = [sys.executable, "-c", "from windrow_cli import main; main()", *words]
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env, timeout=400
         )

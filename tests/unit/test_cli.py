@@ -12,14 +12,14 @@ import pytest
 import typer
 import yaml
 
-from windrow import cli
-from windrow.cli import doctor, jobs, top
-from windrow.cli.clusters import DemoOptions
-from windrow.cli.output import plain, spread, table
-from windrow.cli.simulate import SimulateOptions
+import windrow_cli as cli
 from windrow.errors import Transient, UserError
 from windrow.local.demo import DemoSettings
 from windrow.views import JobView, SlotView
+from windrow_cli import doctor, jobs, top
+from windrow_cli.clusters import DemoOptions
+from windrow_cli.output import plain, spread, table
+from windrow_cli.simulate import SimulateOptions
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_simulator.scenario import SimulationSettings
 
@@ -90,7 +90,7 @@ def test_each_command_has_help_with_an_example_and_answers_in_json(command, caps
     ],
 )
 def test_output_that_goes_nowhere_is_no_error_and_a_full_disk_is_told_once(closes, says):
-    program = "from windrow.cli.output import print_line as p; p('a' * 70000); p('b'); p('c')"
+    program = "from windrow_cli.output import print_line as p; p('a' * 70000); p('b'); p('c')"
     done = subprocess.run(
         ["bash", "-c", f'"$0" -c "$1" {closes}; exit ${{PIPESTATUS[0]}}', sys.executable, program],
         stderr=subprocess.PIPE,
@@ -330,7 +330,7 @@ def test_without_any_kubeconfig_it_is_said_how_to_get_one(tmp_path):
     hidden = ("KUBECONFIG", "KUBERNETES_SERVICE_HOST")
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
     environment |= {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path)}
-    command = [sys.executable, "-c", "from windrow import cli; cli.main()", "get"]
+    command = [sys.executable, "-c", "import windrow_cli as cli; cli.main()", "get"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == cli.EXIT_USAGE
     assert done.stderr == (

@@ -4,9 +4,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from windrow.cli.profile import summary, write_plot
 from windrow.crd import LatencyProfileSpec
 from windrow.errors import UserError
+from windrow_cli.profile import summary, write_plot
 from windrow_sidecar.engines.profile import (
     EFFORTS,
     Subject,

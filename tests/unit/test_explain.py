@@ -12,11 +12,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from typer.testing import CliRunner
 
-from windrow.cli import app
-from windrow.cli.explain import moment, ring_of
 from windrow.decisions import CAPACITY, read_decisions
 from windrow.errors import UserError
 from windrow.rundir import RunDir
+from windrow_cli import app
+from windrow_cli.explain import moment, ring_of
 from windrow_sidecar.engines.harvest.decision_log import Decisions
 from windrow_sidecar.qos.control import Decided
 from windrow_sidecar.qos.view import Action, Grant, Offer, View

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from windrow import cli
+import windrow_cli as cli
 from windrow.local import demo
 from windrow_operator import budget, job_steps, slots, webhook
 from windrow_operator.lease import LeaseTimes

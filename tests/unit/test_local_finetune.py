@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 
-from windrow.cli.finetune import _passed_on, _result, _state
 from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.local.curves import (
@@ -34,6 +33,7 @@ from windrow.local.finetune import (
     understood,
     without_cluster,
 )
+from windrow_cli.finetune import _passed_on, _result, _state
 from windrow_sidecar.finetune.job.assembly import read_job, without_effect
 from windrow_sidecar.finetune.training.optimizer import Schedule
 

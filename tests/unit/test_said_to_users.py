@@ -9,7 +9,7 @@ import pytest
 import typer
 import yaml
 
-from windrow import cli
+import windrow_cli as cli
 from windrow.crd import parse_job_spec
 from windrow.errors import UserError
 

@@ -10,13 +10,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from rich.console import Console
 
-from windrow import cli
-from windrow.cli import top
-from windrow.cli.explain_job import explain_job, text_of
-from windrow.cli.report import write_page
+import windrow_cli as cli
 from windrow.errors import Transient, UserError
 from windrow.usage import UsageBar, UsageReport, from_prometheus, from_status, parse_period
 from windrow.views import EventView, JobView, SlotView
+from windrow_cli import top
+from windrow_cli.explain_job import explain_job, text_of
+from windrow_cli.report import write_page
 
 NOW = datetime(2026, 1, 2, 12, tzinfo=UTC)
 

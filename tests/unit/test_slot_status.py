@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from windrow.cli.explain_job import _slot
 from windrow.conditions import get_condition
 from windrow.crd import ANNOTATION_GPU_ACCESS, HarvestSlotStatus
 from windrow.proto import attach_pb2 as pb
 from windrow.views import SlotView
+from windrow_cli.explain_job import _slot
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Slot
 from windrow_operator.slot_table import capacity_refusal

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line, table
 from windrow.errors import Transient, UserError
+from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -265,7 +265,7 @@ def _slots(slots: Sequence[SlotView], history: History, columns: _Columns) -> Ta
 
 
 def _jobs(jobs: Sequence[JobView], columns: _Columns) -> Table:
-    from windrow.cli.jobs import row_of as job_row
+    from windrow_cli.jobs import row_of as job_row
 
     heads = ["JOB", "STATE", "PROGRESS", "STEP", "LOSS", "TOKENS/S", "ETA", "SLOT"]
     shown = heads if columns.full else heads[:-1]

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from windrow.cli.output import Json, print_json
 from windrow.errors import UserError, WindrowError
+from windrow_cli.output import Json, print_json
 
 # Of `windrow_sidecar.finetune.engine.orders`.
 _ORDERS = ("layer-major", "token-major", "interleaved")

@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 
 from windrow.chunkmap import ChunkMap, draw
-from windrow.cli.output import Json, print_json
 from windrow.errors import Transient, UserError, WindrowError
+from windrow_cli.output import Json, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Look at the memory of a live decode pod.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from windrow.cli.explain_job import story_of
+from windrow_cli.explain_job import story_of
 
 if TYPE_CHECKING:
     from windrow.views import EventView, SlotView

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windrow.cli.output import (
+from windrow.errors import UserError
+from windrow.outputs import OWN_FOLDER
+from windrow.views import JobView
+from windrow_cli.output import (
     Context,
     Json,
     Kubeconfig,
@@ -20,9 +23,6 @@ from windrow.cli.output import (
     print_line,
     table,
 )
-from windrow.errors import UserError
-from windrow.outputs import OWN_FOLDER
-from windrow.views import JobView
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,7 +13,8 @@ from typing import Any
 
 import typer
 
-from windrow.cli import (
+from windrow.errors import WindrowError
+from windrow_cli import (
     clusters,
     doctor,
     explain,
@@ -28,9 +29,8 @@ from windrow.cli import (
     simulate,
     top,
 )
-from windrow.cli import run as running
-from windrow.cli.output import EXIT_FAILED, EXIT_TRANSIENT, EXIT_USAGE, print_json, tell
-from windrow.errors import WindrowError
+from windrow_cli import run as running
+from windrow_cli.output import EXIT_FAILED, EXIT_TRANSIENT, EXIT_USAGE, print_json, tell
 
 __all__ = ["EXIT_FAILED", "EXIT_TRANSIENT", "EXIT_USAGE", "app", "main", "run"]
 

@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windrow.cli.explain_job import explain_job, text_of
-from windrow.cli.explain_slot import explain_slot
-from windrow.cli.explain_slot import text_of as slot_text
-from windrow.cli.output import (
+from windrow.decisions import Decision, around, read_decisions
+from windrow.errors import UserError
+from windrow.rundir import ENV_RUN_DIR, RunDir
+from windrow_cli.explain_job import explain_job, text_of
+from windrow_cli.explain_slot import explain_slot
+from windrow_cli.explain_slot import text_of as slot_text
+from windrow_cli.output import (
     Context,
     Json,
     Kubeconfig,
@@ -22,9 +25,6 @@ from windrow.cli.output import (
     print_json,
     print_line,
 )
-from windrow.decisions import Decision, around, read_decisions
-from windrow.errors import UserError
-from windrow.rundir import ENV_RUN_DIR, RunDir
 
 if TYPE_CHECKING:
     from windrow.client import WindrowClient

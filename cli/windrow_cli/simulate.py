@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from windrow.cli.output import Json, print_json, print_line, spread, table
 from windrow.errors import UserError, WindrowError
+from windrow_cli.output import Json, print_json, print_line, spread, table
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
 

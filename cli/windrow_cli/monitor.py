@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from windrow.cli.output import Json, print_json, print_line
 from windrow.errors import UserError
+from windrow_cli.output import Json, print_json, print_line
 
 
 def monitor(

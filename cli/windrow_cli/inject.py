@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from windrow.cli.output import Json, print_json, print_line
 from windrow.errors import UserError, WindrowError
+from windrow_cli.output import Json, print_json, print_line
 
 _TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job", "LeaderWorkerSet")
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line, table
 from windrow.errors import UserError
+from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
 
 if TYPE_CHECKING:
     from windrow.usage import TenantUsage, UsageReport

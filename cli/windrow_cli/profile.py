@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from windrow.cli.output import Json, print_json, print_line, table
 from windrow.errors import Transient, UserError, WindrowError
 from windrow.rundir import profile_cache, profile_file
+from windrow_cli.output import Json, print_json, print_line, table
 
 if TYPE_CHECKING:
     from windrow.crd import LatencyProfileSpec

@@ -16,8 +16,8 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from windrow.cli.output import Json, print_json, print_line, spread
 from windrow.errors import UserError
+from windrow_cli.output import Json, print_json, print_line, spread
 
 if TYPE_CHECKING:
     from windrow.local.devices import Device

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from windrow.cli.output import Json, Kubeconfig, client, print_json, print_line, table
 from windrow.errors import Transient, UserError
+from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
 
 # A minute of checks, and what a first compilation may take on a busy machine.
 GPU_WITHIN_S = 240

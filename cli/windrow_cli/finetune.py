@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from windrow.cli.output import Json, drop_output, print_json, print_line, tell
 from windrow.errors import UserError, WindrowError
+from windrow_cli.output import Json, drop_output, print_json, print_line, tell
 
 if TYPE_CHECKING:
     from windrow.local.finetune import LocalJob, RunSummary
