@@ -23,7 +23,7 @@ SGLANG_ITSELF := $(if $(SGLANG_VERSION),sglang==$(SGLANG_VERSION),$(SGLANG_PINS)
 NATIVE := CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 NATIVE_TESTS := tests/cpp tests/libcuda_standin benchmarks/native
 
-PACKAGES := $(shell find api cli operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
+PACKAGES := $(shell find api cli lab operator sidecar simulator -name '*.py' -not -path '*/__pycache__/*')
 
 # Kept between runs; the C++ tests use the same.
 SANITIZED := build/cpp-address
@@ -117,7 +117,7 @@ test-sglang: sglang
 
 # Everything of the node ends with the command.
 node: setup
-	$(PY) -m windrow.local.realnode $(if $(strip $(ARGS)),-- $(ARGS))
+	$(PY) -m windrow_lab.realnode $(if $(strip $(ARGS)),-- $(ARGS))
 
 NAMES ?= operator
 images:
@@ -125,7 +125,7 @@ images:
 
 # For the tests, on a base that is made from packages: no registry is needed.
 OPERATOR_IMAGE := build/images/operator.tar
-$(OPERATOR_IMAGE): $(shell find api cli operator -name '*.py') pyproject.toml constraints.txt \
+$(OPERATOR_IMAGE): $(shell find api cli lab operator -name '*.py') pyproject.toml constraints.txt \
   deploy/images/build.sh deploy/images/ignore deploy/images/operator/Dockerfile
 	BASE=debian ARGS= deploy/images/build.sh operator
 
@@ -133,11 +133,11 @@ $(OPERATOR_IMAGE): $(shell find api cli operator -name '*.py') pyproject.toml co
 BESIDE_A_NODE := tests/node/test_up_on_a_node.py
 # Status 3: this machine can run no node, and the line before says why.
 test-node: setup
-	@$(PY) -m windrow.local.realnode --check; status=$$?; \
+	@$(PY) -m windrow_lab.realnode --check; status=$$?; \
 	if [ $$status -eq 3 ]; then echo "make test-node: skipped"; exit 0; fi; \
 	[ $$status -eq 0 ] || exit $$status; \
 	$(MAKE) $(OPERATOR_IMAGE) || exit 1; \
-	$(PY) -m windrow.local.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node) || exit 1; \
+	$(PY) -m windrow_lab.realnode -- $(PY) -m pytest $(or $(ARGS),tests/node) || exit 1; \
 	$(if $(ARGS),:,$(PY) -m pytest $(BESIDE_A_NODE))
 
 # Every object that the chart can make, by kubeconform; the schemas come from Go's module proxy. Its

@@ -26,11 +26,11 @@ from rich.console import Console
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from windrow.client import WindrowClient
 from windrow.eventlog import StepEvent, read_events
-from windrow.local.cluster import ClusterSettings, LocalCluster
-from windrow.local.devices import bystanders, devices, on_cpus, usable_cores
-from windrow.local.ports import LOOPBACK, ReservedPort
-from windrow.local.watcher import Watcher
 from windrow.rundir import ENV_LOG_DIR
+from windrow_lab.cluster.local import ClusterSettings, LocalCluster
+from windrow_lab.demo.watcher import Watcher
+from windrow_lab.machine.devices import bystanders, devices, on_cpus, usable_cores
+from windrow_lab.machine.ports import LOOPBACK, ReservedPort
 
 BLOCK_S = 12.0
 GOAL_PERCENT = 5.0
@@ -97,7 +97,7 @@ def _pair(endpoint: str, folder: Path) -> tuple[list[StepEvent], list[StepEvent]
 def block(endpoint: str, folder: Path) -> list[StepEvent]:
     """Load the server for a while; return its steps without a prompt in them."""
     begin_ns = time.monotonic_ns()
-    argv = [sys.executable, "-m", "windrow.local.load", f"--endpoint={endpoint}"]
+    argv = [sys.executable, "-m", "windrow_lab.load", f"--endpoint={endpoint}"]
     argv += [f"--seconds={BLOCK_S:g}", "--seed=7", f"--json={folder / 'load.json'}"]
     subprocess.run(argv, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     time.sleep(1.5)  # the engine writes its events once a second

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from windrow.local.environment import environment
+from windrow_lab.machine.environment import environment
 
 __all__ = [
     "DRIVER_HELP",

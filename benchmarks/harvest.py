@@ -28,13 +28,13 @@ from rich.console import Console
 from benchmarks.engine.drawing import draw_ranges
 from benchmarks.harness import ROOT, into_document, markdown
 from windrow.errors import UserError, WindrowError
-from windrow.local import verdict
-from windrow.local.arms import AGAIN, ALONE, TUNED
-from windrow.local.compare import FOOTING, CompareSettings, run
-from windrow.local.demo import DemoSettings
-from windrow.local.environment import environment
-from windrow.local.generator import Like
-from windrow.local.paired import DECIDING_ROUNDS, Interval, interval_of
+from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare.arms import AGAIN, ALONE, TUNED
+from windrow_lab.compare.run import FOOTING, CompareSettings, run
+from windrow_lab.demo.run import DemoSettings
+from windrow_lab.figures.paired import DECIDING_ROUNDS, Interval, interval_of
+from windrow_lab.load.generator import Like
+from windrow_lab.machine.environment import environment
 
 # At 1.0 a device gets three requests a second. One of the conversation trace has 211 tokens to
 # generate in the mean, one of the code trace 28: so the latter come more often.
@@ -46,7 +46,7 @@ _TRACE_FILE = "AzureLLMInferenceTrace_{}.csv"
 
 @dataclass(frozen=True)
 class BenchmarkLoad:
-    """A trace, a rate of `windrow.local.load`, and an objective in solo steps."""
+    """A trace, a rate of `windrow_lab.load`, and an objective in solo steps."""
 
     like: Like
     rate: float

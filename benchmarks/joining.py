@@ -25,9 +25,9 @@ from typing import Any
 from benchmarks.disturbance import block, engine, ratios
 from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, middle, write
 from windrow.eventlog import StepEvent
-from windrow.local.devices import bystanders, devices, on_cpus, usable_cores
 from windrow.proto import attach_pb2
 from windrow.rundir import ENV_RUN_DIR
+from windrow_lab.machine.devices import bystanders, devices, on_cpus, usable_cores
 from windrow_sidecar.testing.attached_operator import AttachedOperator, until
 
 MODEL = ROOT / "models" / "windrow-tiny"

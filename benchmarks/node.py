@@ -27,8 +27,8 @@ import httpx
 
 from benchmarks.harness import ROOT, Result, arguments, environment, middle, write
 from benchmarks.sglang import interval
-from windrow.local import realpods
-from windrow.local.realnode import NodeInfo
+from windrow_lab.realnode import pods as realpods
+from windrow_lab.realnode.node import NodeInfo
 
 ARCHIVE = ROOT / "build" / "images" / "operator.tar"
 TOKENS = 128

@@ -27,7 +27,7 @@ from benchmarks.harness import ROOT, Baseline, Result, arguments, environment, w
 from benchmarks.light.processes import Decode
 from benchmarks.light.trainers import Trainer, at_work, decoding, share_within, two_cores
 from windrow.eventlog import TaskletEvent
-from windrow.local.devices import on_cpus
+from windrow_lab.machine.devices import on_cpus
 
 POINTS = tuple((batch, context) for context in (512, 2048) for batch in (4, 16, 32))
 ROUNDS, SECONDS, GENERATED = 4, 1.5, 64

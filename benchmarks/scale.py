@@ -49,11 +49,11 @@ from benchmarks.operator_load import (
     until,
 )
 from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, HARVEST_SLOT
-from windrow.local.build import ensure_tools
-from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
-from windrow.local.crds import apply_crds
-from windrow.local.progress import LineProgress
-from windrow.local.summary import percentile
+from windrow_lab.cluster.crds import apply_crds
+from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
+from windrow_lab.figures.summary import percentile
+from windrow_lab.machine.build import ensure_tools
+from windrow_lab.machine.progress import LineProgress
 from windrow_operator.kube import Kube, kind_path
 
 # Of the figures, those that should grow with the number of slots and no faster.

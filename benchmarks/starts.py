@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT, Result, arguments, environment, write
-from windrow.local.realnode import NodeInfo
+from windrow_lab.realnode.node import NodeInfo
 
 TESTS = "tests/node/test_pods_start.py"
 ENV_STARTS = "WINDROW_NODE_STARTS"

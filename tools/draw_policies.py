@@ -17,7 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-from windrow.local.generator import generate
+from windrow_lab.load.generator import generate
 from windrow_sidecar.qos.co_run import CoRunFactors
 from windrow_sidecar.qos.control import Controller, EngineTraits
 from windrow_sidecar.qos.levels import overlapping_levels

@@ -18,8 +18,8 @@ from pathlib import Path
 from rich.console import Console
 
 from windrow.client import WindrowClient
-from windrow.local.cluster import running_kubeconfig
 from windrow_cli.top import Screen, remember
+from windrow_lab.cluster.local import running_kubeconfig
 
 _FONT = "font-family: ui-monospace, DejaVu Sans Mono, monospace;"
 

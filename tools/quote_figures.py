@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from windrow.local import verdict
-from windrow.local.frontier import load_of
+from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare.comparison_page import load_of
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

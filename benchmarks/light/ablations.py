@@ -19,7 +19,7 @@ from rich.console import Console
 from benchmarks.harness import Baseline, Result, middle
 from benchmarks.light.measure import Bench, Document, MeasureEffort, Parts
 from benchmarks.light.processes import EPOCH, Plan
-from windrow.local.paired import Interval, interval_of, order_of
+from windrow_lab.figures.paired import Interval, interval_of, order_of
 
 ALONE = "alone"
 # Of decode's own median step in a surge.

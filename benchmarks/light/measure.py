@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.light.processes import EPOCH, Decode, Plan, Worker, train_alone
-from windrow.local.summary import SummaryWindow, throughput
+from windrow_lab.figures.summary import SummaryWindow, throughput
 from windrow_sidecar.engines.profile import Subject, document
 from windrow_sidecar.qos.levels import Partitioning, PartitionLevel
 from windrow_sidecar.qos.predictor import Predictor

@@ -23,9 +23,9 @@ from benchmarks.harness import ROOT
 from benchmarks.shapes import write_shape
 from windrow.errors import WindrowError
 from windrow.eventlog import TaskletEvent
-from windrow.local.summary import Events, SummaryWindow, throughput
 from windrow.proto import agent_pb2, agent_pb2_grpc
 from windrow.rundir import ENV_LOG_DIR, RunDir
+from windrow_lab.figures.summary import Events, SummaryWindow, throughput
 from windrow_sidecar.compute.mps import MpsDaemon
 
 UID, EPOCH = "first-light", 1

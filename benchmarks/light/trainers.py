@@ -17,8 +17,8 @@ from typing import Protocol
 from benchmarks.harness import ROOT
 from benchmarks.light.processes import Decode, Plan, ProcessEnded, job_of
 from windrow.eventlog import StepEvent, TaskletEvent
-from windrow.local.devices import on_cpus
-from windrow.local.summary import Events
+from windrow_lab.figures.summary import Events
+from windrow_lab.machine.devices import on_cpus
 
 # Imports of a worker in the idle class, beside others.
 _READY_WITHIN_S = 120.0

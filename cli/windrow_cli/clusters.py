@@ -20,10 +20,10 @@ from windrow.errors import UserError
 from windrow_cli.output import Json, print_json, print_line, spread
 
 if TYPE_CHECKING:
-    from windrow.local.devices import Device
-    from windrow.local.realnode import NodeInfo
-    from windrow.local.serving import Pods
-    from windrow.local.state import ClusterInfo
+    from windrow_lab.cluster.serving import Pods
+    from windrow_lab.cluster.state import ClusterInfo
+    from windrow_lab.machine.devices import Device
+    from windrow_lab.realnode.node import NodeInfo
 
 ENGINES = ("builtin", "sglang")
 PodsOption = Annotated[
@@ -51,7 +51,7 @@ Node = Annotated[
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What a demo runs: fields of `windrow.local.demo.DemoSettings`."""
+    """What a demo runs: fields of `windrow_lab.demo.run.DemoSettings`."""
 
     seconds: Annotated[float, typer.Option(help="How long requests arrive.")] = 60.0
     rate: Annotated[
@@ -123,10 +123,10 @@ def demo(
     Example: windrow demo --compare --rounds 6 --out out/compared (again, to go on where it ended)
     """
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
-    from windrow.local import compare as comparison
-    from windrow.local import demo as whole
-    from windrow.local import verdict
-    from windrow.local.report import adapter_path, rows_of
+    from windrow_lab.compare import comparison_table as verdict
+    from windrow_lab.compare import run as comparison
+    from windrow_lab.demo import run as whole
+    from windrow_lab.figures.report import adapter_path, rows_of
 
     console = Console(stderr=as_json)
     sglang = _sglang(engine)
@@ -169,7 +169,7 @@ def _node(node: str, console: Console, *, compare: bool, sglang: Path | None) ->
 
     Where there is none yet, one is brought up, and this very command is run on it.
     """
-    from windrow.local import realnode
+    from windrow_lab.realnode import node as realnode
 
     if not _is_real(node, sglang):
         return None
@@ -202,7 +202,7 @@ def _is_real(node: str, sglang: Path | None) -> bool:
 
 def _sglang(engine: str) -> Path | None:
     """Return the environment whose SGLang decodes; None: the built-in engine does."""
-    from windrow.local.sglang import find_environment
+    from windrow_lab.machine.sglang import find_environment
 
     if engine not in ENGINES:
         raise UserError(
@@ -272,9 +272,10 @@ def up(
     Example: windrow up --node real && windrow down (as root)
     """
     from windrow.client import WindrowClient
-    from windrow.local import assets, serving
-    from windrow.local.demo import PODS_WITHIN, SGLANG_WITHIN
-    from windrow.local.devices import devices, usable_cores
+    from windrow_lab.cluster import serving
+    from windrow_lab.demo.run import PODS_WITHIN, SGLANG_WITHIN
+    from windrow_lab.machine import assets
+    from windrow_lab.machine.devices import devices, usable_cores
 
     held = devices(usable_cores(), pods)
     sglang = _sglang(engine)
@@ -299,16 +300,16 @@ def up(
     print_line(f"  {program} submit {left.job}")
     print_line(f"  {program} top")
     asked = " ".join(f"--endpoint {endpoint}" for endpoint in endpoints)
-    print_line(f"  {sys.executable} -m windrow.local.load {asked} --seconds 120 --rate 0.5")
+    print_line(f"  {sys.executable} -m windrow_lab.load {asked} --seconds 120 --rate 0.5")
     print_line(f"For kubectl: export KUBECONFIG={info.kubeconfig}")
     print_line(f"End it with: {program} down")
 
 
 def _up(held: Sequence[Device], model: Path, sglang: Path | None) -> _Up:
-    from windrow.local import serving
-    from windrow.local.cluster import ClusterSettings
-    from windrow.local.devices import bystanders
-    from windrow.local.standing import up as start
+    from windrow_lab.cluster import serving
+    from windrow_lab.cluster.local import ClusterSettings
+    from windrow_lab.cluster.up import up as start
+    from windrow_lab.machine.devices import bystanders
 
     plan = serving.plan_pods(held, _named_from_here(model), sglang=sglang, asks=True)
     info = start(ClusterSettings(cpus=bystanders(held)), console=Console(stderr=True))
@@ -318,10 +319,12 @@ def _up(held: Sequence[Device], model: Path, sglang: Path | None) -> _Up:
 def _up_on_a_node(held: Sequence[Device], model: Path) -> _Up:
     """Leave a real node running; its examples name whole paths and the node's directories."""
     from windrow.client import WindrowClient, read_manifest
-    from windrow.local import assets, manifests, realpods, serving
-    from windrow.local.demo import PODS_WITHIN
-    from windrow.local.realup import up as start
-    from windrow.local.state import state_directory
+    from windrow_lab.cluster import manifests, serving
+    from windrow_lab.cluster.state import state_directory
+    from windrow_lab.demo.run import PODS_WITHIN
+    from windrow_lab.machine import assets
+    from windrow_lab.realnode import pods as realpods
+    from windrow_lab.realnode.up import up as start
 
     realpods.require_mounted(model, option="--model")
     out = Path.cwd() / "out"
@@ -360,7 +363,7 @@ def down(as_json: Json = False) -> None:
 
     Example: windrow down
     """
-    from windrow.local.standing import down as end
+    from windrow_lab.cluster.up import down as end
 
     ended = end()
     if as_json:

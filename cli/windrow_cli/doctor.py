@@ -142,7 +142,7 @@ def _memory() -> Finding:
 
 
 def _tools() -> Finding:
-    from windrow.local.tools import find_tools
+    from windrow_lab.machine.tools import find_tools
 
     tools = find_tools()
     if tools is not None:

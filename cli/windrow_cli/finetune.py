@@ -17,7 +17,7 @@ from windrow.errors import UserError, WindrowError
 from windrow_cli.output import Json, drop_output, print_json, print_line, tell
 
 if TYPE_CHECKING:
-    from windrow.local.finetune import LocalJob, RunSummary
+    from windrow_lab.finetune.local_job import LocalJob, RunSummary
 
 _LINE_EVERY_S = 10.0
 # Columns from which a bar has room beside everything that a line says.
@@ -90,7 +90,7 @@ def _finetune(
     Raises:
         WindrowError: none of them could begin.
     """
-    from windrow.local import finetune as local
+    from windrow_lab.finetune import local_job as local
 
     if seconds is not None and not 0 < seconds < math.inf:
         raise UserError(
@@ -143,7 +143,7 @@ def _finetune(
 
 
 def _measure(jobs: list[LocalJob], arguments: list[str]) -> None:
-    from windrow.local import finetune as local
+    from windrow_lab.finetune import local_job as local
 
     with local.started(jobs, *arguments) as process:
         out = local.measured(process)
@@ -208,7 +208,7 @@ def _shown(names: list[str], quiet: bool) -> Iterator[Callable[[int, RunSummary]
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
 
-    from windrow.local.finetune import Pace
+    from windrow_lab.finetune.local_job import Pace
 
     console, paces = Console(), [Pace() for _ in names]
     titles = [f"{name}: " if len(names) > 1 else "" for name in names]
@@ -289,8 +289,8 @@ def _written(figure: float | None, how: str) -> str:
 
 
 def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[str, Any]:
-    from windrow.local.curves import read_metrics
-    from windrow.local.finetune import without_cluster
+    from windrow_lab.finetune.curves import read_metrics
+    from windrow_lab.finetune.local_job import without_cluster
 
     said = "warned: "
     warned = [event.removeprefix(said) for event in told.events if event.startswith(said)]
@@ -330,7 +330,7 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
 
 
 def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Path:
-    from windrow.local.curves import Table, flat, of_bytes, of_seconds, write_curves
+    from windrow_lab.finetune.curves import Table, flat, of_bytes, of_seconds, write_curves
 
     spec, done = job.spec, told.tokens - (told.tokens_at_first or 0)
     seconds = result["seconds"]
@@ -371,7 +371,7 @@ def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Pa
 
 
 def _message(told: RunSummary, log: Path) -> str:
-    from windrow.local.finetune import last_error
+    from windrow_lab.finetune.local_job import last_error
 
     if told.failure or not told.died:
         return told.failure or (told.events[-1] if told.events else "")

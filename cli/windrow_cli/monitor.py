@@ -28,8 +28,8 @@ def monitor(
 
     Example: windrow monitor --port 9090
     """
-    from windrow.local import monitoring
-    from windrow.local.state import running_cluster
+    from windrow_lab.cluster import monitoring
+    from windrow_lab.cluster.state import running_cluster
 
     standing = running_cluster()
     if standing is None:

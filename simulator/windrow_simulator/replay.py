@@ -20,7 +20,14 @@ from typing import Any
 
 from windrow.errors import UserError
 from windrow.eventlog import RequestEvent, StepEvent, TaskletEvent, read_events
-from windrow.local.summary import DEDICATED, PODS, Events, SummaryWindow, throughput, window_of
+from windrow_lab.figures.summary import (
+    DEDICATED,
+    PODS,
+    Events,
+    SummaryWindow,
+    throughput,
+    window_of,
+)
 from windrow_simulator.arena import ArenaGeometry
 from windrow_simulator.decode import SECOND_NS
 from windrow_simulator.figures import SlotFigures

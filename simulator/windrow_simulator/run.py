@@ -10,8 +10,8 @@ from itertools import count, islice
 from multiprocessing import get_context
 from typing import Any
 
-from windrow.local.generator import generate
-from windrow.local.trace import TraceRequest
+from windrow_lab.load.generator import generate
+from windrow_lab.load.trace import TraceRequest
 from windrow_simulator.agent import JobTimes
 from windrow_simulator.cluster import JobQueue
 from windrow_simulator.decode import SECOND_NS, DecodeGpu

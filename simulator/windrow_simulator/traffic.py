@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow.errors import UserError
-from windrow.local import generator
-from windrow.local.trace import TraceRequest, check_trace, read_trace
+from windrow_lab.load import generator
+from windrow_lab.load.trace import TraceRequest, check_trace, read_trace
 from windrow_simulator.truth import RooflineTruth
 
 # Where `--trace conv` and so on look: published files, under the names that they are published by.

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from windrow.errors import UserError
-from windrow.local.finetune import LocalJob, forget
+from windrow_lab.finetune.local_job import LocalJob, forget
 from windrow_sidecar.finetune.adapter.adapters import trainable
 from windrow_sidecar.finetune.engine.orders import interleaved, token_major
 from windrow_sidecar.finetune.engine.sizing import Windows

@@ -13,9 +13,9 @@ from farm import MODEL, POLICY, Farm, bearable_ms, left_over
 from rich.console import Console
 
 from windrow.client import WindrowClient
-from windrow.local import manifests, serving
-from windrow.local.cluster import ClusterSettings, LocalCluster
-from windrow.local.devices import devices, usable_cores
+from windrow_lab.cluster import manifests, serving
+from windrow_lab.cluster.local import ClusterSettings, LocalCluster
+from windrow_lab.machine.devices import devices, usable_cores
 
 # Of a line of the table: heading, and the property that its test records.
 _FIGURES = (("placements", "placements"), ("requests", "requests"), ("steps late", "late"))

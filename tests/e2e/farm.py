@@ -22,12 +22,12 @@ from windrow.client import WindrowClient, read_manifest
 from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import FLUSH_INTERVAL_S, MarkEvent, StepEvent, TaskletEvent, read_events
-from windrow.local import manifests, serving
-from windrow.local.cluster import LocalCluster
-from windrow.local.manifests import NAMESPACE
-from windrow.local.summary import percentile
 from windrow.rundir import ENV_POD_NAME, ENV_RUN_DIR
 from windrow.views import JobView
+from windrow_lab.cluster import manifests, serving
+from windrow_lab.cluster.local import LocalCluster
+from windrow_lab.cluster.manifests import NAMESPACE
+from windrow_lab.figures.summary import percentile
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "windrow-tiny"

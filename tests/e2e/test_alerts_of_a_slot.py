@@ -12,8 +12,8 @@ import pytest
 from alerting import Alerts, write_hurried_rules
 from farm import OBJECTIVE_FACTOR, Requests, until
 
-from windrow.local import manifests
-from windrow.local.monitoring import Prometheus
+from windrow_lab.cluster import manifests
+from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
     pytest.mark.alone,

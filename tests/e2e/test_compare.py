@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from windrow.local import compare, contest, footing
-from windrow.local.arms import (
+from windrow_lab.compare import baselines as footing
+from windrow_lab.compare import rounds as contest
+from windrow_lab.compare import run as compare
+from windrow_lab.compare.arms import (
     AGAIN,
     ALONE,
     DEDICATED,
@@ -18,9 +20,9 @@ from windrow.local.arms import (
     ComparisonSession,
     folder_of,
 )
-from windrow.local.compare import CompareSettings
-from windrow.local.demo import DemoSettings
-from windrow.local.load import schedule
+from windrow_lab.compare.run import CompareSettings
+from windrow_lab.demo.run import DemoSettings
+from windrow_lab.load.client import schedule
 
 pytestmark = pytest.mark.alone
 

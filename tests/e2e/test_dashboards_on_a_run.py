@@ -15,9 +15,9 @@ from farm import Requests, until
 from kubernetes import config
 from kubernetes.client import CoreV1Api
 
-from windrow.local import manifests
-from windrow.local.monitoring import Prometheus
 from windrow.metrics import SIDECAR_METRICS, MetricType
+from windrow_lab.cluster import manifests
+from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = [
     pytest.mark.alone,

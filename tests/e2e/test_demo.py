@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from windrow.local.summary import PODS, summarize
+from windrow_lab.figures.summary import PODS, summarize
 
 pytestmark = pytest.mark.alone
 

@@ -9,7 +9,7 @@ import time
 import httpx
 from waiting import wait_until
 
-from windrow.local.monitoring import rules_file
+from windrow_lab.cluster.monitoring import rules_file
 
 
 def write_hurried_rules(path):

@@ -16,7 +16,7 @@ from alerting import Alerts, write_hurried_rules
 from kubernetes import client
 from operator_process import OWN_NAMESPACE, Cluster, OperatorProcess, install_crds, running
 
-from windrow.local.monitoring import Prometheus
+from windrow_lab.cluster.monitoring import Prometheus
 from windrow_operator import pki
 from windrow_operator.certificates import SECRET
 

@@ -13,9 +13,9 @@ from kubernetes import client
 from waiting import wait_until
 
 from windrow.errors import UserError
-from windrow.local.controlplane import ControlPlane, ControlPlaneError, ControlPlaneSettings
-from windrow.local.keeper import descendants
-from windrow.local.tools import Tools
+from windrow_lab.controlplane.server import ControlPlane, ControlPlaneError, ControlPlaneSettings
+from windrow_lab.machine.child_processes import descendants
+from windrow_lab.machine.tools import Tools
 
 
 def test_pods_can_be_created_as_soon_as_it_has_started(kube, namespace):
@@ -91,8 +91,8 @@ def test_stopping_it_leaves_neither_process_nor_file(tools, tmp_path):
 OWNER = """
 import sys
 from pathlib import Path
-from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
-from windrow.local.tools import Tools
+from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
+from windrow_lab.machine.tools import Tools
 tools = Tools.in_directory(Path(sys.argv[1]), origin="test")
 with ControlPlane(ControlPlaneSettings(tools, directory=Path(sys.argv[2]))) as running:
     print(running.server, flush=True)
@@ -131,7 +131,8 @@ def test_stopping_it_after_its_supervisor_was_killed_leaves_nothing_either(tools
         (supervisor,) = (
             pid
             for pid in descendants(os.getpid()) - before
-            if b"windrow.local.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"windrow_lab.machine.child_processes"
+            in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         )
         os.kill(supervisor, signal.SIGKILL)
         wait_until(lambda: descendants(os.getpid()) <= before, "all processes are gone")

@@ -10,9 +10,9 @@ import pytest
 from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.errors import Transient
-from windrow.local.keeper import descendants
-from windrow.local.processes import Keeper, ProcessCommand
-from windrow.local.state import start_ticks
+from windrow_lab.cluster.state import start_ticks
+from windrow_lab.machine.child_processes import descendants
+from windrow_lab.machine.processes import Keeper, ProcessCommand
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def is_gone(pid):
 FORKING_OWNER = """
 import os, signal, sys, time
 from pathlib import Path
-from windrow.local.processes import Keeper, ProcessCommand
+from windrow_lab.machine.processes import Keeper, ProcessCommand
 keeper = Keeper()
 child = keeper.start(ProcessCommand(["sleep", "600"], Path(sys.argv[1])))
 if os.fork() == 0:

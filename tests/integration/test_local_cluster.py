@@ -7,8 +7,8 @@ import pytest
 from kubernetes import client, config
 from waiting import wait_until
 
-from windrow.local.cluster import ClusterError, ClusterSettings, LocalCluster
-from windrow.local.keeper import descendants
+from windrow_lab.cluster.local import ClusterError, ClusterSettings, LocalCluster
+from windrow_lab.machine.child_processes import descendants
 
 
 @pytest.fixture(scope="module")

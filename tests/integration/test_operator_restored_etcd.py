@@ -14,7 +14,7 @@ from kubernetes import client, config
 from operator_process import HURRIED, Cluster, OperatorProcess, install_crds, running
 from waiting import wait_until
 
-from windrow.local.controlplane import ControlPlane, ControlPlaneSettings
+from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
 
 
 class RestorableStore:

@@ -11,7 +11,7 @@ import pytest
 from kubernetes import client
 from waiting import DEADLINE_SECONDS, is_running, wait_until
 
-from windrow.local.keeper import descendants
+from windrow_lab.machine.child_processes import descendants
 
 
 class Node:
@@ -20,7 +20,7 @@ class Node:
     def __init__(self, kubeconfig, directory):
         self.directory = directory
         self._command = [
-            *(sys.executable, "-m", "windrow.local.node", "--kubeconfig", str(kubeconfig)),
+            *(sys.executable, "-m", "windrow_lab.node", "--kubeconfig", str(kubeconfig)),
             *("--name", "process-node", "--dir", str(directory), "--backoff-seconds", "0.2"),
             *("--log-root", str(directory / "events"), "--env", "FLAVOUR=vanilla"),
         ]
@@ -300,7 +300,7 @@ server.serve_forever()
 
 
 def test_probes_decide_on_readiness_and_on_restarts(node, pods):
-    from windrow.local.ports import free_port
+    from windrow_lab.machine.ports import free_port
 
     port = free_port()
 

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from windrow.local.monitoring import Prometheus
 from windrow.usage import from_prometheus
+from windrow_lab.cluster.monitoring import Prometheus
 
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no promtool (Debian: apt-get install prometheus)"

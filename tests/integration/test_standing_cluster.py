@@ -11,10 +11,10 @@ from kubernetes import client, config
 from rich.console import Console
 
 from windrow.errors import UserError
-from windrow.local.cluster import ClusterError, ClusterSettings
-from windrow.local.keeper import descendants
-from windrow.local.standing import down, up
-from windrow.local.state import running_cluster, running_kubeconfig, start_ticks, state_file
+from windrow_lab.cluster.local import ClusterError, ClusterSettings
+from windrow_lab.cluster.state import running_cluster, running_kubeconfig, start_ticks, state_file
+from windrow_lab.cluster.up import down, up
+from windrow_lab.machine.child_processes import descendants
 
 QUIET = Console(file=io.StringIO())
 

@@ -19,7 +19,9 @@ from benchmarks import harvest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("folder", ["operator", "sidecar", "simulator", "tests", "api", "cli"])
+@pytest.mark.parametrize(
+    "folder", ["operator", "sidecar", "simulator", "tests", "api", "cli", "lab"]
+)
 def test_plain_folders_hold_packages_and_are_none(folder):
     # operator/__init__.py would shadow Python's own `operator` for whoever runs from the root.
     assert not (ROOT / folder / "__init__.py").exists()
@@ -117,6 +119,7 @@ def test_the_page_of_loads_is_that_of_the_committed_results(tmp_path):
 PACKAGES = {
     "windrow": ROOT / "api" / "windrow",
     "windrow_cli": ROOT / "cli" / "windrow_cli",
+    "windrow_lab": ROOT / "lab" / "windrow_lab",
     "windrow_operator": ROOT / "operator" / "windrow_operator",
     "windrow_sidecar": ROOT / "sidecar" / "windrow_sidecar",
     "windrow_simulator": ROOT / "simulator" / "windrow_simulator",

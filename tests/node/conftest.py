@@ -6,8 +6,8 @@ import pytest
 from kubernetes import client, config
 from operator_process import OperatorProcess, install_crds
 
-from windrow.local.realnode import NODE_ADDRESS, NodeInfo
-from windrow.local.realpods import import_decode_image
+from windrow_lab.realnode.node import NODE_ADDRESS, NodeInfo
+from windrow_lab.realnode.pods import import_decode_image
 
 
 @pytest.fixture(scope="session")

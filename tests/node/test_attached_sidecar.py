@@ -23,7 +23,7 @@ from support.serving_node import (
 )
 from waiting import wait_until
 
-from windrow.local.realpods import SIDECAR_COMMAND, import_image
+from windrow_lab.realnode.pods import SIDECAR_COMMAND, import_image
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "build" / "images"

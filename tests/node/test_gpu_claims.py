@@ -17,7 +17,7 @@ from support.node_pods import (
 )
 from waiting import wait_until
 
-from windrow.local.realnode import NODE_NAME
+from windrow_lab.realnode.node import NODE_NAME
 
 UUIDS = {"gpu-0": "GPU-00000000", "gpu-1": "GPU-00000001"}
 AMOUNTS = {"cpu": "50m", "memory": "64Mi"}

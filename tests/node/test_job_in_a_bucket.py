@@ -22,7 +22,7 @@ from support.serving_node import (
 )
 from waiting import wait_until
 
-from windrow.local.realpods import SIDECAR_COMMAND
+from windrow_lab.realnode.pods import SIDECAR_COMMAND
 from windrow_sidecar.finetune.data.remote import Credentials, storage_options
 from windrow_sidecar.testing.rounding import apart
 

@@ -23,7 +23,7 @@ from support.node_pods import (
 )
 from waiting import wait_until
 
-from windrow.local.realnode import NODE_ADDRESS
+from windrow_lab.realnode.node import NODE_ADDRESS
 from windrow_operator.pki import make_authority, make_server, server_context
 from windrow_operator.webhook import webhook_configuration
 

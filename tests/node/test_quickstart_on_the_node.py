@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from windrow.local.summary import summarize
+from windrow_lab.figures.summary import summarize
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart" / "node.md"
 

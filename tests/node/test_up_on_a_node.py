@@ -17,10 +17,10 @@ import httpx
 import pytest
 import yaml
 
-from windrow.local.keeper import descendants
-from windrow.local.realmachine import CGROUPS, missing
-from windrow.local.realnode import NodeInfo
-from windrow.local.state import start_ticks
+from windrow_lab.cluster.state import start_ticks
+from windrow_lab.machine.child_processes import descendants
+from windrow_lab.realnode.machine import CGROUPS, missing
+from windrow_lab.realnode.node import NodeInfo
 
 pytestmark = [
     pytest.mark.long,

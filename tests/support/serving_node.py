@@ -9,7 +9,7 @@ from kubernetes import client
 from support.requests import ask
 from waiting import wait_until
 
-from windrow.local import realpods
+from windrow_lab.realnode import pods as realpods
 
 WITHIN_S = 150
 GROUP = ("windrow.dev", "v1alpha1")

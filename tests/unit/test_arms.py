@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from windrow.eventlog import EventLog, MarkEvent, RequestEvent, StepEvent, TaskletEvent
-from windrow.local import arms
-from windrow.local.arms import (
+from windrow_lab.compare import arms
+from windrow_lab.compare.arms import (
     Arm,
     ComparisonSession,
     Segment,
@@ -195,7 +195,7 @@ def test_what_knows_no_objective_counts_for_each_and_a_policy_for_its_own(tmp_pa
 
 
 def test_every_policy_that_a_harvest_policy_can_choose_is_an_arm():
-    from windrow.local.compare import CompareSettings, policies
+    from windrow_lab.compare.run import CompareSettings, policies
 
     names = [arm.name for arm in CompareSettings().chosen()]
     assert set(policies()) <= set(names)

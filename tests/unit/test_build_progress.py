@@ -4,7 +4,13 @@ import io
 
 from rich.console import Console
 
-from windrow.local.progress import BarProgress, LineProgress, Task, progress_for, remaining_seconds
+from windrow_lab.machine.progress import (
+    BarProgress,
+    LineProgress,
+    Task,
+    progress_for,
+    remaining_seconds,
+)
 
 
 def test_there_is_no_estimate_before_a_tenth_is_done():

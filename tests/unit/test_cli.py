@@ -14,12 +14,12 @@ import yaml
 
 import windrow_cli as cli
 from windrow.errors import Transient, UserError
-from windrow.local.demo import DemoSettings
 from windrow.views import JobView, SlotView
 from windrow_cli import doctor, jobs, top
 from windrow_cli.clusters import DemoOptions
 from windrow_cli.output import plain, spread, table
 from windrow_cli.simulate import SimulateOptions
+from windrow_lab.demo.run import DemoSettings
 from windrow_sidecar.finetune.engine.orders import ORDERS
 from windrow_simulator.scenario import SimulationSettings
 

@@ -7,9 +7,11 @@ import yaml
 
 from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
-from windrow.local import assets, manifests, realpods, sglang
-from windrow.local.devices import Device, devices
-from windrow.local.manifests import DecodePod
+from windrow_lab.cluster import manifests
+from windrow_lab.cluster.manifests import DecodePod
+from windrow_lab.machine import assets, sglang
+from windrow_lab.machine.devices import Device, devices
+from windrow_lab.realnode import pods as realpods
 
 ROOT = Path(__file__).parents[2]
 

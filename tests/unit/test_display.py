@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from windrow.local.display import Frame, clock, draw, line, memory_cells, sparkline
-from windrow.local.watcher import Watcher
 from windrow.views import Chunks, EventView, JobView, SlotView
 from windrow_cli.top import row_of
+from windrow_lab.demo.display import Frame, clock, draw, line, memory_cells, sparkline
+from windrow_lab.demo.watcher import Watcher
 
 JOB = {
     "metadata": {"namespace": "default", "name": "support-tone", "uid": "u"},

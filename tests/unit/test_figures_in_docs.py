@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import windrow_cli as cli
-from windrow.local import demo
+from windrow_lab.demo import run as demo
 from windrow_operator import budget, job_steps, slots, webhook
 from windrow_operator.lease import LeaseTimes
 from windrow_sidecar.agent.settings import AgentSettings

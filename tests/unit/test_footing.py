@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from windrow.local import footing
+from windrow_lab.compare import baselines as footing
 
 MIB = 1 << 20
 MODEL = Path(__file__).parents[2] / "models" / "windrow-tiny"

@@ -11,8 +11,9 @@ from statistics import mean, stdev
 import pytest
 
 from windrow.errors import UserError
-from windrow.local import generator, load
-from windrow.local.trace import TraceRequest, busy_stretch, paced, read_trace
+from windrow_lab.load import client as load
+from windrow_lab.load import generator
+from windrow_lab.load.trace import TraceRequest, busy_stretch, paced, read_trace
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 AZURE = TRACES / "AzureLLMInferenceTrace_conv.csv"

@@ -13,7 +13,8 @@ import pytest
 
 from windrow.crd import EarlyStopSpec, parse_job_spec
 from windrow.errors import UserError
-from windrow.local.curves import (
+from windrow_cli.finetune import _passed_on, _result, _state
+from windrow_lab.finetune.curves import (
     Table,
     flat,
     of_bytes,
@@ -22,7 +23,7 @@ from windrow.local.curves import (
     thinned,
     write_curves,
 )
-from windrow.local.finetune import (
+from windrow_lab.finetune.local_job import (
     LocalJob,
     Pace,
     RunSummary,
@@ -33,7 +34,6 @@ from windrow.local.finetune import (
     understood,
     without_cluster,
 )
-from windrow_cli.finetune import _passed_on, _result, _state
 from windrow_sidecar.finetune.job.assembly import read_job, without_effect
 from windrow_sidecar.finetune.training.optimizer import Schedule
 
@@ -275,7 +275,7 @@ def worker(code: str) -> subprocess.Popen:
     ],
 )
 def test_a_worker_that_ends_without_a_last_word_or_hangs_is_told_with_how(monkeypatch, code, how):
-    monkeypatch.setattr("windrow.local.finetune.SILENT_AFTER_S", 2.0)
+    monkeypatch.setattr("windrow_lab.finetune.local_job.SILENT_AFTER_S", 2.0)
     process = worker(code)
     (told,) = listen(process, 1, lambda n, told: None)
     assert (told.step, told.ended, told.died) == (1, "", how)

@@ -4,11 +4,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from windrow.local.node.backoff import Backoff, BackoffRule, restarts
-from windrow.local.node.binding import wants_binding
-from windrow.local.node.probes import Probe, Streak
-from windrow.local.node.records import ContainerRecord, Running, Terminated, Waiting, resumed
-from windrow.local.node.status import phase_of, pod_status
+from windrow_lab.node.backoff import Backoff, BackoffRule, restarts
+from windrow_lab.node.binding import wants_binding
+from windrow_lab.node.probes import Probe, Streak
+from windrow_lab.node.records import ContainerRecord, Running, Terminated, Waiting, resumed
+from windrow_lab.node.status import phase_of, pod_status
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 RUNNING = ContainerRecord(Running(NOW, 7), started=True, ready=True)

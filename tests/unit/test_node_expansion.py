@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from windrow.local.node.expansion import (
+from windrow_lab.node.expansion import (
     ConfigError,
     command_line,
     container_environment,

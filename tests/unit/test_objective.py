@@ -5,8 +5,8 @@ import pytest
 from windrow.crd import LatencyProfileSpec, SoloModel
 from windrow.errors import UserError
 from windrow.eventlog import StepEvent
-from windrow.local import load
-from windrow.local.objective import (
+from windrow_lab.load import client as load
+from windrow_lab.load.objective import (
     HIGHEST_RATE,
     SLOW_MINUTES,
     WANTED_BATCH,
@@ -17,7 +17,7 @@ from windrow.local.objective import (
     play,
     solo_model,
 )
-from windrow.local.trace import TraceRequest
+from windrow_lab.load.trace import TraceRequest
 
 
 def model(units: int = 2, c0: float = 3000, b0: float = 500, k0: float = 0.0) -> SoloModel:

@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from windrow.local.paired import ahead_of_all, differences, interval_of, order_of
+from windrow_lab.figures.paired import ahead_of_all, differences, interval_of, order_of
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 
 from windrow.errors import UserError
-from windrow.local.trace import TraceRequest, check_trace
+from windrow_lab.load.trace import TraceRequest, check_trace
 from windrow_sidecar.engines.harvest.compiled import CompiledController
 from windrow_sidecar.engines.harvest.hook import HarvestHook
 from windrow_sidecar.qos import reserve

@@ -10,7 +10,7 @@ import pytest
 
 from windrow.errors import UserError
 from windrow.eventlog import EventLog, MarkEvent, RequestEvent, StepEvent, TaskletEvent
-from windrow.local.summary import load_marks
+from windrow_lab.figures.summary import load_marks
 from windrow_sidecar.qos.levels import host_levels
 from windrow_sidecar.qos.terms import HarvestTerms
 from windrow_simulator.arena import ArenaGeometry

@@ -9,8 +9,8 @@ import pytest
 
 from windrow.errors import UserError
 from windrow.eventlog import MarkEvent
-from windrow.local import summary
-from windrow.local.report import (
+from windrow_lab.figures import summary
+from windrow_lab.figures.report import (
     Series,
     broken_where_idle,
     figure,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from windrow.errors import UserError
-from windrow.local.build import modules
-from windrow.local.resources import resource_directory
-from windrow.local.toolchain import build_environment, find_go
-from windrow.local.tools import ENV_ASSETS, NAMES, find_tools
-from windrow.local.tools_cache import (
+from windrow_lab.machine.build import modules
+from windrow_lab.machine.resources import resource_directory
+from windrow_lab.machine.toolchain import build_environment, find_go
+from windrow_lab.machine.tools import ENV_ASSETS, NAMES, find_tools
+from windrow_lab.machine.tools_cache import (
     ETCD_VERSION,
     KUBERNETES_VERSION,
     MANIFEST,

@@ -5,8 +5,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from windrow.local import frontier, verdict
-from windrow.local.arms import (
+from windrow_lab.compare import comparison_page as frontier
+from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare.arms import (
     AGAIN,
     ALONE,
     DEDICATED,

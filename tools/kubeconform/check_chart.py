@@ -18,10 +18,10 @@ import yaml
 from rich.console import Console
 
 from windrow.errors import UserError
-from windrow.local.build import build_tools
-from windrow.local.progress import progress_for
-from windrow.local.toolchain import Go, fetch_go, find_go
-from windrow.local.tools_cache import KUBERNETES_VERSION, NODE, cache_root
+from windrow_lab.machine.build import build_tools
+from windrow_lab.machine.progress import progress_for
+from windrow_lab.machine.toolchain import Go, fetch_go, find_go
+from windrow_lab.machine.tools_cache import KUBERNETES_VERSION, NODE, cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

@@ -1,1 +1,0 @@
-"""The embedded default: a control plane, a process node and a demo on one machine."""

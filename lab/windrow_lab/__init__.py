@@ -1,0 +1,1 @@
+"""One machine as a cluster: control plane, nodes, load, figures, the demo and the comparison."""

@@ -1,0 +1,1 @@
+"""Ways of sharing a device, played in rounds and compared."""

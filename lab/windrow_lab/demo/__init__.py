@@ -1,0 +1,1 @@
+"""The whole system doing its job: `windrow demo`."""

@@ -1,0 +1,1 @@
+"""The figures of a run, from its event logs."""

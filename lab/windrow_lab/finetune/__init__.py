@@ -1,0 +1,1 @@
+"""FinetuneJobs on this machine without a cluster."""

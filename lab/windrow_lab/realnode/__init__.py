@@ -1,0 +1,1 @@
+"""A real Kubernetes node on this machine, and a cluster on it."""
