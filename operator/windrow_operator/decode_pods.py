@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from windrow.crd import LABEL_INJECT
+from windrow_operator.command_line import commands_of, is_open, option_of, options_of
 
 Body = dict[str, Any]
 
 RUN_VOLUME = "windrow-run"  # a container that mounts it was prepared by us
+MODE = "--disaggregation-mode"
+MODEL_OPTIONS = ("--model-path", "--model")
+ANNOTATION_DEFAULT_CONTAINER = "kubectl.kubernetes.io/default-container"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +34,12 @@ class Rule:
 
 
 def _labels(pod: Mapping[str, Any]) -> Mapping[str, str]:
-    return pod.get("metadata", {}).get("labels") or {}
+    return (pod.get("metadata") or {}).get("labels") or {}
 
 
 def annotations_of(pod: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the annotations of a pod."""
-    return pod.get("metadata", {}).get("annotations") or {}
+    return (pod.get("metadata") or {}).get("annotations") or {}
 
 
 def _label_is(key: str, value: str) -> str:
@@ -51,23 +55,9 @@ def _ome(pod: Mapping[str, Any]) -> bool:
     return labels.get("component") == "decoder" and "ome.io/inferenceservice" in labels
 
 
-def _words(container: Mapping[str, Any]) -> list[str]:
-    words = [*(container.get("command") or ()), *(container.get("args") or ())]
-    # A shell line (`sh -c "exec python -m ... --disaggregation-mode decode"`) is one word.
-    return " ".join(words).split()
-
-
-def option_of(container: Mapping[str, Any], *names: str) -> str:
-    """Return the value of an option of the container's command line, or nothing."""
-    for word, following in pairwise([*_words(container), ""]):
-        name, equals, value = word.partition("=")
-        if name in names:
-            return value if equals else following
-    return ""
-
-
 def _is_decoder(container: Mapping[str, Any]) -> bool:
-    return option_of(container, "--disaggregation-mode") == "decode"
+    # A script with branches for both parts says neither.
+    return {value for value in options_of(container, MODE) if not is_open(value)} == {"decode"}
 
 
 def _arguments(pod: Mapping[str, Any]) -> bool:
@@ -118,39 +108,247 @@ def matching_rule(pod: Mapping[str, Any]) -> str:
     return next((rule.name for rule in RULES if rule.matches(pod)), "")
 
 
-# Programs and modules of engines that Windrow cannot drive, and what their images are called.
-_OTHER_ENGINES = frozenset(
-    {"vllm", "trtllm", "trtllm-serve", "tensorrt_llm", "lmdeploy", "tritonserver"}
+# --- which container decodes, with which engine ---------------------------------------------------
+
+SGLANG = "sglang"  # the name of every engine that Windrow can drive, the built-in one among them
+# What a command line starts: a program by its name, or a part of a module's.
+_ENGINES = {
+    "sglang": SGLANG,
+    "windrow": SGLANG,
+    "windrow_sidecar": SGLANG,
+    "vllm": "vllm",
+    "trtllm": "trtllm",
+    "trtllm-serve": "trtllm",
+    "tensorrt_llm": "tensorrt_llm",
+    "lmdeploy": "lmdeploy",
+    "tritonserver": "tritonserver",
+    "text-generation-launcher": "text-generation-inference",
+    "llama-server": "llama.cpp",
+    "llama_cpp": "llama.cpp",
+    "ollama": "ollama",
+    "lightllm": "lightllm",
+    "mindieservice_daemon": "mindie",
+    "mlc_llm": "mlc_llm",
+    "aphrodite": "aphrodite",
+    "ktransformers": "ktransformers",
+    "fastdeploy": "fastdeploy",
+    "mocker": "mocker",
+}
+_IN_IMAGES = {
+    "sglang": SGLANG,
+    "vllm": "vllm",
+    "tensorrtllm": "tensorrtllm",
+    "tensorrt-llm": "tensorrt-llm",
+    "trtllm": "trtllm",
+    "lmdeploy": "lmdeploy",
+    "tritonserver": "tritonserver",
+    "text-generation-inference": "text-generation-inference",
+    "llama.cpp": "llama.cpp",
+    "ollama": "ollama",
+    "lightllm": "lightllm",
+    "mindie": "mindie",
+    "fastdeploy": "fastdeploy",
+}
+# Of SGLang's package, but no server.
+_NO_SERVERS = ("bench", "check_env", "eval", "profiler", "test", "version", "global_config")
+# They name engines and start none of them.
+_NO_STARTERS = frozenset({"pip", "pip3", "uv", "apt", "apt-get", "echo", "printf", "cd", "curl"})
+_NO_STARTERS |= {
+    "wget",
+    "mkdir",
+    "cp",
+    "mv",
+    "ln",
+    "ls",
+    "cat",
+    "until",
+    "while",
+    "test",
+    "[",
+    "hf",
+}
+# Containers that stand beside an engine, by their names and those of their images.
+_HELPERS = re.compile(
+    r"proxy|envoy|mesh|linkerd|kuma|consul|vault|router|routing|gateway|sidecar|frontend|epp|dapr"
+    r"|fluent|filebeat|promtail|vector|otel|opentelemetry|jaeger|datadog|exporter|prometheus|nginx"
+    r"|patio|monitor|logs?(ger|ging)?$|logrotate|tailer"
 )
-_OTHER_IMAGES = re.compile(r"vllm|tensorrtllm|trtllm|lmdeploy|tritonserver")
+_GPUS = re.compile(r"^(nvidia\.com/(gpu|mig-)|amd\.com/gpu|gpu\.intel\.com/|huawei\.com/)")
+
+
+@dataclass(frozen=True, slots=True)
+class Decoders:
+    """The containers that decode, and by which evidence.
+
+    Attributes:
+        containers: one or more, never none where the pod has any.
+        why: the evidence, in words.
+        doubt: why it is not known which container decodes; empty: it is.
+    """
+
+    containers: tuple[Body, ...]
+    why: str
+    doubt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Which engine a container runs, and by which evidence.
+
+    Attributes:
+        name: `sglang`, or that of one that Windrow cannot drive.
+        why: the evidence, in words.
+        doubt: how the evidence contradicts itself; empty: it does not.
+    """
+
+    name: str
+    why: str
+    doubt: str = ""
+
+
+def engine_of(container: Mapping[str, Any]) -> Engine:
+    """Return the engine of a container, by what it starts, then by its image."""
+    started, shown = _started(container), _shown_by_image(container)
+    image = str(container.get("image", ""))
+    if len(started) > 1:
+        names = " and ".join(sorted(started))
+        doubt = f"the command of container {container['name']} starts {names}"
+        return Engine(SGLANG if SGLANG in started else min(started), "its command", doubt)
+    if started:
+        (name,) = started
+        doubt = ""
+        if name == SGLANG and shown and SGLANG not in shown:
+            doubt = (
+                f"the command of container {container['name']} starts sglang, and its image "
+                f"{image} is one of {min(shown)}"
+            )
+        return Engine(name, "its command", doubt)
+    if shown:
+        return Engine(SGLANG if SGLANG in shown else min(shown), f"its image {image}")
+    if option_of(container, MODE):
+        return Engine(SGLANG, f"the option {MODE}")
+    return Engine(SGLANG, "no sign of another one")
 
 
 def other_engine(container: Mapping[str, Any]) -> str:
     """Return the name of an engine that Windrow cannot drive; empty: none is recognised."""
-    if _is_decoder(container):
-        return ""  # SGLang's own option, and the built-in engine's
-    words = _words(container)
-    for before, word in pairwise(["", *words]):
-        parts = word.split(".") if before == "-m" else [word.rpartition("/")[2]]
-        found = next((part for part in parts if part in _OTHER_ENGINES), "")
-        if found and not before.startswith("--"):
-            return found
-    name = str(container.get("image", "")).rpartition("/")[2].partition(":")[0]
-    found_in_name = _OTHER_IMAGES.search(name)
-    return found_in_name.group() if found_in_name and not _mentions_sglang(words) else ""
+    name = engine_of(container).name
+    return "" if name == SGLANG else name
 
 
-def _mentions_sglang(words: Iterable[str]) -> bool:
-    return any("sglang" in word for word in words)
+def _started(container: Mapping[str, Any]) -> frozenset[str]:
+    found = set()
+    for command in commands_of(container):
+        words = [word for word in command if "=" not in word or word.startswith("-")]
+        if not words or words[0].rpartition("/")[2] in _NO_STARTERS:
+            continue
+        for before, word in pairwise(["", *words]):
+            if before.startswith("-") and before not in ("-m", "--"):
+                continue
+            if before == "-m":
+                parts = word.split(".")
+            elif word.endswith(".py"):
+                parts = word.removesuffix(".py").split("/")[-2:]
+            else:
+                parts = [word.rpartition("/")[2]]
+            if any(part.startswith(_NO_SERVERS) for part in parts):
+                continue
+            found |= {_ENGINES[part] for part in parts if part in _ENGINES}
+    return frozenset(found)
+
+
+def _shown_by_image(container: Mapping[str, Any]) -> frozenset[str]:
+    repository, _, digest = str(container.get("image", "")).partition("@")
+    path, _, name = repository.rpartition("/")
+    name, _, tag = name.partition(":")
+    if _HELPERS.search(name):
+        return frozenset()
+    for text in (name, path, tag):
+        if found := {engine for word, engine in _IN_IMAGES.items() if word in text}:
+            return frozenset(found)
+    return frozenset()
+
+
+def find_decoders(pod: Mapping[str, Any]) -> Decoders:
+    """Return which containers of a pod decode.
+
+    What counts first: prepared already; the option of disaggregation; a command that starts
+    SGLang; then the pod's default container, an image, a GPU; then the only one that no proxy or
+    agent is.
+    """
+    containers = containers_of(pod)
+    for why, decodes in (
+        ("prepared already", _mounts_run_volume),
+        (f"{MODE} decode", _is_decoder),
+        ("its command starts sglang", _starts_decode),
+    ):
+        if found := [container for container in containers if decodes(container)]:
+            return Decoders(tuple(found), why)
+    engines = [c for c in containers if not _is_helper(c)] or containers
+    if len(engines) == 1:
+        return Decoders(tuple(engines), "the only container that can")
+    return _by_signs(pod, engines)
+
+
+def _by_signs(pod: Mapping[str, Any], engines: list[Body]) -> Decoders:
+    named = _default_container(pod)
+    by_name = [container for container in engines if container["name"] == named]
+    signs = {
+        "its command": [c for c in engines if _started(c)],
+        "its image": [c for c in engines if _shown_by_image(c)],
+        "its GPU": [c for c in engines if _has_gpu(c)],
+    }
+    if by_name:
+        doubts = [
+            f"the pod's annotation names container {named} as its default, and {sign} shows "
+            f"container {found[0]['name']}"
+            for sign, found in signs.items()
+            if found and by_name[0] not in found
+        ]
+        return Decoders(tuple(by_name), "the pod's default container", (doubts or [""])[0])
+    narrowed, used = engines, []
+    for sign, found in signs.items():
+        if kept := [container for container in narrowed if container in found]:
+            if len(kept) < len(narrowed):
+                used.append(sign)
+            narrowed = kept
+    if len(narrowed) == 1:
+        return Decoders(tuple(narrowed), " and ".join(used))
+    names = ", ".join(str(container["name"]) for container in narrowed)
+    doubt = (
+        f"nothing shows which of containers {names} decodes: name it by the pod's annotation "
+        f"{ANNOTATION_DEFAULT_CONTAINER}"
+    )
+    return Decoders(tuple(narrowed[:1]), "the first one", doubt)
+
+
+def _starts_decode(container: Mapping[str, Any]) -> bool:
+    return SGLANG in _started(container) and set(options_of(container, MODE)) != {"prefill"}
+
+
+def _is_helper(container: Mapping[str, Any]) -> bool:
+    if _started(container) or _has_gpu(container):
+        return False
+    image = str(container.get("image", "")).partition("@")[0].rpartition("/")[2].partition(":")[0]
+    programs = [command[0].rpartition("/")[2] for command in commands_of(container)]
+    return any(_HELPERS.search(text) for text in (str(container["name"]), image, *programs))
+
+
+def _has_gpu(container: Mapping[str, Any]) -> bool:
+    resources = container.get("resources") or {}
+    limits = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    return bool(resources.get("claims")) or any(_GPUS.search(str(name)) for name in limits)
+
+
+def _default_container(pod: Mapping[str, Any]) -> str:
+    said = annotations_of(pod)
+    legacy = said.get("kubectl.kubernetes.io/default-logs-container", "")
+    return said.get(ANNOTATION_DEFAULT_CONTAINER, legacy)
 
 
 def decoders_of(pod: Mapping[str, Any]) -> list[Body]:
-    """Return the containers that decode: prepared already, by their arguments, else the first."""
-    containers = containers_of(pod)
-    for decodes in (_mounts_run_volume, _is_decoder):
-        if found := [container for container in containers if decodes(container)]:
-            return found
-    return containers[:1]
+    """Return the containers that decode; where that is in doubt, the first that may."""
+    return list(find_decoders(pod).containers)
 
 
 def decoder_of(pod: Mapping[str, Any]) -> Body:
@@ -158,22 +356,36 @@ def decoder_of(pod: Mapping[str, Any]) -> Body:
     return decoders_of(pod)[0]
 
 
+def part_in_doubt(pod: Mapping[str, Any]) -> str:
+    """Return how a pod that decodes by its labels says by its arguments that it prefills."""
+    containers = containers_of(pod)
+    parts = {value for each in containers for value in options_of(each, MODE)}
+    if parts != {"prefill"}:
+        return ""
+    said = next(each["name"] for each in containers if options_of(each, MODE))
+    return f"the pod's labels say decode, and container {said} says {MODE} prefill"
+
+
 def _mounts_run_volume(container: Mapping[str, Any]) -> bool:
     return any(mount["name"] == RUN_VOLUME for mount in container.get("volumeMounts") or ())
 
 
 def serving_container(pod: Mapping[str, Any]) -> Body:
-    """Return the container that says its part in disaggregated serving, else the first."""
-    containers = containers_of(pod)
-    said = (c for c in containers if option_of(c, "--disaggregation-mode"))
-    return next(said, containers[0])
+    """Return the container that says its part in disaggregated serving, else that which decodes."""
+    said = (c for c in containers_of(pod) if option_of(c, MODE))
+    return next(said, None) or decoder_of(pod)
 
 
 def served_model(pod: Mapping[str, Any]) -> str:
     """Return the model that the decode container's command line names, or nothing."""
-    return option_of(decoder_of(pod), "--model-path", "--model") if containers_of(pod) else ""
+    return model_of(decoder_of(pod)) if containers_of(pod) else ""
+
+
+def model_of(container: Mapping[str, Any]) -> str:
+    """Return the model that a container's command line names, or nothing."""
+    return option_of(container, *MODEL_OPTIONS)
 
 
 def containers_of(pod: Mapping[str, Any]) -> list[Body]:
     """Return the containers of a pod, init containers aside."""
-    return list(pod.get("spec", {}).get("containers") or ())
+    return list((pod.get("spec") or {}).get("containers") or ())

@@ -21,7 +21,14 @@ from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
 from windrow_operator import status
 from windrow_operator.cluster_state import ClusterState
-from windrow_operator.decode_pods import matching_rule, option_of, serving_container
+from windrow_operator.command_line import option_as_written, option_of
+from windrow_operator.decode_pods import (
+    MODE,
+    matching_rule,
+    model_of,
+    other_engine,
+    serving_container,
+)
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
@@ -63,16 +70,26 @@ def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
     for pod in pods:
         metadata, state = pod["metadata"], pod.get("status") or {}
         container = serving_container(pod)
-        role = option_of(container, "--disaggregation-mode")
+        role = option_of(container, MODE)
         if role in _BOTH_PARTS and matching_rule(pod):
             role = "decode"
-        model = option_of(container, "--model-path", "--model")
-        if role not in _ROLES or not same_model(job, model) or not _is_ready(pod):
+        if role not in _ROLES or not same_model(job, model_of(container)) or not _is_ready(pod):
             continue
-        port = option_of(container, "--port") or _DEFAULT_PORT
+        if other_engine(container):  # it has the option, and other calls
+            continue
+        port = _port_of(container)
         key = key_of(metadata["namespace"], metadata["name"])
         found.append(Instance(key, metadata["uid"], role, f"http://{state['podIP']}:{port}"))
     return sorted(found, key=lambda each: (_ROLES.index(each.role), each.key))
+
+
+def _port_of(container: Mapping[str, Any]) -> str:
+    """Return the port of a server: by its command line, else the one that it declares."""
+    declared = [str(port["containerPort"]) for port in container.get("ports") or ()]
+    if option_as_written(container, "--port"):
+        # A variable whose value is not in the pod's spec: what is declared says it.
+        return option_of(container, "--port") or (declared or [_DEFAULT_PORT])[0]
+    return _DEFAULT_PORT
 
 
 def _is_ready(pod: Mapping[str, Any]) -> bool:

@@ -8,7 +8,6 @@ In the form `sidecar` the native sidecar is part of the pod from its creation.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,22 +18,29 @@ from windrow.crd import (
     ANNOTATION_INJECTED_BY,
     ANNOTATION_METRICS_PORT,
     LABEL_DECODE,
+    LABEL_INJECT,
     SIDECAR_CONTAINER,
 )
 from windrow.crd.harvestpolicy import SidecarSpec, VolumeSpec
+from windrow_operator.command_line import option_as_written
 from windrow_operator.decode_pods import (
+    MODEL_OPTIONS,
     REQUESTED,
     RUN_VOLUME,
+    SGLANG,
     annotations_of,
     containers_of,
     decoder_of,
     decoders_of,
+    engine_of,
+    find_decoders,
     matching_rule,
-    option_of,
-    other_engine,
+    model_of,
+    part_in_doubt,
 )
 from windrow_operator.gpu_access import GpuAccess, as_one, choose_access
 from windrow_operator.model import Refusal
+from windrow_operator.surroundings import Surroundings, surroundings_of
 
 # What lies in the run volume: sockets, notes, the jobs' logs. It counts against the pod's memory.
 RUN_VOLUME_SIZE = "256Mi"
@@ -53,6 +59,8 @@ TOKEN_SECONDS = 3600
 # As the operator's image: the sidecar runs in decode's own, which holds this package.
 DECODE_IMAGE = "decode"
 LABEL_POD_SECURITY = "pod-security.kubernetes.io/enforce"
+# Volumes that do not keep Cluster Autoscaler from removing a node, by name.
+ANNOTATION_SAFE_VOLUMES = "cluster-autoscaler.kubernetes.io/safe-to-evict-local-volumes"
 
 Body = dict[str, Any]
 Patch = list[dict[str, Any]]
@@ -105,6 +113,9 @@ class Injection:
         patch: JSON patch (RFC 6902); empty: nothing is left to do.
         gpu: how the sidecar gets at decode's GPU.
         warnings: what the pod does not get, in sentences.
+        decoders: names of the containers that decode.
+        evidence: why these, and why with an engine that Windrow can drive.
+        notes: what a job beside this decode should know, in sentences.
     """
 
     rule: str
@@ -112,6 +123,9 @@ class Injection:
     patch: Patch
     gpu: GpuAccess
     warnings: tuple[str, ...] = ()
+    decoders: tuple[str, ...] = ()
+    evidence: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def said(self) -> tuple[str, ...]:
@@ -140,14 +154,18 @@ def inject(
     if not rule or not containers_of(pod) or (sidecar is None and rule != REQUESTED):
         return None
     asked = sidecar or SidecarSpec()
-    wanted = copy.deepcopy(dict(pod))
-    spec, decoders = wanted["spec"], decoders_of(wanted)
+    wanted = without_nulls(pod)
+    spec, found = wanted["spec"], find_decoders(wanted)
+    decoders = list(found.containers)
     for decoder in decoders:
         _require_drivable(decoder, rule)
+    if doubt := found.doubt or part_in_doubt(wanted):
+        raise Refusal("DecoderInDoubt", f"the pod decodes by rule `{rule}`, but {doubt}")
+    for decoder in decoders:
         _require_free_place(decoder)
     volumes, warnings = _mountable(asked.volumes, around)
     gpu = choose_access(as_one(decoders), asked)
-    _mark(wanted, rule, asked.metrics_port or template.metrics_port, gpu)
+    _mark(wanted, rule, asked.metrics_port or template.metrics_port, gpu, volumes)
     _add_volumes(spec, volumes)
     for decoder in decoders:
         _prepare_decoder(decoder)
@@ -155,15 +173,80 @@ def inject(
         native = _native_sidecar(template, wanted, asked)
         # Last: what fetches a model or waits for the network is not held up.
         _merge(spec.setdefault("initContainers", []), native)
-    return Injection(rule, asked.form, _difference(pod, wanted), gpu, warnings)
+    return Injection(
+        rule,
+        asked.form,
+        _difference(pod, wanted),
+        gpu,
+        warnings,
+        decoders=tuple(str(decoder["name"]) for decoder in decoders),
+        evidence=f"{found.why}; engine {SGLANG}, by {engine_of(decoders[0]).why}",
+        notes=_notes_on(decoders[0], asked),
+    )
+
+
+def without_nulls(body: Mapping[str, Any]) -> Body:
+    """Return a deep copy without what is null: the API server takes null for a field left out."""
+    copied: Body = _without_nulls(body)
+    return copied
+
+
+def _without_nulls(value: Any) -> Any:  # noqa: ANN401 - of JSON
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    if isinstance(value, list | tuple):
+        return [_without_nulls(part) for part in value if part is not None]
+    return value
 
 
 def _require_drivable(decoder: Mapping[str, Any], rule: str) -> None:
-    if engine := other_engine(decoder):
+    engine = engine_of(decoder)
+    if engine.name != SGLANG:
         raise Refusal(
             "OtherEngine",
-            f"the pod decodes by rule `{rule}`, with {engine}, which Windrow cannot drive",
+            f"the pod decodes by rule `{rule}`, with {engine.name}, which Windrow cannot drive",
         )
+    # Whoever labels the pod itself has looked at it.
+    if engine.doubt and rule != REQUESTED:
+        raise Refusal(
+            "EngineInDoubt",
+            f"the pod decodes by rule `{rule}`, but {engine.doubt}: if it is SGLang, label the pod "
+            f"{LABEL_INJECT}: enabled",
+        )
+
+
+def _notes_on(decoder: Mapping[str, Any], asked: SidecarSpec) -> tuple[str, ...]:
+    """Return what the sidecar will not see of the model that decode serves."""
+    written = option_as_written(decoder, *MODEL_OPTIONS)
+    model = model_of(decoder)
+    if not written:
+        return (
+            "the command line names no model (--model-path): jobs find this decode by what its "
+            "engine reports, and the sidecar mounts no model of decode's",
+        )
+    if not model:
+        return (
+            f"the model is {written}, and the pod's spec does not hold the value: the sidecar "
+            "mounts no model of decode's, and output.deploy does not find this pod. Give the "
+            "variable by env with a value, or write the path",
+        )
+    if model.startswith(("/", ".")):
+        covering = _covering(decoder, model)
+        if covering is not None and _is_partial(covering) and asked.form == "attach":
+            return (
+                f"the model {model} is on a part of volume {covering['name']} (subPath), which an "
+                "ephemeral container cannot mount: use sidecar.form: sidecar, or mount the volume "
+                "as a whole",
+            )
+        return ()
+    around = surroundings_of(decoder)
+    covering = _covering(decoder, around.cache) if around.cache else None
+    if covering is None or (_is_partial(covering) and asked.form == "attach"):
+        return (
+            f"the model {model} comes from the Hub, and no volume holds decode's cache of it: the "
+            "sidecar fetches it again, into its own file system",
+        )
+    return ()
 
 
 def _require_free_place(decoder: Mapping[str, Any]) -> None:
@@ -205,7 +288,9 @@ def _harm_of(volume: VolumeSpec, around: PodNamespace) -> str:
     return ""
 
 
-def _mark(pod: Body, rule: str, metrics_port: int, gpu: GpuAccess) -> None:
+def _mark(
+    pod: Body, rule: str, metrics_port: int, gpu: GpuAccess, volumes: Iterable[VolumeSpec]
+) -> None:
     metadata = pod.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), LABEL_DECODE: "true"}
     annotations = metadata.get("annotations") or {}
@@ -214,6 +299,11 @@ def _mark(pod: Body, rule: str, metrics_port: int, gpu: GpuAccess) -> None:
         metadata["annotations"].setdefault(ANNOTATION_GPU_ACCESS, f"{gpu.way}: {gpu.why}")
     if metrics_port:
         metadata["annotations"].setdefault(ANNOTATION_METRICS_PORT, str(metrics_port))
+    # Nothing of them is lost with the node: they keep none from being removed.
+    local = [RUN_VOLUME, *(volume_name(each) for each in volumes if each.host_path is not None)]
+    said = [name for name in annotations.get(ANNOTATION_SAFE_VOLUMES, "").split(",") if name]
+    safe = ",".join(dict.fromkeys([*said, *local]))
+    metadata["annotations"][ANNOTATION_SAFE_VOLUMES] = safe
 
 
 def _add_volumes(spec: Body, volumes: Iterable[VolumeSpec]) -> None:
@@ -328,14 +418,16 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
     if not asked.mps:
         env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
-    env += [entry for entry in decoder["env"] if entry["name"] in taken_over]
+    env += [entry for entry in decoder.get("env") or () if entry["name"] in taken_over]
     gpu = choose_access(as_one(decoders_of(pod)), asked)
     env += gpu.env
+    around = surroundings_of(decoder)
+    env += around.env
     container: Body = {
         "image": decoder.get("image", "") if own_image else template.image,
         "command": list(template.command),
         "env": env,
-        "volumeMounts": _mounts(pod, decoder, asked.volumes, gpu),
+        "volumeMounts": _mounts(pod, decoder, asked, gpu, around),
         "securityContext": _security_context(pod, decoder, own_image=own_image),
     }
     if own_image:
@@ -348,10 +440,14 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
 def _mounts(
     pod: Mapping[str, Any],
     decoder: Mapping[str, Any],
-    volumes: Iterable[VolumeSpec],
+    asked: SidecarSpec,
     gpu: GpuAccess,
+    around: Surroundings,
 ) -> list[Body]:
-    """Return the mounts: ours, the policy's, of decode's /dev/shm and model, for its GPU."""
+    """Return the mounts: ours, the policy's, decode's /dev/shm and GPU, what it reads files of.
+
+    The latter are its model, its cache of the Hub and its authorities.
+    """
     there = {volume["name"] for volume in pod["spec"].get("volumes") or ()}
     mounts: list[Body] = [
         {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)},
@@ -363,23 +459,43 @@ def _mounts(
             "mountPath": volume.mount_path,
             **({"readOnly": True} if volume.read_only else {}),
         }
-        for volume in volumes
+        for volume in asked.volumes
         if volume_name(volume) in there  # else it was left out when the pod was made
     ]
     ours = {mount["mountPath"].rstrip("/") for mount in mounts}
     mounts += [mount for mount in gpu.mounts if mount["mountPath"].rstrip("/") not in ours]
-    model = option_of(decoder, "--model-path", "--model")
     taken = {mount["mountPath"].rstrip("/") for mount in mounts}
+    read = [path for path in (model_of(decoder), *around.places) if path]
     for mount in decoder.get("volumeMounts") or ():
         path = mount["mountPath"].rstrip("/")
         # An ephemeral container may not mount a part of a volume.
-        if path in taken or mount.get("subPath") or mount.get("subPathExpr"):
+        if path in taken or (_is_partial(mount) and asked.form == "attach"):
             continue
         if path == "/dev/shm":
             mounts.append({"name": mount["name"], "mountPath": path})
-        elif f"{model}/".startswith(f"{path}/"):
-            mounts.append({"name": mount["name"], "mountPath": path, "readOnly": True})
+        elif path and any(_is_within(place, path) for place in read):
+            part = {key: mount[key] for key in ("subPath",) if mount.get(key)}
+            if not mount.get("subPathExpr"):
+                mounts.append({"name": mount["name"], "mountPath": path, "readOnly": True} | part)
     return mounts
+
+
+def _covering(container: Mapping[str, Any], path: str) -> Body | None:
+    """Return the mount of a container on which `path` is; None: it is on none."""
+    found = [
+        mount
+        for mount in container.get("volumeMounts") or ()
+        if _is_within(path, mount["mountPath"].rstrip("/"))
+    ]
+    return max(found, key=lambda mount: len(mount["mountPath"]), default=None)
+
+
+def _is_within(path: str, folder: str) -> bool:
+    return f"{path}/".startswith(f"{folder}/")
+
+
+def _is_partial(mount: Mapping[str, Any]) -> bool:
+    return bool(mount.get("subPath") or mount.get("subPathExpr"))
 
 
 def _security_context(
@@ -457,8 +573,8 @@ def _difference(before: Mapping[str, Any], after: Body) -> Patch:
         ("spec", "containers"),
     ):
         parent, leaf = path
-        old, new = before.get(parent, {}).get(leaf), after[parent].get(leaf)
-        if old != new:
+        old, new = (before.get(parent) or {}).get(leaf), after[parent].get(leaf)
+        if _without_nulls(old) != new:
             operation = "add" if old is None else "replace"
             patch.append({"op": operation, "path": f"/{parent}/{leaf}", "value": new})
     return patch

@@ -60,8 +60,11 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         "touched": bool(done.patch),
         "form": done.form,
         "patch": done.patch,
+        "decoders": list(done.decoders),
+        "evidence": done.evidence,
         "gpu": {"access": done.gpu.way, "why": done.gpu.why},
         "warnings": list(done.said),
+        "notes": list(done.notes),
     }
 
 

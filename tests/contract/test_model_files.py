@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import resource
@@ -29,6 +30,7 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint, served_files
 from windrow_sidecar.engines.weight_files import weight_files
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.runner import Ending
+from windrow_sidecar.finetune.model import loading
 from windrow_sidecar.finetune.model.loading import (
     ExportedWeights,
     NoTemporaryDirectory,
@@ -360,3 +362,22 @@ def test_a_machine_without_a_directory_for_temporary_files_is_no_fault_of_the_mo
     assert re.search("No usable temporary directory found in .*: free space there", str(told.value))
     event, ending = failure(told.value, "")
     assert (event.user_error, ending) == (False, Ending.FAILED)
+
+
+def test_a_cache_that_may_only_be_read_is_used_and_completed_elsewhere(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "config.json").write_text("{}")
+    asked = []
+
+    def download(name, cache_dir=None, **_):
+        asked.append(cache_dir)
+        if cache_dir is None:
+            raise OSError(errno.EROFS, "Read-only file system", "/cache/hf/hub/refs/main")
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(loading, "check_files", lambda path: None)
+    assert find_model("own/model", "main") == tmp_path
+    assert asked[0] is None
+    assert asked[1] is not None

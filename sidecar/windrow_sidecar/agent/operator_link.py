@@ -41,6 +41,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
+    # The operator is inside the cluster; a proxy in decode's environment is for the world outside.
+    ("grpc.enable_http_proxy", 0),
 )
 
 Obey = Callable[[attach_pb2.OperatorMessage], Awaitable[None]]

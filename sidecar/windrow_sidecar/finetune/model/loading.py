@@ -5,9 +5,11 @@ Shared weights are mapped read-only and become the parameters themselves; nothin
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -154,7 +156,16 @@ def _from_hub(name: str, revision: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        try:
+            return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED))
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES):
+                raise
+        # The cache is decode's, which may only be read here, and lacks something of the model.
+        own = Path(tempfile.gettempdir()) / "windrow-hub"
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=_WANTED, cache_dir=own)
+        )
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         problem = (
             f"{name!r} is no directory, and the Hub has no {name!r} at {revision}, or hides it"

@@ -1,0 +1,230 @@
+"""Which container of a pod decodes, with which engine and model, as real pods show it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from windrow.crd.harvestpolicy import SidecarSpec
+from windrow_operator.command_line import option_of
+from windrow_operator.decode_pods import (
+    decoder_of,
+    engine_of,
+    find_decoders,
+    matching_rule,
+    model_of,
+    serving_container,
+)
+from windrow_operator.injection import PodNamespace, SidecarTemplate, inject
+from windrow_operator.model import Refusal
+
+TEMPLATE = SidecarTemplate("10.0.0.1:8443", "PEM")
+DECODE = ["--disaggregation-mode", "decode"]
+ROLE = {"rbg.workloads.x-k8s.io/role-name": "decode"}
+DEFAULT = "kubectl.kubernetes.io/default-container"
+GPU = {"limits": {"nvidia.com/gpu": "1"}}
+SGLANG = ["python3", "-m", "sglang.launch_server"]
+
+
+def container(name="main", image="registry.local/own:1", **more):
+    return {"name": name, "image": image, **more}
+
+
+def pod(*containers, labels=ROLE, **annotations):
+    metadata = {"labels": labels, "annotations": annotations}
+    return {"metadata": metadata, "spec": {"containers": list(containers)}}
+
+
+def prepared(body):
+    return inject(body, TEMPLATE, SidecarSpec(), PodNamespace({}))
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "command", "image"),
+    [
+        ("vllm", ["python3", "-m", "dynamo.vllm"], "rt"),
+        ("trtllm", ["python3", "-m", "dynamo.trtllm"], "tensorrtllm-runtime"),
+        ("mocker", ["python3", "-m", "dynamo.mocker"], "sglang-runtime"),
+        ("vllm", ["sh", "-c", "exec python3 -m vllm.entrypoints.openai.api_server"], "rt"),
+        ("vllm", ["/usr/bin/tini", "--", "vllm", "serve", "chat"], "rt"),
+        ("vllm", ["bash", "-ec", "export A=1\nvllm serve \\\n  --port 1"], "rt"),
+        ("text-generation-inference", ["text-generation-launcher"], "rt"),
+        ("vllm", ["bash", "/run.sh"], "vllm/vllm-openai:v0.9"),
+        ("vllm", ["bash", "/run.sh"], "r.local:5000/vllm/server@sha256:00"),
+    ],
+)
+def test_another_engine_is_left_alone_though_its_option_says_decode(engine, command, image):
+    body = pod(container(image=image, command=command, args=DECODE), labels={})
+    if "-c" in command or "-ec" in command:
+        body["spec"]["containers"][0] |= {"command": [*command[:-1], f"{command[-1]} {DECODE[0]}"]}
+        body["metadata"]["labels"] = ROLE
+    with pytest.raises(Refusal, match=rf"with {re.escape(engine)}, which Windrow cannot drive"):
+        prepared(body)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        SGLANG,
+        ["sglang", "serve"],
+        ["python3", "-m", "dynamo.sglang"],
+        ["python3", "/sgl-workspace/sglang/python/sglang/launch_server.py"],
+        ["bash", "-c", "pip install vllm && exec python3 -m sglang.launch_server"],
+        ["bash", "-c", "echo starting vllm\npython3 -m sglang.launch_server # not vllm"],
+        ["python3", "-m", "sglang.launch_server", "--tokenizer", "vllm"],
+    ],
+)
+def test_sglang_is_known_by_what_is_started(command):
+    found = engine_of(container(command=command))
+    assert (found.name, found.why, found.doubt) == ("sglang", "its command", "")
+
+
+def test_evidence_against_evidence_is_refused_with_what_to_do():
+    both = container(command=["sh", "-c", "python3 -m sglang.launch_server & vllm serve x"])
+    with pytest.raises(Refusal, match=r"starts sglang and vllm"):
+        prepared(pod(both))
+    odd = container(image="vllm/vllm-openai:v1", command=[*SGLANG, *DECODE])
+    with pytest.raises(Refusal, match=r"windrow.dev/inject: enabled") as caught:
+        prepared(pod(odd))
+    assert caught.value.reason == "EngineInDoubt"
+    assert prepared(pod(odd, labels={"windrow.dev/inject": "enabled"})).decoders == ("main",)
+
+
+def test_labels_that_say_decode_and_arguments_that_say_prefill_are_refused():
+    body = pod(container(command=SGLANG, args=["--disaggregation-mode", "prefill"]))
+    with pytest.raises(Refusal, match="container main says --disaggregation-mode prefill"):
+        prepared(body)
+
+
+# --- the container --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "first",
+    [
+        container("istio-proxy", "registry.local/proxyv2", args=["proxy", "sidecar"]),
+        container("linkerd-proxy", "cr.l5d.io/linkerd/proxy"),
+        container("routing-proxy", "ghcr.io/llm-d/llm-d-routing-sidecar:v0.4"),
+        container("main", "own/sglang-runtime:1", command=["dynamo-sglang-smg-sidecar"]),
+        container("scheduler", "lmsysorg/sglang-router:v0.2", command=["sh", "-c", "x --decode y"]),
+    ],
+)
+def test_what_stands_first_before_the_engine_is_not_prepared(first, named):
+    said = {DEFAULT: "engine"} if named else {}
+    second = container("engine", "registry.local/sglang", command=["bash", "/scripts/decode.sh"])
+    assert prepared(pod(first, second, **said)).decoders == ("engine",)
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        (container("b", command=SGLANG), "its command starts sglang"),
+        (container("b", args=DECODE), "--disaggregation-mode decode"),
+        (container("b", resources=GPU), "its GPU"),
+        (container("b", "own/sglang"), "its image"),
+        (container("b", resources={"claims": [{"name": "gpu"}]}), "its GPU"),
+    ],
+)
+def test_one_of_two_unknown_containers_is_chosen_by_what_it_shows(engine, why):
+    found = find_decoders(pod(container("a"), engine))
+    assert ([each["name"] for each in found.containers], found.why) == (["b"], why)
+    assert not found.doubt
+
+
+def test_a_router_beside_decode_and_a_prefill_engine_beside_it_are_not_the_decoder():
+    router = container("r", command=["python3", "-m", "sglang_router.launch_router", "--decode"])
+    prefill = container("p", command=SGLANG, args=["--disaggregation-mode=prefill"])
+    body = pod(router, prefill, container("d", command=SGLANG, args=DECODE))
+    assert prepared(body).decoders == ("d",)
+
+
+def test_containers_that_show_nothing_are_refused_until_one_is_named():
+    both = container("a"), container("b")
+    with pytest.raises(Refusal, match=r"which of containers a, b decodes.*default-container"):
+        prepared(pod(*both))
+    assert prepared(pod(*both, **{DEFAULT: "b"})).decoders == ("b",)
+
+
+def test_a_default_container_that_the_image_contradicts_is_refused():
+    both = container("a"), container("b", "lmsysorg/sglang:v1", resources=GPU)
+    with pytest.raises(Refusal, match=r"names container a .* shows container b"):
+        prepared(pod(*both, **{DEFAULT: "a"}))
+
+
+def test_the_evidence_is_said():
+    body = pod(container("istio-proxy"), container("engine", "x/sglang:1"))
+    assert prepared(body).evidence == (
+        "the only container that can; engine sglang, by its image x/sglang:1"
+    )
+
+
+# --- values as the kubelet and the shell make them ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "model"),
+    [
+        (["--model-path", "$(MODEL_PATH)"], "/mnt/models/chat"),
+        (["--model-path=$(MODEL_PATH)"], "/mnt/models/chat"),
+        (["sh", "-c", "x --model-path ${MODEL_PATH} --port 1"], "/mnt/models/chat"),
+        (["sh", "-c", 'x --model-path "$MODEL_PATH"'], "/mnt/models/chat"),
+        (["bash", "-lc", "MODEL=${ROOT}/chat\nx \\\n --model-path $MODEL"], "/mnt/models/chat"),
+        (["bash", "-c", "x --model-path ${OTHER:-/mnt/models/chat}"], "/mnt/models/chat"),
+        (["--model-path", "$(ROOT)/chat"], "/mnt/models/chat"),
+        (["--model-path", "/a", "--model-path", "/b"], "/b"),
+        (["--model-path", "$(SECRET)"], ""),
+        (["sh", "-c", "x --model-path $(cat /model)"], ""),
+        (["--model-path", "$$(MODEL_PATH)"], ""),
+        (["--model-path", "/with space/chat"], "/with space/chat"),
+    ],
+)
+def test_a_models_path_is_that_of_its_variable(words, model):
+    env = [
+        {"name": "ROOT", "value": "/mnt/models"},
+        {"name": "MODEL_PATH", "value": "$(ROOT)/chat"},
+        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    assert model_of(container(command=words, env=env)) == model
+
+
+def test_a_model_whose_value_the_spec_does_not_hold_is_told():
+    body = pod(container(command=[*SGLANG, *DECODE, "--model-path", "$(MODEL_PATH)"]))
+    (note,) = prepared(body).notes
+    assert "the model is $(MODEL_PATH)" in note
+
+
+def test_the_part_may_come_by_a_variable_and_a_script_of_both_parts_says_none():
+    env = [{"name": "PART", "value": "decode"}]
+    line = "python3 -m sglang.launch_server --disaggregation-mode ${PART}"
+    by_variable = container(command=["sh", "-c", line], env=env)
+    assert matching_rule(pod(by_variable, labels={})) == "arguments"
+    script = f"if x; then {line.replace('${PART}', 'prefill')}; else {line}; fi"
+    both = container(command=["sh", "-c", script], env=env)
+    assert matching_rule(pod(both, labels={})) == ""
+
+
+def test_the_container_of_a_prefill_pod_is_the_one_that_says_so():
+    prefill = container("p", command=SGLANG, args=["--disaggregation-mode", "prefill"])
+    body = pod(container("istio-proxy"), prefill, labels={})
+    assert serving_container(body)["name"] == "p"
+    assert option_of(serving_container(body), "--disaggregation-mode") == "prefill"
+
+
+def test_null_is_a_field_that_was_left_out():
+    engine = container(command=SGLANG, args=[*DECODE, "--model-path", "/m"])
+    engine |= {"env": None, "volumeMounts": None, "resources": None, "envFrom": None}
+    body = pod(engine) | {"metadata": {"labels": ROLE, "annotations": None}}
+    body["spec"] |= {"volumes": None, "initContainers": None, "securityContext": None}
+    done = prepared(body)
+    assert {step["path"] for step in done.patch} == {
+        "/metadata/labels",
+        "/metadata/annotations",
+        "/spec/volumes",
+        "/spec/containers",
+    }
+    assert decoder_of(body)["name"] == "main"
