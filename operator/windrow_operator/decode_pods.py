@@ -258,7 +258,7 @@ def _started(container: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _shown_by_image(container: Mapping[str, Any]) -> frozenset[str]:
-    repository, _, digest = str(container.get("image", "")).partition("@")
+    repository = str(container.get("image", "")).partition("@")[0]
     path, _, name = repository.rpartition("/")
     name, _, tag = name.partition(":")
     if _HELPERS.search(name):
