@@ -1,4 +1,4 @@
-"""Write the figures that the README quotes, from the committed results (`make figures`)."""
+"""Write the figures that the page of the comparison quotes, from the committed results (`make figures`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from windrow_lab.compare import comparison_table as verdict
 from windrow_lab.compare.comparison_page import load_of
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "comparison.md"
 RESULTS = ROOT / "benchmarks" / "results"
 
 _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w@.,-]+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -48,10 +48,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when they differ")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
+    text = PAGE.read_text(encoding="utf-8")
     if check:
         sys.exit(quoted(text) != text)
-    README.write_text(quoted(text), encoding="utf-8")
+    PAGE.write_text(quoted(text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,9 +47,8 @@ CSRC = {
     )
 }
 SAID = {
-    "README.md": [
-        f"every {STEADY_MS:.0f} ms at the latest",
-        f"0 done, {cli.EXIT_FAILED} failed, {cli.EXIT_USAGE} mend the input, "
+    "docs/quickstart/laptop.md": [
+        f"0 done, {cli.EXIT_FAILED} failed, {cli.EXIT_USAGE} correct the input, "
         f"{cli.EXIT_TRANSIENT} not reachable now, 130 interrupted",
     ],
     "docs/finetuning.md": [
