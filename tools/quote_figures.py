@@ -1,4 +1,4 @@
-"""Write the figures that the page of the comparison quotes, from the committed results (`make figures`)."""
+"""Write the figures that docs/comparison.md quotes, from the committed results (`make figures`)."""
 
 from __future__ import annotations
 

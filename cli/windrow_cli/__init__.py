@@ -42,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 failed, 2 correct the input, 3 not reachable now, 130 interrupted.",
+    epilog="Exit codes: 0 done, 1 failed, 2 correct the input, 3 unreachable now, 130 interrupted.",
 )
 
 
