@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -14,6 +16,7 @@ from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
 from windrow_sidecar.finetune.tasklets import MicroLimits
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
+from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.testing.models import save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -132,3 +135,68 @@ def test_other_settings_are_refused(folder, checkpoint, training, field):
     with pytest.raises(UserError) as refused:
         checkpoint.check(session_of(folder, **training).origin)
     assert refused.value.field == field
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHATS = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"b{i}"}]}
+    for i in range(6)
+]
+
+
+def origin_of(folder, begun: str, *, template: str = TEMPLATE, rows=CHATS) -> Origin:
+    """What a job that began then is made of."""
+    write_rows(folder, rows)
+    base = load_base(folder / "model")
+    base.tokenizer.chat_template = template
+    spec = {
+        "model": {"name": str(folder / "model")},
+        "dataset": {"source": str(folder / "rows.jsonl"), "format": "chat"},
+        "training": {"maxSteps": 2, "batchSize": 2},
+        "output": {"destination": str(folder / "out")},
+    }
+    (folder / "job.json").write_text(json.dumps({"name": "j", "uid": "j", "spec": spec}))
+    job = replace(read_job(folder / "job.json"), begun=datetime.fromisoformat(begun))
+    runtime = TaskletRuntime(TorchBoundaries(), lambda: MicroLimits(1024))
+    return open_session(job, base, runtime).origin
+
+
+MONDAY, TUESDAY = "2024-01-01T23:50:00+00:00", "2024-01-02T00:10:00+00:00"
+DATED = "{{ strftime_now('%Y-%m-%d') }}" + TEMPLATE
+
+
+def test_a_folder_says_when_its_job_began_to_every_worker(tmp_path):
+    first = JobFolder(tmp_path, "j", 1)
+    first.claim()
+    later = JobFolder(tmp_path, "j", 2)
+    later.claim()
+    assert first.begun == later.begun
+    assert first.begun.tzinfo is not None
+
+
+def test_a_job_whose_template_writes_the_date_goes_on_on_another_day(folder):
+    begun = origin_of(folder, MONDAY, template=DATED)
+    assert begun.differs(origin_of(folder, MONDAY, template=DATED)) is None
+    assert begun.differs(origin_of(folder, TUESDAY, template=DATED)).field == "spec.dataset"
+
+
+def test_a_checkpoint_of_an_older_version_goes_on_where_it_read_rows_otherwise(folder):
+    """It noted no rules of reading; where they make no difference rows have to be the same."""
+    older = replace(origin_of(folder, MONDAY, template=DATED), reading=0)
+    now = origin_of(folder, TUESDAY, template=DATED)
+    assert older.differs(now) is None
+    assert "other tokens" in older.moved(now)
+    plain = replace(origin_of(folder, MONDAY), reading=0)
+    assert plain.differs(origin_of(folder, TUESDAY)) is None
+    assert plain.moved(origin_of(folder, TUESDAY)) == ""
+    others = origin_of(folder, TUESDAY, rows=CHATS[::-1])
+    assert plain.differs(others).field == "spec.dataset"
+
+
+def test_another_chat_template_is_told_as_what_it_is(folder):
+    begun, other = origin_of(folder, MONDAY), origin_of(folder, MONDAY, template="x" + TEMPLATE)
+    assert begun.differs(other).field == "spec.model.name"
+    assert "chat template" in begun.differs(other).problem

@@ -6,6 +6,8 @@ On real tokenizers of the forms that models have.
 from __future__ import annotations
 
 import json
+import random
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -260,8 +262,8 @@ def test_fields_that_a_template_does_not_write_are_told_with_their_rows(template
     more = {"tools": [{"name": "f"}], "chat_template_kwargs": {"quiet": True}}
     for each in (row, row | more):
         rows.example(row_of(DatasetRecord("rows.jsonl:1", each), "chat"))
-    (note,) = rows.notes()
-    assert note.startswith("fields of chat rows that the model's chat template does not write: ")
+    begin = "fields of chat rows that the model's chat template does not write: "
+    note = next(note for note in rows.notes() if note.startswith(begin))
     named = note.partition(": ")[2].partition(";")[0].split(", ")
     assert sorted(named) == sorted(told.split(", "))
 
@@ -309,3 +311,148 @@ def test_an_answer_without_a_prompt_is_context():
     row = row_of(DatasetRecord("rows.jsonl:1", turns((("assistant", "hi"), *TALK))), "chat")
     rendered = Conversations(tokenizer, learn_all=False).rendered(row)
     assert [rendered.text[a:b] for a, b in rendered.learnt] == ["Hello Paris</s>\n"]
+
+
+def spoken(template, talk, *, specials=(), eos=None, learn_all=False):
+    """Return what is learnt of a conversation, and the notes of it."""
+    tokenizer = letters()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(specials)})
+    if eos:
+        tokenizer.eos_token = eos
+    tokenizer.chat_template = template
+    rows = RowTokenizer(tokenizer, max_length=900, learn_all=learn_all)
+    row = row_of(DatasetRecord("rows.jsonl:1", turns(talk)), "chat")
+    rendered = rows._conversations.rendered(row)
+    rows.example(row)
+    return [rendered.text[a:b] for a, b in rendered.learnt], " ".join(rows.notes())
+
+
+FIRST = (("user", "Greet Paris"), ("assistant", "Hello Paris"))
+BOTH = (*FIRST, ("user", "And Rome"), ("assistant", "Hello Rome"))
+EACH = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+ASKED = "{% if add_generation_prompt %}<|assistant|>"
+# By the way in which templates of the field write what follows the last turn.
+BEHIND = {
+    "Phi-3: an end of the text where nothing is asked": (
+        EACH + ASKED + "{% else %}{{ eos_token }}{% endif %}",
+        ["Hello Paris<|end|>\n", "Hello Rome<|end|>\n</s>"],
+    ),
+    "gpt-oss: the last answer ends otherwise": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{{ '</s>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        + ASKED
+        + "{% endif %}",
+        ["Hello Paris", "Hello Rome</s>"],
+    ),
+    "Command A: a question that nobody has asked": (
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "<|turn|><|assistant|>",
+        ["Hello Paris</s>", "Hello Rome</s>"],
+    ),
+    "the same where a question says more": (
+        "{% for m in messages %}<|turn|><|{{ m.role }}|>{{ '<|end|>' if m.role == 'assistant' }}"
+        "{{ m.content }}</s>{% endfor %}<|turn|><|assistant|>"
+        "{% if add_generation_prompt %}<|end|>{% endif %}",
+        ["Hello Paris</s>", "Hello Rome</s>"],
+    ),
+    "plain words": (
+        "{% for m in messages %}{{ m.role.upper() }}: {{ m.content }}\n{% endfor %}"
+        "{{ 'ASSISTANT: ' if add_generation_prompt else 'ATLAST' }}",
+        ["Hello Paris\n", "Hello Rome\n"],
+    ),
+    "GLM: nothing": (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        + ASKED
+        + "{% endif %}",
+        ["Hello Paris", "Hello Rome"],
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BEHIND)
+def test_an_answer_ends_with_its_turn_whatever_the_template_writes_behind_it(how):
+    template, expected = BEHIND[how]
+    specials = ("<|end|>", "<|turn|>", "<|user|>", "<|assistant|>")
+    found, notes = spoken(template, BOTH, specials=specials)
+    assert found == expected
+    assert "are not learnt" not in notes
+    assert spoken(template, FIRST, specials=specials)[0] == [expected[-1].replace("Rome", "Paris")]
+
+
+def test_rows_that_teach_no_end_are_told():
+    template, _ = BEHIND["GLM: nothing"]
+    assert "nothing teaches the model to stop in 1 rows" in spoken(template, FIRST)[1]
+    ended = EACH + ASKED + "{% endif %}"
+    assert "nothing teaches" in spoken(ended, FIRST)[1]
+    assert "nothing teaches" not in spoken(ended, FIRST, specials=["<|end|>"], eos="<|end|>")[1]
+
+
+@pytest.mark.parametrize("form", ["text", "completion"])
+def test_a_tokenizer_without_an_end_is_told(form):
+    tokenizer = letters()
+    tokenizer.eos_token = None
+    rows = RowTokenizer(tokenizer, max_length=50)
+    fields = {"text": "hello", "prompt": "hello", "completion": " you"}
+    rows.example(row_of(DatasetRecord("rows.jsonl:1", fields), form))
+    assert "nothing teaches the model to stop in 1 rows: its tokenizer" in " ".join(rows.notes())
+
+
+def test_the_models_list_of_ends_counts(tmp_path):
+    tokenizer = letters()
+    tokenizer.name_or_path = str(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, 10**6]}))
+    tokenizer.chat_template = EACH + ASKED + "{% endif %}"
+    rows = RowTokenizer(tokenizer, max_length=90)
+    rows.example(row_of(DatasetRecord("rows.jsonl:1", turns(FIRST)), "chat"))
+    assert list(rows.notes()) == []
+
+
+def test_an_answer_of_which_the_template_writes_nothing_is_refused():
+    parts = (
+        "{% for m in messages %}<|{{ m.role }}|>{% for part in m.content %}{{ part.text }}"
+        "{% endfor %}</s>{% endfor %}" + ASKED + "{% endif %}"
+    )
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .* writes nothing of messages\[1\]"):
+        spoken(parts, FIRST)
+
+
+def test_where_asking_and_writing_differ_the_difference_is_shown():
+    thinks = EACH + "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+    with pytest.raises(UserError, match=r"it asks by '<think>', and writes something"):
+        spoken(thinks, FIRST)
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + PLAIN
+
+
+def test_a_template_sees_the_time_at_which_the_job_began():
+    tokenizer = letters()
+    tokenizer.chat_template = DATED
+    begun = datetime(2024, 2, 29, 23, 59, tzinfo=UTC)
+    rows = RowTokenizer(tokenizer, max_length=500, now=begun)
+    made = rows.example(row_of(DatasetRecord("rows.jsonl:1", turns(TALK)), "chat"))
+    assert tokenizer.decode(made.ids).startswith("29 Feb 2024")
+    (note,) = rows.notes()
+    assert "the date" in note
+    assert "29 Feb 2024" in note
+    assert rows.unlike_before
+    # Whoever renders by the same tokenizer elsewhere sees the clock.
+    assert "2024" not in tokenizer.apply_chat_template(turns(TALK)["messages"], tokenize=False)
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        "{{ ['a', 'b', 'c', 'd', 'e', 'f', 'g'] | random }}",
+        "{{ lipsum(n=1, html=False, min=3, max=9) }}",
+    ],
+)
+def test_what_a_template_draws_by_chance_follows_from_the_row(draws):
+    tokenizer = letters()
+    tokenizer.chat_template = f"{draws}{PLAIN}"
+    before = random.getstate()
+    ids = {example(tokenizer, "chat", turns(LONGER)).ids for _ in range(8)}
+    assert len(ids) == 1
+    assert random.getstate() == before

@@ -166,8 +166,8 @@ def test_a_column_of_times_beside_the_rows_is_told_and_harms_none(tmp_path, kind
 
 
 def test_a_row_of_parquet_that_python_cannot_hold_is_named_and_the_others_are_read(tmp_path):
-    at = pa.array([{"at": 7}, {"at": 7000}], pa.struct([("at", pa.timestamp("ns"))]))
-    table = pa.table({"text": ["a", "b"], "more": at})
+    pairs = pa.array([[("k", 1), ("k", 2)], [("k", 1)]], pa.map_(pa.string(), pa.int64()))
+    table = pa.table({"text": ["a", "b"], "more": pairs})
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(UserError, match="holds a value that cannot be read") as caught:
         read(tmp_path / "rows.parquet")
@@ -411,3 +411,9 @@ def test_every_epoch_visits_every_row_once_in_another_order():
     assert epochs[0] != epochs[1]
     assert plan.total_steps(epochs=2, max_steps=None) == 6
     assert plan.total_steps(epochs=None, max_steps=5) == 5
+
+
+def test_a_weight_that_is_null_counts_as_none(tmp_path):
+    answer = {"role": "assistant", "content": "yes", "weight": None}
+    row = {"messages": [{"role": "user", "content": "x"}, answer]}
+    assert row_of(DatasetRecord("rows.jsonl:1", row), "chat").turns[1]["content"] == "yes"

@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+from decimal import Decimal
 
 import fsspec
 import pyarrow as pa
@@ -295,3 +296,91 @@ def test_a_file_that_is_not_what_its_suffix_says_is_refused(tmp_path, name, cont
     with pytest.raises(UserError, match=problem) as caught:
         texts(tmp_path / name)
     assert caught.value.reason == "DatasetUnreadable"
+
+
+SCHEMA = "{% if tools %}{{ tools | tojson }}{% endif %}"
+WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}
+ADD = {"name": "add", "parameters": {"properties": {"a": {"type": "number"}, "b": {"enum": ["1"]}}}}
+CALLS = [
+    {
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [WEATHER],
+        "chat_template_kwargs": None,
+    },
+    {"messages": [{"role": "user", "content": "y"}], "tools": [ADD]},
+    {"messages": [{"role": "user", "content": "z"}], "chat_template_kwargs": {"think": True}},
+]
+ANSWER = {"role": "assistant", "content": "yes"}
+
+
+def rows_of(path):
+    return [
+        row_of(record, "chat") for file in find_files(str(path)) for record in read_records(file)
+    ]
+
+
+@pytest.mark.parametrize("written", ["parquet", "jsonl", "json"])
+def test_keys_that_only_other_rows_have_are_no_parameters(tmp_path, written):
+    """A table gives each object the keys of all; `datasets` writes them into JSON lines as well."""
+    calls = [{**row, "messages": [*row["messages"], ANSWER]} for row in CALLS]
+    table = pa.Table.from_pylist(calls)
+    path = tmp_path / f"rows.{written}"
+    if written == "parquet":
+        parquet.write_table(table, path)
+    elif written == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    else:
+        path.write_text(json.dumps(table.to_pylist()))
+    first, second, third = rows_of(path)
+    assert first.tools == [WEATHER]
+    assert second.tools == [ADD]
+    assert third.tools is None
+    assert first.pruned
+    if written == "parquet":
+        assert third.template_settings == {"think": True}
+
+
+def test_a_default_of_null_that_a_schema_states_stays(tmp_path):
+    tool = {
+        "name": "f",
+        "parameters": {
+            "properties": {
+                "a": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None},
+                "b": {"enum": [None, "x"]},
+            }
+        },
+    }
+    row = {"messages": [{"role": "user", "content": "x"}, ANSWER], "tools": [tool]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (found,) = rows_of(tmp_path / "rows.jsonl")
+    assert found.tools == [tool]
+    assert not found.pruned
+
+
+def test_what_tables_hold_besides_json_is_read_as_json_says_it(tmp_path):
+    turn = pa.struct(
+        [
+            ("role", pa.string()),
+            ("content", pa.large_string()),
+            ("at", pa.timestamp("ns")),
+            ("cost", pa.decimal128(5, 2)),
+        ]
+    )
+    turns = [
+        {"role": role, "content": text, "at": 1, "cost": Decimal("1.50")}
+        for role, text in (("user", "x"), ("assistant", "y"))
+    ]
+    columns = {
+        "messages": pa.array([turns], pa.list_(turn)),
+        "chat_template_kwargs": pa.array([[("think", "no")]], pa.map_(pa.string(), pa.string())),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    (row,) = rows_of(tmp_path / "rows.parquet")
+    assert row.template_settings == {"think": "no"}
+    assert row.turns[1]["cost"] == 1.5
+    assert row.turns[1]["at"].startswith("1970-01-01")
+    texts = pa.table({"text": pa.array([b"caf\xc3\xa9"]).dictionary_encode()})
+    for name, table in (("a", texts), ("b", pa.table({"text": pa.array([b"caf\xc3\xa9"])}))):
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+        (record,) = read_records(*find_files(str(tmp_path / f"{name}.parquet")))
+        assert row_of(record, "text").answer == "caf\u00e9"

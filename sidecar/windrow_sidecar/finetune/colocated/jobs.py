@@ -193,7 +193,7 @@ class WorkerJobs:
                 folder.claim()
             if self._slot is None:
                 self._slot = self._open_slot()
-            context = self._slot.take(job, pending.job_state)
+            context = self._slot.take(replace(job, begun=folder.begun), pending.job_state)
             return self._job_handle(pending, self._slot, context, folder)
 
         return self._try_to(load, pending)

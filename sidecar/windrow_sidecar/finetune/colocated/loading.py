@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from windrow.conditions import Reason
 from windrow_sidecar.finetune.colocated.standby import JobOrder
@@ -162,7 +162,8 @@ class Loading:
             folder.claim()
         self._claimed = folder
         with during(READING):
-            rows = self._begin_rows(wanted).wait(self._job_state.stall.renew, self._pace)
+            of_job = replace(wanted, begun=folder.begun)
+            rows = self._begin_rows(of_job).wait(self._job_state.stall.renew, self._pace)
         with during(VERIFYING):
             checkpoint = folder.newest()
         return LoadedJob(job, folder, rows, checkpoint)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from windrow.conditions import Reason
@@ -17,6 +20,11 @@ from windrow_sidecar.finetune.data.rows import DatasetRow
 
 # By which a template says itself what the assistant says.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What a template may read that is not the job's: the time, and random numbers.
+_CLOCK = "strftime_now"
+_CHANCE = re.compile(r"\|\s*random\b|\blipsum\s*\(")
+# Characters of a text that an error shows.
+_SHOWN = 60
 
 
 class Conversations:
@@ -25,17 +33,36 @@ class Conversations:
     Args:
         tokenizer: the model's.
         learn_all: prompts count as well.
+        now: the time that templates read (default: that of the call).
+        stops: texts of tokens at which generation ends.
     """
 
-    def __init__(self, tokenizer: Any, *, learn_all: bool) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401
+        *,
+        learn_all: bool,
+        now: datetime | None = None,
+        stops: tuple[str, ...] = (),
+    ) -> None:
         self._tokenizer, self._learn_all = tokenizer, learn_all
+        self._now, self._stops = now or datetime.now().astimezone(), stops
         # Answers that a later turn makes the template write otherwise, and the first such row.
         self.rewritten, self.first_rewritten = 0, ""
+        # Answers that the template writes otherwise than it asks for them, and the first such row.
+        self.unasked, self.first_unasked = 0, ""
         self.unread: Counter[str] = Counter()  # rows with a field of which the text has nothing
+        self.dates: set[str] = set()  # what templates made of the time
+        # Whether an earlier version made other tokens of a row, and in which way.
+        self.unlike_before = ""
         self._counts: dict[str, bool] = {}  # by field
+        self._goes_on: bool | None = None  # whether a turn is the same once another one follows
+        self._tokens = sorted(_tokens_of(tokenizer), key=len, reverse=True)
 
     def rendered(self, row: DatasetRow) -> Rendered:
         """Return a row's text: all turns as the template writes them in one conversation.
+
+        What a template draws by chance follows from the row alone.
 
         Where only answers are learnt, turns after the last one are left out: nothing is learnt
         of them, and some templates write an answer otherwise once the user has spoken again.
@@ -89,7 +116,7 @@ class Conversations:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _rendering(row):
+        with _rendering(row), self._of_the_job(row):
             (text,), (marks,) = render_jinja_template(
                 conversations=[list(turns)],
                 tools=row.tools,
@@ -104,30 +131,109 @@ class Conversations:
         """Learn each answer that stands in the conversation as the model would be asked for it."""
         whole = self._text(row, turns)
         learnt: list[tuple[int, int]] = []
+        why = ""
         for i, turn in enumerate(turns):
             # Without a turn before it there is no prompt to render.
             if turn["role"] != "assistant" or i == 0:
                 continue
             prompt = self._text(row, turns[:i], prompt=True)
             answered = whole if i + 1 == len(turns) else self._text(row, turns[: i + 1])
-            if answered.startswith(prompt) and whole.startswith(answered):
-                learnt.append((len(prompt), len(answered)))
+            if not answered.startswith(prompt):
+                why = why or _difference(prompt, answered)
+                self.unasked += 1
+                self.first_unasked = self.first_unasked or row.where
+                continue
+            said = _end_of_content(answered, len(prompt), turn["content"])
+            if said is None:
+                raise bad_row(
+                    row.where,
+                    f"the model's chat template writes nothing of messages[{i}], which the "
+                    "assistant says",
+                    "Use a template that takes `content` as text, or render the rows yourself and "
+                    "set spec.dataset.format to completion.",
+                )
+            end = len(answered)
+            if i + 1 == len(turns):
+                end = self._end_of_last(row, turns, answered, said)
+            elif not whole.startswith(answered):
+                end = self._end_of_turn(answered, whole, said) or 0
+                if not end:
+                    self.rewritten += 1
+                    self.first_rewritten = self.first_rewritten or row.where
+                    continue
+                self.unlike_before = self.unlike_before or "answers of earlier turns are learnt"
+            learnt.append((len(prompt), end))
         if not learnt:
             raise bad_row(
                 row.where,
                 "the model's chat template writes no answer of this conversation as it asks for "
-                "it, so the answers cannot be told apart",
-                "Set spec.training.loss to all, or render the rows yourself and set "
-                "spec.dataset.format to completion.",
+                f"it, so the answers cannot be told apart{why}",
+                "Set what the template needs for it in the row's `chat_template_kwargs` (such as "
+                "enable_thinking), set spec.training.loss to all, or render the rows yourself and "
+                "set spec.dataset.format to completion.",
             )
-        rewritten = sum(turn["role"] == "assistant" for turn in turns) - len(learnt)
-        if rewritten:
-            self.rewritten += rewritten
-            self.first_rewritten = self.first_rewritten or row.where
         return Rendered(whole, tuple(learnt), special=False)
 
+    def _end_of_turn(self, answered: str, other: str, said: int) -> int | None:
+        """Return where a turn ends that two texts hold, and behind which each goes on its own way.
+
+        A template may write something behind the last turn alone: an end of the text, or the
+        question for the next answer. None: the turn is another one in the two.
+
+        Args:
+            answered: the text whose last turn it is.
+            other: that has turns behind it.
+            said: where the content of the turn ends in `answered`.
+        """
+        end = _shared(answered, other)
+        while (whole := self._outside(answered, self._outside(other, end))) != end:
+            end = whole
+        if end < said:
+            return None
+        behind = answered[said:end]
+        # Behind the turn's own end both may go on with the same token: that which begins a turn.
+        stops = (behind.rfind(stop) + len(stop) for stop in self._stops if stop in behind)
+        stopped = max(stops, default=0)
+        if not stopped:
+            found = next((t for t in self._tokens if behind.lstrip().startswith(t)), "")
+            stopped = behind.index(found) + len(found) if found else len(behind)
+        rest = behind[stopped:]
+        return said + stopped + len(rest) - len(rest.lstrip())
+
+    def _outside(self, text: str, at: int) -> int:
+        """Return the place in a text, or the begin of the token or word that it would cut."""
+        for token in self._tokens:
+            begin = text.find(token, max(0, at - len(token) + 1), at + len(token) - 1)
+            if 0 <= begin < at:
+                return begin
+        while 0 < at < len(text) and text[at - 1].isalnum() and text[at].isalnum():
+            at -= 1
+        return at
+
+    def _end_of_last(
+        self, row: DatasetRow, turns: tuple[Fields, ...], whole: str, said: int
+    ) -> int:
+        """Return where the last answer ends: before a question that nobody has asked for."""
+        if self._goes_on:
+            return len(whole)
+        try:
+            longer = self._text(row, (*turns, turns[-2]))
+        except UserError:
+            return len(whole)  # the template wants another turn there
+        if longer.startswith(whole):
+            # So it is with all rows of this template, or with none.
+            self._goes_on = self._goes_on is None
+            return len(whole)
+        self._goes_on = False
+        end = self._end_of_turn(whole, longer, said)
+        if end is None or any(stop in whole[end:] for stop in self._stops):
+            return len(whole)
+        if end < len(whole):
+            self.unlike_before = self.unlike_before or "what follows the last answer is not learnt"
+        return end
+
     def _text(self, row: DatasetRow, turns: tuple[Fields, ...], *, prompt: bool = False) -> str:
-        with _rendering(row):
+        with _rendering(row), self._of_the_job(row):
             text = self._tokenizer.apply_chat_template(
                 list(turns),
                 tools=row.tools,
@@ -136,6 +242,70 @@ class Conversations:
                 **row.template_settings,
             )
         return str(text)
+
+    @contextmanager
+    def _of_the_job(self, row: DatasetRow) -> Iterator[None]:
+        """Hold while a template renders a row: time and chance are the job's and the row's."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        template = str(self._tokenizer.get_chat_template(None, row.tools))
+        draws, before = _CHANCE.search(template), random.getstate()
+        known = _compile_jinja_template(template).globals if _CLOCK in template else {}
+        clock = known.get(_CLOCK)
+        if draws:
+            self.unlike_before = self.unlike_before or "the template draws random numbers"
+            random.seed(json.dumps([row.turns, row.tools], default=str))
+        known[_CLOCK] = self._strftime_now
+        try:
+            yield
+        finally:
+            known[_CLOCK] = clock
+            if draws:
+                random.setstate(before)
+
+    def _strftime_now(self, form: str) -> str:
+        """Return the time at which the job began; templates ask for it by this name."""
+        made = self._now.strftime(form)
+        self.dates.add(made)
+        self.unlike_before = "the template reads the clock"
+        return made
+
+
+def _tokens_of(tokenizer: Any) -> set[str]:  # noqa: ANN401
+    """Return the texts that a tokenizer takes for one token wherever they stand."""
+    added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+    return {token for token in added | set(tokenizer.all_special_tokens) if len(token) > 1}
+
+
+def _end_of_content(text: str, begin: int, content: str) -> int | None:
+    """Return where a turn's content ends in a text; None: nothing of it is there.
+
+    A template may leave blanks out, or what was thought: then its last word tells.
+    """
+    whole = content.strip()
+    if (at := text.find(whole, begin)) >= 0:
+        return at + len(whole)
+    words = re.findall(r"\w+", whole)
+    if not words:
+        return len(text)
+    at = text.rfind(words[-1], begin)
+    return at + len(words[-1]) if at >= 0 else None
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        at = (low + high + 1) // 2
+        low, high = (at, high) if one.startswith(other[:at]) else (low, at - 1)
+    return low
+
+
+def _difference(asked: str, written: str) -> str:
+    """Show what a template asks by and does not write."""
+    differs = asked[_shared(asked, written) :]
+    shown = differs if len(differs) <= _SHOWN else f"{differs[:_SHOWN]}..."
+    return f" (it asks by {shown!r}, and writes something else there)"
 
 
 def _fields_of(row: DatasetRow) -> set[str]:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import IO, Any, Protocol
 
 from windrow.crd import DatasetSpec
@@ -66,6 +67,7 @@ class RowsWanted:
         learn_all: prompts count as well.
         seed: draws the rows that are held out.
         credentials: for the place where the rows are.
+        begun: the time that chat templates read (None: that of the reading).
     """
 
     dataset: DatasetSpec
@@ -75,6 +77,7 @@ class RowsWanted:
     learn_all: bool
     seed: int
     credentials: Credentials = NO_CREDENTIALS
+    begun: datetime | None = None
 
 
 class Readers:
@@ -277,6 +280,7 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
             AutoTokenizer.from_pretrained(wanted.tokenizer, trust_remote_code=False),
             max_length=wanted.max_length,
             learn_all=wanted.learn_all,
+            now=wanted.begun,
         )
         split = read_dataset(
             wanted.dataset,

@@ -136,6 +136,7 @@ def read_dataset(
         tokenizer.cut,
         tuple(notes),
         stored.digest,
+        tokenizer.unlike_before,
     )
 
 

@@ -7,7 +7,7 @@ import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedReader
 from typing import Any, BinaryIO, cast
@@ -32,10 +32,14 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DatasetRecord:
-    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines."""
+    """One object that has not been looked at yet. `where`: `file:line`, `file[n]` without lines.
+
+    `of_table`: each object in it has the keys of all rows, as nulls where the row has none.
+    """
 
     where: str
     content: Any  # bytes of a line, what a library made of it, or why it could not
+    of_table: bool = False
 
     def fields(self) -> Fields:
         """Return the object.
@@ -142,8 +146,8 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
         if twice := [column for column in columns if columns.count(column) > 1]:
             raise _bad_file(name, f"has two columns {twice[0]!r}")
         for batch in table.iter_batches(_BATCH_ROWS):
-            for element in _python_of(_without_times(batch)):
-                yield DatasetRecord(f"{name}[{number}]", element)
+            for element in _python_of(_as_json(batch)):
+                yield DatasetRecord(f"{name}[{number}]", element, of_table=True)
                 number += 1
     except pyarrow.ArrowException as error:
         raise _bad_file(name, f"is not a Parquet file ({error})") from error
@@ -152,22 +156,53 @@ def _parquet(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
 def _python_of(batch: Any) -> list[Any]:  # noqa: ANN401 - pyarrow's
     """Return the rows of a batch; one that Python cannot hold is its error, the others are rows."""
     try:
-        return list(batch.to_pylist())
-    except (ValueError, OverflowError) as error:
+        return list(batch.to_pylist(maps_as_pydicts="strict"))
+    except (ValueError, KeyError, OverflowError) as error:
         if batch.num_rows == 1:
             return [error]
     return [row for n in range(batch.num_rows) for row in _python_of(batch.slice(n, 1))]
 
 
-def _without_times(batch: Any) -> Any:  # noqa: ANN401 - pyarrow's
-    """Return a batch with True for each time: no format reads one, and Python holds not all."""
+def without_nulls(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a value without keys of objects that are null; elements of lists stay."""
+    if isinstance(value, dict):
+        return {key: without_nulls(v) for key, v in value.items() if v is not None}
+    return [without_nulls(element) for element in value] if isinstance(value, list) else value
+
+
+def _as_json(batch: Any) -> Any:  # noqa: ANN401 - pyarrow's
+    """Return a batch with what JSON can say: no format reads a time, and Python holds not all.
+
+    A column of times becomes True where there is one. Text that a writer has stored as bytes is
+    text; what cannot be converted stays as it is.
+    """
     import pyarrow
 
     for n, column in enumerate(batch.schema):
+        wanted = _json_type(column.type)
         if pyarrow.types.is_temporal(column.type):
             there = [value or None for value in batch.column(n).is_valid().to_pylist()]
             batch = batch.set_column(n, column.name, pyarrow.array(there, pyarrow.bool_()))
+        elif wanted != column.type:
+            with suppress(pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError):
+                batch = batch.set_column(n, column.name, batch.column(n).cast(wanted))
     return batch
+
+
+def _json_type(kind: Any) -> Any:  # noqa: ANN401 - pyarrow's
+    """Return the type whose values are those of a type as JSON has them: a time is text."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        return _json_type(kind.value_type)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(_json_type(field.type)) for field in kind])
+    if types.is_list(kind) or types.is_large_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(_json_type(kind.value_type)))
+    if types.is_temporal(kind) or types.is_binary(kind) or types.is_large_binary(kind):
+        return pyarrow.large_string()
+    return pyarrow.float64() if types.is_decimal(kind) else kind
 
 
 def _is_line(content: Any) -> bool:  # noqa: ANN401

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from windrow_sidecar.finetune.data.records import DatasetRecord, Fields, bad_row
+from windrow_sidecar.finetune.data.records import DatasetRecord, Fields, bad_row, without_nulls
 
 ROLES = ("system", "user", "assistant", "tool")
 # The fields of a row that count, by its format.
@@ -36,6 +36,7 @@ class DatasetRow:
     prompt: str = ""
     answer: str = ""
     unread: tuple[str, ...] = ()  # fields that do not count
+    pruned: bool = False  # whether nulls of other rows' keys were left out
 
 
 def row_of(record: DatasetRecord, form: str) -> DatasetRow:
@@ -44,12 +45,16 @@ def row_of(record: DatasetRecord, form: str) -> DatasetRow:
     Raises:
         UserError: it is none; `field` is its place.
     """
-    fields = record.fields()
+    found = record.fields()
+    fields = {k: without_nulls(v) for k, v in found.items()} if record.of_table else found
     if MARKS[form] not in fields:
         _refuse_other_format(fields, record.where, form)
     row = _PARSERS[form](fields, record.where)
     unread = tuple(k for k in fields.keys() - READ[form] if fields[k] is not None)
-    return replace(row, unread=unread) if unread else row
+    pruned = row.pruned or any(
+        fields.get(name) != found.get(name) for name in ("tools", "chat_template_kwargs")
+    )
+    return replace(row, unread=unread, pruned=pruned) if unread or pruned else row
 
 
 def _refuse_other_format(fields: Fields, where: str, form: str) -> None:
@@ -80,7 +85,11 @@ def _chat(fields: Fields, where: str) -> DatasetRow:
     settings = fields.get("chat_template_kwargs") or {}
     if not isinstance(settings, dict):
         raise bad_row(where, "`chat_template_kwargs` is no object", "Write an object.")
-    return DatasetRow(where, turns=turns, tools=_tools(fields, where), template_settings=settings)
+    tools = _tools(fields, where)
+    plain = [_of_schema(tool) for tool in tools] if tools else None
+    return DatasetRow(
+        where, turns=turns, tools=plain, template_settings=settings, pruned=plain != tools
+    )
 
 
 def _tools(fields: Fields, where: str) -> list[Fields] | None:
@@ -98,6 +107,25 @@ def _tools(fields: Fields, where: str) -> list[Fields] | None:
     return tools
 
 
+# Keywords of a JSON schema whose value may be null.
+_NULLABLE = ("default", "const", "example")
+
+
+def _of_schema(value: Any) -> Any:  # noqa: ANN401 - any JSON
+    """Return a tool without nulls that a table has put there: no schema says them.
+
+    A default may be null, but not where the table put other nulls beside it.
+    """
+    if isinstance(value, list):
+        return [_of_schema(element) for element in value]
+    if not isinstance(value, dict):
+        return value
+    nulls = {key for key, held in value.items() if held is None}
+    if not nulls - set(_NULLABLE):
+        nulls = set()
+    return {key: _of_schema(held) for key, held in value.items() if key not in nulls}
+
+
 def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came from JSON
     if not isinstance(turn, dict) or turn.get("role") not in ROLES:
         raise bad_row(where, f"{name} has no known `role`", f"Write one of {', '.join(ROLES)}.")
@@ -108,7 +136,7 @@ def _turn(turn: Any, name: str, where: str) -> Fields:  # noqa: ANN401 - it came
                 f"{name} has `{call}`, which is not learnt",
                 "Write the call into `content` as the model writes it, or drop the row.",
             )
-    if turn["role"] == "assistant" and turn.get("weight", 1) != 1:
+    if turn["role"] == "assistant" and turn.get("weight") not in (None, 1):
         raise bad_row(
             where,
             f"{name} has the `weight` {turn['weight']}, and every answer counts the same here",

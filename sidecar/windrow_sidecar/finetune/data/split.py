@@ -46,6 +46,8 @@ class DataSplit:
         cut: rows that were longer than may be, and have lost their end.
         notes: what else a user has to know of the dataset, in sentences, those two included.
         digest: of the tokens and labels of all rows in their order; "" where nobody took it.
+        unlike_before: in which way an earlier version made other tokens of these rows; "": it made
+            the same.
     """
 
     train: Sequence[Example]
@@ -54,6 +56,7 @@ class DataSplit:
     cut: int = 0
     notes: tuple[str, ...] = ()
     digest: str = ""
+    unlike_before: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
@@ -31,11 +35,27 @@ class RowTokenizer:
             mask no token sees what stands to its right.
         max_length: rows are cut to so many tokens.
         learn_all: prompts count as well.
+        now: the time that chat templates read (default: that of the call).
     """
 
-    def __init__(self, tokenizer: Any, *, max_length: int, learn_all: bool = False) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401
+        *,
+        max_length: int,
+        learn_all: bool = False,
+        now: datetime | None = None,
+    ) -> None:
         self._tokenizer, self._max_length, self._learn_all = tokenizer, max_length, learn_all
-        self._conversations = Conversations(tokenizer, learn_all=learn_all)
+        self._stops = stop_tokens(tokenizer)
+        self._conversations = Conversations(
+            tokenizer,
+            learn_all=learn_all,
+            now=now,
+            stops=tuple(tokenizer.convert_ids_to_tokens(sorted(self._stops))),
+        )
+        self._endless, self._first_endless = 0, ""
+        self._pruned = 0  # rows of which nulls were left out
         self.cut = 0  # rows so far that were longer than that
         self._longest, self._longest_at = 0, ""
         self._blank, self._first_blank = 0, ""
@@ -48,6 +68,7 @@ class RowTokenizer:
                 row is no text, or nothing to learn from is left (`field` is the row's place).
         """
         rendered = self._conversations.rendered(row) if row.turns else self._plain(row)
+        self._pruned += row.pruned
         _check_is_text(rendered.text, row.where)
         ids, labels = encode(self._tokenizer, rendered)
         end = self._tokenizer.eos_token_id
@@ -60,6 +81,9 @@ class RowTokenizer:
         if not row.turns and not row.answer.strip():
             self._blank += 1
             self._first_blank = self._first_blank or row.where
+        if len(ids) <= self._max_length and self._stops.isdisjoint(labels):
+            self._endless += 1
+            self._first_endless = self._first_endless or row.where
         if len(ids) > self._max_length:
             self.cut += 1
             if len(ids) > self._longest:
@@ -84,6 +108,20 @@ class RowTokenizer:
                 f"fields of chat rows that the model's chat template does not write: {named}; "
                 "nothing follows from them"
             )
+        if self._conversations.unasked:
+            yield (
+                f"{self._conversations.unasked} answers are not learnt: the model's chat template "
+                "asks for them otherwise than it writes them (first in "
+                f"{self._conversations.first_unasked})"
+            )
+        if self._conversations.dates:
+            dates = ", ".join(sorted(self._conversations.dates)[:_NAMED])
+            yield (
+                f"the model's chat template writes the date: all rows have that of the job's "
+                f"first run ({dates}), where serving sends that of the day"
+            )
+        if self._endless:
+            yield self._of_endless()
         if self._conversations.rewritten:
             yield (
                 f"{self._conversations.rewritten} answers are not learnt: the model's chat "
@@ -91,10 +129,35 @@ class RowTokenizer:
                 f"{self._conversations.first_rewritten}); give each its own row to learn them"
             )
 
+    @property
+    def unlike_before(self) -> str:
+        """In which way an earlier version made other tokens of these rows; "": it made the same."""
+        pruned = "nulls of other rows' tools are left out" if self._pruned else ""
+        return self._conversations.unlike_before or pruned
+
+    def _of_endless(self) -> str:
+        learnt = f"nothing teaches the model to stop in {self._endless} rows"
+        if self._stops:
+            names = ", ".join(self._tokenizer.convert_ids_to_tokens(sorted(self._stops)))
+            return f"{learnt} (first {self._first_endless}): none of {names} is learnt there"
+        return f"{learnt}: its tokenizer and generation_config.json name no EOS (eos_token)"
+
     def _plain(self, row: DatasetRow) -> Rendered:
         text = row.prompt + row.answer
         begin = 0 if self._learn_all else len(row.prompt)
         return Rendered(text, ((begin, len(text)),), special=True)
+
+
+def stop_tokens(tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
+    """Return the tokens at which servers end a text: the tokenizer's EOS, and the model's list."""
+    found: list[Any] = [tokenizer.eos_token_id]
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError, AttributeError):
+            read = json.loads(Path(str(tokenizer.name_or_path), name).read_bytes())
+            named = read.get("eos_token_id")
+            found += named if isinstance(named, list) else [named]
+    known = len(tokenizer)
+    return frozenset(token for token in found if isinstance(token, int) and 0 <= token < known)
 
 
 def _check_is_text(text: str, where: str) -> None:

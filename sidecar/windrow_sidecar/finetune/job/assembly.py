@@ -6,9 +6,12 @@ whose layers carry a state from token to token, lets a row see the one before it
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,7 @@ class JobSpec:
         dataset_credentials: for its rows.
         output_credentials: for its destination.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
+        begun: when its folder was first claimed, on the clock of that machine; None: not yet.
     """
 
     namespace: str
@@ -71,6 +75,7 @@ class JobSpec:
     dataset_credentials: Credentials = NO_CREDENTIALS
     output_credentials: Credentials = NO_CREDENTIALS
     checkpoint: str = ""
+    begun: datetime | None = None
 
     @property
     def destination(self) -> Path:
@@ -153,6 +158,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         learn_all=training.loss == "all",
         seed=training.seed,
         credentials=job.dataset_credentials,
+        begun=job.begun,
     )
 
 
@@ -169,6 +175,7 @@ def read_examples(
         base.tokenizer,
         max_length=training.max_sequence_length,
         learn_all=training.loss == "all",
+        now=job.begun,
     )
     limits = ModelLimits.of(base.config, prefix=prefix_tokens(job.spec))
     return read_dataset(
@@ -258,12 +265,27 @@ def open_session(
     )
     if runtime.between is not None:
         between_modules(stack.layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]
-    origin = Origin.of(spec, base=base.fingerprint, rows=rows.digest, computed_in=base.dtype)
+    origin = Origin.of(
+        spec,
+        base=base.fingerprint,
+        rows=rows.digest,
+        computed_in=base.dtype,
+        template=_template_of(job, base),
+        unlike_before=rows.unlike_before,
+    )
     positions = ModelLimits.of(base.config).positions
     notes = (*base.notes, *rows.notes, *without_effect(spec, len(rows.train), total, positions))
     return TrainingSession(
         job, tuned, stream, max(lengths), base.shared, origin, budget, runtime.device, rows, notes
     )
+
+
+def _template_of(job: JobSpec, base: BaseModel) -> str:
+    """Return a digest of the chat template that the job's rows are rendered with; "": none."""
+    template = getattr(base.tokenizer, "chat_template", None)
+    if job.spec.dataset.format != "chat" or not template:
+        return ""
+    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()
 
 
 def _activation_budget(

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -37,6 +38,7 @@ from windrow_sidecar.finetune.data.remote import (
 from windrow_sidecar.finetune.job.assembly import JobSpec
 from windrow_sidecar.finetune.job.scalars import METRICS_FILE
 from windrow_sidecar.finetune.training.checkpoint import (
+    BEGUN,
     COMPLETED,
     MANIFEST,
     STATE,
@@ -147,7 +149,17 @@ class BucketFolder(JobFolder):
         with self._asking():
             self._check_epochs()
             self._system.pipe_file(f"{self._url}/epochs/{self.epoch:08d}", b"")
+            self.begun = self._begun_anywhere(datetime.now().astimezone())
             self._fetch_figures()
+
+    def _begun_anywhere(self, now: datetime) -> datetime:
+        """Return when the job first was, on whichever machine."""
+        noted = f"{self._url}/{BEGUN}"
+        try:
+            return datetime.fromisoformat(self._system.cat_file(noted).decode())
+        except (FileNotFoundError, ValueError):
+            self._system.pipe_file(noted, now.isoformat().encode())
+            return now
 
     def save(
         self,
@@ -391,6 +403,11 @@ class OwnBucketFolder(BucketFolder):
         if self._anew:
             self.forget_checkpoints()
             self.checkpoints.mkdir(exist_ok=True)
+
+    def _begun_anywhere(self, now: datetime) -> datetime:
+        if self._anew:
+            self._system.pipe_file(f"{self._url}/{BEGUN}", now.isoformat().encode())
+        return super()._begun_anywhere(now)
 
     def _remove_older(self) -> None:
         """The directory is that of all runs on this machine."""

@@ -181,7 +181,7 @@ class Together:
 
         with job_state.stall.during(TAKING_FOLDER):
             folder.claim(waits_for, job_state.stall.renew)
-        job = replace(job, epoch=folder.epoch)
+        job = replace(job, epoch=folder.epoch, begun=folder.begun)
         with job_state.stall.during(READING):
             session = open_alone(job, self._device, base, self._estimates, job_state.stall.renew)
         stream = session.stream

@@ -1,9 +1,10 @@
 """Write and read checkpoints: whole or not at all, by one writer at a time.
 
 Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started), `holder-N` (whose
-epoch N is), `checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the next step that are done), each with
-a manifest of the SHA-256 of its files, and `completed.json` once the adapter is written, where
-checkpoints go then. A folder is written under another name, synced, and renamed.
+epoch N is), `begun` (when the job first was), `checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the
+next step that are done), each with a manifest of the SHA-256 of its files, and `completed.json`
+once the adapter is written, where checkpoints go then. A folder is written under another name,
+synced, and renamed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 COMPLETED = "completed.json"
+BEGUN = "begun"
 ADAPTER_DRAFT = "adapter"  # in the job's folder
 # What reading a damaged checkpoint raises.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -135,6 +138,8 @@ class JobFolder:
     Attributes:
         place: the destination, as people name it.
         passed_over: checkpoints that `newest` could not use, newest first, each with the reason.
+        begun: when the folder was claimed for the first time, on the clock of that machine; known
+            once it is claimed.
     """
 
     def __init__(self, destination: Path, job_uid: str, epoch: int, parent: int = 0) -> None:
@@ -143,6 +148,7 @@ class JobFolder:
         self.checkpoints = self.root / "checkpoints"
         self.place = str(destination)
         self.passed_over: tuple[str, ...] = ()
+        self.begun: datetime | None = None
         self._parent = parent
 
     def claim(
@@ -174,6 +180,7 @@ class JobFolder:
                 hold(holder, parent=self._parent)
                 self._remove_drafts()
                 _write_file(self.root / "fence", str(self.epoch).encode())
+            self.begun = self._begun(datetime.now().astimezone())
         except AlreadyHeld as held:
             raise Fenced(
                 f"{held} is training this job, in {self.root}. Wait until it ends, or stop it; "
@@ -188,6 +195,15 @@ class JobFolder:
                 remedy="Name a directory on a volume that the worker may write.",
                 reason=Reason.OUTPUT_NOT_WRITABLE,
             ) from error
+
+    def _begun(self, now: datetime) -> datetime:
+        """Return when the job first was; that is `now` where nobody has noted it yet."""
+        noted = self.root / BEGUN
+        try:
+            return datetime.fromisoformat(noted.read_text())
+        except (FileNotFoundError, ValueError):
+            _write_file(noted, now.isoformat().encode())
+            return now
 
     def _refuse_folders(self) -> None:
         """Refuse a destination where a directory has the name of one of an adapter's files."""

@@ -10,6 +10,8 @@ import torch
 
 from windrow.crd import FinetuneJobSpec
 
+# How rows become tokens; 0: as checkpoints say that were written before there was a number.
+READING = 1
 _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 # Where a setting stands in the job.
 _SETTINGS = {
@@ -52,10 +54,31 @@ class Origin:
     open_precision: bool = False  # the job leaves it to the slot (`auto`)
     quantization: str = ""
     optimizer: str = ""  # whose moments are kept
+    template: str = ""  # digest of the chat template; "": there is none
+    reading: int = 0  # by which rules the rows became tokens (`READING`)
+    unlike_before: str = ""  # what other rules made of these rows
 
     @classmethod
-    def of(cls, spec: FinetuneJobSpec, *, base: str, rows: str, computed_in: torch.dtype) -> Origin:
-        """Return that of a job; `base`, `rows`: digests of the base's files and of the tokens."""
+    def of(
+        cls,
+        spec: FinetuneJobSpec,
+        *,
+        base: str,
+        rows: str,
+        computed_in: torch.dtype,
+        template: str = "",
+        unlike_before: str = "",
+    ) -> Origin:
+        """Return that of a job.
+
+        Args:
+            spec: the job's.
+            base: digest of the base's files.
+            rows: digest of the tokens.
+            template: digest of the chat template.
+            computed_in: the type of activations.
+            unlike_before: see `DataSplit`.
+        """
         training, adapter = spec.training, spec.adapter
         settings = adapter.settings.model_dump(mode="json", by_alias=True)
         return cls(
@@ -69,6 +92,9 @@ class Origin:
             open_precision=training.precision == "auto",
             quantization=spec.model.quantization,
             optimizer=training.optimizer.type,
+            template=template,
+            reading=READING,
+            unlike_before=unlike_before,
         )
 
     def differs(self, wanted: Origin) -> Difference | None:
@@ -76,10 +102,25 @@ class Origin:
         return None if self == Origin() else next(self._differences(wanted), None)
 
     def moved(self, wanted: Origin) -> str:
-        """Say what is another one without harm: the precision that a job leaves to its slot."""
-        if not self.precision or self.precision == wanted.precision:
-            return ""
-        return f"; in {wanted.precision}, until now in {self.precision}"
+        """Say what is another one without harm.
+
+        The precision that a job leaves to its slot, and tokens that an earlier version made
+        otherwise of the same rows.
+        """
+        told = ""
+        if self._reads_otherwise(wanted):
+            told = (
+                "; its rows have other tokens than those of the version that wrote the checkpoint "
+                f"({wanted.unlike_before})"
+            )
+        if self.precision and self.precision != wanted.precision:
+            told += f"; in {wanted.precision}, until now in {self.precision}"
+        return told
+
+    def _reads_otherwise(self, wanted: Origin) -> bool:
+        """Whether an earlier version wrote this, which made other tokens of the same rows."""
+        other = bool(self.rows) and self.rows != wanted.rows
+        return other and self.reading < wanted.reading and bool(wanted.unlike_before)
 
     def _differences(self, wanted: Origin) -> Iterator[Difference]:
         if self.base and self.base != wanted.base:
@@ -88,11 +129,18 @@ class Origin:
                 "spec.model.revision",
                 "Name the model that the job began with",
             )
-        if self.rows and self.rows != wanted.rows:
+        if self.rows and self.rows != wanted.rows and not self._reads_otherwise(wanted):
+            if self.template and self.template != wanted.template:
+                yield Difference(
+                    "the model has another chat template, so the rows have other tokens",
+                    "spec.model.name",
+                    "Restore the model's chat template",
+                )
             yield Difference(
                 "the rows have other tokens",
                 "spec.dataset",
-                "Restore dataset, training.maxSequenceLength and training.loss",
+                "Restore dataset, the model's tokenizer, training.maxSequenceLength and "
+                "training.loss",
             )
         for part, name in _SETTINGS.items():
             found, other = getattr(self, part), getattr(wanted, part)
