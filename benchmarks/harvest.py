@@ -28,7 +28,7 @@ from rich.console import Console
 from benchmarks.engine.drawing import draw_ranges
 from benchmarks.harness import ROOT, into_document, markdown
 from windrow.errors import UserError, WindrowError
-from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare import comparison_table
 from windrow_lab.compare.arms import AGAIN, ALONE, TUNED
 from windrow_lab.compare.run import FOOTING, CompareSettings, run
 from windrow_lab.demo.run import DemoSettings
@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             continue
         for load, (path, result) in zip(loads, played.items(), strict=True):
             try:
-                verdict.check(result)
-            except verdict.Impossible as error:
+                comparison_table.check(result)
+            except comparison_table.Impossible as error:
                 console.print(f"[red]{load.name}: {error}[/]")
                 failed.append(load.name)
                 continue
@@ -202,8 +202,8 @@ class Standing:
             self.load.name,
             f"{self.result['objective']['milliseconds']:g}",
             f"{100 * self.row(ALONE)['over']['median']:.2f}%",
-            verdict.points(self.row(AGAIN)["over_more"]),
-            f"{verdict.points(ours['over_more'])}, {self.verdict}",
+            comparison_table.points(self.row(AGAIN)["over_more"]),
+            f"{comparison_table.points(ours['over_more'])}, {self.verdict}",
             f"{_rate(ours):,.0f} ({ours['eta']['median']:.2f})",
             f"{self.median_of('decode_busy'):.2f} + {self.median_of('trainer_units'):.2f}",
             f"{rival} {_rate(self.row(rival)):,.0f}" if rival else "none",

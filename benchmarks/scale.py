@@ -49,7 +49,7 @@ from benchmarks.operator_load import (
     until,
 )
 from windrow.crd import FINETUNE_JOB, HARVEST_POLICY, HARVEST_SLOT
-from windrow_lab.cluster.crds import apply_crds
+from windrow_lab.cluster.local import apply_crds
 from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
 from windrow_lab.figures.summary import percentile
 from windrow_lab.machine.build import ensure_tools

@@ -24,7 +24,7 @@ from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
 from windrow_lab.machine.build import build_tools, ensure_tools
 from windrow_lab.machine.ports import free_port
 from windrow_lab.machine.progress import LineProgress
-from windrow_lab.machine.tools_cache import OBJECT_STORE
+from windrow_lab.machine.tools import OBJECT_STORE
 
 ROOT = Path(__file__).parents[1]
 # Processes that tests start import tests/support as well.

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from windrow.client import WindrowClient
 from windrow_cli.top import Screen, remember
-from windrow_lab.cluster.local import running_kubeconfig
+from windrow_lab.cluster.up import running_kubeconfig
 
 _FONT = "font-family: ui-monospace, DejaVu Sans Mono, monospace;"
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare import comparison_table
 from windrow_lab.compare.comparison_page import load_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,11 +22,11 @@ _BLOCK = re.compile(r"(<!-- figures: (?P<name>[\w@.,-]+) -->\n).*?(<!-- /figures
 
 def comparison(result: Mapping[str, Any]) -> str:
     """Return a comparison as Markdown: its table, what it says, and what it was made under."""
-    titles = ["", *verdict.TITLES]
-    lines = [titles, ["---", *("--:" for _ in verdict.TITLES)]]
-    lines += [verdict.cells(row) for row in result["arms"]]
+    titles = ["", *comparison_table.TITLES]
+    lines = [titles, ["---", *("--:" for _ in comparison_table.TITLES)]]
+    lines += [comparison_table.cells(row) for row in result["arms"]]
     table = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([*table, "", f"{verdict.sentence(result)} {load_of(result)}"])
+    return "\n".join([*table, "", f"{comparison_table.sentence(result)} {load_of(result)}"])
 
 
 def quoted(text: str) -> str:

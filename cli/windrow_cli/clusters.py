@@ -21,7 +21,7 @@ from windrow_cli.output import Json, print_json, print_line, spread
 
 if TYPE_CHECKING:
     from windrow_lab.cluster.serving import Pods
-    from windrow_lab.cluster.state import ClusterInfo
+    from windrow_lab.cluster.up import ClusterInfo
     from windrow_lab.machine.devices import Device
     from windrow_lab.realnode.node import NodeInfo
 
@@ -123,7 +123,7 @@ def demo(
     Example: windrow demo --compare --rounds 6 --out out/compared (again, to go on where it ended)
     """
     # Imported late: plots, Kubernetes and the node take a second that `--help` need not wait for.
-    from windrow_lab.compare import comparison_table as verdict
+    from windrow_lab.compare import comparison_table
     from windrow_lab.compare import run as comparison
     from windrow_lab.demo import run as whole
     from windrow_lab.figures.report import adapter_path, rows_of
@@ -151,7 +151,7 @@ def demo(
         )
         how.check()
         (summary,) = comparison.run(settings, how, console).values()
-        verdict.check(summary)
+        comparison_table.check(summary)
     else:
         summary = whole.run(settings, console)
         console.print(_summary_table(rows_of(summary)))
@@ -274,13 +274,13 @@ def up(
     from windrow.client import WindrowClient
     from windrow_lab.cluster import serving
     from windrow_lab.demo.run import PODS_WITHIN, SGLANG_WITHIN
-    from windrow_lab.machine import assets
+    from windrow_lab.machine import resources
     from windrow_lab.machine.devices import devices, usable_cores
 
     held = devices(usable_cores(), pods)
     sglang = _sglang(engine)
     real = _is_real(node, sglang)
-    served = assets.find(assets.MODEL, option="--model", given=model)
+    served = resources.find(resources.MODEL, option="--model", given=model)
     left = _up_on_a_node(held, served) if real else _up(held, served, sglang)
     client = WindrowClient(Path(left.info.kubeconfig))
     serving.create(client, left.pods)
@@ -320,9 +320,9 @@ def _up_on_a_node(held: Sequence[Device], model: Path) -> _Up:
     """Leave a real node running; its examples name whole paths and the node's directories."""
     from windrow.client import WindrowClient, read_manifest
     from windrow_lab.cluster import manifests, serving
-    from windrow_lab.cluster.state import state_directory
+    from windrow_lab.cluster.up import state_directory
     from windrow_lab.demo.run import PODS_WITHIN
-    from windrow_lab.machine import assets
+    from windrow_lab.machine import resources
     from windrow_lab.realnode import pods as realpods
     from windrow_lab.realnode.up import up as start
 
@@ -332,11 +332,11 @@ def _up_on_a_node(held: Sequence[Device], model: Path) -> _Up:
     plan = serving.plan_pods(
         held, model, shaped=lambda body: realpods.on_the_node(body, out, log_root=None)
     )
-    policy = plan.shaped(read_manifest(assets.find(assets.POLICY, option="--policy")))
+    policy = plan.shaped(read_manifest(resources.find(resources.POLICY, option="--policy")))
     job = manifests.finetune_job(
-        read_manifest(assets.find(assets.JOB, option="--job")),
+        read_manifest(resources.find(resources.JOB, option="--job")),
         model=model,
-        rows=assets.find(assets.ROWS, option="--rows"),
+        rows=resources.find(resources.ROWS, option="--rows"),
         destination=out / "adapters" / "support-tone",
         steps=120,
     )

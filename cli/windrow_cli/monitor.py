@@ -29,7 +29,7 @@ def monitor(
     Example: windrow monitor --port 9090
     """
     from windrow_lab.cluster import monitoring
-    from windrow_lab.cluster.state import running_cluster
+    from windrow_lab.cluster.up import running_cluster
 
     standing = running_cluster()
     if standing is None:

@@ -80,7 +80,7 @@ def client(kubeconfig: Path | None, context: str = "") -> WindrowClient:
     """Return a client of the cluster that is meant."""
     # Importing the Kubernetes client takes most of a second: `--help` shall not wait for it.
     from windrow.client import WindrowClient
-    from windrow_lab.cluster.local import running_kubeconfig
+    from windrow_lab.cluster.up import running_kubeconfig
 
     if kubeconfig is None and not context and not os.environ.get("KUBECONFIG"):
         kubeconfig = running_kubeconfig()

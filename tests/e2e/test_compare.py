@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from windrow_lab.compare import baselines as footing
-from windrow_lab.compare import rounds as contest
+from windrow_lab.compare import baselines, rounds
 from windrow_lab.compare import run as compare
 from windrow_lab.compare.arms import (
     AGAIN,
@@ -47,7 +46,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
             {
                 "pass_us": 1e9,  # never slower than that
                 "peft_best_form": {},
-                "memory": footing.memory(LOOP_BYTES, WORKER_BYTES),
+                "memory": baselines.memory(LOOP_BYTES, WORKER_BYTES),
             }
         )
     )
@@ -61,7 +60,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     settings = DemoSettings(out=out, rate=RATE, busy=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contest, "MachinePace", _SlowOnce)
+        patch.setattr(rounds, "MachinePace", _SlowOnce)
         _play(settings, how)
     before = (out / PLACE / compare.RESULT).read_bytes()
     _play(settings, how)
@@ -97,7 +96,7 @@ def test_every_arm_has_played_the_same_requests_and_has_its_figures(out):
     assert all(found[arm]["steps"] > 0 for arm in served)
     plan = json.loads((out / compare.PLAN).read_text())
     sent = schedule(
-        seconds=LEAD_S + WINDOW_S + contest.TAIL_S,
+        seconds=LEAD_S + WINDOW_S + rounds.TAIL_S,
         rate=RATE,
         seed=7,
         endpoints=1,

@@ -8,7 +8,7 @@ import pytest
 from windrow.errors import UserError
 from windrow_lab.machine.build import ensure_tools
 from windrow_lab.machine.progress import LineProgress
-from windrow_lab.machine.tools_cache import cache_directory, cache_root
+from windrow_lab.machine.tools import cache_directory, cache_root
 
 # Nothing listens on the discard port of the loopback: refused at once.
 NOWHERE = "http://127.0.0.1:9"

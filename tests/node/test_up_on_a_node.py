@@ -17,7 +17,7 @@ import httpx
 import pytest
 import yaml
 
-from windrow_lab.cluster.state import start_ticks
+from windrow_lab.cluster.up import start_ticks
 from windrow_lab.machine.child_processes import descendants
 from windrow_lab.realnode.machine import CGROUPS, missing
 from windrow_lab.realnode.node import NodeInfo

@@ -9,7 +9,7 @@ from windrow.crd import parse_job_spec, parse_policy_spec
 from windrow.errors import UserError
 from windrow_lab.cluster import manifests
 from windrow_lab.cluster.manifests import DecodePod
-from windrow_lab.machine import assets, sglang
+from windrow_lab.machine import resources, sglang
 from windrow_lab.machine.devices import Device, devices
 from windrow_lab.realnode import pods as realpods
 
@@ -131,9 +131,9 @@ def test_the_job_is_sized_to_last_through_the_load():
 
 
 def test_assets_are_found_in_the_checkout_or_by_hand(tmp_path):
-    assert assets.find(assets.MODEL, option="--model") == ROOT / assets.MODEL
-    assert assets.find(assets.MODEL, option="--model", given=tmp_path) == tmp_path
+    assert resources.find(resources.MODEL, option="--model") == ROOT / resources.MODEL
+    assert resources.find(resources.MODEL, option="--model", given=tmp_path) == tmp_path
     with pytest.raises(UserError, match=r"--model: .* does not exist"):
-        assets.find(assets.MODEL, option="--model", given=tmp_path / "no")
+        resources.find(resources.MODEL, option="--model", given=tmp_path / "no")
     with pytest.raises(UserError, match="--rows"):
-        assets.find(Path("no/such/rows"), option="--rows")
+        resources.find(Path("no/such/rows"), option="--rows")

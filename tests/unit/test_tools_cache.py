@@ -10,15 +10,17 @@ from windrow.errors import UserError
 from windrow_lab.machine.build import modules
 from windrow_lab.machine.resources import resource_directory
 from windrow_lab.machine.toolchain import build_environment, find_go
-from windrow_lab.machine.tools import ENV_ASSETS, NAMES, find_tools
-from windrow_lab.machine.tools_cache import (
+from windrow_lab.machine.tools import (
+    ENV_ASSETS,
     ETCD_VERSION,
     KUBERNETES_VERSION,
     MANIFEST,
+    NAMES,
     NODE,
     OBJECT_STORE,
     cache_directory,
     cached_tools,
+    find_tools,
     is_whole,
     write_manifest,
 )

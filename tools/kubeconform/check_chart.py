@@ -21,7 +21,7 @@ from windrow.errors import UserError
 from windrow_lab.machine.build import build_tools
 from windrow_lab.machine.progress import progress_for
 from windrow_lab.machine.toolchain import Go, fetch_go, find_go
-from windrow_lab.machine.tools_cache import KUBERNETES_VERSION, NODE, cache_root
+from windrow_lab.machine.tools import KUBERNETES_VERSION, NODE, cache_root
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent

@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare import comparison_table
 from windrow_lab.compare.arms import ComparisonSession, Segment
 from windrow_lab.figures.report import OBJECTIVE_COLOUR, PAGE_STYLE, broken_where_idle, thinned
 from windrow_lab.figures.summary import SummaryWindow
@@ -35,16 +35,18 @@ _PAGE = """<!doctype html>
 
 def write_page(out: Path, result: Mapping[str, Any], sessions: Sequence[ComparisonSession]) -> Path:
     """Write the page into a comparison's folder and return its path."""
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in ("", *verdict.TITLES))
+    head = "".join(f"<th>{html.escape(title)}</th>" for title in ("", *comparison_table.TITLES))
     rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in verdict.cells(row)) + "</tr>"
+        "<tr>"
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in comparison_table.cells(row))
+        + "</tr>"
         for row in result["arms"]
     )
     page = _PAGE.format(
         style=PAGE_STYLE,
-        said=html.escape(verdict.sentence(result)),
+        said=html.escape(comparison_table.sentence(result)),
         table=f"<tr>{head}</tr>{rows}",
-        caption=html.escape(verdict.CAPTION),
+        caption=html.escape(comparison_table.CAPTION),
         load=html.escape(load_of(result)),
         frontier=frontier(result).to_html(full_html=False, include_plotlyjs="inline"),
         over_time=over_time(result, sessions).to_html(full_html=False, include_plotlyjs=False),

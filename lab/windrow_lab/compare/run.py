@@ -19,8 +19,7 @@ from rich.console import Console
 from windrow.crd import HarvestPolicySpec
 from windrow.errors import UserError
 from windrow_lab.cluster import manifests, serving
-from windrow_lab.compare import baselines as footing
-from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare import baselines, comparison_table
 from windrow_lab.compare.arms import (
     A_LOOP_A_CORE,
     AGAIN,
@@ -108,7 +107,8 @@ def run(
     """Play what is missing, write pages and JSON, print tables; return each objective's result.
 
     By the result's file; of several objectives each has a folder of its own. Raises as
-    `windrow_lab.demo.run.run` does. Whether a result can be true at all, `verdict.check` says.
+    `windrow_lab.demo.run.run` does. Whether a result can be true at all,
+    `comparison_table.check` says.
     """
     if settings.pods not in (None, 1):
         raise UserError("a comparison has one device", field="--pods", remedy="Leave it out.")
@@ -134,11 +134,13 @@ def run(
         objective = next(at for at in plan["objectives"] if at["factor"] == factor)
         common = {name: value for name, value in plan.items() if name != "objectives"}
         of_it = [session.at(factor) for session in sessions]
-        result = verdict.result_of({**common, "objective": objective}, of_it, arms, how.rounds)
+        result = comparison_table.result_of(
+            {**common, "objective": objective}, of_it, arms, how.rounds
+        )
         demo.write_summary(place / RESULT, result)
         write_page(place, result, of_it)
-        console.print(verdict.table(result))
-        console.print(verdict.sentence(result))
+        console.print(comparison_table.table(result))
+        console.print(comparison_table.sentence(result))
         results[place / RESULT] = result
     return results
 
@@ -187,7 +189,7 @@ def _plan(
         "objectives": [_told(objective, settings, factor) for factor in how.factors],
         "footing": stands_on,
         "kv_tokens": {
-            kind: footing.kv_tokens(stands_on["memory"][kind], on.model)
+            kind: baselines.kv_tokens(stands_on["memory"][kind], on.model)
             for kind in ("alone", "loop", "policy")
         },
         "environment": environment(),
@@ -209,10 +211,10 @@ def _take_footing(on: demo.DemoStage, pods: serving.Pods, objective_ms: float) -
     on.client.apply_policy(manifests.harvest_policy(demo.POLICY, objective_ms, "windrow"))
     serving.await_slots(on.client, pods, demo.PODS_WITHIN)
     on.say("what our worker holds of its own")
-    held = footing.worker_bytes(on, pods, endless_job(on, folder / "adapter", "measured"))
-    found = footing.take(on, folder, endless_job(on, folder / "loop", "loop"))
+    held = baselines.worker_bytes(on, pods, endless_job(on, folder / "adapter", "measured"))
+    found = baselines.take(on, folder, endless_job(on, folder / "loop", "loop"))
     return {
         **found,
         "worker_bytes": held,
-        "memory": footing.memory(found["loop_bytes"], held),
+        "memory": baselines.memory(found["loop_bytes"], held),
     }

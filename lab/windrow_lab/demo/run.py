@@ -41,7 +41,7 @@ from windrow_lab.load.objective import (
     solo_model,
 )
 from windrow_lab.load.trace import TraceRequest
-from windrow_lab.machine import assets
+from windrow_lab.machine import resources
 from windrow_lab.machine.devices import Device, bystanders, devices, on_cpus, usable_cores
 from windrow_lab.machine.environment import environment
 from windrow_lab.machine.processes import Keeper
@@ -197,12 +197,12 @@ def stage(settings: DemoSettings, console: Console) -> Iterator[DemoStage]:
         endpoints=len(held),
         trace=settings.trace,
     )
-    model = assets.find(assets.MODEL, option="--model", given=settings.model)
-    rows = assets.find(assets.ROWS, option="--rows", given=settings.rows)
+    model = resources.find(resources.MODEL, option="--model", given=settings.model)
+    rows = resources.find(resources.ROWS, option="--rows", given=settings.rows)
     if settings.node is not None:
         realpods.require_mounted(model, option="--model")
         realpods.require_mounted(rows, option="--rows")
-    example = read_manifest(assets.find(assets.JOB, option="--job"))
+    example = read_manifest(resources.find(resources.JOB, option="--job"))
     (settings.out / PODS).mkdir(parents=True)
     log_dir = settings.out / "logs"
     others = bystanders(held)

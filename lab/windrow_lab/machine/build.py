@@ -19,14 +19,15 @@ from windrow_lab.machine.processes import Child, Keeper, ProcessCommand
 from windrow_lab.machine.progress import Progress, Task
 from windrow_lab.machine.resources import resource_directory
 from windrow_lab.machine.toolchain import BY_HAND, Go, fetch_go, find_go
-from windrow_lab.machine.tools import Tools, find_tools
-from windrow_lab.machine.tools_cache import (
+from windrow_lab.machine.tools import (
     CONTROL_PLANE,
     KUBERNETES_VERSION,
     NODE,
     OBJECT_STORE,
+    Tools,
     cache_directory,
     cache_root,
+    find_tools,
     is_whole,
     write_manifest,
 )

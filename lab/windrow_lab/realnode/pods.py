@@ -19,8 +19,7 @@ from windrow.errors import UserError
 from windrow.rundir import ENV_LOG_DIR
 from windrow_lab.machine.ports import LOOPBACK
 from windrow_lab.node.launch import ANNOTATION_CPUSET
-from windrow_lab.realnode.image import write_image
-from windrow_lab.realnode.node import NodeInfo
+from windrow_lab.realnode.node import NodeInfo, write_image
 
 Json = dict[str, Any]
 

@@ -24,14 +24,21 @@ import yaml
 from rich.console import Console
 
 from windrow.errors import WindrowError
-from windrow_lab.cluster.state import ClusterInfo, state_directory
-from windrow_lab.cluster.up import fresh_logs, leave_running, note, only_cluster, refuse_second
+from windrow_lab.cluster.up import (
+    ClusterInfo,
+    fresh_logs,
+    leave_running,
+    note,
+    only_cluster,
+    refuse_second,
+    state_directory,
+)
 from windrow_lab.controlplane.certificates import write_private
 from windrow_lab.machine.build import build_tools, ensure_tools
 from windrow_lab.machine.ports import LOOPBACK
 from windrow_lab.machine.processes import Keeper
 from windrow_lab.machine.progress import progress_for
-from windrow_lab.machine.tools_cache import NODE
+from windrow_lab.machine.tools import NODE
 from windrow_lab.realnode import node as realnode
 from windrow_lab.realnode.cluster import RealCluster
 from windrow_lab.realnode.machine import check

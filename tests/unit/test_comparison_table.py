@@ -5,8 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from windrow_lab.compare import comparison_page as frontier
-from windrow_lab.compare import comparison_table as verdict
+from windrow_lab.compare import comparison_page, comparison_table
 from windrow_lab.compare.arms import (
     AGAIN,
     ALONE,
@@ -89,7 +88,7 @@ class Rounds:
 
 def result(rounds=6, **changed):
     middle = {**MIDDLE, **changed}
-    return verdict.result_of(PLAN, [Rounds(rounds, middle)], ARMS, rounds)
+    return comparison_table.result_of(PLAN, [Rounds(rounds, middle)], ARMS, rounds)
 
 
 def row(found, arm):
@@ -104,17 +103,17 @@ def test_the_fastest_of_those_that_hold_the_objective_wins():
     assert row(found, NAIVE)["over_more"]["median"] == pytest.approx(0.298)
     assert row(found, "windrow")["eta"]["median"] == pytest.approx(1825 / 2525)
     assert found["against_best"][TUNED]["low"] == pytest.approx(300 / 2525)
-    assert "windrow trains fastest" in verdict.sentence(found)
+    assert "windrow trains fastest" in comparison_table.sentence(found)
 
 
 def test_nobody_wins_where_the_fastest_is_not_ahead_in_every_round_or_rounds_are_few():
     # Ahead in the median only: 1,800 against 1,800.
     found = result(**{TUNED: (0.002, 1800.0)})
     assert found["winner"] is None
-    assert "no winner" in verdict.sentence(found)
+    assert "no winner" in comparison_table.sentence(found)
     few = result(rounds=5)
     assert few["winner"] is None
-    assert "no 95% interval" in verdict.sentence(few)
+    assert "no 95% interval" in comparison_table.sentence(few)
 
 
 def test_an_arm_that_breaks_the_objective_cannot_win_however_fast():
@@ -123,7 +122,7 @@ def test_an_arm_that_breaks_the_objective_cannot_win_however_fast():
     assert found["winner"] == TUNED
     nobody = result(windrow=(0.5, 1.0), static=(0.5, 1.0), **{TUNED: (0.5, 1.0)})
     assert nobody["winner"] is None
-    assert "No arm" in verdict.sentence(nobody)
+    assert "No arm" in comparison_table.sentence(nobody)
 
 
 def test_nobody_wins_over_an_arm_of_which_the_rounds_do_not_say_whether_it_holds():
@@ -133,32 +132,32 @@ def test_nobody_wins_over_an_arm_of_which_the_rounds_do_not_say_whether_it_holds
     assert found["undecided"] == ["static"]
     assert set(found["holding"]) == {TUNED, "windrow"}
     assert found["winner"] is None
-    assert "do not say whether static would" in verdict.sentence(found)
+    assert "do not say whether static would" in comparison_table.sentence(found)
     slower = result(static=(over, 900.0))
     assert slower["undecided"] == ["static"]
     assert slower["winner"] == "windrow"
     alone = result(static=(over, 2000.0), windrow=(0.5, 1.0), **{TUNED: (0.5, 1.0)})
     assert alone["holding"] == []
-    assert "for certain" in verdict.sentence(alone)
+    assert "for certain" in comparison_table.sentence(alone)
 
 
 def test_more_than_the_dedicated_rate_is_an_error_of_the_benchmark():
-    verdict.check(result())
-    with pytest.raises(verdict.Impossible, match=r"naive trained at 1\.1"):
-        verdict.check(result(**{NAIVE: (0.3, 2900.0)}))
+    comparison_table.check(result())
+    with pytest.raises(comparison_table.Impossible, match=r"naive trained at 1\.1"):
+        comparison_table.check(result(**{NAIVE: (0.3, 2900.0)}))
 
 
 def test_table_and_page_show_every_arm_with_its_intervals(tmp_path):
     found = result()
     console = Console(file=StringIO(), width=220, color_system=None)
-    console.print(verdict.table(found))
+    console.print(comparison_table.table(found))
     shown = console.file.getvalue()
-    page = frontier.write_page(tmp_path, found, [Rounds()]).read_text()
+    page = comparison_page.write_page(tmp_path, found, [Rounds()]).read_text()
     assert "<script src=" not in page
     for wanted in ("windrow", "+29.80 [+29.80, +29.80]", "1,825 [1,800, 1,850]", "36,000"):
         assert wanted in shown, shown
         assert wanted in page
     assert found["turns"] == {"count": 7, "played_again": 1, "slower": 1}
     assert "Before or after 1 of 7 turns the machine was slower" in page
-    names = {trace.name for trace in frontier.frontier(found).data}
+    names = {trace.name for trace in comparison_page.frontier(found).data}
     assert names == {NAIVE, TUNED, "windrow", "static"}

@@ -10,7 +10,7 @@ import pytest
 from waiting import DEADLINE_SECONDS, wait_until
 
 from windrow.errors import Transient
-from windrow_lab.cluster.state import start_ticks
+from windrow_lab.cluster.up import start_ticks
 from windrow_lab.machine.child_processes import descendants
 from windrow_lab.machine.processes import Keeper, ProcessCommand
 

@@ -12,8 +12,14 @@ from rich.console import Console
 
 from windrow.errors import UserError
 from windrow_lab.cluster.local import ClusterError, ClusterSettings
-from windrow_lab.cluster.state import running_cluster, running_kubeconfig, start_ticks, state_file
-from windrow_lab.cluster.up import down, up
+from windrow_lab.cluster.up import (
+    down,
+    running_cluster,
+    running_kubeconfig,
+    start_ticks,
+    state_file,
+    up,
+)
 from windrow_lab.machine.child_processes import descendants
 
 QUIET = Console(file=io.StringIO())
