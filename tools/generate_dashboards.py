@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
-from dashboards.description import BOARDS, Board, Panel, Query, Variable
+from dashboards.description import BOARDS, CLUSTER, Board, Panel, Query, Variable
 from generated import ROOT, write_or_check
 from grafana_foundation_sdk.builders import (
     bargauge,
@@ -62,7 +63,7 @@ def board_json(board: Board) -> str:
             dashboard.DatasourceVariable("datasource").label("data source").type("prometheus")
         )
     )
-    for variable in board.variables:
+    for variable in (CLUSTER, *board.variables):
         built = built.with_variable(_variable(variable))
     for row in board.rows:
         built = built.with_row(dashboard.Row(row.title))
@@ -73,6 +74,32 @@ def board_json(board: Board) -> str:
     whole = json.loads(JSONEncoder().encode(built.build()))
     _leave_out_what_is_renamed(whole)
     return json.dumps(whole, sort_keys=True, indent=2) + "\n"
+
+
+_METRIC = re.compile(r"\b(windrow[a-z0-9_:]*[a-z0-9_])(\{)?")
+_IDENTITY = re.compile(r"\b(by|on) \(((?:[a-z_]+, )*(?:slot|job_name|pod)\b[^)]*)\)")
+
+
+def of_clusters(expr: str) -> str:
+    """Return a query of the clusters that are chosen.
+
+    Every series is theirs, and what is joined or counted by a name is so by the cluster, too: a
+    name is unique in one cluster only.
+    """
+    parts = re.split(r'("[^"]*")', expr)
+    chosen = 'cluster=~"$cluster"'
+    parts[::2] = [
+        _METRIC.sub(
+            lambda found: found[1] + "{" + chosen + (", " if found[2] else "}"),
+            _IDENTITY.sub(r"\1 (cluster, \2)", part),
+        )
+        for part in parts[::2]
+    ]
+    return "".join(parts).replace(", }", "}")
+
+
+def _of_clusters(variable: Variable) -> str:
+    return variable.query if variable is CLUSTER else of_clusters(variable.query)
 
 
 def _leave_out_what_is_renamed(board: dict[str, Any]) -> None:
@@ -99,7 +126,7 @@ def _variable(variable: Variable) -> Any:
     made = (
         dashboard.QueryVariable(variable.name)
         .label(variable.label)
-        .query({"query": variable.query, "refId": variable.name})
+        .query({"query": _of_clusters(variable), "refId": variable.name})
         .datasource(SOURCE)
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
     )
@@ -123,7 +150,7 @@ def _panel(panel: Panel, height: int) -> Any:
 def _target(query: Query, index: int, panel: Panel) -> Any:
     made = (
         prometheus.Dataquery()
-        .expr(query.expr)
+        .expr(of_clusters(query.expr))
         .legend_format(query.legend)
         .ref_id(chr(ord("A") + index))
     )

@@ -120,8 +120,9 @@ def variables(board, prometheus):
     """Return what a person would choose."""
     if board.stem == "slot":
         (slot,) = ask(prometheus, "windrow_slot_info")
-        return {"namespace": slot["metric"]["namespace"], "slot": slot["metric"]["slot"]}
-    everything = ("namespace", "policy", "model", "job_namespace", "job")
+        metric = slot["metric"]
+        return {"cluster": ".*", "namespace": metric["namespace"], "slot": metric["slot"]}
+    everything = ("cluster", "namespace", "policy", "model", "job_namespace", "job")
     return {**dict.fromkeys(everything, ".*"), "price": "2", "dedicated": "3000"}
 
 

@@ -136,7 +136,7 @@ def test_a_newcomer_gets_from_their_own_rows_to_a_dashboard_with_their_jobs_curv
         )
         assert (ROOT / "out" / "mine" / "adapter" / "adapter_model.safetensors").stat().st_size
         jobs = ROOT / "deploy" / "helm" / "windrow" / "dashboards" / "jobs.json"
-        everything = {"job_namespace": ".*", "job": "next-number"}
+        everything = {"cluster": ".*", "job_namespace": ".*", "job": "next-number"}
         asking = query.Asking(url, begin, time.time(), everything, step_s=1)
         (loss,) = (target for target in query.targets_of(jobs) if target.title == "Loss")
         (curve,) = asking.series(loss)

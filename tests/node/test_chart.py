@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from windrow_operator.prerequisites import RIGHTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "windrow"
+RELEASES = sorted((Path(__file__).parent / "releases").glob("*.yaml"))
 NAMESPACE = "windrow-system"
 NATIVE = ("--set", "sidecar.native.enabled=true")
 ALL = (
@@ -42,6 +44,104 @@ def test_the_chart_passes_helms_own_checks(node):
         [f"{node.bin}/helm", "lint", "--strict", CHART], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def chart_with(tmp_path, values):
+    """Return a copy of the chart whose values.yaml is that of another release."""
+    copied = tmp_path / "chart"
+    shutil.copytree(CHART, copied)
+    (copied / "values.yaml").write_text(values)
+    return copied
+
+
+def rendered(node, chart, *arguments):
+    command = [f"{node.bin}/helm", "template", "windrow", chart, "--namespace", NAMESPACE]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda path: path.stem)
+def test_the_chart_renders_with_the_values_of_each_older_release(node, tmp_path, release):
+    older = chart_with(tmp_path, release.read_text())
+    assert rendered(node, older, *ALL) == rendered(node, CHART, *ALL)
+
+
+def test_a_value_that_an_older_release_did_not_have_is_the_charts(node, tmp_path):
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    nothing = chart_with(tmp_path, "{}")
+    assert rendered(node, nothing, *ALL) == rendered(node, CHART, *ALL)
+    assert rendered(node, nothing) == rendered(node, CHART)
+    one_of_each = {name: {} for name, value in values.items() if isinstance(value, dict)}
+    (nothing / "values.yaml").write_text(yaml.safe_dump(one_of_each | {"podSecurityContext": {}}))
+    assert rendered(node, nothing, "--set", "crds.install=false").count("\nkind: ")
+
+
+def test_what_a_user_empties_stays_empty(node):
+    for value in ("operator.resources.limits=null", "podSecurityContext.runAsUser=null"):
+        (operator,) = (o for o in objects(node, "--set", value) if o["kind"] == "Deployment")
+        pod = operator["spec"]["template"]["spec"]
+        if "limits" in value:
+            assert "limits" not in pod["containers"][0]["resources"]
+        else:
+            assert "runAsUser" not in pod["securityContext"]
+
+
+def test_on_openshift_no_pod_names_a_user(node):
+    seen = ("--api-versions", "security.openshift.io/v1")
+    kinds = ("Deployment", "DaemonSet", "Pod")
+    found = [o for o in objects(node, *ALL, *seen) if o["kind"] in kinds]
+    assert len(found) == 3
+    for body in found:
+        spec = body["spec"].get("template", body)["spec"]
+        for context in (
+            spec["securityContext"],
+            *(c["securityContext"] for c in spec["containers"]),
+        ):
+            assert not {"runAsUser", "runAsGroup", "fsGroup"} & context.keys()
+        assert spec["securityContext"]["runAsNonRoot"] is True
+
+
+def test_another_chart_can_depend_on_it_by_a_condition_an_alias_and_tags(node, tmp_path):
+    for name in ("windrow", "harvest"):
+        parent = tmp_path / name
+        shutil.copytree(CHART, parent / "charts" / "windrow")
+        needs = {"name": "windrow", "version": "0.1.0", "condition": f"{name}.enabled"}
+        needs |= {"tags": ["training"]} | ({"alias": name} if name != "windrow" else {})
+        chart = {
+            "apiVersion": "v2",
+            "name": "platform",
+            "version": "1.0.0",
+            "dependencies": [needs],
+        }
+        (parent / "Chart.yaml").write_text(yaml.safe_dump(chart))
+        for wanted in (True, False):
+            values = {"global": {"imageRegistry": "r"}, name: {"enabled": wanted, "replicas": 1}}
+            (parent / "values.yaml").write_text(yaml.safe_dump(values))
+            text = rendered(node, parent)
+            assert ("kind: Deployment" in text) is wanted
+
+
+def test_an_alert_links_to_its_runbook_where_they_are_served_and_nowhere_else(node):
+    def annotations(*more):
+        (rules,) = (
+            o
+            for o in objects(node, "--set", "metrics.rules=true", *more)
+            if o["kind"] == "PrometheusRule"
+        )
+        alerts = [r for g in rules["spec"]["groups"] for r in g["rules"] if "alert" in r]
+        return [alert["annotations"] for alert in alerts]
+
+    for said in annotations():
+        assert "runbook_url" not in said
+        assert (ROOT / said["runbook"]).is_file()
+    for base in ("https://wiki.example/w", "https://wiki.example/w/"):
+        for said in annotations("--set", f"metrics.runbooks={base}"):
+            assert said["runbook_url"].startswith("https://wiki.example/w/")
+            assert "//" not in said["runbook_url"].removeprefix("https://")
+    refused = render(node, "--set", "metrics.runbooks=runbooks/")
+    assert refused.returncode != 0
+    assert "/metrics/runbooks" in refused.stderr
 
 
 def test_its_definitions_are_the_projects_and_stay_on_uninstall(node):

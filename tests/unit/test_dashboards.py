@@ -220,7 +220,7 @@ ALERTS = [rule for group in groups() for rule in group["rules"] if "alert" in ru
 @pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
 def test_an_alert_has_a_severity_a_runbook_and_is_seen_firing_and_clearing(alert):
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
-    page = ROOT / alert["annotations"]["runbook_url"]
+    page = ROOT / alert["annotations"]["runbook"]
     for heading in ("What it means", "What serving feels", "What to look at", "What to do"):
         assert f"## {heading}\n" in page.read_text()
     assert alert["alert"] in page.read_text()

@@ -77,6 +77,9 @@ class Board:
     rows: tuple[Row, ...] = field(default=())
 
 
+# On every board, first; a store of one cluster may have no such label.
+CLUSTER = Variable("cluster", "cluster", "label_values(windrow_operator_leader, cluster)")
+
 TOKENS = "windrow:harvested_tokens:rate5m"
 WHERE = 'namespace=~"$namespace", policy=~"$policy", model=~"$model"'
 SLOTS = 'namespace=~"$namespace"'

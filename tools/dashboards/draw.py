@@ -293,7 +293,7 @@ def photograph(page_file: Path, picture: Path, height: int) -> None:
 def _choices(url: str) -> dict[str, str]:
     answer = httpx.get(f"{url}/api/v1/query", params={"query": "windrow_slot_info"}).json()
     slot = answer["data"]["result"][0]["metric"]
-    return {"namespace": slot["namespace"], "slot": slot["slot"]}
+    return {"cluster": ".*", "namespace": slot["namespace"], "slot": slot["slot"]}
 
 
 def main() -> int:
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    everything = dict.fromkeys(("namespace", "policy", "model", "job_namespace", "job"), ".*")
+    everything = dict.fromkeys(("cluster", "namespace", "policy", "model", "job_namespace", "job"), ".*")
     everything |= {"price": asked.price, "dedicated": asked.dedicated}
     end = time.time()
     for board in sorted(BOARDS.glob("*.json")):

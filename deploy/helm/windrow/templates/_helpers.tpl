@@ -25,9 +25,36 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{- /* OpenShift gives each namespace users of its own, and admits no other. */ -}}
 {{- define "windrow.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 65532
-runAsGroup: 65532
-seccompProfile: {type: RuntimeDefault}
+{{- $context := .Values.podSecurityContext }}
+{{- if .Capabilities.APIVersions.Has "security.openshift.io/v1" }}
+{{- $context = omit $context "runAsUser" "runAsGroup" "fsGroup" }}
+{{- end }}
+{{- toYaml $context }}
+{{- end }}
+
+{{- /*
+Values that came after a release that is upgraded with its own (--reuse-values): Helm takes those in place of
+values.yaml. Each template includes this first. What a user empties (null) below a free map stays so.
+*/ -}}
+{{- define "windrow.defaults" -}}
+{{- $defaults := .Files.Get "files/values.yaml" | fromYaml }}
+{{- $_ := set . "Values" (.Values | default dict) }}
+{{- include "windrow.fill" (list .Values $defaults) }}
+{{- end }}
+
+{{- define "windrow.fill" -}}
+{{- $values := index . 0 }}
+{{- range $name, $default := index . 1 }}
+{{- if not (hasKey $values $name) }}
+{{- $_ := set $values $name $default }}
+{{- else if and (kindIs "map" $default) (kindIs "map" (get $values $name)) }}
+{{- if not (has $name (list "resources" "podSecurityContext" "labels" "annotations" "nodeSelector" "affinity")) }}
+{{- include "windrow.fill" (list (get $values $name) $default) }}
+{{- end }}
+{{- else if kindIs "invalid" (get $values $name) }}
+{{- $_ := set $values $name $default }}
+{{- end }}
+{{- end }}
 {{- end }}
