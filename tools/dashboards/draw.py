@@ -306,7 +306,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder for the pictures")
     asked = parser.parse_args()
     asked.out.mkdir(parents=True, exist_ok=True)
-    everything = dict.fromkeys(("cluster", "namespace", "policy", "model", "job_namespace", "job"), ".*")
+    names = ("cluster", "namespace", "policy", "model", "job_namespace", "job")
+    everything = dict.fromkeys(names, ".*")
     everything |= {"price": asked.price, "dedicated": asked.dedicated}
     end = time.time()
     for board in sorted(BOARDS.glob("*.json")):
