@@ -10,8 +10,10 @@ from support.queueing_device import QueueingDevice
 from windrow_sidecar._core import Arena, Geometry
 from windrow_sidecar.compute.whole_device import WholeDevice
 from windrow_sidecar.finetune.colocated.grants import GrantGate, OfferFacts
-from windrow_sidecar.finetune.engine.sizing import Estimates
+from windrow_sidecar.finetune.engine.group_progress import tasklet_of
+from windrow_sidecar.finetune.engine.sizing import Estimates, Paced
 from windrow_sidecar.finetune.job.gate import OpenGate
+from windrow_sidecar.finetune.tasklets import MicroBatch
 from windrow_sidecar.qos.view import Action, Grant, Offer, Phase
 from windrow_sidecar.testing.tinyjob import tiny_job
 
@@ -39,9 +41,9 @@ class Slot:
             clock=self.device.clock,
         )
 
-    def give(self, action: Action, **fields) -> None:
+    def give(self, action: Action, bound_us: int = BOUND_US, **fields) -> None:
         decision = Grant(
-            action, UNITS, in_flight_bound_us=BOUND_US, pause_epoch=self.epoch, **fields
+            action, UNITS, in_flight_bound_us=bound_us, pause_epoch=self.epoch, **fields
         )
         self.arena.page.beat(0)
         self.arena.page.publish_grant(decision)
@@ -110,6 +112,50 @@ def test_what_was_never_measured_runs_alone(slot, forward):
         slot.gate.landed(forward)
         slot.estimates = Estimates()
         slot.gate._estimates = slot.estimates  # nothing is learnt
+
+
+@pytest.mark.parametrize("host_us", [500, 2_000, 5_300])
+@pytest.mark.parametrize("bound_us", [2_500, 10_000, 50_000])
+def test_tasklets_that_are_mostly_queueing_are_queued_behind_others_within_the_bound(
+    slot, bound_us, host_us
+):
+    """As long as both counted together, no two fitted the bound; decode waits for kernels alone.
+
+    The device is slower than the host: it lags behind by as much as it is let.
+    """
+    slot.give(Action.GO, bound_us=bound_us)
+    empty, modules, warm, begun = 0, 10, 50, 250
+    for n in range(warm + begun):
+        slot.arena.page.beat(0)
+        tokens = Paced(slot.estimates, bound_us // 2, UNITS, queues=True).tokens(Phase.FORWARD)
+        row = MicroBatch(0, (0,), (tokens,))
+        tasklet = tasklet_of(Phase.FORWARD, row, 0, row.whole)
+        assert slot.gate.launch(tasklet)
+        empty += n >= warm and slot.device.queued_ns == 0
+        for _ in range(modules):
+            slot.device.now_ns += host_us * 1000 // modules
+            slot.device.work(2 * tokens / modules)
+            assert slot.device.queued_ns <= bound_us * 1e3
+        slot.gate.landed(tasklet)
+    assert empty <= 0.05 * begun
+
+
+def test_of_a_tasklet_behind_another_all_time_is_that_of_its_kernels(slot, forward):
+    slot.estimates.learn(forward, UNITS, TAKES_US)
+    slot.give(Action.GO)
+    for _ in range(2):
+        slot.gate.launch(forward)
+        slot.device.now_ns += 1_000_000
+        slot.device.work(TAKES_US)
+        slot.device.now_ns += 1_000_000
+        slot.gate.landed(forward)
+    slot.gate.quiet(None)
+    first, second = slot.gate.take_ran()
+    assert [ran.queued_ns for ran in (first, second)] == [2_000_000] * 2
+    assert first.overlap_ns == 2_000_000, (
+        "the device waited for the host, and then worked beside it"
+    )
+    assert second.overlap_ns == 0
 
 
 def test_how_long_the_host_took_to_queue_a_tasklet_is_noted(slot, forward):

@@ -275,7 +275,8 @@ def test_what_cannot_be_left_ends_the_job_as_transient(beside):
 
 def test_a_job_asks_for_what_is_there_and_its_next_group():
     assert chunks_for(used_bytes=10 * MIB, group_bytes=0, chunk_bytes=8 * MIB) == 2
-    assert chunks_for(used_bytes=0, group_bytes=16 * MIB, chunk_bytes=8 * MIB) == 3
+    # A group may take half of what is free, and the rest is for tensors that live for an instant.
+    assert chunks_for(used_bytes=0, group_bytes=16 * MIB, chunk_bytes=8 * MIB) == 4
 
 
 def job_file(folder: Path) -> Path:

@@ -58,7 +58,31 @@ def test_a_group_is_made_smaller_before_it_is_formed_and_keeps_less(stack):
     given = tight.before(asked)
     assert LONGEST <= given.max_tokens < 4096
     assert given.micro_batches == 2
+    tight.keep_for(given.micro_batches * given.max_tokens)
     assert planned.bytes_per_token is not None  # not everything
+
+
+def test_what_layers_keep_is_made_for_the_rows_there_are_and_not_for_the_largest_group(stack):
+    """A bound in time may allow thousands of tokens where a step has two short rows."""
+    planned, roomy = activation_budget(stack, 4 * needed_bytes(stack))
+    given = roomy.before(MicroLimits(max_tokens=4096))
+    roomy.keep_for(given.max_tokens)
+    assert planned.bytes_per_token is not None, "the largest group that fits keeps a part"
+    roomy.keep_for(LONGEST)
+    assert planned.bytes_per_token is None, "one row keeps everything"
+
+
+def test_a_job_keeps_what_fits_the_groups_that_it_forms(stack):
+    formed = []
+    job = tiny_job(keep_for=formed.append, steps=1)
+    groups = []
+    while (tasklet := job.stream.peek()) is not None:
+        group = job.stream.group_to_begin
+        if group and not (groups and groups[-1] is group):
+            groups.append(group)
+        job.stream.run(tasklet)
+    assert formed == [sum(micro.padded_tokens for micro in group) for group in groups]
+    assert max(formed) < 24, "the rows are fewer tokens than the limit"
 
 
 def test_fewer_micro_batches_visit_a_layer_together_where_memory_is_short(stack):

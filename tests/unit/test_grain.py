@@ -9,6 +9,7 @@ import pytest
 from windrow_sidecar.finetune.engine.group_progress import tasklet_of
 from windrow_sidecar.finetune.engine.sizing import (
     FIRST_TOKENS,
+    LEAST_QUEUED_TOKENS,
     LEAST_TO_STOP,
     LEAST_TOKENS,
     SETTLED,
@@ -49,6 +50,61 @@ def known(**us_per_token: float) -> Estimates:
 )
 def test_tokens_of_a_tasklet_follow_the_bound(us_per_token, bound_us, most, phase, tokens):
     assert Paced(known(**us_per_token), bound_us, UNITS, most_tokens=most).tokens(phase) == tokens
+
+
+def queued(*, tokens: int, overlap_us: float, wait_us: float) -> Estimates:
+    """Return estimates that have seen one backward of so many tokens on a device that queues."""
+    estimates, row = Estimates(), MicroBatch(0, (0,), (tokens,))
+    back = tasklet_of(BACKWARD, row, 0, row.whole)
+    estimates.learn(back, UNITS, overlap_us + wait_us, overlap_us=overlap_us)
+    return estimates
+
+
+@pytest.mark.parametrize(
+    ("overlap_us", "wait_us", "bound_us", "tokens"),
+    [
+        # The host takes 5 ms to queue what the device does in less: more rows cost it nothing.
+        (5_000, 0, 5_000, 1_740),
+        (5_000, 1_000, 5_000, 1_450),
+        (0, 7_000, 5_000, 512),  # behind another: its kernels take 7 ms, 3.5 are allowed
+        (2_000, 7_000, 5_000, 512),
+        (0, 70_000, 5_000, LEAST_QUEUED_TOKENS),
+    ],
+)
+def test_of_a_device_that_queues_the_bound_is_on_what_decode_waits_for(
+    overlap_us, wait_us, bound_us, tokens
+):
+    estimates = queued(tokens=1024, overlap_us=overlap_us, wait_us=wait_us)
+    sizing = Paced(estimates, bound_us, UNITS, queues=True)
+    assert sizing.tokens(BACKWARD) == pytest.approx(tokens, abs=1)
+    grown = MicroBatch(0, (0,), (sizing.tokens(BACKWARD),))
+    back = tasklet_of(BACKWARD, grown, 0, grown.whole)
+    if tokens > LEAST_QUEUED_TOKENS:
+        assert estimates.wait_us(back, UNITS) <= 0.7 * bound_us + 10
+
+
+@pytest.mark.parametrize("a_token_us", [0.5, 2.0, 5.0, 20.0])
+@pytest.mark.parametrize("host_us", [500, 2_000, 8_000])
+def test_tasklets_grow_to_what_the_bound_allows_and_never_beyond(a_token_us, host_us):
+    """Whatever part of the time is the host's: nobody sees how long kernels take that it hides."""
+    estimates, bound_us, tokens = Estimates(), 10_000, 32
+    for _ in range(200):
+        row = MicroBatch(0, (0,), (tokens,))
+        kernels_us = a_token_us * tokens
+        wait_us = max(0.0, kernels_us - host_us)  # what is queued last is done at once
+        assert wait_us <= bound_us or tokens == LEAST_QUEUED_TOKENS
+        estimates.learn(
+            tasklet_of(BACKWARD, row, 0, row.whole), UNITS, host_us + wait_us, overlap_us=host_us
+        )
+        tokens = Paced(estimates, bound_us, UNITS, queues=True).tokens(BACKWARD)
+    assert a_token_us * tokens - host_us == pytest.approx(0.7 * bound_us, rel=0.1)
+
+
+def test_nothing_is_waited_for_that_was_never_measured():
+    back = tasklet_of(BACKWARD, ROW, 0, ROW.whole)
+    assert Estimates().wait_us(back, UNITS) == 0
+    assert queued(tokens=100, overlap_us=5, wait_us=0).wait_us(back, UNITS) == 1
+    assert queued(tokens=100, overlap_us=5, wait_us=0).wait_us(back, UNITS + 1) == 0
 
 
 @pytest.mark.parametrize(

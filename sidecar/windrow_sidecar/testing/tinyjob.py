@@ -50,6 +50,7 @@ def tiny_job(
     adapter: Mapping[str, Any] | None = None,
     seed: int = 1,
     units: Callable[[], int] = lambda: 0,
+    keep_for: Callable[[int], None] = lambda tokens: None,
 ) -> TinyJob:
     """Make the job; equal arguments give bit-equal jobs. It has dropout and held-out rows."""
     spec = parse_job_spec(
@@ -76,6 +77,7 @@ def tiny_job(
         sizing=lambda: sizing,
         seed=seed,
         evaluation_policy=evaluation_policy,
+        keep_for=keep_for,
     )
     return TinyJob(tuned, stream)
 

@@ -168,7 +168,7 @@ class GrantGate:
         # When what runs could be stopped last, and the longest time between two such points.
         self._point_ns = self._stretch_ns = 0
         self._spent_seq = -1  # grant of which all microseconds are used
-        self._held_ns = self._launched_us = 0
+        self._held_ns = self._launched_us = self._launched_wait_us = 0
         self._grew = False  # what runs has more units than it began with
         self._running: Tasklet | None = None
         self._unheeded = False
@@ -312,6 +312,7 @@ class GrantGate:
                 self._partition.activate(units)
                 self._active = units
             self._launched_us = self._estimates.estimate_us(tasklet, units)
+            self._launched_wait_us = self._wait_us(tasklet, units)
             self._publish(tasklet, in_flight_us=max(1, self._launched_us))
             if not self._read():
                 self._begin_part(self._grant.budget_us)
@@ -330,11 +331,18 @@ class GrantGate:
             gap_us, part_us = min(estimate, bound_us), min(estimate, LEAST_PART_US)
         if not self._allows(self._grant, self._used, gap_us, part_us):
             return False
-        self._in_flight.wait_until_fits(estimate, bound_us)
+        wait_us = self._wait_us(tasklet, units)
+        self._in_flight.wait_until_fits(wait_us, bound_us)
         self._partition.activate(units)
-        self._active, self._launched_us = units, estimate
-        self._publish(tasklet, in_flight_us=max(1, self._in_flight.estimate_us + estimate))
+        self._active, self._launched_us, self._launched_wait_us = units, estimate, wait_us
+        self._publish(tasklet, in_flight_us=max(1, self._in_flight.wait_us + wait_us))
         return True
+
+    def _wait_us(self, tasklet: Tasklet, units: int) -> int:
+        """How long decode would wait for it: where calls only queue it, for its kernels."""
+        if self._in_parts:
+            return self._estimates.estimate_us(tasklet, units)
+        return self._estimates.wait_us(tasklet, units)
 
     def landed(self, tasklet: Tasklet) -> None:
         """All of a tasklet is queued; `take_ran` returns it when it has ended."""
@@ -347,6 +355,8 @@ class GrantGate:
             tasklet,
             self._active,
             estimate_us=self._launched_us,
+            wait_us=self._launched_wait_us,
+            kernels_us=self._estimates.kernels_us(tasklet, self._active),
             held_ns=self._held_ns,
             grew=self._grew,
             grant=self._seq,
@@ -368,7 +378,9 @@ class GrantGate:
         """Learn how long it took; of its grant it has used that, not what had been estimated."""
         elapsed_us = (ran.end_ns - ran.begin_ns) / 1e3
         if not (ran.held_up or ran.grew):
-            self._estimates.learn(ran.tasklet, ran.units, elapsed_us)
+            self._estimates.learn(
+                ran.tasklet, ran.units, elapsed_us, overlap_us=ran.overlap_ns / 1e3
+            )
         if ran.grant == self._seq:
             self._used.us += elapsed_us - ran.estimate_us
 
@@ -405,7 +417,7 @@ class GrantGate:
     ) -> bool:
         silent_ns = self._page.heartbeat_age_ns(_DECODE)
         # What is queued already comes before it.
-        ahead_us = self._in_flight.estimate_us if grant.gap_until_ns and estimate_us else 0
+        ahead_us = self._in_flight.wait_us if grant.gap_until_ns and estimate_us else 0
         return may_launch(
             grant,
             used,

@@ -142,13 +142,16 @@ class JobContext:
         """What the newest grant leaves time for."""
         grant = self._shared.gate.latest()
         bound_us = grant.in_flight_bound_us or DEFAULT_BOUND_US
-        if self._shared.ground.device.queues:
+        queues = self._shared.ground.device.queues
+        if queues:
             bound_us //= 2  # while one runs, the next is queued behind it
         if grant.budget_us:
             bound_us = min(bound_us, grant.budget_us)
         windows = not self.session.stream.parts.stack.windows_refused
         units = grant.finetune_units
-        return Paced(self._shared.estimates, bound_us, units, windows, grant.window_tokens)
+        return Paced(
+            self._shared.estimates, bound_us, units, windows, grant.window_tokens, queues=queues
+        )
 
     def _give_up(self) -> bool:
         """Whether a layer that is held up in its middle had better be given up."""

@@ -94,17 +94,69 @@ class _Level:
         return 0.0, self.y / self.x
 
 
+@dataclass(slots=True)
+class _Queued:
+    """How long a device that queues works on one layer, as means with forgetting.
+
+    Its kernels take `wait_us` at least and `overlap_us` more at most: while the host queues them,
+    the device is at work or waits for the host, and nobody sees which. So a tasklet of twice the
+    tokens is counted with twice their sum, of which the same part runs while it is queued.
+
+    Attributes:
+        measured: how often.
+        tokens: of a tasklet.
+        overlap_us: of its time on the device, while it was queued.
+        wait_us: after that: what decode waits for where it asks for the device then.
+    """
+
+    measured: int = 0
+    tokens: float = 0.0
+    overlap_us: float = 0.0
+    wait_us: float = 0.0
+
+    def learn(self, tokens: float, overlap_us: float, wait_us: float) -> None:
+        weight = FRESH if self.measured else 1.0
+        if self.measured >= SETTLED:
+            wait_us = min(wait_us, MOST_SURPRISE * self.us(tokens) + overlap_us)
+        self.measured += 1
+        self.tokens += weight * (tokens - self.tokens)
+        self.overlap_us += weight * (overlap_us - self.overlap_us)
+        self.wait_us += weight * (wait_us - self.wait_us)
+
+    def us(self, tokens: float) -> float:
+        """Return what decode would wait for with so many tokens, at most."""
+        scale = tokens / self.tokens
+        return scale * self.wait_us + max(0.0, scale - 1) * self.overlap_us
+
+    def kernels_us(self, tokens: float) -> float:
+        """Return how long kernels take at most."""
+        return tokens / self.tokens * (self.overlap_us + self.wait_us)
+
+    def tokens_within(self, bound_us: float) -> float:
+        """Return with how many tokens `us` is that."""
+        if bound_us < self.wait_us:
+            return self.tokens * bound_us / self.wait_us
+        both_us = self.overlap_us + self.wait_us
+        return self.tokens * (self.overlap_us + bound_us) / both_us if both_us else self.tokens
+
+
 class Estimates:
     """Measured times of tasklets in this slot, by phase and compute units."""
 
     def __init__(self) -> None:
         self._levels: defaultdict[tuple[Phase, int], _Level] = defaultdict(_Level)
+        self._queued: defaultdict[tuple[Phase, int], _Queued] = defaultdict(_Queued)
         self._last: defaultdict[Phase, deque[int]] = defaultdict(lambda: deque(maxlen=LAST))
 
-    def learn(self, tasklet: Tasklet, units: int, elapsed_us: float) -> None:
-        """Take one measurement into account."""
+    def learn(
+        self, tasklet: Tasklet, units: int, elapsed_us: float, *, overlap_us: float = 0.0
+    ) -> None:
+        """Take one measurement into account; `overlap_us`: of it, while it was still queued."""
+        key, size, parts = (tasklet.phase, units), _size(tasklet), tasklet.parts
         self._last[tasklet.phase].append(units)
-        self._levels[tasklet.phase, units].learn(_size(tasklet), elapsed_us / tasklet.parts)
+        self._levels[key].learn(size, elapsed_us / parts)
+        wait_us = max(0.0, elapsed_us - overlap_us)
+        self._queued[key].learn(size, overlap_us / parts, wait_us / parts)
 
     def learn_stretch(self, tasklet: Tasklet, units: int, longest_us: float) -> None:
         """Note the longest time in a tasklet during which it could not be stopped."""
@@ -114,6 +166,19 @@ class Estimates:
     def estimate_us(self, tasklet: Tasklet, units: int) -> int:
         """Microseconds on so many units; 0: never measured there."""
         return round(self._us(tasklet, units))
+
+    def wait_us(self, tasklet: Tasklet, units: int) -> int:
+        """Microseconds that decode waits for it at most, once a device has it in its queue.
+
+        1 at least where it was measured on so many units; 0: it never was.
+        """
+        queued = self._queued.get((tasklet.phase, units))
+        return max(1, round(tasklet.parts * queued.us(_size(tasklet)))) if queued else 0
+
+    def kernels_us(self, tasklet: Tasklet, units: int) -> int:
+        """Microseconds that its kernels take at most; 0: it was never measured on so many units."""
+        queued = self._queued.get((tasklet.phase, units))
+        return round(tasklet.parts * queued.kernels_us(_size(tasklet))) if queued else 0
 
     def expected_s(self, tasklet: Tasklet, weights: int) -> float:
         """Seconds on the slowest level where its phase was measured; before, by its products.
@@ -161,6 +226,15 @@ class Estimates:
             default=0,
         )
 
+    def tokens_queued_within(self, phase: Phase, bound_us: float) -> int:
+        """Padded tokens of one layer for which decode waits `bound_us` at most, on any level in use.
+
+        Of a device that queues; at least 1 where anything is known; 0: nothing is.
+        """
+        in_use = {units for last in self._last.values() for units in last}
+        known = [queued for n in in_use if (queued := self._queued.get((phase, n))) is not None]
+        return min((max(1, int(queued.tokens_within(bound_us))) for queued in known), default=0)
+
     def tokens_to_stop_within(self, phase: Phase, bound_us: float) -> int:
         """Padded tokens with which a layer of any level in use can be stopped within `bound_us`.
 
@@ -206,6 +280,9 @@ FIRST_TOKENS = 32
 LEAST_TOKENS = 896
 # For that no tasklet gets smaller than this.
 LEAST_TO_STOP = 448
+# On a device that queues, a layer cannot be held up once it is queued, so the bound gives way to
+# this alone. Products of fewer tokens read weights for as long as they multiply (H100: 295).
+LEAST_QUEUED_TOKENS = 256
 
 
 class TaskletSizing(Protocol):
@@ -259,6 +336,8 @@ class Paced:
         units: that are granted now.
         windows: whether rows may be cut.
         most_tokens: of a window, as the policy asks; 0: it does not.
+        queues: whether the device queues tasklets: the bound is on its work alone then, however
+            long the host takes to queue it.
     """
 
     estimates: Estimates
@@ -266,19 +345,27 @@ class Paced:
     units: int
     windows: bool = True
     most_tokens: int = 0
+    queues: bool = False
 
     def tokens(self, phase: Phase) -> int:
         """Padded tokens of one layer, over all rows; a window runs forward and back."""
         worst = Phase.LOSS if phase is Phase.LOSS else Phase.BACKWARD
-        known = self.estimates.tokens_within(worst, TARGET * self.bound_us)
+        known = self._within(worst, TARGET * self.bound_us)
         if not known and worst is Phase.BACKWARD:
             # A backward takes about twice as long: the gradient of the input, and of the adapter.
-            known = self.estimates.tokens_within(Phase.FORWARD, TARGET / 2 * self.bound_us)
+            known = self._within(Phase.FORWARD, TARGET / 2 * self.bound_us)
         known = max(self._least(worst), known) if known else FIRST_TOKENS
         return min(known, self.most_tokens) if self.most_tokens else known
 
+    def _within(self, phase: Phase, bound_us: float) -> int:
+        if self.queues:
+            return self.estimates.tokens_queued_within(phase, bound_us)
+        return self.estimates.tokens_within(phase, bound_us)
+
     def _least(self, phase: Phase) -> int:
         """Tokens that a tasklet has in any case: fewer where it could not be stopped in time."""
+        if self.queues:
+            return LEAST_QUEUED_TOKENS
         in_time = self.estimates.tokens_to_stop_within(phase, IN_TIME * self.bound_us)
         return max(LEAST_TO_STOP, min(LEAST_TOKENS, in_time)) if in_time else LEAST_TOKENS
 

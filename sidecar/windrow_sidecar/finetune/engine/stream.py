@@ -49,6 +49,7 @@ class TaskletStream:
         seed: of dropout.
         order: of the tasklets of a group.
         evaluation_policy: how rows stand together, and when the adapter is judged.
+        keep_for: called with the padded tokens of each group to be trained on, before it begins.
 
     Attributes:
         parts: the model's.
@@ -68,8 +69,9 @@ class TaskletStream:
         sizing: Callable[[], TaskletSizing] = WholeRows,
         order: Order = layer_major,
         evaluation_policy: EvaluationPolicy | None = None,
+        keep_for: Callable[[int], None] = lambda tokens: None,
     ) -> None:
-        self.parts, self._optimizer = parts, optimizer
+        self.parts, self._optimizer, self._keep_for = parts, optimizer, keep_for
         self._boundaries, self._seed = boundaries, seed
         self._sizing, self._order = sizing, order
         policy = evaluation_policy or EvaluationPolicy()
@@ -282,10 +284,12 @@ class TaskletStream:
         self._stages.restore(position)
 
     def _form(self) -> MicroBatchGroup:
-        trains = self._stages.trains
+        trains, group = self._stages.trains, self._rows.take()
+        if trains:
+            self._keep_for(sum(micro.padded_tokens for micro in group))
         return MicroBatchGroup(
             self.parts,
-            self._rows.take(),
+            group,
             self._rows.examples,
             # An evaluation keeps nothing for backward: no reason to borrow memory for it.
             self._boundaries if trains else TorchBoundaries(),

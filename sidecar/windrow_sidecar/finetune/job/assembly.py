@@ -262,6 +262,7 @@ def open_session(
         order=runtime.order,
         seed=training.seed,
         evaluation_policy=EvaluationPolicy.of(training),
+        keep_for=budget.keep_for,
     )
     if runtime.between is not None:
         between_modules(stack.layers, stack.model.get_output_embeddings(), runtime.between)  # type: ignore[operator]

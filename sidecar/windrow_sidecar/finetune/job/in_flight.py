@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from windrow_sidecar.compute.device import ComputeDevice, Mark
 from windrow_sidecar.finetune.tasklets import Tasklet
 
+# One that runs and one behind it keep a device busy. With more of them, errors of what they were
+# estimated to take add up.
+MOST_IN_FLIGHT = 2
+
 
 @dataclass(slots=True)  # frozen, it takes 10 us longer to make while caches hold a layer
 class Ran:
@@ -21,7 +25,9 @@ class Ran:
         held_ns: how long it was held up in its middle.
         grew: whether it began on fewer units.
         grant: number of the grant that it ran under.
+        wait_us: how long decode would wait for it once it is queued, as it was estimated.
         queued_ns: in which the host queued it; 0 where its calls did the work.
+        queued_at_ns: when all of it was queued; 0: see `queued_ns`.
     """
 
     tasklet: Tasklet
@@ -32,7 +38,9 @@ class Ran:
     grew: bool = False
     grant: int = 0
     estimate_us: int = 0
+    wait_us: int = 0
     queued_ns: int = 0
+    queued_at_ns: int = 0
 
     @property
     def begin_ns(self) -> int:
@@ -43,6 +51,18 @@ class Ran:
     def end_ns(self) -> int:
         """Of CLOCK_MONOTONIC, as the device saw it."""
         return self.ended.at_ns()
+
+    @property
+    def overlap_ns(self) -> int:
+        """How long the device was at it, or waited for more of it, while it was being queued.
+
+        The rest of its time is that of its kernels alone, and what decode has to wait for at most
+        where it asks for the device.
+        """
+        if not self.queued_at_ns:
+            return 0
+        begun_ns = self.begun.at_ns()
+        return max(0, min(self.queued_at_ns, self.ended.at_ns()) - begun_ns)
 
     @property
     def held_up(self) -> bool:
@@ -59,7 +79,7 @@ class InFlight:
         clock: of the host, nanoseconds of CLOCK_MONOTONIC.
 
     Attributes:
-        estimate_us: of everything that has not ended, as it was estimated.
+        wait_us: how long the device has to work on everything that has not ended, as estimated.
     """
 
     def __init__(
@@ -72,7 +92,7 @@ class InFlight:
         self._queue: deque[Ran] = deque()
         self._ran: list[Ran] = []
         self._begun, self._begun_ns = device.mark(), clock()
-        self.estimate_us = 0
+        self.wait_us = 0
 
     def begin(self) -> None:
         """What is queued from now on belongs to the next tasklet."""
@@ -84,29 +104,42 @@ class InFlight:
         units: int,
         *,
         estimate_us: int = 0,
+        wait_us: int = 0,
+        kernels_us: int = 0,
         held_ns: int = 0,
         grew: bool = False,
         grant: int = 0,
     ) -> None:
-        """All of that tasklet is queued."""
+        """All of that tasklet is queued (see `Ran`).
+
+        From here on the device works on it for `wait_us` if it has begun, and for `kernels_us` if
+        it has not, since another is before it.
+        """
         ended = self._device.mark()
-        queued_ns = self._clock() - self._begun_ns - held_ns if self._device.queues else 0
-        self.estimate_us += estimate_us
-        self._queue.append(
-            Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us, queued_ns)
-        )
+        self.settle()
+        if self._queue:
+            wait_us = max(wait_us, kernels_us)
+        ran = Ran(tasklet, self._begun, ended, units, held_ns, grew, grant, estimate_us, wait_us)
+        if self._device.queues:
+            ran.queued_at_ns = self._clock()
+            ran.queued_ns = ran.queued_at_ns - self._begun_ns - held_ns
+        self.wait_us += wait_us
+        self._queue.append(ran)
 
     def settle(self) -> None:
         """Note what has ended meanwhile. Never waits."""
         while self._queue and self._queue[0].ended.done():
             self._note_oldest()
 
-    def wait_until_fits(self, estimate_us: int, bound_us: int) -> None:
-        """Until what is in flight and another of that estimate take no longer than the bound.
+    def wait_until_fits(self, wait_us: int, bound_us: int) -> None:
+        """Until the device works no longer than the bound on what is in flight and on another.
 
         With nothing in flight anything fits; beside anything, what is not estimated (0) never does.
+        With `MOST_IN_FLIGHT` already, nothing does.
         """
-        while self._queue and (not estimate_us or self.estimate_us + estimate_us > bound_us):
+        while self._queue and (
+            not wait_us or self.wait_us + wait_us > bound_us or len(self._queue) >= MOST_IN_FLIGHT
+        ):
             self._queue[0].ended.wait()
             self._note_oldest()
 
@@ -122,6 +155,6 @@ class InFlight:
 
     def _note_oldest(self) -> None:
         ran = self._queue.popleft()
-        self.estimate_us -= ran.estimate_us
+        self.wait_us -= ran.wait_us
         self._ran.append(ran)
         self._ended(ran)

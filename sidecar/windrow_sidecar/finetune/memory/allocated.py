@@ -26,13 +26,17 @@ from windrow_sidecar.memory.allocator import LentBudget
 
 log = logging.getLogger(__name__)
 
-# Of what a group is known to take: tensors that live for an instant, and blocks half full.
+# Of what adapter and moments are known to take: blocks half full.
 _SLACK = 1.15
 
 
 def chunks_for(used_bytes: int, group_bytes: int, chunk_bytes: int) -> int:
-    """Return how many chunks hold the live tensors and a group with that peak."""
-    return -(-int(used_bytes + _SLACK * group_bytes) // chunk_bytes)
+    """Return how many chunks hold the live tensors and a group with that peak.
+
+    So many that the share of what is free which a group may take is enough for it: with fewer,
+    layers would keep a part and compute the rest again.
+    """
+    return -(-int(used_bytes + group_bytes / GROUP_SHARE) // chunk_bytes)
 
 
 class Residents:

@@ -143,17 +143,23 @@ class ActivationBudget:
             )
 
     def before(self, limits: MicroLimits) -> MicroLimits:
-        """Set the budget for a group of at most those limits; returns what it may have."""
-        room = int(GROUP_SHARE * self._free_bytes())
-        tokens = self._memory_model.most_tokens(room)
+        """Return what a group of at most those limits may have, so that it fits now."""
+        tokens = self._memory_model.most_tokens(self._room_bytes())
         together = max(1, min(limits.micro_batches, tokens // self._longest))
         most = max(self._longest, tokens // together)
-        fitting = replace(limits, max_tokens=min(limits.max_tokens, most), micro_batches=together)
+        return replace(limits, max_tokens=min(limits.max_tokens, most), micro_batches=together)
+
+    def keep_for(self, tokens: int) -> None:
+        """Let layers keep what there is room for in a group of so many padded tokens.
+
+        Of the group that was formed, not of the largest that might have been: rows may be few.
+        """
         if not self._least:
-            tokens = max(fitting.max_tokens, self._longest) * together
-            within = self._memory_model.within(tokens, room)
+            within = self._memory_model.within(tokens, self._room_bytes())
             self._planned.bytes_per_token = None if within is None else in_steps(within)
-        return fitting
+
+    def _room_bytes(self) -> int:
+        return int(GROUP_SHARE * self._free_bytes())
 
 
 def in_steps(budget: float) -> float:

@@ -88,7 +88,7 @@ class Preview:
         windows = not self.session.stream.parts.stack.windows_refused
         self._measure(sizing if isinstance(sizing, Windows) and windows else WholeRows())
         if isinstance(sizing, int):
-            sizing = Paced(self._estimates, sizing, units, windows)
+            sizing = Paced(self._estimates, sizing, units, windows, queues=device.queues)
         self._sizing = sizing if windows or isinstance(sizing, Paced) else WholeRows()
         self._boundary_bytes = int(base.config.hidden_size) * base.dtype.itemsize
         self._plan = list(self.session.stream.plan())
