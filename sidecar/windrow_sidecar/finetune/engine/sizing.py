@@ -227,7 +227,7 @@ class Estimates:
         )
 
     def tokens_queued_within(self, phase: Phase, bound_us: float) -> int:
-        """Padded tokens of one layer for which decode waits `bound_us` at most, on any level in use.
+        """Padded tokens of one layer for which decode waits `bound_us` at most, on any level.
 
         Of a device that queues; at least 1 where anything is known; 0: nothing is.
         """
