@@ -16,6 +16,7 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.service import AgentService, serve
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot import AgentSlot
+from windrow_sidecar.agent.worker_process import make_fork_server
 from windrow_sidecar.compute.mps import MpsDaemon
 
 _log = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ class Sidecar:
         self._sharing = GpuSharing(
             settings.run_dir, daemon, of_node=of_node, changed=self._sharing_changed
         )
+        # It takes memory that nobody uses between two workers, as the one on standby does.
+        self._forks = make_fork_server(settings) if settings.standby else None
         self._link = OperatorLink(settings, self._outbox, self._all_slots, self._obey)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -69,6 +72,8 @@ class Sidecar:
             # No grace: workers have been heard to their last word, and an engine's stream would
             # stay open through any.
             await server.stop(grace=None)
+            if self._forks:
+                await self._forks.close()
             exporter.close()
             settings.run_dir.agent_socket.unlink(missing_ok=True)
             await self._sharing.close()
@@ -96,6 +101,7 @@ class Sidecar:
                 on_facts=self._link.facts_changed,
                 gpus=self._sharing,
                 end_gpu_work=self._sharing.end_client,
+                forks=self._forks,
             )
             slot.set_policy(self._policy)
         return slot

@@ -11,6 +11,7 @@ from windrow.conditions import Reason
 from windrow.proto import agent_pb2, attach_pb2
 from windrow_sidecar import _core
 from windrow_sidecar.agent.channel import OutgoingQueue
+from windrow_sidecar.agent.forking import ForkServer
 from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.agent.slot_jobs import SlotJobs
@@ -57,6 +58,7 @@ class AgentSlot:
         on_facts: Callable[[], None],
         gpus: VisibleGpus = _NO_GPUS,
         end_gpu_work: EndGpuWork | None = None,
+        forks: ForkServer | None = None,
     ) -> None:
         self.index = index
         self._settings, self._on_facts, self._gpus = settings, on_facts, gpus
@@ -72,7 +74,7 @@ class AgentSlot:
         self.policy = agent_pb2.EnginePolicy()
         self._arena: _core.Inspection | None = None
         self._absence: asyncio.Task[None] | None = None
-        self._standby = Standby(settings, index)
+        self._standby = Standby(settings, index, forks)
         self.jobs = SlotJobs(
             settings,
             index,

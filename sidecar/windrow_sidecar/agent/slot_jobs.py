@@ -71,13 +71,13 @@ class SlotJobs:
 
     @property
     def worker_pid(self) -> int:
-        """Of the process; 0: none runs."""
+        """Of the process; 0: none has started."""
         return self._supervisor.pid if self._supervisor else 0
 
     @property
     def worker_epoch(self) -> int:
         """What decode knows the process by; 0: none runs."""
-        return self._supervisor.epoch if self._supervisor and self._supervisor.pid else 0
+        return self._supervisor.epoch if self._supervisor and self._supervisor.has_worker else 0
 
     @property
     def going(self) -> list[JobRun]:

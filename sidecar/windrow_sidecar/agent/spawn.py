@@ -12,6 +12,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -26,11 +27,8 @@ def main(argv: list[str]) -> None:
     options, command = rest[:separator], rest[separator + 1 :]
     if not command:
         sys.exit("usage: spawn PARENT_PID [--core=N...] -- COMMAND...")
-    _die_with(int(parent))
-    cores = {int(option.removeprefix("--core=")) for option in options}
-    # Decode may have cores that this container does not; then it stays on those that it has.
-    if cores and cores <= os.sched_getaffinity(0):
-        os.sched_setaffinity(0, cores)
+    die_with(int(parent))
+    narrow_to(int(option.removeprefix("--core=")) for option in options)
     os.nice(_NICE)
     # Niceness alone decides about shares of time, not about who waits: a woken thread of decode may
     # have to sit out a slice of 3 ms, at each of the 40 barriers of a step. An idle task is
@@ -43,14 +41,22 @@ def main(argv: list[str]) -> None:
     os.execvp(command[0], command)
 
 
-def _die_with(parent: int) -> None:
-    """SIGKILL when the parent dies. The flag survives exec."""
+def die_with(parent: int) -> None:
+    """Have the kernel end this process (SIGKILL) with its parent. The flag survives exec."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     # It may have died before the flag was set; then nobody would ever send the signal.
     if os.getppid() != parent:
         sys.exit("the agent is gone")
+
+
+def narrow_to(cores: Iterable[int]) -> None:
+    """Run on these cores only; none: on all that this process has."""
+    wanted = set(cores)
+    # Decode may have cores that this container does not; then it stays on those that it has.
+    if wanted and wanted <= os.sched_getaffinity(0):
+        os.sched_setaffinity(0, wanted)
 
 
 if __name__ == "__main__":

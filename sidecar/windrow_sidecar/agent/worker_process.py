@@ -23,6 +23,8 @@ from windrow.rundir import (
     WORKER_LOG,
     worker_line,
 )
+from windrow_sidecar.agent.fork_server import ROOM, ROOM_BYTES, ForkOrder
+from windrow_sidecar.agent.forking import ComingChild, ForkServer, WorkerChild, signal_group
 from windrow_sidecar.agent.settings import AgentSettings
 
 _log = logging.getLogger(__name__)
@@ -37,12 +39,9 @@ _LOG_EVERY_S = 0.5
 _MOST_LOG_BYTES = 64 * 1024
 
 
-def worker_command(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
-    """The worker's command line, as the contract between agent and worker has it."""
+def worker_arguments(settings: AgentSettings, assign: attach_pb2.Assign) -> list[str]:
+    """The worker's arguments, as the contract between agent and worker has them."""
     return [
-        sys.executable,
-        "-m",
-        settings.worker_module,
         "--run-dir",
         str(settings.run_dir.root),
         "--slot",
@@ -116,9 +115,7 @@ class WorkerGround:
 class WorkerProcess:
     """A running worker. Ends with the agent, whatever happens to that."""
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, log: Path, follower: WorkerLogFollower
-    ) -> None:
+    def __init__(self, process: WorkerChild, log: Path, follower: WorkerLogFollower) -> None:
         self._process, self._log, self._follower = process, log, follower
 
     @classmethod
@@ -133,17 +130,24 @@ class WorkerProcess:
         follower = WorkerLogFollower(log, name_of(assign))
         process = standby.take(assign) if standby else None
         if process is None:
-            command = worker_command(settings, assign)
-            ground = standby.ground if standby else WorkerGround()
-            process = await _spawn(
-                settings, command, log, stdin=asyncio.subprocess.DEVNULL, ground=ground
+            process = await start_worker(
+                settings,
+                worker_arguments(settings, assign),
+                log,
+                ground=standby.ground if standby else WorkerGround(),
+                forks=standby.forks if standby else None,
             )
         return cls(process, log, follower)
 
     @property
     def pid(self) -> int:
-        """Of the worker."""
+        """Of the worker; 0: it is about to be forked."""
         return self._process.pid
+
+    async def started(self) -> None:
+        """Until it has a number, or never will."""
+        if isinstance(self._process, ComingChild):
+            await self._process.started()
 
     def joined(self, assign: attach_pb2.Assign) -> None:
         """It has another job beside those that it has: lines of its log are that one's too."""
@@ -172,22 +176,27 @@ class WorkerProcess:
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+        _send(self._process, number)
 
 
 class Standby:
     """At most one worker that has loaded everything but its job; see `finetune.standby`.
 
+    Args:
+        settings: of the agent.
+        slot: its index.
+        forks: where workers are forked; none: each is started by exec.
+
     Attributes:
         ground: what the slot's workers are shown.
+        forks: as given.
     """
 
-    def __init__(self, settings: AgentSettings, slot: int) -> None:
-        self._settings, self._slot = settings, slot
+    def __init__(self, settings: AgentSettings, slot: int, forks: ForkServer | None = None) -> None:
+        self._settings, self._slot, self.forks = settings, slot, forks
         self.ground = WorkerGround()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: WorkerChild | None = None
+        self._order: int | None = None  # the end of a pipe whose line names its job
         self._starting = asyncio.Lock()
         self._closed = False
         self._not_before_s = 0.0  # of the loop's clock
@@ -206,28 +215,31 @@ class Standby:
         async with self._starting:
             if self._closed or not self._settings.standby or self._alive() or self._resting():
                 return
-            command = [
-                *(sys.executable, "-m", self._settings.worker_module),
-                *("--run-dir", str(self._settings.run_dir.root), "--slot", str(self._slot)),
-                *("--standby", "--served-model", served_model),
-            ]
-            log = self._settings.run_dir.root / f"standby-{self._slot}.log"
-            self._process = await _spawn(
-                self._settings,
-                command,
-                log,
-                stdin=asyncio.subprocess.PIPE,
-                ground=self.ground,
-            )
+            arguments = ["--run-dir", str(self._settings.run_dir.root), "--slot", str(self._slot)]
+            arguments += ["--standby", "--served-model", served_model]
+            self._hang_up()
+            theirs, self._order = os.pipe()
+            try:
+                self._process = await start_worker(
+                    self._settings,
+                    arguments,
+                    self._settings.run_dir.root / f"standby-{self._slot}.log",
+                    ground=self.ground,
+                    forks=self.forks,
+                    stdin=theirs,
+                )
+            finally:
+                os.close(theirs)
 
-    def take(self, assign: attach_pb2.Assign) -> asyncio.subprocess.Process | None:
+    def take(self, assign: attach_pb2.Assign) -> WorkerChild | None:
         """Give the waiting process its job; None when none waits."""
         process, self._process = self._process, None
-        if process is None or process.returncode is not None or process.stdin is None:
+        if process is None or process.returncode is not None or self._order is None:
             return None
         order = {"job_uid": assign.job_uid, "epoch": assign.epoch}
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it has just ended, which its reaping says
+            os.write(self._order, json.dumps(order).encode() + b"\n")
+        self._hang_up()
         return process
 
     async def close(self) -> None:
@@ -239,10 +251,15 @@ class Standby:
         """Nothing is lost with one that waits."""
         async with self._starting:
             process, self._process = self._process, None
-            if process is not None and process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            if process is not None:
+                _send(process, signal.SIGKILL)
                 await process.wait()
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        order, self._order = self._order, None
+        if order is not None:
+            os.close(order)
 
     def _resting(self) -> bool:
         """One that ended by itself is not started again at once: it would end the same way."""
@@ -256,8 +273,89 @@ class Standby:
         return self._process is not None and self._process.returncode is None
 
 
+def _send(process: WorkerChild, number: signal.Signals) -> None:
+    if isinstance(process, ComingChild):
+        process.signal(number)
+    else:
+        signal_group(process, number)
+
+
+async def start_worker(
+    settings: AgentSettings,
+    arguments: list[str],
+    log: Path,
+    *,
+    ground: WorkerGround,
+    forks: ForkServer | None,
+    stdin: int | None = None,
+) -> WorkerChild:
+    """Have a worker forked, or start it by exec where nothing forks.
+
+    Args:
+        settings: of the agent.
+        arguments: of the worker.
+        log: takes its output.
+        ground: what it is shown.
+        forks: where it is forked.
+        stdin: descriptor of its standard input, still the caller's; none: it has no input.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    source = os.open(os.devnull, os.O_RDONLY) if stdin is None else os.dup(stdin)
+    command = [sys.executable, "-m", settings.worker_module, *arguments]
+    environment = worker_environment(settings, ground)
+
+    async def start() -> asyncio.subprocess.Process:
+        return await _spawn(command, log, stdin=source, environment=environment, ground=ground)
+
+    if forks is None or forks.rests:
+        try:
+            return await start()
+        finally:
+            os.close(source)
+
+    with log.open("ab"):
+        pass  # it is read also where the worker never comes
+
+    async def start_late() -> asyncio.subprocess.Process:
+        try:
+            return await start()
+        except OSError as error:
+            with log.open("a", encoding="utf-8") as out:
+                out.write(f"cannot start a worker: {error}\n")
+            raise
+
+    async def fork() -> int:
+        order = ForkOrder(arguments, environment, list(ground.cores))
+        with log.open("ab") as out:
+            return await forks.fork(order, source, out.fileno())
+
+    return ComingChild(forks.ready, fork, start_late, lambda: os.close(source))
+
+
+def make_fork_server(settings: AgentSettings) -> ForkServer:
+    """Return a fork server of the settings' workers; its process starts with the first worker."""
+    command = [sys.executable, "-m", "windrow_sidecar.agent.fork_server", settings.worker_module]
+    command.append(ROOM.ljust(ROOM_BYTES, "-"))
+    # numpy's library starts a thread for each core as it is imported; and libraries that ask
+    # whether there is a GPU are to ask NVML, for a process that has asked CUDA cannot be forked.
+    own = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+    async def start(stdin: int) -> asyncio.subprocess.Process:
+        return await _spawn(
+            command,
+            settings.run_dir.root / "fork-server.log",
+            stdin=stdin,
+            environment=worker_environment(settings) | own,
+            ground=WorkerGround(),
+        )
+
+    return ForkServer(start)
+
+
 async def _spawn(
-    settings: AgentSettings, command: list[str], log: Path, *, stdin: int, ground: WorkerGround
+    command: list[str], log: Path, *, stdin: int, environment: dict[str, str], ground: WorkerGround
 ) -> asyncio.subprocess.Process:
     with log.open("ab") as out:
         return await asyncio.create_subprocess_exec(
@@ -271,7 +369,7 @@ async def _spawn(
             stdin=stdin,
             stdout=out,
             stderr=out,
-            env=worker_environment(settings, ground),
+            env=environment,
             # A group of its own, so that Ctrl-C at a terminal reaches the agent first; the same
             # session, because niceness counts only within one (autogroup).
             process_group=0,

@@ -61,6 +61,11 @@ class WorkerSupervisor:
         return self._process.pid if self._process and not self.is_over else 0
 
     @property
+    def has_worker(self) -> bool:
+        """Whether a worker runs, or is about to."""
+        return self._process is not None and not self.is_over
+
+    @property
     def epoch(self) -> int:
         """What decode knows the worker by: that of the job that it was started for."""
         return self.runs[0].assign.epoch
@@ -86,8 +91,6 @@ class WorkerSupervisor:
             await run.cannot_start(error)
             self._supervisor = asyncio.create_task(asyncio.sleep(0))
             return
-        _log.info("job %s epoch %d: worker %d", assign.job_uid, assign.epoch, self.pid)
-        note_worker(self._settings.run_dir.root, self._slot, self.pid)
         self._supervisor = asyncio.create_task(self._supervise(self._process))
 
     async def take(self, run: JobRun) -> None:
@@ -154,7 +157,8 @@ class WorkerSupervisor:
     async def _kill_on_gpu(process: WorkerProcess, end_gpu_work: EndGpuWork) -> None:
         """Kill it with nothing left running on the GPU (see `compute.mps`)."""
         try:
-            await end_gpu_work(process.pid)
+            if process.pid:
+                await end_gpu_work(process.pid)
         finally:
             process.kill()
 
@@ -164,7 +168,13 @@ class WorkerSupervisor:
         self._kill()
 
     async def _supervise(self, process: WorkerProcess) -> None:
-        end = await process.wait()
+        waiting = asyncio.create_task(process.wait())  # its log is followed from its first line on
+        await process.started()
+        if process.pid:
+            assign = self.runs[0].assign
+            _log.info("job %s epoch %d: worker %d", assign.job_uid, assign.epoch, process.pid)
+            note_worker(self._settings.run_dir.root, self._slot, process.pid)
+        end = await waiting
         forget_worker(self._settings.run_dir.root, self._slot)
         if self._killer:
             self._killer.cancel()

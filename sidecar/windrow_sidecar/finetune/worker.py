@@ -11,6 +11,7 @@ os.environ.update({**openmp.WORKER, **os.environ})
 
 import argparse
 import ctypes
+import importlib.util
 import json
 import logging
 import signal
@@ -56,6 +57,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2 if isinstance(error, UserError) else 1
     return _run_beside_decode(options)
+
+
+def load_ahead() -> None:
+    """Import what any worker beside decode needs, in a process that is forked for each (see agent).
+
+    bitsandbytes asks CUDA for its devices as it is imported, and a process that has done so cannot
+    be forked; peft imports it where it is installed.
+    """
+    from windrow_sidecar.finetune.colocated.standby import warm_up
+
+    without = ("peft",) if importlib.util.find_spec("bitsandbytes") else ()
+    warm_up("", without=without)
 
 
 def _flush_denormals() -> None:

@@ -11,7 +11,7 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,11 @@ log = logging.getLogger(__name__)
 _LIBRARIES = (
     "peft",
     "transformers.models.auto.tokenization_auto",
+    # torch's optimizers import it when the first one is made.
+    "torch._dynamo",
     "windrow_sidecar.finetune.colocated.jobs",
+    "windrow_sidecar.finetune.colocated.slot",
+    "windrow_sidecar.finetune.data.readers",
 )
 
 
@@ -31,13 +35,18 @@ class JobOrder:
     epoch: int
 
 
-def warm_up(model: str) -> None:
+def warm_up(model: str, *, without: Collection[str] = ()) -> None:
     """Import what any job needs, and the code of the model that decode serves.
 
     A model that cannot be read is no error here: the job that wants it says so.
+
+    Args:
+        model: directory of the model that decode serves; "": no model's code is imported.
+        without: libraries that are not imported.
     """
     for library in _LIBRARIES:
-        importlib.import_module(library)
+        if library not in without:
+            importlib.import_module(library)
     if model and os.path.isdir(model):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
