@@ -172,8 +172,8 @@ class _Flags:
             "--standby",
             action=argparse.BooleanOptionalAction,
             default=AgentSettings.standby,
-            help="keep a worker ready that has loaded its libraries: about 0.6 GB for a start at "
-            "once",
+            help="keep a worker ready, and a process that forks workers: about 0.6 GB for a start "
+            "at once",
         )
         self.parser.add_argument(
             "--grace-seconds",
