@@ -15,12 +15,15 @@ from windrow.crd import DatasetSpec
 from windrow.errors import Transient, UserError
 from windrow_sidecar.finetune.data.places import DatasetSilent, find_files
 from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.data.source_access import UNCONFINED
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.model.loading import find_model
 
+find_files_anywhere = functools.partial(find_files, access=UNCONFINED)
+
 
 def lines_of(source, split="train") -> list[str]:
-    return [r.where for f in find_files(source, split) for r in read_records(f)]
+    return [r.where for f in find_files_anywhere(source, split) for r in read_records(f)]
 
 
 @pytest.fixture
@@ -129,7 +132,7 @@ def test_rows_of_the_hub_are_read_by_split_and_by_file(hub):
     pinned = f"{name}@main/data/test-0.jsonl"
     assert lines_of(pinned) == [f"{pinned}:1"]
     with pytest.raises(UserError, match="cannot be read") as refused:
-        find_files("team/none")
+        find_files_anywhere("team/none")
     assert refused.value.field == "spec.dataset.source"
 
 
@@ -168,7 +171,7 @@ def test_rows_of_a_web_server_are_read_with_their_places(web):
 def test_a_file_that_a_web_server_has_not_is_the_jobs_mistake(web):
     _, address = web
     with pytest.raises(UserError, match="cannot be read") as refused:
-        find_files(f"{address}/none.jsonl")
+        find_files_anywhere(f"{address}/none.jsonl")
     assert refused.value.reason == "DatasetUnreadable"
 
 
@@ -181,7 +184,7 @@ def test_a_server_that_breaks_off_in_a_file_is_asked_again_later(web):
 
 def test_a_hub_that_is_gone_while_a_file_is_read_is_asked_again_later(hub, monkeypatch):
     write(hub / "datasets/team/rows/train.jsonl", '{"text": "a"}\n')
-    files = find_files("team/rows")
+    files = find_files_anywhere("team/rows")
     dead = "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", dead)
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)

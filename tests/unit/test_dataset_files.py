@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gzip
 import importlib.util
 import io
@@ -17,13 +18,17 @@ import pytest
 from pyarrow import parquet
 
 from windrow.errors import UserError
+from windrow_sidecar.finetune.data import records
 from windrow_sidecar.finetune.data.places import find_files, local_path
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.rows import row_of
+from windrow_sidecar.finetune.data.source_access import UNCONFINED
+
+find_files_anywhere = functools.partial(find_files, access=UNCONFINED)
 
 
 def texts(source, split="train") -> list[str]:
-    files = find_files(str(source), split)
+    files = find_files_anywhere(str(source), split)
     return [row_of(record, "text").answer for file in files for record in read_records(file)]
 
 
@@ -51,7 +56,7 @@ def test_a_pipe_that_nobody_may_ever_write_is_refused(tmp_path):
 @pytest.mark.parametrize(("place", "lacks"), [("http:///x.jsonl", "host"), ("s3:///x", "bucket")])
 def test_a_url_without_a_host_is_the_users_to_mend(place, lacks):
     with pytest.raises(UserError, match=f"names no {lacks}"):
-        find_files(place)
+        find_files_anywhere(place)
 
 
 def test_paths_and_file_urls_name_files_and_other_schemes_are_refused():
@@ -91,7 +96,7 @@ def told(source, split="train"):
     notes = []
     found = [
         file.path.removeprefix(f"{source}/")
-        for file in find_files(str(source), split, notes.append)
+        for file in find_files_anywhere(str(source), split, notes.append)
     ]
     return found, notes
 
@@ -212,7 +217,7 @@ def test_a_damaged_file_is_named_wherever_it_lies(how, damage):
     }[damage]
     fsspec.filesystem("memory").pipe(f"/damaged/rows.jsonl.{how}", content)
     with pytest.raises(UserError, match=rf"rows\.jsonl\.{how} is damaged or cut off") as caught:
-        list(read_records(*find_files(f"memory://damaged/rows.jsonl.{how}")))
+        list(read_records(*find_files_anywhere(f"memory://damaged/rows.jsonl.{how}")))
     assert caught.value.reason == "DatasetUnreadable"
     assert caught.value.field == "spec.dataset.source"
 
@@ -226,7 +231,7 @@ def test_a_damaged_page_of_parquet_is_the_files_fault_wherever_it_lies(place):
     content[place] = b"\xff" * (place.stop - place.start)
     fsspec.filesystem("memory").pipe("/damaged/rows.parquet", bytes(content))
     with pytest.raises(UserError, match=r"rows\.parquet is damaged or cut off"):
-        list(read_records(*find_files("memory://damaged/rows.parquet")))
+        list(read_records(*find_files_anywhere("memory://damaged/rows.parquet")))
 
 
 @pytest.mark.parametrize("names", [["main/train-0", "other/train-0"], ["train", "other/train/0"]])
@@ -259,7 +264,7 @@ def test_what_libraries_write_beside_rows_is_passed_over(tmp_path, name):
 def test_what_another_file_system_holds_is_read_through_fsspec():
     system = fsspec.filesystem("memory")
     system.pipe("/bucket/train/a.jsonl", b'{"text": "ab"}\n{"text": 3}\n')
-    (file,) = find_files("memory://bucket/train")
+    (file,) = find_files_anywhere("memory://bucket/train")
     first, second = read_records(file)
     assert row_of(first, "text").answer == "ab"
     assert second.where == "memory:///bucket/train/a.jsonl:2"
@@ -272,7 +277,7 @@ def test_a_bucket_without_credentials_is_the_users_to_mend(monkeypatch, tmp_path
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(UserError, match="Unable to locate credentials") as caught:
-        find_files("s3://bucket/rows.jsonl")
+        find_files_anywhere("s3://bucket/rows.jsonl")
     assert caught.value.field == "spec.dataset.source"
     assert "AWS_ACCESS_KEY_ID" in caught.value.remedy
 
@@ -280,7 +285,7 @@ def test_a_bucket_without_credentials_is_the_users_to_mend(monkeypatch, tmp_path
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 def test_a_place_without_a_client_says_what_to_install():
     with pytest.raises(UserError, match=r"Install windrow\[s3\]"):
-        find_files("s3://bucket/rows.jsonl")
+        find_files_anywhere("s3://bucket/rows.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -315,7 +320,9 @@ ANSWER = {"role": "assistant", "content": "yes"}
 
 def rows_of(path):
     return [
-        row_of(record, "chat") for file in find_files(str(path)) for record in read_records(file)
+        row_of(record, "chat")
+        for file in find_files_anywhere(str(path))
+        for record in read_records(file)
     ]
 
 
@@ -382,5 +389,20 @@ def test_what_tables_hold_besides_json_is_read_as_json_says_it(tmp_path):
     texts = pa.table({"text": pa.array([b"caf\xc3\xa9"]).dictionary_encode()})
     for name, table in (("a", texts), ("b", pa.table({"text": pa.array([b"caf\xc3\xa9"])}))):
         parquet.write_table(table, tmp_path / f"{name}.parquet")
-        (record,) = read_records(*find_files(str(tmp_path / f"{name}.parquet")))
+        (record,) = read_records(*find_files_anywhere(str(tmp_path / f"{name}.parquet")))
         assert row_of(record, "text").answer == "caf\u00e9"
+
+
+def test_a_packed_line_of_gigabytes_is_a_wrong_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_ROW_BYTES", 1 << 10)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b" " * (1 << 20)))
+    with pytest.raises(UserError, match="a row is longer") as caught:
+        texts(tmp_path / "rows.jsonl.gz")
+    assert caught.value.field.endswith("rows.jsonl.gz:1")
+
+
+def test_a_json_file_that_is_larger_than_memory_should_hold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST_JSON_BYTES", 1 << 10)
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(b" " * (1 << 20)))
+    with pytest.raises(UserError, match=r"write a row a line"):
+        texts(tmp_path / "rows.json.gz")

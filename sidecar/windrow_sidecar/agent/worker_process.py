@@ -70,9 +70,25 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
         "spec": json.loads(assign.spec_json),
         "checkpoint": assign.checkpoint_path,
         "outputs": list(assign.outputs.trees) if assign.HasField("outputs") else None,
+        "access": _access(settings, assign),
     }
     (folder / "job.json").write_text(json.dumps(job, indent=2), encoding="utf-8")
     return folder
+
+
+def _access(settings: AgentSettings, assign: attach_pb2.Assign) -> dict[str, object] | None:
+    """Return what a job may read, as its worker reads it; None: an operator that does not say."""
+    if not assign.HasField("access"):
+        return None
+    access = assign.access
+    return {
+        "readableTrees": list(access.readable_trees),
+        "never": [str(settings.run_dir.root)],
+        "listsSources": access.lists_sources,
+        "sources": list(access.sources),
+        "privateSources": access.private_sources,
+        "podCredentials": access.pod_credentials,
+    }
 
 
 @dataclass(frozen=True, slots=True)

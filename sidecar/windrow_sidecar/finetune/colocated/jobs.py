@@ -26,6 +26,7 @@ from windrow_sidecar.finetune.colocated.job_context import JobContext
 from windrow_sidecar.finetune.colocated.loading import NOT_BEGUN, Loading, Verdict, ended_unloaded
 from windrow_sidecar.finetune.colocated.slot import WorkerSlot
 from windrow_sidecar.finetune.colocated.standby import JobOrder
+from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.readers import Readers
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_job
@@ -246,6 +247,8 @@ class WorkerJobs:
         """
         order = pending.order
         job = read_job(self._run_dir.job_dir(order.job_uid) / "job.json")
+        if job.access.network is not None:
+            network_guard.install().admit(pending, job.access.network)
         secrets = (job.spec.dataset.secret_ref, job.spec.output.secret_ref)
         if not any(secrets):
             return replace(job, epoch=order.epoch)
@@ -308,6 +311,7 @@ class WorkerJobs:
     def _over(self, pending: PendingJob, ending: Ending) -> None:
         """Let go of a job; its stream ends by itself once its last word was taken."""
         self._open.remove(pending)
+        network_guard.forget(pending)
         self._endings.append(ending)
         pending.job_state.stall.close()
         pending.events.flush()

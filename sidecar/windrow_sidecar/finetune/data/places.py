@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.data.remote import (
     lacks_credentials,
     storage_options,
 )
+from windrow_sidecar.finetune.data.source_access import NO_ACCESS, UNCONFINED, SourceAccess
 
 FIELD = "spec.dataset.source"
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -76,6 +77,7 @@ def find_files(
     split: str = "train",
     tell: Callable[[str], None] = lambda note: None,
     credentials: Credentials | None = None,
+    access: SourceAccess = NO_ACCESS,
 ) -> list[DataFile]:
     """Return the files of a source, sorted by path.
 
@@ -87,15 +89,17 @@ def find_files(
         split: that is wanted.
         tell: is told of files that look like rows and are not read.
         credentials: for the place (default: what the process's environment gives).
+        access: what may be read; without it nothing.
 
     Raises:
         UserError: it is not there, may not be read, holds no file of a known kind or of the split,
             or holds the split in several folders, which are sets of their own.
         DatasetSilent: the place does not answer.
     """
-    url = _url(source)
+    access.check_url(source)
+    url = _url(source, access)
     with reaching(source):
-        system, path = _open_system(url, credentials or NO_CREDENTIALS)
+        system, path = _open_system(url, credentials or NO_CREDENTIALS, access)
         # `isdir` and `exists` take a place that does not answer for one that is not there.
         about = system.info(path)
         if about["type"] != "directory" and not system.isdir(path):
@@ -177,7 +181,7 @@ def unreadable(source: str, error: Exception) -> UserError:
     )
 
 
-def _url(source: str) -> str:
+def _url(source: str, access: SourceAccess) -> str:
     """Return what fsspec takes; a name like owner/name that is no path is one of the Hub."""
     scheme, host, *_ = urlsplit(source)
     if scheme in ("http", "https", "s3", "gs") and not host:
@@ -190,12 +194,26 @@ def _url(source: str) -> str:
     if scheme in ("", "file"):
         path = local_path(source, field=FIELD)
         hub = scheme == "" and HUB_NAME.fullmatch(source) and not _suffix(source)
-        return f"hf://datasets/{source}" if hub and not path.exists() else str(path.absolute())
+        # A confined job names volumes by absolute paths: a relative one would be of the process.
+        here = access.trees is None and path.exists()
+        return f"hf://datasets/{source}" if hub and not here else str(path.absolute())
     return source
 
 
-def _open_system(url: str, credentials: Credentials) -> tuple[Any, str]:
+def _open_system(
+    url: str, credentials: Credentials, access: SourceAccess = UNCONFINED
+) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
+
+    scheme = urlsplit(url).scheme
+    if access.trees is not None and scheme == "":
+        from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, ConfinedFileSystem
+
+        return ConfinedFileSystem(ConfinedFiles(access.trees, access.never)), url
+    if scheme == "s3":
+        access.check_bucket(credentials.secret, "spec.dataset.secretRef")
+        if endpoint := storage_options(url, credentials).get("endpoint_url"):
+            access.check_endpoint(endpoint, "spec.dataset.secretRef")
 
     options = storage_options(url, credentials)
     if options:
@@ -203,7 +221,6 @@ def _open_system(url: str, credentials: Credentials) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(url, **options)
     except ImportError as error:
-        scheme = urlsplit(url).scheme
         raise UserError(
             f"{url}: this worker has no client for {scheme}:// ({error})",
             field=FIELD,

@@ -27,8 +27,10 @@ from typing import IO, Any, Protocol
 
 from windrow.crd import DatasetSpec
 from windrow.errors import WindrowError
+from windrow_sidecar.finetune.data import network_guard
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.data.store import TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
@@ -67,6 +69,7 @@ class RowsWanted:
         learn_all: prompts count as well.
         seed: draws the rows that are held out.
         credentials: for the place where the rows are.
+        access: what may be read.
         begun: the time that chat templates read (None: that of the reading).
     """
 
@@ -77,6 +80,7 @@ class RowsWanted:
     learn_all: bool
     seed: int
     credentials: Credentials = NO_CREDENTIALS
+    access: SourceAccess = UNCONFINED
     begun: datetime | None = None
 
 
@@ -282,6 +286,8 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
             learn_all=wanted.learn_all,
             now=wanted.begun,
         )
+        if wanted.access.network is not None:
+            network_guard.install().admit("rows", wanted.access.network)
         split = read_dataset(
             wanted.dataset,
             tokenizer,
@@ -290,6 +296,7 @@ def _outcome(wanted: RowsWanted, rows: int, alive: Callable[[], None]) -> Any:  
             alive=alive,
             into=stored,
             credentials=wanted.credentials,
+            access=wanted.access,
         )
     except (WindrowError, MemoryError) as error:
         return error.with_traceback(None)

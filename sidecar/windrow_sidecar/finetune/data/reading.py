@@ -15,6 +15,7 @@ from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
 from windrow_sidecar.finetune.data.rows import READ, row_of
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import DataSplit, Example, held_out_rows
 from windrow_sidecar.finetune.data.store import StoredRows, TokenFile
 from windrow_sidecar.finetune.data.tokens import RowTokenizer, rows_are
@@ -91,11 +92,12 @@ def read_dataset(
     alive: Callable[[], None] = lambda: None,
     into: TokenFile | None = None,
     credentials: Credentials | None = None,
+    access: SourceAccess = UNCONFINED,
 ) -> DataSplit:
     """Read, check and tokenize all rows; hold out some by the seed.
 
     `alive` is called at each row, since a large set may take hours. `into`: where they are put.
-    `credentials`: for the place where they are.
+    `credentials`: for the place where they are. `access`: what may be read.
 
     Raises:
         UserError: a file or row is wrong (the message names up to ten rows with their places), a
@@ -105,7 +107,7 @@ def read_dataset(
     wrong, stored = _WrongRows(skip=spec.bad_rows == "skip"), TokenFile() if into is None else into
     notes: list[str] = []
     unread: Counter[str] = Counter()
-    for file in find_files(spec.source, spec.split, notes.append, credentials):
+    for file in find_files(spec.source, spec.split, notes.append, credentials, access):
         holds_any = False
         for record in read_records(file):
             alive()

@@ -9,13 +9,17 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
+from io import BufferedIOBase, BufferedReader
 from typing import Any, BinaryIO, cast
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow_sidecar.finetune.data.places import DataFile, reaching
 
+# Longer ones are no rows of text; what is unpacked counts.
+MOST_ROW_BYTES = 64 << 20
+# The whole of a .json file is in memory, several times its size once it is parsed.
+MOST_JSON_BYTES = 1 << 30
 # Rows of a Parquet file that are in memory at once.
 _BATCH_ROWS = 1024
 # How plain OSErrors of bz2 and pyarrow begin that tell of a damaged file.
@@ -73,8 +77,16 @@ def read_records(file: DataFile) -> Iterator[DatasetRecord]:
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
     """Yield what stands in a file, unpacked; fsspec knows no zstd, pyarrow does."""
     if not file.path.endswith(".zst"):
-        with file.system.open(file.path, "rb", compression="infer") as source:
-            yield source
+        from fsspec.core import compr, get_compression
+
+        with file.system.open(file.path, "rb") as packed:
+            packing = get_compression(file.path, "infer")
+            if packing is None:
+                yield packed
+                return
+            # fsspec's own `compression=` leaves the packed file open.
+            with compr[packing](packed, mode="r") as source:
+                yield source
         return
     import pyarrow
 
@@ -108,14 +120,29 @@ def bad_row(where: str, problem: str, remedy: str) -> UserError:
 
 
 def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
-    for number, line in enumerate(source, start=1):
+    # A packed file of a few kilobytes can hold a line of gigabytes.
+    sized = source if isinstance(source, BufferedIOBase) else BufferedReader(cast("Any", source))
+    lines = iter(lambda: sized.readline(MOST_ROW_BYTES + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MOST_ROW_BYTES:
+            raise UserError(
+                f"a row is longer than {MOST_ROW_BYTES >> 20} MiB",
+                field=f"{name}:{number}",
+                remedy="Cut the row: no model takes so many tokens.",
+                reason=Reason.DATASET_INVALID,
+            )
         if line.strip():
             yield DatasetRecord(f"{name}:{number}", line)
 
 
 def _array(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
+    content = source.read(MOST_JSON_BYTES + 1)
+    if len(content) > MOST_JSON_BYTES:
+        raise _bad_file(
+            name, f"is larger than {MOST_JSON_BYTES >> 30} GiB: write a row a line (.jsonl)"
+        )
     try:
-        found = json.load(source, object_pairs_hook=_once_each)
+        found = json.loads(content, object_pairs_hook=_once_each)
     except UnicodeDecodeError as error:
         raise _bad_file(name, "is not UTF-8") from error
     except json.JSONDecodeError as error:

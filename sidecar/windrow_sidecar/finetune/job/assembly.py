@@ -29,6 +29,7 @@ from windrow_sidecar.finetune.adapter.config import prefix_tokens
 from windrow_sidecar.finetune.data.readers import RowsWanted
 from windrow_sidecar.finetune.data.reading import ModelLimits, read_dataset
 from windrow_sidecar.finetune.data.remote import NO_CREDENTIALS, Credentials
+from windrow_sidecar.finetune.data.source_access import UNCONFINED, SourceAccess
 from windrow_sidecar.finetune.data.split import BatchPlan, DataSplit, lengths_of
 from windrow_sidecar.finetune.data.tokens import RowTokenizer
 from windrow_sidecar.finetune.engine.micro_batch_group import ModelParts
@@ -62,6 +63,7 @@ class JobSpec:
             rights.
         dataset_credentials: for its rows.
         output_credentials: for its destination.
+        access: what may be read.
         checkpoint: that the job has to go on from, as the operator knows it; "": none is known.
         begun: when its folder was first claimed, on the clock of that machine; None: not yet.
     """
@@ -75,6 +77,7 @@ class JobSpec:
     dataset_credentials: Credentials = NO_CREDENTIALS
     output_credentials: Credentials = NO_CREDENTIALS
     checkpoint: str = ""
+    access: SourceAccess = UNCONFINED
     begun: datetime | None = None
 
     @property
@@ -123,6 +126,7 @@ def read_job(path: Path, output: str | None = None) -> JobSpec:
         spec=parse_job_spec(document["spec"]),
         outputs=None if outputs is None else tuple(map(Path, outputs)),
         checkpoint=str(document.get("checkpoint") or ""),
+        access=SourceAccess.of(document.get("access"), outputs or ()),
     )
 
 
@@ -158,6 +162,7 @@ def rows_wanted(job: JobSpec, base: BaseModel) -> RowsWanted:
         learn_all=training.loss == "all",
         seed=training.seed,
         credentials=job.dataset_credentials,
+        access=job.access,
         begun=job.begun,
     )
 
@@ -185,6 +190,7 @@ def read_examples(
         seed=training.seed,
         alive=alive,
         credentials=job.dataset_credentials,
+        access=job.access,
     )
 
 

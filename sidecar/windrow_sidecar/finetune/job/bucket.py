@@ -78,6 +78,9 @@ def open_folder(job: JobSpec) -> JobFolder:
     destination = job.spec.output.destination
     if is_bucket(destination):
         url = path_of(destination)
+        job.access.check_bucket(job.output_credentials.secret, "spec.output.secretRef")
+        if endpoint := storage_options(url, job.output_credentials).get("endpoint_url"):
+            job.access.check_endpoint(endpoint, "spec.output.secretRef")
         return BucketFolder(url, job.uid, job.epoch, _file_system(url, job.output_credentials))
     return JobFolder(job.destination, job.uid, job.epoch)
 

@@ -1,0 +1,247 @@
+"""What a job beside decode may read: its volumes, no link out of them, and allowed hosts."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import http.server
+import json
+import os
+import socket
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from windrow.access import NetworkAccess
+from windrow.errors import UserError, WindrowError
+from windrow_sidecar.finetune.data import network_guard
+from windrow_sidecar.finetune.data.confined_files import ConfinedFiles, open_beneath
+from windrow_sidecar.finetune.data.network_guard import NetworkGuard, SourceRefused
+from windrow_sidecar.finetune.data.places import find_files
+from windrow_sidecar.finetune.data.records import read_records
+from windrow_sidecar.finetune.data.source_access import NO_ACCESS, SourceAccess
+
+ROW = '{"text": "card 4111"}\n'
+
+
+@pytest.fixture
+def volume(tmp_path):
+    """Two tenants beside each other; the job is of the second."""
+    (tmp_path / "bank").mkdir()
+    (tmp_path / "bank" / "private.jsonl").write_text(ROW)
+    mine = tmp_path / "mine"
+    (mine / "sub").mkdir(parents=True)
+    (mine / "rows.jsonl").write_text(ROW)
+    return mine
+
+
+def rows(source, access):
+    return [r.fields() for f in find_files(str(source), access=access) for r in read_records(f)]
+
+
+def access_to(*trees, never=()):
+    return SourceAccess(tuple(trees), never=tuple(never), network=NetworkAccess(sources=()))
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize(
+    ("target", "is_below"),
+    [
+        ("rows.jsonl", True),
+        ("sub/../rows.jsonl", True),
+        ("../bank/private.jsonl", False),
+        ("sub/../../bank/private.jsonl", False),
+        ("/etc/hostname", False),
+        ("loop", False),
+    ],
+)
+def test_a_link_is_followed_while_it_stays_below_its_volume(volume, target, is_below, by_hand):
+    (volume / "loop").symlink_to("loop")
+    (volume / "link").symlink_to(target)
+    tree = os.open(volume, os.O_PATH | os.O_DIRECTORY)
+    try:
+        if is_below:
+            os.close(open_beneath(tree, "link", os.O_RDONLY, by_hand=by_hand))
+            return
+        with pytest.raises(OSError, match=r".") as refused:
+            open_beneath(tree, "link", os.O_RDONLY, by_hand=by_hand)
+        assert refused.value.errno in (errno.EXDEV, errno.ELOOP)
+    finally:
+        os.close(tree)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "{volume}/../bank/private.jsonl",
+        "{volume}/link.jsonl",
+        "{volume}/folder",
+        "{root}/bank",
+        "{root}/bank/private.jsonl",
+        "file://{root}/bank/private.jsonl",
+        "local://{root}/bank/private.jsonl",
+        "simplecache::file://{root}/bank/private.jsonl",
+        "/proc/self/root{root}/bank/private.jsonl",
+        "/proc/self/environ",
+        "memory://rows.jsonl",
+        "bank/private.jsonl",
+    ],
+)
+def test_rows_of_another_tenant_are_refused_by_every_name(volume, place, monkeypatch):
+    root = volume.parent
+    (volume / "link.jsonl").symlink_to(root / "bank" / "private.jsonl")
+    (volume / "folder").mkdir()
+    (volume / "folder" / "rows.jsonl").symlink_to("../../bank/private.jsonl")
+    monkeypatch.chdir(root)
+    with pytest.raises(WindrowError) as refused:
+        rows(place.format(volume=volume, root=root), access_to(volume))
+    assert "4111" not in str(refused.value)
+
+
+def test_a_whole_machine_as_a_volume_does_not_offer_processes_or_the_run_directory(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    with pytest.raises(UserError):
+        rows(tmp_path / "rows.jsonl", access_to(Path("/"), never=[tmp_path]))
+    with pytest.raises(UserError):
+        rows("/proc/self/environ", access_to(Path("/proc")))
+
+
+def test_rows_on_the_jobs_volume_are_read_packed_or_not(volume):
+    (volume / "sub" / "more.jsonl.gz").write_bytes(gzip.compress(ROW.encode()))
+    (volume / "again.jsonl").symlink_to("rows.jsonl")
+    assert rows(volume / "rows.jsonl", access_to(volume)) == [json.loads(ROW)]
+    assert rows(f"file://{volume}", access_to(volume)) == [json.loads(ROW)] * 3
+
+
+def test_a_pipe_on_the_volume_holds_nobody(volume):
+    os.mkfifo(volume / "pipe.jsonl")
+    with pytest.raises(UserError, match="neither a file nor a directory"):
+        rows(volume / "pipe.jsonl", access_to(volume))
+
+
+def test_a_refusal_says_what_may_be_read_and_who_can_allow_more(volume):
+    with pytest.raises(UserError) as refused:
+        rows(volume.parent / "bank" / "private.jsonl", access_to(volume))
+    assert str(volume) in refused.value.remedy
+    assert "HarvestPolicy" in refused.value.remedy
+    assert refused.value.field == "spec.dataset.source"
+
+
+def test_without_an_access_nothing_is_read(volume):
+    for source in (volume, "http://127.0.0.1:1/rows.jsonl", "s3://bucket/rows.jsonl"):
+        with pytest.raises(UserError):
+            rows(source, NO_ACCESS)
+
+
+def test_a_bucket_without_a_secret_needs_the_policys_word():
+    with pytest.raises(UserError) as refused:
+        rows(
+            "s3://bucket/rows.jsonl",
+            SourceAccess((), network=NetworkAccess(private=True), pod_credentials=False),
+        )
+    assert refused.value.field == "spec.dataset.secretRef"
+    assert "podCredentials" in refused.value.remedy
+
+
+@contextmanager
+def server(handle):
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_HEAD(self):
+            handle(self)
+
+        do_GET = do_HEAD
+
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        found.shutdown()
+        found.server_close()
+        thread.join()
+
+
+def answer(handler):
+    body = ROW.encode()
+    handler.send_response(200)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    if handler.command == "GET":
+        handler.wfile.write(body)
+
+
+def test_a_redirect_to_an_address_that_is_not_allowed_is_refused():
+    asked = []
+
+    def inner(handler):
+        asked.append(handler.path)
+        answer(handler)
+
+    with server(inner) as private:
+
+        def outer(handler):
+            handler.send_response(302)
+            handler.send_header("Location", f"http://127.0.0.1:{private.server_port}/x.jsonl")
+            handler.end_headers()
+
+        with server(outer) as public:
+            port = public.server_port
+            network = NetworkAccess(sources=(f"127.0.0.1:{port}",))
+            with network_guard.guarded("job", network), pytest.raises(WindrowError):
+                rows(f"http://127.0.0.1:{port}/rows.jsonl", SourceAccess((), network=network))
+    assert asked == []
+
+
+def test_a_host_that_the_policy_lists_is_read():
+    with server(answer) as found:
+        network = NetworkAccess(sources=(f"127.0.0.1:{found.server_port}",))
+        with network_guard.guarded("job", network):
+            url = f"http://127.0.0.1:{found.server_port}/rows.jsonl"
+            assert rows(url, SourceAccess((), network=network)) == [json.loads(ROW)]
+
+
+def test_a_name_that_resolves_to_a_private_address_is_refused():
+    guard = NetworkGuard({})
+    assert guard.resolve("localhost", 80)
+    guard.admit("job", NetworkAccess())
+    with pytest.raises(SourceRefused, match="private address"):
+        guard.resolve("localhost", 80)
+    guard.forget("job")
+    assert guard.resolve("localhost", 80)
+
+
+def test_what_a_listed_name_resolved_to_may_be_dialled_and_nothing_else():
+    guard = NetworkGuard({})
+    guard.admit("job", NetworkAccess(sources=("localhost",)))
+    guard.resolve("localhost", 80, type=socket.SOCK_STREAM)
+    guard.check(("127.0.0.1", 80))
+    with pytest.raises(SourceRefused):
+        guard.check(("127.0.0.2", 80))
+    with pytest.raises(SourceRefused):
+        guard.check(("169.254.169.254", 80))
+
+
+def test_a_proxy_of_the_process_may_be_dialled():
+    guard = NetworkGuard({"HTTPS_PROXY": "http://localhost:3128"})
+    guard.admit("job", NetworkAccess())
+    guard.resolve("localhost", 3128, type=socket.SOCK_STREAM)
+    guard.check(("127.0.0.1", 3128))
+
+
+def test_a_job_of_a_shared_worker_does_not_close_what_another_may_reach():
+    guard = NetworkGuard({})
+    guard.admit("public", NetworkAccess())
+    guard.admit("own", NetworkAccess(private=True))
+    guard.resolve("localhost", 80, type=socket.SOCK_STREAM)
+    guard.check(("127.0.0.1", 80))
+
+
+def test_confined_files_resolve_to_a_place_without_links(volume):
+    (volume / "latest").symlink_to("sub")
+    assert ConfinedFiles((volume,)).resolve(volume / "latest") == (volume / "sub").resolve()
