@@ -66,7 +66,7 @@ class NetworkGuard:
             return found
         kept, why = [], ""
         for each in found:
-            address, number = each[4][0], int(each[4][1])
+            address, number = str(each[4][0]), int(each[4][1])
             if refused := self._refusal(name, number, address):
                 why = refused
                 continue
