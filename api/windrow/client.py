@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import urllib3.exceptions
 import yaml
 from kubernetes import client as k8s
 from kubernetes import config as k8s_config
+from urllib3 import HTTPHeaderDict
 
 from windrow.conditions import Reason
 from windrow.crd import (
@@ -45,10 +47,18 @@ from windrow.crd import (
 )
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
+from windrow.kubeconfig import (
+    configured_user,
+    has_plugin,
+    impersonation_headers,
+    require_usable,
+)
 from windrow.rundir import read_worker_line
 from windrow.views import EventView, JobView, SlotView
 
 DEFAULT_NAMESPACE = "default"
+_MANAGER = "windrow-client"
+_TRIES = 5  # of a write that meets another
 _POLL_S = 0.5
 # The server's answer is awaited no longer: a stalled connection must not stall the caller.
 _TIMEOUT_S = 15
@@ -294,8 +304,20 @@ class WindrowClient:
 
     # Policies, slots, profiles
 
-    def apply_policy(self, manifest: Manifest, *, namespace: str = "") -> str:
-        """Create or replace a HarvestPolicy; returns namespace/name."""
+    def apply_policy(self, manifest: Manifest, *, namespace: str = "", force: bool = False) -> str:
+        """Create or replace a HarvestPolicy; returns namespace/name.
+
+        The policy is then as the manifest says: what that leaves out is gone.
+
+        Args:
+            manifest: of the policy.
+            namespace: instead of the manifest's.
+            force: replace it also where others manage its spec.
+
+        Raises:
+            UserError: the manifest is not valid, or the spec is managed by somebody else
+                (kubectl, Argo CD, Flux, Helm); the message names them.
+        """
         body = _body_of(manifest)
         check_head(body, HARVEST_POLICY)
         parse_policy_spec(body.get("spec", {}))
@@ -303,19 +325,50 @@ class WindrowClient:
         namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}
         with _answers(f"HarvestPolicy {namespace}/{name}"):
-            self._custom.patch_namespaced_custom_object(
-                GROUP,
-                VERSION,
-                namespace,
-                HARVEST_POLICY.plural,
-                name,
-                body,
-                field_manager="windrow-client",
-                force=True,
-                _content_type="application/apply-patch+yaml",
-                _request_timeout=_TIMEOUT_S,
-            )
+            for _ in range(_TRIES):
+                try:
+                    self._put_policy(namespace, name, body, force=force)
+                    break
+                except k8s.ApiException as error:
+                    # It came, went or changed meanwhile: the operator writes its status.
+                    if error.status not in (HTTPStatus.CONFLICT, HTTPStatus.NOT_FOUND):
+                        raise
+                    last = error
+            else:
+                raise last
         return f"{namespace}/{name}"
+
+    def _put_policy(
+        self, namespace: str, name: str, body: Mapping[str, Any], *, force: bool
+    ) -> None:
+        kind = (GROUP, VERSION, namespace, HARVEST_POLICY.plural)
+        options = {"field_manager": _MANAGER, "_request_timeout": _TIMEOUT_S}
+        try:
+            found = self._custom.get_namespaced_custom_object(
+                *kind, name, _request_timeout=_TIMEOUT_S
+            )
+        except k8s.ApiException as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            self._custom.create_namespaced_custom_object(*kind, body, **options)
+            return
+        others = managers_of_spec(found) - {_MANAGER}
+        if others and not force:
+            raise UserError(
+                f"HarvestPolicy {namespace}/{name} is managed by {', '.join(sorted(others))}",
+                field="spec",
+                remedy="Apply it there, or replace it with --force (force=True).",
+            )
+        # Labels and annotations of others stay, and with its version nothing is overwritten that
+        # came meanwhile.
+        there, own = found["metadata"], body["metadata"]
+        metadata = {**there, **own, "resourceVersion": there["resourceVersion"]}
+        for key in ("labels", "annotations"):
+            metadata[key] = {**(there.get(key) or {}), **(own.get(key) or {})}
+        metadata.pop("managedFields", None)
+        self._custom.replace_namespaced_custom_object(
+            *kind, name, {**body, "metadata": metadata}, **options
+        )
 
     def slots(self, *, namespace: str | None = None) -> list[SlotView]:
         """Return the harvested devices, by name."""
@@ -436,6 +489,16 @@ def _check_ends(job: JobView) -> None:
         )
 
 
+def managers_of_spec(body: Mapping[str, Any]) -> frozenset[str]:
+    """Return who has written fields of an object's spec, by its managedFields."""
+    entries = (body.get("metadata") or {}).get("managedFields") or ()
+    return frozenset(
+        str(entry.get("manager"))
+        for entry in entries
+        if not entry.get("subresource") and "f:spec" in (entry.get("fieldsV1") or {})
+    )
+
+
 def check_head(body: Mapping[str, Any], kind: Kind) -> None:
     """Raise UserError unless `body` is a named object of that kind and of our version."""
     for key, wanted in (("apiVersion", API_VERSION), ("kind", kind.kind)):
@@ -455,11 +518,18 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         if not named and not context and "KUBERNETES_SERVICE_HOST" in os.environ:
             configuration = k8s.Configuration()
             k8s_config.load_incluster_config(client_configuration=configuration)
+            configuration.proxy = None  # of the environment: meant for the world outside
             return k8s.ApiClient(configuration), _namespace_of_the_pod()
         # Handed over: the library reads KUBECONFIG when it is imported, and never again.
         path = str(Path(kubeconfig).expanduser()) if kubeconfig else os.environ.get("KUBECONFIG")
         known, current = k8s_config.list_kube_config_contexts(path or None)
+        user = configured_user(path or "", context)
+        headers = impersonation_headers(user)
+        require_usable(user)
         api = k8s_config.new_client_from_config(path or None, context=context or None)
+        if has_plugin(user):
+            _require_credentials(api.configuration)
+        _send_with_all(api, headers)
     except (k8s_config.ConfigException, OSError, yaml.YAMLError) as e:
         if not named and not context:
             raise UserError(
@@ -475,6 +545,27 @@ def _load(kubeconfig: Filename | None, context: str) -> tuple[k8s.ApiClient, str
         ) from e
     chosen = next((one for one in known if one["name"] == context), current)
     return api, chosen["context"].get("namespace") or DEFAULT_NAMESPACE
+
+
+def _require_credentials(configuration: k8s.Configuration) -> None:
+    # The library writes what a plugin's failure was, and goes on without credentials.
+    if not (configuration.api_key or configuration.cert_file or configuration.username):
+        raise k8s_config.ConfigException("the credential plugin gave no credentials")
+
+
+def _send_with_all(api: k8s.ApiClient, headers: list[tuple[str, str]]) -> None:
+    """Have every request carry `headers`, of which several may have one name."""
+    if not headers:
+        return
+    send = api.rest_client.request
+
+    def request(method: str, url: str, **options: Any) -> Any:  # noqa: ANN401 - the library's own
+        merged = HTTPHeaderDict(options.pop("headers", None) or {})
+        for name, value in headers:
+            merged.add(name, value)
+        return send(method, url, headers=merged, **options)
+
+    api.rest_client.request = request
 
 
 def _namespace_of_the_pod() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,11 +15,17 @@ import yaml
 from windrow.errors import UserError, WindrowError
 from windrow_cli.output import Json, print_json, print_line
 
-_TEMPLATED = ("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "Job", "LeaderWorkerSet")
+_KINDS = (
+    "a Pod, a Deployment, StatefulSet, DaemonSet or Job, a LeaderWorkerSet, DisaggregatedSet, "
+    "RoleBasedGroup, DynamoGraphDeployment, LLMInferenceService, or a runtime of OME or KServe"
+)
 
 
 def inject(
-    file: Annotated[Path, typer.Option("-f", "--file", help="Manifest of a pod or its template.")],
+    file: Annotated[
+        Path,
+        typer.Option("-f", "--file", help="Manifests of pods, or of what makes them; -: stdin."),
+    ],
     policy: Annotated[
         Path | None,
         typer.Option(help="HarvestPolicy manifest. Default: as under one that selects the pod."),
@@ -29,7 +36,8 @@ def inject(
 
     Example: windrow inject -f pod.yaml --policy examples/harvestpolicy.yaml
     """
-    asked = {"pod": _pod(_manifest(file), file), "policy": _manifest(policy) if policy else None}
+    manifests = _manifests(file)
+    asked = {"manifests": manifests, "policy": _manifest(policy) if policy else None}
     done = subprocess.run(
         [sys.executable, "-m", "windrow_operator.preview"],
         input=json.dumps(asked, default=str),
@@ -40,20 +48,34 @@ def inject(
     if done.returncode != 0:
         last = done.stderr.strip().splitlines()[-1:]
         raise WindrowError(f"the pod could not be looked at: {' '.join(last)}")
-    answer: dict[str, Any] = json.loads(done.stdout)
+    answers: list[dict[str, Any]] = json.loads(done.stdout)
+    if not answers:
+        kinds = sorted({str(each.get("kind", "Pod")) for each in manifests})
+        what = f"is a {', '.join(kinds)}" if kinds else "is empty:"
+        raise UserError(f"{file} {what} without a pod", field="--file", remedy=f"Give {_KINDS}.")
     if as_json:
-        print_json(answer)
+        print_json(answers[0] if len(answers) == 1 else answers)
         return
+    for answer in answers:
+        if len(answers) > 1:
+            print_line(f"=== {answer['where']}")
+        _print(answer)
+
+
+def _print(answer: Mapping[str, Any]) -> None:
     if not answer["touched"]:
         print_line(f"left as it is: {answer.get('why') or 'it has everything already'}")
         return
     print_line(f"decodes by rule `{answer['rule']}`, form {answer['form']}")
+    print_line(f"container {', '.join(answer['decoders'])}, by {answer['evidence']}")
     for operation in answer["patch"]:
         print_line(f"--- {operation['op']} {operation['path']}")
         print_line(yaml.safe_dump(operation["value"], sort_keys=False).rstrip())
     print_line(f"GPU access {answer['gpu']['access']}: {answer['gpu']['why']}")
     for warning in answer["warnings"]:
         print_line(f"warning: {warning}")
+    for note in answer["notes"]:
+        print_line(f"note: {note}")
     if answer["form"] == "attach":
         print_line(
             "The sidecar itself is attached later, while decode serves: when a job waits for it, "
@@ -71,19 +93,15 @@ def _manifest(path: Path) -> dict[str, Any]:
     return found
 
 
-def _pod(found: dict[str, Any], path: Path) -> dict[str, Any]:
-    kind = found.get("kind", "Pod")
-    if kind in _TEMPLATED:
-        spec = found.get("spec") or {}
-        template = spec.get("template") or (spec.get("leaderWorkerTemplate") or {}).get(
-            "workerTemplate"
-        )
-        if template:
-            return dict(template)
-    elif kind == "Pod" and found.get("spec"):
-        return found
-    raise UserError(
-        f"{path} is a {kind} without a pod",
-        field="--file",
-        remedy=f"Give a Pod, or a {', '.join(_TEMPLATED)}.",
-    )
+def _manifests(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        found = [body for body in yaml.safe_load_all(text) if body is not None]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{path} cannot be read: {error}",
+            remedy="Give manifests, with the values of their templates filled in.",
+        ) from error
+    if not all(isinstance(body, dict) for body in found):
+        raise UserError(f"{path} holds something else than manifests", remedy=f"Give {_KINDS}.")
+    return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+import yaml
 
 from windrow.errors import UserError
 from windrow.outputs import OWN_FOLDER
@@ -54,6 +56,9 @@ def submit(
     ] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Return when the job has ended.")] = False,
     within: Annotated[float, typer.Option(help="Seconds to wait at most; 0: no limit.")] = 0.0,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a policy that others manage (kubectl, Argo).")
+    ] = False,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
     context: Context = "",
@@ -70,9 +75,11 @@ def submit(
     if body.get("kind") == HARVEST_POLICY.kind:
         if wait:
             raise UserError("a policy does not end", field="--wait", remedy="Leave it out.")
-        name = talk.apply_policy(body, namespace=namespace)
+        name = talk.apply_policy(body, namespace=namespace, force=force)
         print_json({"policy": name}) if as_json else print_line(f"policy {name} applied")
         return
+    if force:
+        raise UserError("a job is never replaced", field="--force", remedy="Leave it out.")
     job = talk.submit(body, namespace=namespace)
     if not wait:
         print_json(job) if as_json else print_line(f"{job.namespace}/{job.name} created")
@@ -109,6 +116,10 @@ def get(
     everywhere: Annotated[
         bool, typer.Option("--all-namespaces", "-A", help="Of every namespace.")
     ] = False,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="json (as --json), yaml, or name. Default: a table."),
+    ] = "",
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
     context: Context = "",
@@ -123,24 +134,48 @@ def get(
             field="--all-namespaces",
             remedy="Leave out -A, or the job's name and --namespace.",
         )
+    if output not in _OUTPUTS or (as_json and output not in ("", "json")):
+        raise UserError(
+            f"{output!r} is not a form of output here",
+            field="--output",
+            remedy="Use json, yaml or name, and --json with none but json.",
+        )
+    form = output or ("json" if as_json else "")
     talk = client(kubeconfig, context)
     if name is not None:
         job = talk.get(name, namespace=namespace)
-        if as_json:
-            print_json(job)
+        if form:
+            _print_as(form, job, [job])
             return
         print_line(table(HEAD, [row_of(job)]))
         if job.message:
             print_line(job.message)
         return
     jobs = talk.jobs(namespace=None if everywhere else namespace or talk.namespace)
-    if as_json:
-        print_json(jobs)
+    if form:
+        _print_as(form, jobs, jobs)
     elif everywhere:
         rows = [(job.namespace, *row_of(job)) for job in jobs]
         print_line(table(("NAMESPACE", *HEAD), rows))
     else:
         print_line(table(HEAD, [row_of(job) for job in jobs]))
+
+
+_OUTPUTS = ("", "json", "yaml", "name")
+
+
+def _print_as(form: str, value: object, jobs: list[JobView]) -> None:
+    if form == "json":
+        print_json(value)
+    elif form == "yaml":
+        print_line(
+            yaml.safe_dump(
+                json.loads(json.dumps(plain(value), default=str)), sort_keys=False
+            ).rstrip()
+        )
+    else:
+        for job in jobs:
+            print_line(f"finetunejob.windrow.dev/{job.name}")
 
 
 def suspend(

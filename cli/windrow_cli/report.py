@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windrow.errors import UserError
-from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
+from windrow_cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    client,
+    print_json,
+    print_line,
+    table,
+)
 
 if TYPE_CHECKING:
     from windrow.usage import TenantUsage, UsageReport
@@ -128,6 +136,7 @@ def report(
     ] = None,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Say what was harvested, by tenant: tokens, device hours, and what they are worth.
 
@@ -142,7 +151,7 @@ def report(
     if url := prometheus or os.environ.get(ENV_PROMETHEUS, ""):
         found = from_prometheus(url, begin, end, price)
     else:
-        found = from_status(client(kubeconfig).job_objects(), begin, end, price)
+        found = from_status(client(kubeconfig, context).job_objects(), begin, end, price)
     if out is not None:
         write_page(found, out)
     if as_json:

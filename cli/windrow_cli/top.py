@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from windrow.errors import Transient, UserError
-from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
+from windrow_cli.output import (
+    Context,
+    Json,
+    Kubeconfig,
+    client,
+    print_json,
+    print_line,
+    table,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -367,6 +375,7 @@ def top(
     ] = False,
     as_json: Json = False,
     kubeconfig: Kubeconfig = None,
+    context: Context = "",
 ) -> None:
     """Show each harvested device and the jobs: TPOT against its objective, shares, memory.
 
@@ -378,7 +387,7 @@ def top(
         raise UserError(
             f"{sort!r} is no order", field="--sort", remedy=f"Choose one of {', '.join(_SORTS)}."
         )
-    talk = client(kubeconfig)
+    talk = client(kubeconfig, context)
 
     def look() -> tuple[list[SlotView], list[JobView]]:
         return talk.slots(namespace=namespace), talk.jobs(namespace=None)

@@ -284,9 +284,18 @@ def find_decoders(pod: Mapping[str, Any]) -> Decoders:
     ):
         if found := [container for container in containers if decodes(container)]:
             return Decoders(tuple(found), why)
-    engines = [c for c in containers if not _is_helper(c)] or containers
+    engines = [container for container in containers if not _is_helper(container)]
     if len(engines) == 1:
         return Decoders(tuple(engines), "the only container that can")
+    if not engines:
+        named = [c for c in containers if c["name"] == _default_container(pod)]
+        names = ", ".join(str(container["name"]) for container in containers)
+        doubt = (
+            f"by name and image {names} decode nothing: if one does, name it by the pod's "
+            f"annotation {ANNOTATION_DEFAULT_CONTAINER}"
+        )
+        why = "the pod's default container"
+        return Decoders(tuple(named or containers[:1]), why, "" if named else doubt)
     return _by_signs(pod, engines)
 
 

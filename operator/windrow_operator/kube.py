@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import timedelta
@@ -19,6 +20,7 @@ from kubernetes.aio import client, config
 
 from windrow.crd import API_VERSION, Kind
 from windrow.errors import Transient, UserError
+from windrow.kubeconfig import configured_user, impersonation_headers, require_usable
 
 Body = dict[str, Any]
 
@@ -107,8 +109,18 @@ class Kube:
         try:
             if not str(kubeconfig) and in_pod:
                 config.load_incluster_config(client_configuration=settings)
+                # A proxy of the environment is for the world outside of the cluster.
+                settings.client_session_kwargs = {"trust_env": False}
             else:
                 path = str(kubeconfig) or None
+                user = configured_user(path or os.environ.get("KUBECONFIG", ""), "")
+                if impersonation_headers(user):
+                    raise UserError(
+                        "the operator acts as itself alone, and the kubeconfig says `as`",
+                        field=str(kubeconfig) or "kubeconfig",
+                        remedy="Give it the credentials of its own account.",
+                    )
+                require_usable(user)
                 await config.load_kube_config(path, client_configuration=settings)
         except (config.ConfigException, OSError, yaml.YAMLError) as error:
             raise UserError(

@@ -1,7 +1,8 @@
-"""Show offline what the webhook would do with a pod: `python -m windrow_operator.preview`.
+"""Show offline what the webhook would do with pods: `python -m windrow_operator.preview`.
 
-Reads `{"pod": ..., "policy": ... or null}` from stdin and writes JSON: rule, form, operations of
-the patch, warnings, and why the pod is left alone where it is.
+Reads `{"manifests": [...], "policy": ... or null}` from stdin and writes a JSON list, one entry for
+each pod that the manifests make: where, rule, form, operations of the patch, warnings, and why the
+pod is left alone where it is.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from windrow_operator.injection import (
     SidecarTemplate,
     inject,
 )
+from windrow_operator.manifests import pods_in, shape_of
 from windrow_operator.model import Refusal
 from windrow_operator.pods import pod_of
 from windrow_operator.policies import policy_of, selects
@@ -35,7 +37,7 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
         named = {"namespace": "default", "uid": "", "name": "policy", **policy["metadata"]}
         candidate = {
             **pod,
-            "metadata": {**pod.get("metadata", {}), "namespace": named["namespace"]},
+            "metadata": {**(pod.get("metadata") or {}), "namespace": named["namespace"]},
         }
         chosen = selects(policy_of({**policy, "metadata": named}), pod_of(candidate))
         sidecar = spec.sidecar if chosen else None
@@ -68,10 +70,26 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
     }
 
 
+def previews(
+    manifests: list[dict[str, Any]], policy: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Return what would happen to each pod that `manifests` make; `where` names it."""
+    found = [each for manifest in manifests for each in pods_in(manifest)]
+    answers = []
+    for each in found:
+        if problem := shape_of(each.pod):
+            why = f"the API server would refuse the pod: {problem}"
+            answer = {"rule": "", "touched": False, "why": why, "reason": "NotValid"}
+        else:
+            answer = preview(each.pod, policy)
+        answers.append({"where": each.where, **answer})
+    return answers
+
+
 def main() -> int:
     """Answer one question."""
     asked = json.load(sys.stdin)
-    json.dump(preview(asked["pod"], asked["policy"]), sys.stdout)
+    json.dump(previews(asked["manifests"], asked["policy"]), sys.stdout)
     return 0
 
 

@@ -259,6 +259,45 @@ def test_a_policy_is_submitted_as_jobs_are(talk, namespace, kubeconfig, tmp_path
     assert "--wait: a policy does not end" in capsys.readouterr().err
 
 
+def test_a_policy_of_another_manager_is_replaced_only_when_told_to(
+    talk, namespace, kubeconfig, tmp_path, capsys
+):
+    custom = client.CustomObjectsApi(talk.api)
+    kind = ("windrow.dev", "v1alpha1", namespace, "harvestpolicies")
+    more = {"access": {"adapters": True}, "limits": {"maxSmPercent": 20}}
+    theirs = {**POLICY, "spec": {**POLICY["spec"], **more}}
+    theirs["metadata"] = {"name": "chat", "labels": {"team": "a"}}
+    custom.create_namespaced_custom_object(*kind, theirs, field_manager="argocd-controller")
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump({**POLICY, "spec": {**POLICY["spec"], "mode": "observe"}}))
+    words = ["submit", str(file), "--kubeconfig", str(kubeconfig), "--context", "mine"]
+    assert cli.run(words) == cli.EXIT_USAGE
+    assert "is managed by argocd-controller" in capsys.readouterr().err
+    assert "limits" in custom.get_namespaced_custom_object(*kind, "chat")["spec"]
+    assert cli.run([*words, "--force"]) == 0
+    found = custom.get_namespaced_custom_object(*kind, "chat")
+    assert found["spec"]["mode"] == "observe"
+    assert found["metadata"]["labels"] == {"team": "a"}
+    assert found["spec"].get("limits", {}).get("maxSmPercent") != 20
+    assert not found["spec"].get("access", {}).get("adapters")
+
+
+def test_jobs_are_printed_as_kubectl_would(talk, namespace, kubeconfig, capsys):
+    talk.submit(JOB, namespace=namespace)
+    as_json = json.loads(windrow(capsys, kubeconfig, "get", "-o", "json"))
+    assert as_json == json.loads(windrow(capsys, kubeconfig, "get", "--json"))
+    assert yaml.safe_load(windrow(capsys, kubeconfig, "get", "-o", "yaml")) == as_json
+    said = windrow(capsys, kubeconfig, "get", "tone", "-o", "name")
+    assert said.strip() == "finetunejob.windrow.dev/tone"
+    words = ["get", "-o", "wide", "--kubeconfig", str(kubeconfig)]
+    assert cli.run(words) == cli.EXIT_USAGE
+    assert "'wide' is not a form of output" in capsys.readouterr().err
+    for command in (["top", "--plain", "--watch", "0"], ["report"]):
+        windrow(capsys, kubeconfig, *command)
+        assert cli.run([*command, "--kubeconfig", str(kubeconfig), "--context", "gone"]) != 0
+        assert "context" in capsys.readouterr().err
+
+
 def test_a_context_that_is_not_there_is_named(kubeconfig, capsys):
     words = ["get", "--kubeconfig", str(kubeconfig), "--context", "elsewhere"]
     assert cli.run(words) == cli.EXIT_USAGE

@@ -56,3 +56,15 @@ def test_it_says_why_a_pod_is_left_as_it_is(tmp_path, capsys, body, policy, why)
 def test_a_manifest_without_a_pod_ends_with_two(tmp_path, capsys):
     assert asked(tmp_path, {"kind": "Service", "spec": {}}) == cli.EXIT_USAGE
     assert "is a Service without a pod" in capsys.readouterr().err
+
+
+def test_several_manifests_are_answered_pod_by_pod(tmp_path, capsys):
+    path = tmp_path / "all.yaml"
+    bodies = [{"kind": "Service", "spec": {}}, {"kind": "Pod", **DECODE_PODS["rbg"][0]}]
+    bodies.append({"kind": "Deployment", "spec": {"template": OTHER_ENGINES["dynamo with vLLM"]}})
+    path.write_text(yaml.safe_dump_all(bodies))
+    assert cli.run(["inject", "-f", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "=== Pod decode-\ndecodes by rule `rbg`" in said
+    assert "container sglang, by" in said
+    assert "=== Deployment\nleft as it is" in said

@@ -150,6 +150,13 @@ def test_containers_that_show_nothing_are_refused_until_one_is_named():
     assert prepared(pod(*both, **{DEFAULT: "b"})).decoders == ("b",)
 
 
+def test_a_proxy_alone_under_a_label_is_no_decoder_unless_it_is_named():
+    proxy = container("web", "nginx:1.27")
+    with pytest.raises(Refusal, match="web decode nothing"):
+        prepared(pod(proxy))
+    assert prepared(pod(proxy, **{DEFAULT: "web"})).decoders == ("web",)
+
+
 def test_a_default_container_that_the_image_contradicts_is_refused():
     both = container("a"), container("b", "lmsysorg/sglang:v1", resources=GPU)
     with pytest.raises(Refusal, match=r"names container a .* shows container b"):

@@ -1,0 +1,133 @@
+"""Read what a kubeconfig says that the Kubernetes client for Python passes over.
+
+kubectl and client-go act as another user (`as`, `as-groups`, `as-uid`, `as-user-extra`) and stop
+where a credential plugin cannot run; the library would go on as the owner, or as nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote
+
+import yaml
+
+from windrow.errors import UserError
+
+_DEFAULT: Final = "~/.kube/config"
+# What the library knows of auth-provider, which kubectl itself has no more.
+_PROVIDERS: Final = ("gcp", "oidc")
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredUser:
+    """The user of a context.
+
+    Attributes:
+        fields: as the file has them.
+        file: that has them.
+        name: of the user.
+    """
+
+    fields: Mapping[str, Any]
+    file: Path
+    name: str
+
+
+def configured_user(kubeconfig: str, context: str) -> ConfiguredUser | None:
+    """Return the user of a context (empty: the current one); None: there is none.
+
+    Args:
+        kubeconfig: files, with the separator of paths between them; empty: kubectl's own.
+        context: its name.
+
+    Raises:
+        OSError: a file cannot be read.
+        yaml.YAMLError: likewise.
+    """
+    files = [Path(name).expanduser() for name in (kubeconfig or _DEFAULT).split(os.pathsep) if name]
+    read = [(file, _content(file)) for file in files if file.is_file()]
+    # The first file that says something counts, as for kubectl.
+    wanted = context or next(
+        (str(body["current-context"]) for _, body in read if body.get("current-context")), ""
+    )
+    user = next(
+        (
+            str((entry.get("context") or {}).get("user") or "")
+            for _, body in read
+            for entry in body.get("contexts") or ()
+            if entry.get("name") == wanted
+        ),
+        "",
+    )
+    for file, body in read:
+        for entry in body.get("users") or ():
+            if entry.get("name") == user and user:
+                return ConfiguredUser(entry.get("user") or {}, file, user)
+    return None
+
+
+def _content(file: Path) -> Mapping[str, Any]:
+    body = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return body if isinstance(body, Mapping) else {}
+
+
+def impersonation_headers(user: ConfiguredUser | None) -> list[tuple[str, str]]:
+    """Return the headers by which requests are made as another user; groups have one each.
+
+    Raises:
+        UserError: groups or other attributes are given, and no user to act as.
+    """
+    if user is None:
+        return []
+    fields = user.fields
+    headers: list[tuple[str, str]] = []
+    if name := fields.get("as"):
+        headers.append(("Impersonate-User", str(name)))
+    if uid := fields.get("as-uid"):
+        headers.append(("Impersonate-Uid", str(uid)))
+    headers += [("Impersonate-Group", str(group)) for group in fields.get("as-groups") or ()]
+    for key, values in (fields.get("as-user-extra") or {}).items():
+        headers += [(f"Impersonate-Extra-{quote(str(key), safe='')}", str(v)) for v in values or ()]
+    if headers and headers[0][0] != "Impersonate-User":
+        raise UserError(
+            f"user {user.name!r} of {user.file} has attributes to impersonate, and no user",
+            field="as",
+            remedy="Add as: NAME beside them, or take them out.",
+        )
+    return headers
+
+
+def require_usable(user: ConfiguredUser | None) -> None:
+    """Raise UserError where the user's credentials come from a program that is not there."""
+    if user is None:
+        return
+    where = f"user {user.name!r} of {user.file}"
+    plugin = user.fields.get("exec")
+    if isinstance(plugin, Mapping):
+        command = str(plugin.get("command") or "")
+        # As client-go: a relative path is one of the file's folder, a bare name one of PATH.
+        at = str(user.file.parent / command) if os.sep in command else command
+        if not shutil.which(at):
+            hint = " ".join(str(plugin.get("installHint") or "").split())
+            raise UserError(
+                f"{where} gets its credentials from {command!r}, which is not installed",
+                field="exec.command",
+                remedy=hint or "Install it, or put its folder on PATH.",
+            )
+    provider = (user.fields.get("auth-provider") or {}).get("name")
+    if provider and provider not in _PROVIDERS:
+        raise UserError(
+            f"{where} gets its credentials from auth-provider {provider!r}, which is not supported",
+            field="auth-provider",
+            remedy="Use the provider's credential plugin (exec), as kubectl does.",
+        )
+
+
+def has_plugin(user: ConfiguredUser | None) -> bool:
+    """Return whether the user's credentials come from a program."""
+    return user is not None and isinstance(user.fields.get("exec"), Mapping)

@@ -1,0 +1,136 @@
+"""What a kubeconfig says counts as it does for kubectl, or is refused before anything is sent."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import threading
+
+import pytest
+import yaml
+
+from windrow.client import WindrowClient, managers_of_spec
+from windrow.errors import UserError
+from windrow.kubeconfig import configured_user, impersonation_headers
+
+
+class Seen(http.server.BaseHTTPRequestHandler):
+    """Answers that there are no jobs, and keeps the headers."""
+
+    def do_GET(self):
+        self.server.seen.append(self.headers)
+        body = {"apiVersion": "v1", "kind": "Any", "items": [], "metadata": {"name": "team-a"}}
+        text = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+
+@pytest.fixture
+def server():
+    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Seen)
+    found.seen = []
+    thread = threading.Thread(target=found.serve_forever, daemon=True)
+    thread.start()
+    yield found
+    found.shutdown()
+    thread.join()
+    found.server_close()
+
+
+def config_of(tmp_path, port, name="config", **user):
+    body = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{port}"}}],
+        "contexts": [
+            {"name": "here", "context": {"cluster": "c", "user": "u", "namespace": "team-a"}}
+        ],
+        "users": [{"name": "u", "user": user}],
+    }
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(body))
+    return path
+
+
+def test_requests_are_made_as_the_user_and_in_each_of_the_groups(tmp_path, server):
+    path = config_of(
+        tmp_path,
+        server.server_port,
+        token="t",
+        **{"as": "auditor", "as-groups": ["readers", "team a"], "as-uid": "7"},
+        **{"as-user-extra": {"example.com/why": ["audit", "twice"]}},
+    )
+    assert WindrowClient(path).jobs() == []
+    assert server.seen
+    for headers in server.seen:
+        assert headers.get_all("Impersonate-User") == ["auditor"]
+        assert headers.get_all("Impersonate-Group") == ["readers", "team a"]
+        assert headers.get_all("Impersonate-Uid") == ["7"]
+        assert headers.get_all("Impersonate-Extra-example.com%2Fwhy") == ["audit", "twice"]
+        assert headers["Authorization"] == "Bearer t"
+
+
+def test_a_user_without_as_is_himself(tmp_path, server):
+    WindrowClient(config_of(tmp_path, server.server_port, token="t")).jobs()
+    assert not any(name.startswith("Impersonate") for seen in server.seen for name in seen)
+
+
+@pytest.mark.parametrize(
+    ("user", "problem", "remedy"),
+    [
+        ({"as-groups": ["readers"]}, "no user", "as: NAME"),
+        (
+            {"exec": {"command": "no-such-plugin", "apiVersion": "v1", "installHint": "Get it."}},
+            "'no-such-plugin', which is not installed",
+            "Get it.",
+        ),
+        ({"exec": {"command": "./beside", "apiVersion": "v1"}}, "'./beside'", "PATH"),
+        ({"auth-provider": {"name": "azure"}}, "auth-provider 'azure'", "exec"),
+    ],
+)
+def test_what_cannot_be_done_as_it_says_is_refused_before_a_call(
+    tmp_path, server, user, problem, remedy
+):
+    with pytest.raises(UserError) as caught:
+        WindrowClient(config_of(tmp_path, server.server_port, **user))
+    assert problem in str(caught.value)
+    assert remedy in caught.value.remedy
+    assert server.seen == []
+
+
+def test_a_plugin_that_fails_ends_the_command_before_a_call(tmp_path, server):
+    plugin = {"command": "false", "apiVersion": "client.authentication.k8s.io/v1"}
+    with pytest.raises(UserError, match="plugin gave no credentials"):
+        WindrowClient(config_of(tmp_path, server.server_port, exec=plugin))
+    assert server.seen == []
+
+
+def test_of_several_files_the_first_that_names_a_user_counts(tmp_path):
+    first = tmp_path / "first"
+    first.write_text(yaml.safe_dump({"current-context": "here", "users": []}))
+    second = config_of(tmp_path, 1, "second", token="t", **{"as": "one"})
+    third = config_of(tmp_path, 1, "third", token="t", **{"as": "two"})
+    files = os.pathsep.join(map(str, (first, tmp_path / "gone", second, third)))
+    found = configured_user(files, "")
+    assert found.file == second
+    assert impersonation_headers(found) == [("Impersonate-User", "one")]
+    assert configured_user(files, "nowhere") is None
+
+
+def test_who_manages_a_spec_is_read_from_its_fields():
+    fields = [
+        {"manager": "kubectl-client-side-apply", "fieldsV1": {"f:spec": {"f:objective": {}}}},
+        {"manager": "windrow-operator", "subresource": "status", "fieldsV1": {"f:spec": {}}},
+        {"manager": "labeller", "fieldsV1": {"f:metadata": {}}},
+    ]
+    assert managers_of_spec({"metadata": {"managedFields": fields}}) == {
+        "kubectl-client-side-apply"
+    }

@@ -1,0 +1,135 @@
+"""The pods of each stack's manifests are found, with the labels of their controllers."""
+
+from __future__ import annotations
+
+import pytest
+
+from windrow_operator.preview import previews
+
+ENGINE = {
+    "name": "main",
+    "image": "lmsysorg/sglang:v0.5",
+    "command": ["python3", "-m", "sglang.launch_server"],
+    "args": ["--model-path", "/models/chat"],
+}
+DECODE = {**ENGINE, "args": [*ENGINE["args"], "--disaggregation-mode", "decode"]}
+TEMPLATE = {"spec": {"containers": [ENGINE]}}
+WORKER = {"spec": {"containers": [{"name": "w", "image": "x", "command": ["sleep", "infinity"]}]}}
+
+
+def manifest(kind, **spec):
+    return {"kind": kind, "metadata": {"name": "chat"}, "spec": spec}
+
+
+ROLE = manifest(
+    "RoleBasedGroup",
+    roleTemplates=[{"name": "base", "template": TEMPLATE}],
+    roles=[
+        {"name": "router", "template": WORKER},
+        {"name": "decode", "standalonePattern": {"templateRef": {"name": "base", "patch": {}}}},
+    ],
+)
+GROUP = manifest(
+    "RoleBasedGroup",
+    roles=[
+        {
+            "name": "decode",
+            "leaderWorkerPattern": {
+                "template": TEMPLATE,
+                "leaderTemplatePatch": {
+                    "spec": {"containers": [{"name": "main", "env": [{"name": "A", "value": "1"}]}]}
+                },
+            },
+        }
+    ],
+)
+DYNAMO = manifest(
+    "DynamoGraphDeployment",
+    services={
+        "Frontend": {
+            "componentType": "frontend",
+            "extraPodSpec": {"mainContainer": {"image": "x"}},
+        },
+        "decode": {
+            "componentType": "worker",
+            "subComponentType": "decode",
+            "envFromSecret": "hf",
+            "volumeMounts": [{"name": "cache", "mountPoint": "/opt/model"}],
+            "extraPodSpec": {
+                "mainContainer": {**ENGINE, "command": ["python3", "-m", "dynamo.sglang"]}
+            },
+        },
+    },
+)
+DYNAMO_BETA = manifest(
+    "DynamoGraphDeployment",
+    components=[
+        {"name": "Frontend", "type": "frontend", "podTemplate": WORKER},
+        {"name": "d", "type": "decode", "podTemplate": TEMPLATE},
+    ],
+)
+OME = manifest(
+    "ClusterServingRuntime",
+    engineConfig={"runner": ENGINE},
+    decoderConfig={"leader": {"runner": ENGINE}, "worker": {"runner": ENGINE}},
+)
+SET = manifest(
+    "DisaggregatedSet",
+    roles=[
+        {"name": name, "spec": {"leaderWorkerTemplate": {"workerTemplate": TEMPLATE}}}
+        for name in ("prefill", "decode")
+    ],
+)
+LEADER = {"spec": {"containers": [DECODE]}}
+LWS = manifest(
+    "LeaderWorkerSet", leaderWorkerTemplate={"leaderTemplate": LEADER, "workerTemplate": WORKER}
+)
+KSERVE = manifest(
+    "LLMInferenceService", template=TEMPLATE["spec"], prefill={"template": TEMPLATE["spec"]}
+)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "prepared"),
+    [
+        (ROLE, ["role decode"]),
+        (GROUP, ["role decode, leader", "role decode, worker"]),
+        (DYNAMO, ["service decode"]),
+        (DYNAMO_BETA, ["component d"]),
+        (OME, ["decoder, leader", "decoder, worker"]),
+        (SET, ["role decode, leader and workers"]),
+        (LWS, ["leader"]),
+        (KSERVE, ["decode, template"]),
+        (manifest("Deployment", template=LEADER), [""]),
+        ({"kind": "CronJob", "spec": {"jobTemplate": {"spec": {"template": LEADER}}}}, [""]),
+        ({"kind": "List", "items": [manifest("Job", template=LEADER)]}, [""]),
+    ],
+    ids=lambda value: value.get("kind") if isinstance(value, dict) else None,
+)
+def test_the_pods_that_decode_are_found_in_each_kind(manifest, prepared):
+    answers = previews([manifest], None)
+    found = [each["where"].partition(", ")[2] for each in answers if each["touched"]]
+    assert found == prepared
+    assert all(each["reason"] == "NotAsked" for each in answers if not each["touched"])
+
+
+def test_kinds_that_make_no_pod_are_passed_over():
+    assert previews([{"kind": "Service", "spec": {}}, manifest("RoleBasedGroup")], None) == []
+
+
+@pytest.mark.parametrize(
+    ("container", "problem"),
+    [
+        ({"args": ["--port", 8080]}, "args[1] is 8080, not a string: put quotes around it"),
+        ({"args": "--port 8080"}, "args is not a list"),
+        ({"env": {"A": "1"}}, "env is not a list"),
+        ({"env": [{"value": "1"}]}, "env[0] has no name"),
+        ({"volumeMounts": [{"name": "m"}]}, "volumeMounts[0] has no mountPath"),
+        ({"name": None}, "has no name"),
+    ],
+)
+def test_what_the_api_server_would_refuse_is_said_with_its_place(container, problem):
+    pod = {"kind": "Pod", "spec": {"containers": [{**DECODE, **container}]}}
+    (answer,) = previews([pod], None)
+    assert answer["touched"] is False
+    assert problem in answer["why"]
