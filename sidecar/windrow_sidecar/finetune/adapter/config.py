@@ -12,6 +12,7 @@ from windrow.conditions import Reason
 from windrow.crd import FinetuneJobSpec, Ia3Spec, LoraSpec, PrefixSpec
 from windrow.crd.adapter import names
 from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.patterns import CPU_SECONDS, as_matched, slow_pattern
 from windrow_sidecar.finetune.adapter.targets import (
     expert_names,
     has_experts,
@@ -117,6 +118,7 @@ def _lora(lora: LoraSpec, model: nn.Module, common: dict[str, Any]) -> Any:  # n
     targets = lora.modules()
     if targets == "all-linear" and (has_experts(model) or lora.layers_to_transform):
         targets = linear_names(model, attention_only=has_experts(model))
+    _check_patterns(lora, model)
     _check_layers(lora, model)
     _check_embeddings(lora, model)
     if lora.modules() not in ("all-linear", lora.target_pattern):
@@ -182,6 +184,17 @@ def prefix_tokens(spec: FinetuneJobSpec) -> int:
     """Return how many virtual tokens stand before each row."""
     settings = spec.adapter.settings
     return settings.virtual_tokens if isinstance(settings, PrefixSpec) else 0
+
+
+def _check_patterns(lora: LoraSpec, model: nn.Module) -> None:
+    patterns = as_matched(lora.target_pattern, lora.rank_pattern or {}, lora.alpha_pattern or {})
+    slow = slow_pattern(patterns, (name for name, _ in model.named_modules()))
+    if slow is not None:
+        raise refused(
+            slow,
+            f"matching it against the model's modules takes more than {CPU_SECONDS} s",
+            "Write a pattern without repetitions inside of repetitions, like .*q_proj.",
+        )
 
 
 def _check_layers(lora: LoraSpec, model: nn.Module) -> None:

@@ -194,8 +194,9 @@ def _url(source: str, access: SourceAccess) -> str:
     if scheme in ("", "file"):
         path = local_path(source, field=FIELD)
         hub = scheme == "" and HUB_NAME.fullmatch(source) and not _suffix(source)
-        # A confined job names volumes by absolute paths: a relative one would be of the process.
-        here = access.trees is None and path.exists()
+        # What a job may not read does not count, and its presence is not revealed.
+        seen = access.trees is None or any(map(path.absolute().is_relative_to, access.trees))
+        here = seen and path.exists()
         return f"hf://datasets/{source}" if hub and not here else str(path.absolute())
     return source
 
