@@ -112,6 +112,7 @@ class Reason(StrEnum):
     ENGINE_NOT_SERVING = "EngineNotServing"
     BREAKER_OPEN = "BreakerOpen"
     RESTING = "Resting"
+    NODE_LEAVING = "NodeLeaving"
     TENSOR_PARALLEL = "TensorParallel"
     DEVICE_NOT_SEEN = "DeviceNotSeen"
     NO_POLICY = "NoPolicy"
@@ -350,6 +351,13 @@ SLOT: Final = (
         "False",
         R.RESTING,
         "Jobs of several owners failed here one after the other; the message says which.",
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.NODE_LEAVING,
+        "The node is cordoned, drained or about to be removed: no job is placed here; one that "
+        "runs goes on.",
     ),
     ConditionRow(
         T.READY, "False", R.TENSOR_PARALLEL, "Decode is split over ranks; not harvested yet."

@@ -143,7 +143,7 @@ class ClusterState(WatchedObjects):
         stamp = (
             *(live.facts, live.beat, pod, terms, live.attached, live.lost_at, live.is_silent(now)),
             *(self.health.resting(live.key, now), self.health.failed_jobs(live.key)),
-            *(self.started_at, holders),
+            *(self.started_at, holders, self._node_leaving(live, pod)),
         )
         known = self._slot_views.get(live.key)
         if known is not None and all(map(_is_same, known[0], stamp)):
@@ -151,6 +151,9 @@ class ClusterState(WatchedObjects):
         view = self._slot_view(live, pod, terms, holders, now)
         self._slot_views[live.key] = (stamp, view)
         return view
+
+    def _node_leaving(self, live: LiveSlot, pod: Pod | None) -> str:
+        return self.leaving_nodes.get(pod.node if pod else live.node, "")
 
     def _holders_of(self, live: LiveSlot) -> tuple[Holder, ...]:
         held = self.index.held.get(live.key)
@@ -199,6 +202,7 @@ class ClusterState(WatchedObjects):
             lost_at=None if live.attached else live.lost_at or self.started_at,
             awaited=not live.attached and live.lost_at is None,
             pod_gone=pod is None or pod.ending,
+            node_leaving=self._node_leaving(live, pod),
             resting=self.health.resting(live.key, now),
             failed_jobs=self.health.failed_jobs(live.key),
             terms=terms,

@@ -123,6 +123,15 @@ class Handlers:
             self._cluster.put_priority_class(body)
         self._seen()
 
+    async def node(self, event: kopf.RawEvent, **_: object) -> None:
+        """Take up whether a node takes new pods."""
+        body = _plain(event)
+        if event["type"] == "DELETED":
+            self._cluster.drop_node(body["metadata"]["name"])
+        else:
+            self._cluster.put_node(body)
+        self._seen()
+
     def _seen(self) -> None:
         self._watching.metrics.watched()
         self._watching.wake()
@@ -144,6 +153,7 @@ def registry_of(
         ((GROUP, VERSION, HARVEST_POLICY.plural), handlers.policy),
         (("", "v1", "namespaces"), handlers.namespace),
         (("scheduling.k8s.io", "v1", "priorityclasses"), handlers.priority_class),
+        (("", "v1", "nodes"), handlers.node),
     ):
         kopf.on.event(*where, registry=registry)(handler)
     kopf.on.event("", "v1", "pods", labels={LABEL_DECODE: "true"}, registry=registry)(handlers.pod)

@@ -253,6 +253,7 @@ class Slot:
     lost_at: datetime | None = None  # since when the sidecar is not attached
     awaited: bool = False  # not attached yet since the operator came to lead
     pod_gone: bool = False  # or on its way
+    node_leaving: str = ""  # why its node takes no new pods: it is cordoned, or on its way out
     resting: str = ""  # until when it takes no job, and why
     failed_jobs: frozenset[str] = frozenset()  # UIDs of jobs that failed on it lately
     terms: EffectivePolicy | None = None

@@ -22,6 +22,30 @@ from windrow_operator.work_queue import Changes
 Body = dict[str, Any]
 
 
+# Taints by which autoscalers and the control plane say that a node goes away, or has.
+_GOING = (
+    "ToBeDeletedByClusterAutoscaler",
+    "karpenter.sh/disrupted",
+    "karpenter.sh/disruption",
+    "node.cloudprovider.kubernetes.io/shutdown",
+    "node.kubernetes.io/not-ready",
+    "node.kubernetes.io/out-of-service",
+    "node.kubernetes.io/unreachable",
+    "node.kubernetes.io/unschedulable",
+)
+
+
+def why_leaving(node: Mapping[str, Any]) -> str:
+    """Return why no new work goes to a node, in words that follow its name; empty: it does."""
+    spec = node.get("spec") or {}
+    if node["metadata"].get("deletionTimestamp"):
+        return "is being deleted"
+    if spec.get("unschedulable"):
+        return "is cordoned"
+    taints = [str(taint.get("key")) for taint in spec.get("taints") or ()]
+    return next((f"has the taint {key}" for key in taints if key in _GOING), "")
+
+
 class WatchedObjects:
     """The store of what is watched."""
 
@@ -33,6 +57,8 @@ class WatchedObjects:
         self.namespaces: dict[str, dict[str, str]] = {}  # labels by name
         self.priorities: dict[str, int] = {}  # value by PriorityClass
         self.patient: set[str] = set()  # PriorityClasses that do not preempt
+        self.nodes: dict[str, int] = {}  # version by name
+        self.leaving_nodes: dict[str, str] = {}  # by name: why no new pod goes there
         self.usage = UsageLedger()
         self.index = JobIndex()
         # Jobs by UID and pods by UID for the driver; slots by key for it and the writer of slots.
@@ -167,6 +193,29 @@ class WatchedObjects:
         """Forget a PriorityClass."""
         self.priorities.pop(name, None)
         self.changed_jobs.mark_all(self.jobs)
+
+    def put_node(self, body: Mapping[str, Any], *, put_back: bool = False) -> None:
+        """Keep whether new pods go to a node, unless a newer one is here; `put_back`: even then."""
+        name, version = body["metadata"]["name"], version_of(body)
+        if self.nodes.get(name, -1) <= version or put_back:
+            self.nodes[name] = version
+            self._node_says(name, why_leaving(body))
+
+    def drop_node(self, name: str) -> None:
+        """Forget a node; its pods are ended by others."""
+        self.nodes.pop(name, None)
+        self._node_says(name, "")
+
+    def _node_says(self, name: str, why: str) -> None:
+        if self.leaving_nodes.get(name, "") == why:
+            return  # a heartbeat, as most changes of nodes are
+        if why:
+            self.leaving_nodes[name] = why
+        else:
+            del self.leaving_nodes[name]
+        for pod in self.pods.values():
+            if pod.node == name:
+                self._pod_has_changed(pod)
 
     def policy_of(self, pod: Pod) -> CheckedPolicy | None:
         """Return the policy that `pod` is under; None: no policy selects it."""

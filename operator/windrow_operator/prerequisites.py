@@ -58,6 +58,7 @@ RIGHTS: tuple[Right, ...] = (
     Right(("patch",), "pods/ephemeralcontainers"),
     Right(("get",), "persistentvolumeclaims"),
     Right(("list", "watch", "get"), "namespaces"),
+    Right(("list", "watch"), "nodes"),
     Right(("create",), "events"),
     Right(("create",), "secrets", own=True),
     Right(("get", "update"), "secrets", name=SECRET, own=True),

@@ -143,6 +143,15 @@ def _watched(cluster: ClusterState) -> tuple[_Watched, ...]:
             namespaced=False,
         ),
         _Watched(
+            "nodes",
+            lambda _: "/api/v1/nodes",
+            _name,
+            lambda: dict(cluster.nodes),
+            cluster.put_node,
+            cluster.drop_node,
+            namespaced=False,
+        ),
+        _Watched(
             "pods",
             lambda namespace: f"/api/v1{_in(namespace)}/pods",
             _uid,

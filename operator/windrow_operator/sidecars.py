@@ -139,6 +139,7 @@ class Sidecars:
             if uid not in sessions
             and pod.sidecar.prepared
             and pod.sidecar.decode_ready
+            and pod.node not in self._cluster.leaving_nodes
             and not any(live.attached for live in self._cluster.slots_of(uid))
         ]
 

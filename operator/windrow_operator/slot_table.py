@@ -33,6 +33,8 @@ def capacity_refusal(slot: Slot) -> str:
         return f"has a GPU that no worker can use: {slot.unseen_device}"
     if slot.engine_state == "leaving":
         return "has a sidecar that was asked to end"
+    if slot.node_leaving:
+        return f"is on node {slot.node}, which {slot.node_leaving}"
     if slot.engine_state != "serving":
         return f"has an engine that is {slot.engine_state or 'not ready'}"
     if slot.breaker:

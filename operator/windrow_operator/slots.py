@@ -192,6 +192,8 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.DEVICE_NOT_SEEN, message
     if view.engine_state == "leaving":
         return "False", Reason.DISCONNECTED, "The sidecar was asked to end"
+    if view.node_leaving:
+        return "False", Reason.NODE_LEAVING, f"Node {view.node} {view.node_leaving}"
     if view.engine_state != "serving":
         return "False", Reason.ENGINE_NOT_SERVING, f"The engine is {view.engine_state}"
     if view.breaker:
@@ -207,6 +209,7 @@ def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
         *(id(live.facts), view.attached, view.silent, view.engine_state, view.breaker),
         *(
             view.resting,
+            view.node_leaving,
             view.failed_jobs,
             view.holders,
             view.terms and (view.terms.mode, view.terms.policy),
