@@ -75,10 +75,11 @@ $(SGLANG_VENV)/.dependencies: $(VENV)/.dependencies tools/sglang/requirements.tx
 	echo "$(abspath tools/sglang)" > $$($(SGLANG_PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/windrow_sgl_kernel.pth
 	@touch $@
 
-# As users have it: a wheel, whose entry point SGLang finds. Nothing native is compiled again.
+# As decode's image has it: a wheel without the laptop, whose entry point SGLang finds. Nothing native
+# is compiled again.
 $(SGLANG_VENV)/.windrow: $(VENV)/.native $(SGLANG_VENV)/.dependencies $(PACKAGES)
 	rm -rf build/sglang-wheel
-	PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir build/sglang-wheel .
+	WINDROW_WITHOUT_LAB=1 PATH="$(abspath $(VENV))/bin:$$PATH" $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir build/sglang-wheel .
 	$(UV) pip install --quiet --compile-bytecode --python $(SGLANG_PY) --no-deps --reinstall build/sglang-wheel/*.whl
 	@touch $@
 

@@ -30,7 +30,15 @@ from windrow_cli import (
     top,
 )
 from windrow_cli import run as running
-from windrow_cli.output import EXIT_FAILED, EXIT_TRANSIENT, EXIT_USAGE, print_json, tell
+from windrow_cli.output import (
+    EXIT_FAILED,
+    EXIT_TRANSIENT,
+    EXIT_USAGE,
+    is_lab,
+    print_json,
+    tell,
+    without_lab,
+)
 
 __all__ = ["EXIT_FAILED", "EXIT_TRANSIENT", "EXIT_USAGE", "app", "main", "run"]
 
@@ -81,7 +89,7 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
     """Run one command and return its exit code; `name` is how the program was called."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
-        code = app(arguments, prog_name=name, standalone_mode=False)
+        code = _call(arguments, name)
     except _ParserError as error:
         error.show()
         problem = {"error": error.format_message(), "field": "", "remedy": ""}
@@ -102,6 +110,15 @@ def run(arguments: list[str] | None = None, *, name: str = "windrow") -> int:
     if _asked_for_json(given):
         print_json({**problem, "exit_code": code})
     return int(code)
+
+
+def _call(arguments: list[str] | None, name: str) -> Any:  # noqa: ANN401 - of typer
+    try:
+        return app(arguments, prog_name=name, standalone_mode=False)
+    except ModuleNotFoundError as missing:
+        if not is_lab(missing):
+            raise
+        raise without_lab() from missing
 
 
 def _asked_for_json(arguments: list[str]) -> bool:

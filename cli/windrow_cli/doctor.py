@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from windrow.errors import Transient, UserError
-from windrow_cli.output import Json, Kubeconfig, client, print_json, print_line, table
+from windrow_cli.output import Json, Kubeconfig, client, is_lab, print_json, print_line, table
 
 # A minute of checks, and what a first compilation may take on a busy machine.
 GPU_WITHIN_S = 240
@@ -142,7 +142,12 @@ def _memory() -> Finding:
 
 
 def _tools() -> Finding:
-    from windrow_lab.machine.tools import find_tools
+    try:
+        from windrow_lab.machine.tools import find_tools
+    except ModuleNotFoundError as missing:
+        if not is_lab(missing):
+            raise
+        return Finding("control plane", "not in this installation: no `windrow up`", ok=True)
 
     tools = find_tools()
     if tools is not None:

@@ -80,11 +80,34 @@ def client(kubeconfig: Path | None, context: str = "") -> WindrowClient:
     """Return a client of the cluster that is meant."""
     # Importing the Kubernetes client takes most of a second: `--help` shall not wait for it.
     from windrow.client import WindrowClient
-    from windrow_lab.cluster.up import running_kubeconfig
 
     if kubeconfig is None and not context and not os.environ.get("KUBECONFIG"):
-        kubeconfig = running_kubeconfig()
+        kubeconfig = _kubeconfig_of_up()
     return WindrowClient(kubeconfig, context=context)
+
+
+def _kubeconfig_of_up() -> Path | None:
+    try:
+        from windrow_lab.cluster.up import running_kubeconfig
+    except ModuleNotFoundError as error:
+        if not is_lab(error):
+            raise
+        return None  # nor was `windrow up` ever run here
+    return running_kubeconfig()
+
+
+def is_lab(missing: ModuleNotFoundError) -> bool:
+    """Whether what is missing is the laptop, which the wheel of a pod's image leaves out."""
+    return (missing.name or "").partition(".")[0] == "windrow_lab"
+
+
+def without_lab(package: str = "windrow_lab") -> UserError:
+    """Return the error of a command that needs what the wheel of a pod's image leaves out."""
+    return UserError(
+        f"this command needs {package}, which this installation of Windrow leaves out",
+        remedy="Install Windrow on a laptop: `pip install '.[local]'` in its checkout.",
+        reason="PartialInstallation",
+    )
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - JSON is any

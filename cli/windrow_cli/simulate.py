@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -14,7 +15,7 @@ import typer
 from rich.console import Console
 
 from windrow.errors import UserError, WindrowError
-from windrow_cli.output import Json, print_json, print_line, spread, table
+from windrow_cli.output import Json, print_json, print_line, spread, table, without_lab
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
 
@@ -257,6 +258,8 @@ def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
     Raises:
         UserError, WindrowError: it refused or failed; with what it said.
     """
+    if importlib.util.find_spec("windrow_simulator") is None:
+        raise without_lab("windrow_simulator")
     argv = [sys.executable, "-m", "windrow_simulator", f"--settings={json.dumps(settings)}"]
     argv += options
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
