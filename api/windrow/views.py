@@ -22,6 +22,8 @@ class JobView:
     state: str  # one of windrow.conditions.STATES
     reason: str  # of the condition that the state comes from, in CamelCase
     message: str  # of the same
+    field: str  # path of what a person is to change, in the spec or the dataset; empty: nothing
+    remedy: str  # what to write instead
     finished: bool
     suspended: bool
     step: int
@@ -50,6 +52,7 @@ class JobView:
         conditions = status.get("conditions") or []
         progress = status.get("progress") or {}
         evaluation = status.get("evaluation") or {}
+        wrong = status.get("userError") or {}
         state = state_of(conditions)
         explained = get_condition(conditions, _EXPLAINED_BY.get(state, state)) or {}
         return cls(
@@ -60,6 +63,8 @@ class JobView:
             state=state,
             reason=explained.get("reason", ""),
             message=explained.get("message", ""),
+            field=wrong.get("field", ""),
+            remedy=wrong.get("remedy", ""),
             finished=is_finished(conditions),
             suspended=bool(spec.get("suspend")),
             step=progress.get("step", 0),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from windrow.errors import UserError, WindrowError
+from windrow.protocol import Ending
 from windrow_cli.output import Json, drop_output, print_json, print_line, tell
 
 if TYPE_CHECKING:
@@ -68,7 +69,14 @@ def finetune(
         if not as_json:
             raise
         unbegun = [
-            {"name": path.stem, "state": "Failed", "message": str(error)} for path in manifests
+            {
+                "name": path.stem,
+                "state": "Failed",
+                "message": str(error),
+                "field": getattr(error, "field", ""),
+                "remedy": getattr(error, "remedy", ""),
+            }
+            for path in manifests
         ]
         print_json(unbegun[0] if len(unbegun) == 1 else unbegun)
         code = tell(error)
@@ -129,7 +137,7 @@ def _finetune(
         told = local.listen(process, len(jobs), _while_read(show))
     code = process.returncode
     if asked.came and code == -signal.SIGTERM:  # it was still importing what it needs
-        told, code = [each if each.ended else local.unbegun(each) for each in told], local.STOPPED
+        told, code = [each if each.ended else local.unbegun(each) for each in told], Ending.STOPPED
     log = jobs[0].folder / local.WORKER_LOG
     seconds = time.monotonic() - begun
     results = [_result(*each, seconds, log) for each in zip(jobs, told, strict=True)]
@@ -138,7 +146,7 @@ def _finetune(
     else:
         for result, heard in zip(results, told, strict=True):
             _say(result, heard, alone=len(results) == 1)
-    codes = {local.SUCCEEDED: 0, local.USER_ERROR: 2, local.STOPPED: 130}
+    codes: dict[int, int] = {Ending.SUCCEEDED: 0, Ending.USER_ERROR: 2, Ending.STOPPED: 130}
     return codes.get(code, 1)
 
 
@@ -299,6 +307,8 @@ def _result(job: LocalJob, told: RunSummary, seconds: float, log: Path) -> dict[
         "name": job.name,
         "state": state,
         "message": _message(told, log),
+        "field": told.field,
+        "remedy": told.remedy,
         "step": told.step,
         "total_steps": told.total_steps,
         "loss": told.loss,

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from windrow.errors import UserError, WindrowError
+from windrow.protocol import error_of
 from windrow_cli.output import Json, print_json
 
 # Of `windrow_sidecar.finetune.engine.orders`.
@@ -88,8 +89,8 @@ def _understood(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
         said: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         raise WindrowError(done.stderr.strip() or "it ended without a word") from None
-    if "error" in said:
-        raise (UserError if done.returncode == 2 else WindrowError)(said["error"])
+    if (error := error_of(said, user_error=done.returncode == 2)) is not None:
+        raise error
     return said
 
 

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from windrow.errors import UserError, WindrowError
+from windrow.protocol import error_of
 from windrow_cli.output import Json, print_json, print_line, spread, table, without_lab
 
 _UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
@@ -281,8 +282,8 @@ def start(settings: dict[str, Any], options: list[str]) -> dict[str, Any]:
         result: dict[str, Any] = json.loads(answer)
     except ValueError:
         raise WindrowError("".join(said[-20:]).strip() or "it ended without a word") from None
-    if "error" in result:
-        raise (UserError if code == 2 else WindrowError)(result["error"])
+    if (error := error_of(result, user_error=code == 2)) is not None:
+        raise error
     return result
 
 

@@ -38,18 +38,18 @@ class JobIndex:
         # By each place that a destination may be (`policies.places_of`): UIDs of unfinished jobs.
         self._claims: dict[str, dict[str, _Rank]] = {}
         self._entries: dict[str, _Entry] = {}  # by UID
-        self._specs: dict[str, tuple[int, FinetuneJobSpec | None, str]] = {}  # by UID
+        self._specs: dict[str, tuple[int, FinetuneJobSpec | None, UserError | None]] = {}  # by UID
 
-    def spec(self, body: Body) -> tuple[FinetuneJobSpec | None, str]:
+    def spec(self, body: Body) -> tuple[FinetuneJobSpec | None, UserError | None]:
         """Return a job's checked spec, or None and what is wrong with it."""
         metadata = body["metadata"]
         generation = metadata.get("generation", 0)
         known = self._specs.get(metadata["uid"])
         if known is None or known[0] != generation:
             try:
-                known = (generation, parse_job_spec(body.get("spec") or {}), "")
+                known = (generation, parse_job_spec(body.get("spec") or {}), None)
             except UserError as error:
-                known = (generation, None, str(error))
+                known = (generation, None, error)
             self._specs[metadata["uid"]] = known
         return known[1], known[2]
 

@@ -182,6 +182,8 @@ class JobPlacement:
     reason: str = ""
     detail: str = ""
     user_error: bool = False
+    field: str = ""  # of a user error: the path of what is wrong
+    remedy: str = ""  # and what to write instead
     resumed: bool = False
     started: str = ""  # what the worker said when it had loaded the job
     progress: WorkerProgress = WorkerProgress()
@@ -273,6 +275,8 @@ class Job:
     created: datetime
     spec: FinetuneJobSpec | None  # None: invalid, see `error`
     error: str = ""
+    error_field: str = ""  # the path of what is wrong
+    error_remedy: str = ""  # what to write instead
     status: Mapping[str, Any] = field(default_factory=dict)
     body: Mapping[str, Any] = field(default_factory=dict)  # the object that all this was read from
     deleted_at: datetime | None = None

@@ -183,6 +183,8 @@ def _with_event(run: JobPlacement, event: pb.JobEvent, now: datetime) -> JobPlac
         reason=event.reason,
         detail=event.detail,
         user_error=event.user_error,
+        field=event.field,
+        remedy=event.remedy,
         resumed=event.reason == Reason.RESUMED if begins else run.resumed,
         started=event.detail if begins else run.started,
         progress=progress,

@@ -27,14 +27,15 @@ FLOWING = frozenset({"progress", "step", "loss", "tokensPerSecond", "eta"})
 
 def accepted(job: Job, now: datetime) -> Body:
     """The spec is valid and the destination is the job's own."""
-    return _with(job, job.status, now, (T.ACCEPTED, "True", Reason.VALID, "The spec is valid"))
+    after = {key: value for key, value in job.status.items() if key != "userError"}
+    return _with(job, after, now, (T.ACCEPTED, "True", Reason.VALID, "The spec is valid"))
 
 
 def refused(job: Job, reason: Reason, message: str, now: datetime) -> Body:
     """The job cannot be placed before somebody changes something."""
     return _with(
         job,
-        job.status,
+        _with_user_error(job.status, job.error_field, job.error_remedy),
         now,
         (T.ACCEPTED, "False", reason, message),
         (T.PLACED, "False", reason, "The job is not accepted"),
@@ -229,7 +230,18 @@ def succeeded(job: Job, run: JobPlacement, now: datetime) -> Body:
 
 def failed(job: Job, run: JobPlacement | None, reason: str, message: str, now: datetime) -> Body:
     """No retry is left, or none can help."""
-    return _with(job, _finished(job, run, now), now, (T.FAILED, "True", reason, message))
+    after = _finished(job, run, now)
+    if run is not None and run.user_error:
+        after = _with_user_error(after, run.field, run.remedy)
+    return _with(job, after, now, (T.FAILED, "True", reason, message))
+
+
+def _with_user_error(status: Mapping[str, Any], field: str, remedy: str) -> Body:
+    """Return `status` with what a person is to change; without, where nothing names it."""
+    after = {key: value for key, value in status.items() if key != "userError"}
+    if field or remedy:
+        after["userError"] = {"field": field, "remedy": remedy}
+    return after
 
 
 def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:

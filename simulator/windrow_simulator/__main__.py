@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError
+from windrow.protocol import error_line
 from windrow_simulator.bounds import against_bounds
 from windrow_simulator.figures import plain
 from windrow_simulator.page import write_page
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if asked.page:
                 write_page(asked.page, result)
     except UserError as error:
-        sys.stdout.write(json.dumps({"error": str(error)}) + "\n")
+        sys.stdout.write(json.dumps(error_line(error)) + "\n")
         return 2
     result["wall_seconds"] = round(time.monotonic() - began_s, 2)
     sys.stdout.write(json.dumps(result) + "\n")

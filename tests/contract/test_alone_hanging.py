@@ -9,7 +9,7 @@ import sys
 
 from support.examplejob import example_job
 
-from windrow_sidecar.finetune.job.runner import Ending
+from windrow.protocol import Ending
 
 # A watch that waits for a second: nobody waits a quarter of an hour for a test.
 RUN = """

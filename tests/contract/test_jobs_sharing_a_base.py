@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.acting_runner import ActingRunner, job_handle
 
 from windrow.errors import UserError
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.job.assembly import JobSpec
@@ -21,7 +22,6 @@ from windrow_sidecar.finetune.job.multiplexer import (
     next_turn,
     turn_is_over,
 )
-from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.shallow_clone import check_shared, shallow_clone

@@ -24,12 +24,12 @@ from transformers import (
 )
 
 from windrow.errors import UserError
+from windrow.protocol import Ending
 from windrow_sidecar.engines.builtin.llama.config import read_config
 from windrow_sidecar.engines.builtin.llama.weights import load_weights, plan_layout
 from windrow_sidecar.engines.fingerprint import model_fingerprint, served_files
 from windrow_sidecar.engines.weight_files import weight_files
 from windrow_sidecar.finetune.job.failures import failure
-from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model import loading
 from windrow_sidecar.finetune.model.loading import (
     ExportedWeights,

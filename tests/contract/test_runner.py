@@ -10,12 +10,13 @@ import pytest
 
 from windrow.crd import CheckpointSpec
 from windrow.eventlog import EventLog
+from windrow.protocol import Ending
 from windrow_sidecar.compute.host_device import HostDevice
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec, TrainingSession
 from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
-from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.training.checkpoint import JobFolder
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin

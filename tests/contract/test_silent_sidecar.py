@@ -9,10 +9,10 @@ import grpc
 import pytest
 
 from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.protocol import JobProgress
 from windrow_sidecar.finetune.colocated import agent_link as agentlink
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
 from windrow_sidecar.finetune.colocated.standby import JobOrder
-from windrow_sidecar.finetune.job.report import JobProgress
 
 SILENT_S, LOOK_S = 2.0, 0.1
 

@@ -125,6 +125,8 @@ async def test_a_failed_job_says_why_and_whether_a_retry_helps(
     failed = await until(lambda: operator.event(Event.FAILED))
     assert (failed.reason, failed.user_error) == (reason, user_error)
     assert detail in failed.detail
+    where = ("rows.jsonl:3", "Write chat rows.") if user_error else ("", "")
+    assert (failed.field, failed.remedy) == where
     await until(lambda: not agent.worker_pids())
     assert operator.kinds().count("FAILED") == 1
 

@@ -18,7 +18,7 @@ from support.small_disk import fill, small_disk
 from test_finetune_command import COMMAND, manifest
 from waiting import is_running, wait_until
 
-from windrow_sidecar.finetune.job.runner import Ending
+from windrow.protocol import Ending
 
 ENDLESS = {"maxSteps": 100_000, "evalEverySteps": None}
 ADAPTER = "adapter_model.safetensors"

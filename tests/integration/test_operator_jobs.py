@@ -371,7 +371,10 @@ def test_a_worker_that_fails_is_tried_again_until_the_limit(cluster):
 def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
     cluster, sidecar, assigned = placed
     detail = "rows.jsonl:17: 'messages' is missing. Write chat rows."
-    sidecar.report(assigned, "FAILED", reason="DatasetInvalid", detail=detail, user_error=True)
+    where = {"field": "rows.jsonl:17", "remedy": "Write chat rows."}
+    sidecar.report(
+        assigned, "FAILED", reason="DatasetInvalid", detail=detail, user_error=True, **where
+    )
     cluster.await_state("Failed")
     failed = cluster.condition("Failed")
     assert failed["reason"] == "DatasetInvalid"
@@ -379,6 +382,7 @@ def test_an_error_of_the_user_fails_at_once_and_says_what_to_mend(placed):
         failed["message"]
         == f"{detail} Mend it in a new job: one that has failed does not run again."
     )
+    assert cluster.status()["userError"] == where
 
 
 def test_a_job_that_failed_over_its_checkpoint_is_mended_by_a_new_one_as_its_message_says(placed):

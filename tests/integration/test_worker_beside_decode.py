@@ -22,8 +22,8 @@ from worker_pod import (
 )
 
 from windrow.eventlog import LossEvent, TaskletEvent, read_events
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.colocated.grants import ASK_AFTER_SILENCE_NS
-from windrow_sidecar.finetune.job.runner import Ending
 
 pytestmark = pytest.mark.alone
 
@@ -240,3 +240,6 @@ def test_bad_input_is_a_failure_that_names_the_field(pod):
     assert event.user_error
     assert event.reason == "DatasetInvalid"
     assert "rows.jsonl:1" in event.detail
+    assert event.field.endswith("rows.jsonl:1")
+    assert event.remedy
+    assert event.detail.endswith(event.remedy)

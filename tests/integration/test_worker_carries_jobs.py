@@ -11,7 +11,7 @@ import pytest
 from support.filehub import served
 from worker_pod import ROOT, UID, Lending, Pod, until
 
-from windrow_sidecar.finetune.job.runner import Ending
+from windrow.protocol import Ending
 
 EXAMPLE_ROWS = ROOT / "examples" / "support-tone" / "train.jsonl"
 

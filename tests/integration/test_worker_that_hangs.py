@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from worker_pod import UID, Lending, Pod, until
 
-from windrow_sidecar.finetune.job.runner import Ending
+from windrow.protocol import Ending
 from windrow_sidecar.turn import read_turn
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(240)]

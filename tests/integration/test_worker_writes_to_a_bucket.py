@@ -13,8 +13,8 @@ from safetensors.torch import load
 from worker_pod import UID, Pod, lend_what_is_wanted, until
 
 from windrow.eventlog import TaskletEvent, read_events
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.data.remote import Credentials, storage_options
-from windrow_sidecar.finetune.job.runner import Ending
 
 STEPS = 4
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from worker_pod import Pod, lend_what_is_wanted, until
 
+from windrow.protocol import Ending
 from windrow_sidecar import _core
-from windrow_sidecar.finetune.job.runner import Ending
 
 SLOT = """
 import sys

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.job.multiplexer import JobHandle
-from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.training.optimizer import NotFinite
 from windrow_sidecar.testing.tinyjob import TinyJob

@@ -95,7 +95,14 @@ class JobWorker:
             if step == 5 and self._behave == "silent":
                 threading.Event().wait()
             if step == 5 and self._behave == "fail":
-                self._event("FAILED", "DatasetInvalid", "rows.jsonl:3", user_error=True)
+                self._event(
+                    "FAILED",
+                    "DatasetInvalid",
+                    "rows.jsonl:3",
+                    user_error=True,
+                    field="rows.jsonl:3",
+                    remedy="Write chat rows.",
+                )
                 return 3
         return 1
 
@@ -150,6 +157,8 @@ class JobWorker:
         detail: str,
         *,
         user_error: bool = False,
+        field: str = "",
+        remedy: str = "",
         adapter_path: str = "",
     ) -> None:
         event = agent_pb2.WorkerEvent(
@@ -157,6 +166,8 @@ class JobWorker:
             reason=reason,
             detail=detail,
             user_error=user_error,
+            field=field,
+            remedy=remedy,
             adapter_path=adapter_path,
         )
         self._out.put(agent_pb2.WorkerReport(event=event))

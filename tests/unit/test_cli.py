@@ -214,6 +214,14 @@ def test_rows_fit_their_heads_and_json_is_plain():
     assert table(("A", "LONG"), [("xyz", "1")]) == "A     LONG\nxyz   1"
 
 
+def test_a_job_that_failed_for_its_rows_has_field_and_remedy_in_its_json():
+    wrong = {"field": "rows.jsonl:17", "remedy": "Write chat rows."}
+    named = {"metadata": {"name": "tone", "namespace": "a", "uid": "u"}}
+    shown = plain(JobView.of(JOB | named | {"status": {"userError": wrong}}))
+    assert {"field": shown["field"], "remedy": shown["remedy"]} == wrong
+    assert plain(JobView.of(JOB | named))["field"] == ""
+
+
 def test_doctor_finds_what_the_demo_needs(monkeypatch, capsys, nowhere):
     monkeypatch.setattr(doctor, "client", lambda _: _raise())
     assert cli.run(["doctor", "--json"]) == 0

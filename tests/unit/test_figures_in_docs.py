@@ -49,7 +49,7 @@ CSRC = {
 SAID = {
     "docs/quickstart/laptop.md": [
         f"0 done, {cli.EXIT_FAILED} failed, {cli.EXIT_USAGE} correct the input, "
-        f"{cli.EXIT_TRANSIENT} not reachable now, 130 interrupted",
+        f"{cli.EXIT_TRANSIENT} unreachable now, 130 interrupted",
     ],
     "docs/finetuning.md": [
         f"has said nothing for {SILENCE_S:.0f} seconds writes a checkpoint",

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from windrow.errors import UserError
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.data.places import DatasetSilent, failed
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, StepDone
 from windrow_sidecar.finetune.job.failures import failure
-from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.job.scalars import Scalars
 from windrow_sidecar.finetune.training.checkpoint import Position
 from windrow_sidecar.finetune.training.evaluation import Judged

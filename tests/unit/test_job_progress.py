@@ -8,6 +8,7 @@ import pytest
 
 from windrow.crd.finetunejob import ProgressStatus
 from windrow.proto import agent_pb2, attach_pb2
+from windrow.protocol import JobProgress
 from windrow.rundir import RunDir
 from windrow_operator import status
 from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
@@ -18,7 +19,6 @@ from windrow_sidecar.agent.outbox import EventOutbox
 from windrow_sidecar.agent.progress import ProgressMeter
 from windrow_sidecar.agent.settings import AgentSettings
 from windrow_sidecar.finetune.colocated.agent_link import _progress_message
-from windrow_sidecar.finetune.job.report import JobProgress
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 

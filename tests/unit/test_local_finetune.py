@@ -128,6 +128,14 @@ def test_a_failure_is_kept_with_its_detail():
     assert after(event(kind="FAILED", detail="rows.jsonl:3: bad")).failure == "rows.jsonl:3: bad"
 
 
+def test_a_failure_for_a_row_has_field_and_remedy_in_its_json(tmp_path):
+    job = LocalJob(tmp_path / "j.yaml", "j", tmp_path, tmp_path, SPEC)
+    where = {"field": "rows.jsonl:3", "remedy": "Write chat rows."}
+    told = after(event(kind="FAILED", detail="rows.jsonl:3: bad", **where))
+    result = _result(job, told, 1.0, tmp_path / "worker.log")
+    assert {name: result[name] for name in where} == where
+
+
 def test_the_pace_leaves_out_loading_and_what_a_checkpoint_held():
     now = [0.0]
     pace = Pace(clock=lambda: now[0])

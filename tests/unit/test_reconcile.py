@@ -153,6 +153,22 @@ def test_an_invalid_job_is_not_placed_and_names_the_field():
     assert "rank" in life.condition("Accepted")["message"]
 
 
+def test_the_status_of_an_invalid_job_names_field_and_remedy_until_it_is_corrected():
+    life = Life()
+    valid = life.job
+    where = {"error_field": "spec.adapter.lora.rank", "error_remedy": "Write 1 or more."}
+    life.job = replace(valid, spec=None, error="0 is wrong", **where)
+    life.step()
+    assert life.job.status["userError"] == {
+        "field": "spec.adapter.lora.rank",
+        "remedy": "Write 1 or more.",
+    }
+    life.job = replace(valid, status=life.job.status, generation=2)
+    life.step()
+    assert life.state == "Placed"
+    assert "userError" not in life.job.status
+
+
 def test_a_job_of_a_priority_class_that_does_not_exist_waits_until_it_does():
     life = Life(priority_class_missing="batch")
     life.step()
@@ -241,6 +257,14 @@ def test_an_error_of_the_user_is_final_at_once():
     assert life.condition("Failed")["reason"] == "DatasetInvalid"
     told = "row 17. Mend it in a new job: one that has failed does not run again."
     assert life.condition("Failed")["message"] == told
+    assert "userError" not in life.job.status
+
+
+def test_the_status_of_a_job_that_failed_for_its_rows_names_field_and_remedy():
+    life = Life().placed()
+    where = {"field": "rows.jsonl:17", "remedy": "Write chat rows."}
+    life.step(run(RunState.FAILED, reason="DatasetInvalid", user_error=True, **where))
+    assert life.job.status["userError"] == where
 
 
 def test_a_rejection_is_no_failure():

@@ -219,6 +219,16 @@ class EvictionCount(Record):
     count: int = Field(ge=1, description="How often.")
 
 
+class UserErrorStatus(Record):
+    """What a person is to change, where the job is invalid or failed for what it asks."""
+
+    field: str = Field(
+        default="",
+        description="Path of what is wrong, in the spec or in the dataset: rows.jsonl:17.",
+    )
+    remedy: str = Field(default="", description="What to write instead.")
+
+
 class FinetuneJobStatus(Record):
     """What the operator says about a job."""
 
@@ -250,6 +260,11 @@ class FinetuneJobStatus(Record):
     adapter: AdapterStatus | None = Field(default=None, description="The finished adapter.")
     evaluation: EvaluationStatus | None = Field(
         default=None, description="Losses on the held-out rows."
+    )
+    user_error: UserErrorStatus | None = Field(
+        default=None,
+        description="What is to be changed, where the spec or what it names is wrong; the message "
+        "of the condition says the same in a sentence.",
     )
     attempts: int | None = Field(default=None, description="Failures of workers so far.")
     evictions: list[EvictionCount] | None = Field(

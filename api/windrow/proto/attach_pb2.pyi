@@ -318,7 +318,7 @@ class SlotHeartbeat(_message.Message):
     def __init__(self, slot: _Optional[int] = ..., engine_state: _Optional[str] = ..., steps: _Optional[int] = ..., steps_over_objective: _Optional[int] = ..., tpot_p50_seconds: _Optional[float] = ..., tpot_p99_seconds: _Optional[float] = ..., batch: _Optional[int] = ..., context_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., decode_units: _Optional[int] = ..., finetune_units: _Optional[int] = ..., chunks_kv: _Optional[int] = ..., chunks_lent: _Optional[int] = ..., chunks_reserved: _Optional[int] = ..., chunks_free: _Optional[int] = ..., predicted_tokens_per_second: _Optional[float] = ..., compute_utilization: _Optional[float] = ..., compute_utilization_decode: _Optional[float] = ..., memory_utilization: _Optional[float] = ..., breaker: _Optional[str] = ..., job: _Optional[_Union[RunningJob, _Mapping]] = ..., chunks_draining: _Optional[int] = ..., jobs: _Optional[_Iterable[_Union[RunningJob, _Mapping]]] = ...) -> None: ...
 
 class JobEvent(_message.Message):
-    __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds")
+    __slots__ = ("kind", "job_uid", "epoch", "reason", "detail", "user_error", "progress", "adapter_path", "base_eval_loss", "tuned_eval_loss", "at_unix_seconds", "field", "remedy")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[JobEvent.Kind]
@@ -354,6 +354,8 @@ class JobEvent(_message.Message):
     BASE_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
     TUNED_EVAL_LOSS_FIELD_NUMBER: _ClassVar[int]
     AT_UNIX_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
     kind: JobEvent.Kind
     job_uid: str
     epoch: int
@@ -365,7 +367,9 @@ class JobEvent(_message.Message):
     base_eval_loss: float
     tuned_eval_loss: float
     at_unix_seconds: float
-    def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ...) -> None: ...
+    field: str
+    remedy: str
+    def __init__(self, kind: _Optional[_Union[JobEvent.Kind, str]] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ..., detail: _Optional[str] = ..., user_error: _Optional[bool] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., adapter_path: _Optional[str] = ..., base_eval_loss: _Optional[float] = ..., tuned_eval_loss: _Optional[float] = ..., at_unix_seconds: _Optional[float] = ..., field: _Optional[str] = ..., remedy: _Optional[str] = ...) -> None: ...
 
 class ProfileReport(_message.Message):
     __slots__ = ("slot", "key", "profile_json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -10,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,20 +22,12 @@ from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, check_alone, folder_of, is_bucket, path_of
+from windrow.protocol import ENDS, Ending, JobProgress, WorkerEvent, error_of
 
 WORKER = "windrow_sidecar.finetune.worker"
 WORKER_LOG = "worker.log"
-# Exit codes of the worker (`windrow_sidecar.finetune.job.runner.Ending`).
-SUCCEEDED, USER_ERROR, STOPPED = 0, 2, 3
 # A worker tells where it stands twice a second, from a thread that needs nothing but Python's lock.
 SILENT_AFTER_S = 120.0
-# Of `Progress`, as they are told.
-_FIGURES = (
-    *("loss", "learning_rate", "gradient_norm", "tokens", "memory_bytes"),
-    *("train_rows", "held_out_rows", "skipped_rows", "cut_rows"),
-)
-# Kinds of events after which a job does nothing more.
-ENDS = ("SUCCEEDED", "STOPPED", "FAILED")
 
 
 @dataclass(frozen=True)
@@ -76,9 +69,18 @@ class RunSummary:
     tuned_eval_loss: float | None = None
     events: tuple[str, ...] = ()  # `kind: detail`, each said once
     failure: str = ""
+    field: str = ""  # of the failure, where it is a user error: what is wrong
+    remedy: str = ""  # and what to write instead
     ended: str = ""  # kind of the last event, where it was one of the ends
     died: str = ""  # how the worker ended without a last word
-    tokens_at_first: int | None = field(default=None, repr=False)
+    tokens_at_first: int | None = dataclasses.field(default=None, repr=False)
+
+
+# What a summary takes over from the worker's progress, by name.
+_FIGURES = tuple(
+    {f.name for f in dataclasses.fields(RunSummary)}
+    & {f.name for f in dataclasses.fields(JobProgress)}
+)
 
 
 def read_local_job(manifest: Path, output: str | None = None) -> LocalJob:
@@ -261,15 +263,15 @@ def measured(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     out = process.stdout.read()
     process.wait()
-    if process.returncode == USER_ERROR:
+    if process.returncode == Ending.USER_ERROR:
         check_begun(json.loads(out))
     return out.rstrip()
 
 
 def check_begun(said: dict[str, Any]) -> None:
     """Raise what a worker says that does not begin: device, units, or the jobs do not fit."""
-    if "error" in said:
-        raise UserError(said["error"])
+    if (error := error_of(said)) is not None:
+        raise error
 
 
 def check_apart(jobs: Sequence[LocalJob]) -> None:
@@ -296,32 +298,31 @@ def last_error(log: Path) -> str:
 
 def understood(told: RunSummary, said: dict[str, Any]) -> RunSummary:
     """Return what is known after a line of the worker."""
-    if (now := said.get("progress")) is not None:
+    if "progress" in said:
+        now = JobProgress(**said["progress"])
         first = told.tokens_at_first
-        if first is None and now["total_steps"]:
-            first = now["tokens"]
+        if first is None and now.total_steps:
+            first = now.tokens
         return replace(
             told,
-            step=now["step"],
-            total_steps=now["total_steps"],
-            **{name: now[name] for name in _FIGURES},
-            checkpoint=now["checkpoint_path"],
+            **{name: getattr(now, name) for name in _FIGURES},
+            checkpoint=now.checkpoint_path,
             tokens_at_first=first,
         )
-    event = said["event"]
+    event = WorkerEvent(**said["event"])
     told = replace(
         told,
         events=(*told.events, *_said_first(told, event)),
-        ended=event["kind"] if event["kind"] in ENDS else "",
-        notes=tuple(event["notes"]) or told.notes,
+        ended=event.kind if event.kind in ENDS else "",
+        notes=tuple(event.notes) or told.notes,
     )
-    if event["kind"] == "FAILED":
-        return replace(told, failure=event["detail"])
+    if event.kind == "FAILED":
+        return replace(told, failure=event.detail, field=event.field, remedy=event.remedy)
     return replace(
         told,
-        adapter=event["adapter_path"] or told.adapter,
-        base_eval_loss=_newer(event["base_eval_loss"], told.base_eval_loss),
-        tuned_eval_loss=_newer(event["tuned_eval_loss"], told.tuned_eval_loss),
+        adapter=event.adapter_path or told.adapter,
+        base_eval_loss=_newer(event.base_eval_loss, told.base_eval_loss),
+        tuned_eval_loss=_newer(event.tuned_eval_loss, told.tuned_eval_loss),
     )
 
 
@@ -329,14 +330,14 @@ def _newer(said: float | None, known: float | None) -> float | None:
     return known if said is None else said
 
 
-def _said_first(told: RunSummary, event: Mapping[str, Any]) -> Iterator[str]:
+def _said_first(told: RunSummary, event: WorkerEvent) -> Iterator[str]:
     """Yield the lines of an event that were not said yet: notes have lines of their own.
 
     The last checkpoint is often that of the last step, which has been told.
     """
-    notes = event["notes"]
-    detail = event["detail"].removesuffix("".join(f"; {note}" for note in notes))
-    lines = [f"{event['kind'].lower()}: {detail}".removesuffix(": ")]
+    notes = event.notes
+    detail = event.detail.removesuffix("".join(f"; {note}" for note in notes))
+    lines = [f"{event.kind.lower()}: {detail}".removesuffix(": ")]
     lines += [f"note: {note}" for note in notes]
     yield from (line for line in lines if line not in told.events)
 

@@ -140,6 +140,7 @@ class JobRun:
             detail = f"{detail} ({why})"  # only decode knows
         event = self._event(kind, reason, detail)
         event.user_error = said.user_error
+        event.field, event.remedy = said.field, said.remedy
         event.adapter_path = said.adapter_path
         if said.HasField("base_eval_loss"):
             event.base_eval_loss = said.base_eval_loss

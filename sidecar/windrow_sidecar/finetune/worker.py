@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from windrow.crd import slot_name
 from windrow.errors import Transient, UserError
 from windrow.eventlog import EventLog
+from windrow.protocol import Ending, error_line
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a worker; the exit status is a `runner.Ending`, of several jobs the worst."""
+    """Run a worker; the exit status is a `protocol.Ending`, of several jobs the worst."""
     options = _options(argv)
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
@@ -53,9 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (UserError, Transient) as error:
             # Whoever started this reads one stream; the other is also where libraries say things
             # as they end.
-            print(json.dumps({"error": str(error)}))
+            print(json.dumps(error_line(error)))
             print(error, file=sys.stderr)
-            return 2 if isinstance(error, UserError) else 1
+            return Ending.USER_ERROR if isinstance(error, UserError) else Ending.FAILED
     return _run_beside_decode(options)
 
 

@@ -22,9 +22,9 @@ from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import EventLog
 from windrow.proto import agent_pb2, agent_pb2_grpc
+from windrow.protocol import Action, JobProgress, WorkerEvent
 from windrow.rundir import PROTOCOL_VERSION
 from windrow_sidecar.finetune.colocated.standby import JobOrder
-from windrow_sidecar.finetune.job.report import Action, JobProgress, WorkerEvent
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,8 @@ class JobAgentLink:
                     reason=event.reason,
                     detail=event.detail,
                     user_error=event.user_error,
+                    field=event.field,
+                    remedy=event.remedy,
                     adapter_path=event.adapter_path,
                     base_eval_loss=event.base_eval_loss,
                     tuned_eval_loss=event.tuned_eval_loss,

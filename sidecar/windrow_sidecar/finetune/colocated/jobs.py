@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
+from windrow.protocol import Ending, WorkerEvent
 from windrow.rundir import RunDir
 from windrow_sidecar.finetune.colocated.agent_link import JobAgentLink, worker_hello
 from windrow_sidecar.finetune.colocated.job_context import JobContext
@@ -34,8 +35,7 @@ from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import Arrival, JobHandle, JobMultiplexer, worst
-from windrow_sidecar.finetune.job.report import WorkerEvent
-from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.training.checkpoint import Checkpoint, JobFolder
 from windrow_sidecar.finetune.training.health import TAKING_FOLDER
 from windrow_sidecar.turn import TurnNote

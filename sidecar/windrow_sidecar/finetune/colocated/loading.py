@@ -14,14 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windrow.conditions import Reason
+from windrow.protocol import Action, Ending, WorkerEvent
 from windrow_sidecar.finetune.colocated.standby import JobOrder
 from windrow_sidecar.finetune.data.readers import Readers, ReadingPause, RowsBeingRead, RowsWanted
 from windrow_sidecar.finetune.data.split import DataSplit
 from windrow_sidecar.finetune.job.assembly import JobSpec
 from windrow_sidecar.finetune.job.bucket import open_folder
 from windrow_sidecar.finetune.job.ledger import JobState
-from windrow_sidecar.finetune.job.report import Action, WorkerEvent
-from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.training.checkpoint import Checkpoint, Fenced, JobFolder
 from windrow_sidecar.finetune.training.health import READING, TAKING_FOLDER, VERIFYING
 

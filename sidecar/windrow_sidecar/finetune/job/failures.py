@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from windrow.conditions import Reason
 from windrow.errors import UserError
+from windrow.protocol import Ending, WorkerEvent
 from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.data.places import DatasetSilent
 from windrow_sidecar.finetune.job.bucket import BucketSilent
 from windrow_sidecar.finetune.job.ledger import CheckpointUnreachable
-from windrow_sidecar.finetune.job.report import WorkerEvent
-from windrow_sidecar.finetune.job.runner import Ending
 from windrow_sidecar.finetune.model.loading import ModelSilent
 from windrow_sidecar.finetune.training.checkpoint import Fenced, is_disk_full, no_room
 from windrow_sidecar.finetune.training.health import Unhealthy
@@ -22,7 +21,14 @@ def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Endi
     `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
     """
     if isinstance(error, UserError):
-        event = WorkerEvent("FAILED", error.reason, str(error), user_error=True)
+        event = WorkerEvent(
+            "FAILED",
+            error.reason,
+            str(error),
+            user_error=True,
+            field=error.field,
+            remedy=error.remedy,
+        )
         return event, Ending.USER_ERROR
     kept = f"; the last good checkpoint is {checkpoint}" if checkpoint else ""
     if checkpoint == "":

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from windrow.conditions import Reason
 from windrow.errors import Transient
 from windrow.eventlog import EventLog, LossEvent, TaskletEvent
+from windrow.protocol import JobProgress, WorkerEvent
 from windrow_sidecar.finetune.adapter.adapters import CONFIG_FILE, save_adapter
 from windrow_sidecar.finetune.engine.stages import EvaluationDone, JobStage, Outcome
 from windrow_sidecar.finetune.job.assembly import TrainingSession
 from windrow_sidecar.finetune.job.in_flight import Ran
-from windrow_sidecar.finetune.job.report import JobProgress, JobReporter, WorkerEvent
+from windrow_sidecar.finetune.job.report import JobReporter
 from windrow_sidecar.finetune.job.scalars import Scalars
 from windrow_sidecar.finetune.tasklets import PHASE_WORDS
 from windrow_sidecar.finetune.training.checkpoint import (

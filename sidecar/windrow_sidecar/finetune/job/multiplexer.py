@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from windrow.protocol import Ending
 from windrow_sidecar.finetune.engine.stream import TaskletStream
-from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.heap import settle_heap
 

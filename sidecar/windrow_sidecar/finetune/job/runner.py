@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from enum import IntEnum
 
 from windrow.conditions import Reason
+from windrow.protocol import Ending, WorkerEvent
 from windrow_sidecar.finetune.engine.stream import TaskletStream
 from windrow_sidecar.finetune.engine.suspension import BrokenOff
 from windrow_sidecar.finetune.job.gate import Gate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
-from windrow_sidecar.finetune.job.report import JobReporter, WorkerEvent
+from windrow_sidecar.finetune.job.report import JobReporter
 from windrow_sidecar.finetune.memory.training_memory import TrainingMemory
 from windrow_sidecar.finetune.tasklets import Tasklet
 from windrow_sidecar.finetune.training.health import LAST_CHECKPOINT, VERIFYING
@@ -21,17 +21,6 @@ from windrow_sidecar.heap import settle_heap
 PAUSE_EVENT_AFTER_S = 1.0
 # A longer pause leaves no device memory behind; coming back costs up to a tenth of a second.
 SET_ASIDE_AFTER_S = 10.0
-
-
-class Ending(IntEnum):
-    """How a worker ended; its exit status."""
-
-    SUCCEEDED = 0
-    FAILED = 1
-    USER_ERROR = 2
-    STOPPED = 3  # as asked, after a checkpoint
-    FENCED = 4  # another worker has the job, or the assignment was withdrawn
-    DECODE_GONE = 5  # after a checkpoint
 
 
 class Runner:

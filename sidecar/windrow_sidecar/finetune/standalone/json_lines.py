@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TextIO
 
-from windrow_sidecar.finetune.job.report import Action, JobProgress, WorkerEvent
+from windrow.protocol import Action, JobProgress, WorkerEvent
 
 PROGRESS_EVERY_S = 0.5
 

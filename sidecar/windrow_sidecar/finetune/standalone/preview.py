@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from windrow.errors import UserError, WindrowError
+from windrow.protocol import error_line
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.orders import ORDERS
@@ -200,10 +201,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         # The edge of the process. Whoever started it reads one stream; the other holds whatever
         # libraries say as they end.
-        known = isinstance(error, WindrowError)
-        if not known:
+        if not isinstance(error, WindrowError):
             log.exception("no plan")
-        print(json.dumps({"error": str(error) if known else f"{type(error).__name__}: {error}"}))
+        print(json.dumps(error_line(error)))
         return 2 if isinstance(error, UserError) else 1
     plan = {
         "model": job.spec.model.name,

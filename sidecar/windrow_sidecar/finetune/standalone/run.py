@@ -15,6 +15,7 @@ from pathlib import Path
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.eventlog import EventLog
+from windrow.protocol import Ending, WorkerEvent
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.finding import find_device
 from windrow_sidecar.finetune.engine.sizing import Estimates
@@ -24,8 +25,7 @@ from windrow_sidecar.finetune.job.failures import failure
 from windrow_sidecar.finetune.job.gate import OpenGate
 from windrow_sidecar.finetune.job.ledger import JobState, Ledger
 from windrow_sidecar.finetune.job.multiplexer import JobHandle, JobMultiplexer, worst
-from windrow_sidecar.finetune.job.report import WorkerEvent
-from windrow_sidecar.finetune.job.runner import Ending, Runner
+from windrow_sidecar.finetune.job.runner import Runner
 from windrow_sidecar.finetune.memory.training_memory import OwnMemory
 from windrow_sidecar.finetune.model.loading import BaseModel
 from windrow_sidecar.finetune.model.precision import WeightForm
