@@ -11,14 +11,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from http import HTTPStatus
 from typing import Any
 
 import aiohttp
 
 from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
+from windrow.errors import UserError
 from windrow_operator import status
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.command_line import option_as_written, option_of
@@ -35,6 +37,7 @@ from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
 from windrow_operator.model import Job, key_of
 from windrow_operator.planning import same_model
 from windrow_operator.reconcile import Event
+from windrow_operator.secrets import read_server_key
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +62,7 @@ class Instance:
     uid: str
     role: str
     url: str
+    token: str = field(default="", repr=False)  # that its server asks for
 
 
 def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
@@ -150,7 +154,11 @@ class Servers:
     ) -> dict[str, Any]:
         url = f"{instance.url}/{call}"
         try:
-            async with self._session.request(method, url, json=body) as response:
+            headers = {"Authorization": f"Bearer {instance.token}"} if instance.token else {}
+            asked = self._session.request(method, url, json=body, headers=headers)
+            async with asked as response:
+                if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                    raise NotLoaded(_refused_key(instance, response.status))
                 answer = await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             why = str(error) or type(error).__name__
@@ -158,6 +166,11 @@ class Servers:
         if not isinstance(answer, dict):
             raise NotLoaded(f"{instance.key} does not know {call}: {str(answer)[:200]}")
         return answer
+
+
+def _refused_key(instance: Instance, status: int) -> str:
+    what = "does not take the key of" if instance.token else "asks for a key: give it by"
+    return f"{instance.key} {what} spec.access.serverKeySecret of its policy (HTTP {status})"
 
 
 class Deployments:
@@ -220,7 +233,8 @@ class Deployments:
             )
         path = str(job.status["adapter"]["path"])
         try:
-            await servers.load_everywhere(found, name, path, pinned=job.spec.output.deploy.pinned)
+            opened = await self._with_keys(found)
+            await servers.load_everywhere(opened, name, path, pinned=job.spec.output.deploy.pinned)
         except NotLoaded as error:
             await self._tell(job, Reason.NOT_LOADED, f"{error}. No instance has it.", body)
         else:
@@ -232,7 +246,12 @@ class Deployments:
         """Unload the adapter of a job that is being deleted, then let it go."""
         if FINALIZER_ADAPTER not in (job.body["metadata"].get("finalizers") or ()):
             return
-        for instance in reversed(instances(await self._pods(job), job)):
+        found = instances(await self._pods(job), job)
+        try:
+            found = await self._with_keys(found)
+        except NotLoaded as error:
+            log.warning("job %s: %s", job.key, error)
+        for instance in reversed(found):
             try:
                 await servers.unload(instance, adapter_name(job))
             except NotLoaded as error:
@@ -241,6 +260,32 @@ class Deployments:
                 log.warning("job %s: cannot unload the adapter: %s", job.key, error)
         body = dict(job.body)
         await set_finalizer(self._kube, self._cluster, body, FINALIZER_ADAPTER, present=False)
+
+    async def _with_keys(self, found: list[Instance]) -> list[Instance]:
+        """Return the instances with the key that the policies of their namespaces name.
+
+        Raises:
+            NotLoaded: a Secret is named that cannot be read.
+        """
+        keys: dict[str, str] = {}
+        named = {
+            policy.namespace: policy.spec.access.server_key_secret
+            for _, policy in sorted(self._cluster.policies.items(), reverse=True)
+            if policy.spec and policy.spec.access.server_key_secret and policy.spec.access.adapters
+        }
+        for namespace in {instance.key.partition("/")[0] for instance in found} & named.keys():
+            secret = named[namespace]
+            assert secret is not None
+            try:
+                keys[namespace] = await read_server_key(
+                    self._kube, namespace, secret.name, secret.key
+                )
+            except UserError as error:
+                raise NotLoaded(str(error)) from error
+        return [
+            replace(instance, token=keys.get(instance.key.partition("/")[0], ""))
+            for instance in found
+        ]
 
     async def _pods(self, job: Job) -> list[dict[str, Any]]:
         """Return the pods of the namespaces whose policies let the job load adapters."""

@@ -53,7 +53,20 @@ async def read_secrets(kube: Kube, namespace: str, spec: FinetuneJobSpec) -> Job
     )
 
 
-async def _read(kube: Kube, namespace: str, name: str, where: str) -> dict[str, str]:
+async def read_server_key(kube: Kube, namespace: str, name: str, key: str) -> str:
+    """Return the key that the servers of a namespace ask for.
+
+    Raises:
+        UserError: the Secret is not there, is not labelled, may not be read, or lacks the key.
+        ApiError: the API server does not answer.
+    """
+    where = "spec.access.serverKeySecret"
+    return (await _read(kube, namespace, name, where, (key,)))[key]
+
+
+async def _read(
+    kube: Kube, namespace: str, name: str, where: str, keys: tuple[str, ...] = KEYS
+) -> dict[str, str]:
     def refused(problem: str, remedy: str) -> UserError:
         return UserError(problem, field=where, remedy=remedy, reason=Reason.SECRET_UNREADABLE)
 
@@ -75,9 +88,9 @@ async def _read(kube: Kube, namespace: str, name: str, where: str) -> dict[str, 
             f"Secret {name!r} is not meant for jobs",
             f"Its owner labels it: kubectl label secret -n {namespace} {name} {LABEL}=true",
         )
-    values = {key: _decoded(text) for key, text in (body.get("data") or {}).items() if key in KEYS}
+    values = {key: _decoded(text) for key, text in (body.get("data") or {}).items() if key in keys}
     if not values:
-        raise refused(f"Secret {name!r} holds no credentials", f"Its keys are {', '.join(KEYS)}.")
+        raise refused(f"Secret {name!r} holds no credentials", f"Its keys are {', '.join(keys)}.")
     return values
 
 

@@ -253,6 +253,24 @@ SourcePattern = Annotated[
 ]
 
 
+class KeySecret(Record):
+    """A key in a Secret of the policy's namespace."""
+
+    name: str = Field(
+        min_length=1,
+        max_length=NAME_MAX,
+        pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$",
+        description="Name of the Secret, which has the label `windrow.dev/credentials: true`.",
+    )
+    key: str = Field(
+        default="api-key",
+        min_length=1,
+        max_length=253,
+        pattern=r"^[-._a-zA-Z0-9]+$",
+        description="Key in it.",
+    )
+
+
 class AccessSpec(Record):
     """Who may use the slots."""
 
@@ -278,6 +296,11 @@ class AccessSpec(Record):
         default=False,
         description="Whether jobs with `output.deploy.enabled` may load their adapters into the "
         "pods, and into the prefill instances of the same model in this namespace.",
+    )
+    server_key_secret: KeySecret | None = Field(
+        default=None,
+        description="Where the servers' own key is (SGLang's --admin-api-key, else --api-key), for "
+        "servers that load adapters for nobody without it. Default: they ask for none.",
     )
     sources: list[SourcePattern] | None = Field(
         default=None,
