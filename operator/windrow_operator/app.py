@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 
 from windrow.errors import UserError
-from windrow_operator import handlers, prerequisites, webhook
+from windrow_operator import handlers, pki, prerequisites, webhook
 from windrow_operator.attach import AttachServer
 from windrow_operator.certificates import Certificates, TrustPublisher
 from windrow_operator.cluster_state import ClusterState
@@ -92,7 +92,7 @@ class _Served:
     attach: AttachServer
     lease: LeaderLease
     template: Callable[[], SidecarTemplate]
-    client: dict[str, Any]  # of the webhook's registration
+    client: Callable[[], dict[str, Any]]  # of the webhook's registration
     certificates: Certificates
 
 
@@ -106,7 +106,7 @@ class App:
         self._facts: dict[str, Any] = {"pid": os.getpid(), "ready": False, "leads": False}
         self._leading: Leading | None = None
         self._memory = ProcessMemory()
-        self.cluster = ClusterState(utc_now())
+        self.cluster = ClusterState(utc_now(), settings.offering)
         self.metrics = Metrics()
         kube.on_call = self.metrics.called
         self.recorder = Recorder(kube, utc_now)
@@ -337,7 +337,11 @@ class App:
             self.metrics,
             self.recorder.record,
             settings.prepulled,
+            keys=lambda: certificates.webhook_keys,
+            client_names=settings.webhook_client_names,
         )
+        if settings.webhook_client_ca is not None:
+            pki.ask_for_client(certificates.context, settings.webhook_client_ca)
         webhook_port = await self._bind(
             "webhook",
             settings.webhook_port,
@@ -345,7 +349,10 @@ class App:
                 stack, hook.application(), settings.host, port, certificates.context
             ),
         )
-        client = _webhook_client(settings, webhook_port)
+
+        def client() -> dict[str, Any]:
+            return _webhook_client(settings, webhook_port, certificates.webhook_keys[0])
+
         ports = Ports(port, webhook_port, metrics_port)
         return _Served(ports, attach, lease, template_now, client, certificates)
 
@@ -384,12 +391,13 @@ def _nobody(_: str) -> None:
     """Tell nobody: the log has it."""
 
 
-def _webhook_client(settings: Settings, port: int) -> dict[str, Any]:
+def _webhook_client(settings: Settings, port: int, key: str) -> dict[str, Any]:
     """Return how the API server reaches the webhook: it resolves no names of the cluster itself."""
+    path = f"{webhook.PATH}/{key}"
     if settings.webhook_service:
         service = {"name": settings.webhook_service, "namespace": settings.namespace}
-        return {"service": {**service, "path": webhook.PATH, "port": 443}}
-    return {"url": f"https://{settings.advertise_address}:{port}{webhook.PATH}"}
+        return {"service": {**service, "path": path, "port": 443}}
+    return {"url": f"https://{settings.advertise_address}:{port}{path}"}
 
 
 async def _serve_http(

@@ -18,13 +18,14 @@ import grpc
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
 from windrow.proto import attach_pb2_grpc as pb_grpc
-from windrow.rundir import LEADER_METADATA, PROTOCOL_VERSION
-from windrow_operator import reports
+from windrow.rundir import LEADER_METADATA, MOST_SLOTS, PROTOCOL_VERSION
+from windrow_operator import claims, reports
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.identity import Identity, Refused
 from windrow_operator.kube import Kube
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import STALE_AFTER, Pod
+from windrow_operator.rate_limit import TokenBucket
 from windrow_operator.session import Session
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,24 @@ _SERVER_OPTIONS: Final = (
     # A stream keeps a buffer of one frame for TLS, 16 KiB unless told otherwise; ours are of 300
     # bytes, a job's assignment of a few KiB.
     ("grpc.tsi.max_frame_size", 2048),
+    ("grpc.max_receive_message_length", claims.MOST_MESSAGE_BYTES),
+    # Somebody who connects and says nothing: no handshake, no stream, many streams at once.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 60_000),
+    ("grpc.max_concurrent_streams", 8),
+    ("grpc.max_metadata_size", 32 * 2**10),
 )
+# A sidecar says hello at once.
+_HELLO_WITHIN_S: Final = 10.0
+# Streams whose token or hello is still awaited, of all sidecars.
+_MOST_ARRIVING: Final = 4096
+# Messages of one stream: what 64 slots report, and turns of their jobs. One that sends more is read
+# no faster. A long message counts as several.
+_MESSAGES_PER_SECOND: Final = 100.0
+_MESSAGES_AT_ONCE: Final = 512.0
+_BYTES_AS_ONE: Final = 4096
+# Profiles that one stream may report: of its engines' kinds, measured again now and then.
+_MOST_PROFILES: Final = 2 * MOST_SLOTS
 
 
 class Leadership(Protocol):
@@ -116,6 +134,7 @@ class AttachServer(pb_grpc.AttachServicer):
         self._listener: Listener | None = None
         self.sessions: dict[str, Session] = {}  # by pod UID
         self._server: grpc.aio.Server | None = None
+        self._arriving = 0  # streams whose token or hello is awaited
 
     def connect(self, leadership: Leadership) -> None:
         """Say who knows whether this replica leads. Its address is known once it listens."""
@@ -166,9 +185,7 @@ class AttachServer(pb_grpc.AttachServicer):
         """Serve one sidecar until one of both sides ends the stream."""
         try:
             self._require_leading()
-            metadata = dict(context.invocation_metadata() or ())
-            pod = await self._identity.identify({k: str(v) for k, v in metadata.items()})
-            hello = await self._hello(requests, pod)
+            pod, hello = await self._arrive(requests, context)
             self._require_leading()  # it may have taken a while
         except Refused as refused:
             log.warning("a sidecar was refused: %s", refused)
@@ -187,6 +204,28 @@ class AttachServer(pb_grpc.AttachServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             self._closed(session)
+
+    async def _arrive(
+        self, requests: AsyncIterator[pb.SidecarMessage], context: grpc.aio.ServicerContext
+    ) -> tuple[Pod, pb.SidecarHello]:
+        """Return who has come and its hello; those on their way here are bounded."""
+        if self._arriving >= _MOST_ARRIVING:
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sidecars come at once")
+        self._arriving += 1
+        try:
+            metadata = dict(context.invocation_metadata() or ())
+            peer = context.peer().rpartition(":")[0]
+            said = {name: str(value) for name, value in metadata.items()}
+            pod = await self._identity.identify(said, peer)
+            try:
+                async with asyncio.timeout(_HELLO_WITHIN_S):
+                    return pod, await self._hello(requests, pod)
+            except TimeoutError:
+                raise Refused(
+                    grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_WITHIN_S:.0f} s"
+                ) from None
+        finally:
+            self._arriving -= 1
 
     def _require_leading(self) -> None:
         if self._listener is None or not self._leadership.holds():
@@ -279,12 +318,23 @@ class AttachServer(pb_grpc.AttachServicer):
         hello: pb.SidecarHello,
         requests: AsyncIterator[pb.SidecarMessage],
     ) -> None:
+        clock = asyncio.get_running_loop().time
+        bucket = TokenBucket.full(_MESSAGES_PER_SECOND, _MESSAGES_AT_ONCE, clock())
+        profiles_left = _MOST_PROFILES
         try:
             self._take_hello(session, hello, first=True)
             async for message in requests:
                 if self._listener is None or self.sessions.get(session.pod.uid) is not session:
                     return
+                profiles_left -= message.WhichOneof("message") == "profile"
+                if profiles_left < 0:
+                    log.warning("the sidecar of pod %s reports profiles only", session.pod.key)
+                    return
                 self._take(session, message, self._listener)
+                # Nothing is lost: what is not read waits at the sidecar.
+                cost = 1 + message.ByteSize() / _BYTES_AS_ONE
+                if wait_s := bucket.take(cost, clock()):
+                    await asyncio.sleep(wait_s)
         finally:
             session.close()
 

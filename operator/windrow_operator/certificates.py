@@ -10,6 +10,7 @@ ConfigMap of each namespace with decode pods, which the kubelet keeps up to date
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class Certificates:
         self._namespace = namespace
         self._collection = f"/api/v1/namespaces/{namespace}/secrets"
         self._authorities: pki.Authorities | None = None
+        self._webhook_keys: dict[bytes, str] = {}  # by the authority's certificate
         self._server: pki.KeyPair | None = None
         self._grpc: grpc.ServerCertificateConfiguration | None = None
 
@@ -79,6 +81,22 @@ class Certificates:
         """Every authority that a client is to trust, PEM."""
         assert self._authorities is not None
         return self._authorities.trusted
+
+    @property
+    def webhook_keys(self) -> tuple[str, ...]:
+        """Return the words that only the API server shows, by the path that it is given.
+
+        Derived from the authorities' keys, which every replica reads; the first is of the one that
+        signs. Those of authorities that have signed since the start are still taken.
+        """
+        assert self._authorities is not None
+        current, later = self._authorities.current, self._authorities.successor
+        pairs = [current, later] if later else [current]
+        for pair in pairs:
+            digest = hmac.digest(pair.key, b"windrow webhook path", "sha256")
+            self._webhook_keys[pair.certificate] = digest.hex()
+        first = self._webhook_keys[current.certificate]
+        return (first, *(key for key in self._webhook_keys.values() if key != first))
 
     def of_grpc(self) -> grpc.ServerCredentials:
         """Return credentials of a server that takes the newest certificate at each handshake."""

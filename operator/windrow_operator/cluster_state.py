@@ -6,7 +6,7 @@ has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from windrow.crd import ANNOTATION_GPU_ACCESS, FINALIZER, FinetuneJobSpec
 from windrow.outputs import path_of
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import policies
+from windrow_operator import policies, tenancy
 from windrow_operator.health import SlotHealth
 from windrow_operator.injection import volume_name
 from windrow_operator.model import (
@@ -51,6 +51,7 @@ class LiveSlot:
     stale_after: timedelta = STALE_AFTER  # longer where the sidecar was told to report seldom
     attached: bool = False
     lost_at: datetime | None = None
+    overstates: bool = False  # it promised more than its hardware can do
     promise: float = 0.0  # predicted tokens a second, smoothed over the last minutes
 
     def is_silent(self, now: datetime) -> bool:
@@ -65,8 +66,8 @@ class LiveSlot:
 class ClusterState(WatchedObjects):
     """The store."""
 
-    def __init__(self, started_at: datetime) -> None:
-        super().__init__()
+    def __init__(self, started_at: datetime, offering: Collection[str] = ()) -> None:
+        super().__init__(offering)
         self.started_at = started_at
         self.preempted: dict[str, str] = {}  # UID of a job: key of the one that is to have its slot
         # UID of a job: the placement that is to end for a better slot, and why.
@@ -196,6 +197,7 @@ class ClusterState(WatchedObjects):
             engine_state=beat.engine_state if live.beat else "starting",
             breaker=beat.breaker,
             predicted_tokens_per_second=live.promise,
+            overstates=live.overstates,
             memory_full=live.beat is not None and _is_full(beat),
             attached=live.attached,
             silent=live.is_silent(now),
@@ -390,8 +392,9 @@ def jobs_of(beat: pb.SlotHeartbeat) -> list[pb.RunningJob]:
 
 
 def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
-    """Return where the policy's volumes stand that are in the pod and can be written.
+    """Return where jobs may write on the policy's volumes that are in the pod and can be written.
 
+    `{namespace}` stands for that of the job, where each has a folder of its own.
     One that the policy has under the same name but of another claim, directory or path than when
     the pod was made is not.
     """
@@ -399,7 +402,7 @@ def _outputs(pod: Pod, terms: EffectivePolicy | None) -> tuple[str, ...]:
     if policy is None or policy.spec is None:
         return ()
     return tuple(
-        volume.mount_path
+        tenancy.tree_of(policy, volume)
         for volume in policy.spec.sidecar.volumes
         if not volume.read_only
         and volume_name(volume) in pod.volumes

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
+import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -21,7 +24,7 @@ import aiohttp
 from windrow.conditions import ConditionType, Reason, get_condition
 from windrow.crd import FINALIZER_ADAPTER, FINETUNE_JOB
 from windrow.errors import UserError
-from windrow_operator import status
+from windrow_operator import status, tenancy
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.command_line import option_as_written, option_of
 from windrow_operator.decode_pods import (
@@ -34,7 +37,7 @@ from windrow_operator.decode_pods import (
 from windrow_operator.events import Recorder
 from windrow_operator.finalizers import set_finalizer
 from windrow_operator.kube import ApiError, Kube, ObjectNotFound, kind_path
-from windrow_operator.model import Job, key_of
+from windrow_operator.model import CheckedPolicy, Job, key_of
 from windrow_operator.planning import same_model
 from windrow_operator.reconcile import Event
 from windrow_operator.secrets import read_server_key
@@ -47,6 +50,9 @@ _TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=5)
 _DEFAULT_PORT = "30000"  # SGLang's
 # In this order it is loaded: nobody may ask decode for what prefill does not know.
 _ROLES = ("prefill", "decode")
+# Of an answer: what is read, and what of its error message is repeated.
+_MOST_BYTES = 2**20
+_MOST_REPEATED = 256
 _BOTH_PARTS = ("", "null")  # of `--disaggregation-mode`: not disaggregated
 
 
@@ -81,9 +87,10 @@ def instances(pods: Iterable[Mapping[str, Any]], job: Job) -> list[Instance]:
             continue
         if other_engine(container):  # it has the option, and other calls
             continue
-        port = _port_of(container)
+        url = _url_of(state["podIP"], _port_of(container))
         key = key_of(metadata["namespace"], metadata["name"])
-        found.append(Instance(key, metadata["uid"], role, f"http://{state['podIP']}:{port}"))
+        if url:
+            found.append(Instance(key, metadata["uid"], role, url))
     return sorted(found, key=lambda each: (_ROLES.index(each.role), each.key))
 
 
@@ -94,6 +101,17 @@ def _port_of(container: Mapping[str, Any]) -> str:
         # A variable whose value is not in the pod's spec: what is declared says it.
         return option_of(container, "--port") or (declared or [_DEFAULT_PORT])[0]
     return _DEFAULT_PORT
+
+
+def _url_of(address: str, port: str) -> str:
+    """Return where a pod serves; empty: its command line names no port, whatever else it holds."""
+    try:
+        host = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
+        return ""
+    return f"http://[{host}]:{port}" if host.version == 6 else f"http://{host}:{port}"
 
 
 def _is_ready(pod: Mapping[str, Any]) -> bool:
@@ -141,36 +159,66 @@ class Servers:
 
     async def _names(self, instance: Instance) -> set[str]:
         answer = await self._request("GET", instance, "v1/models")
-        return {str(model.get("id")) for model in answer.get("data") or ()}
+        models = answer.get("data")
+        named = models if isinstance(models, list) else ()
+        return {str(model.get("id")) for model in named if isinstance(model, dict)}
 
     async def _call(self, instance: Instance, call: str, body: Mapping[str, Any]) -> None:
         answer = await self._request("POST", instance, call, body)
-        if not answer.get("success"):
-            why = answer.get("error_message") or answer.get("message") or answer
-            raise NotLoaded(f"{instance.key} refuses: {why}")
+        if answer.get("success") is not True:
+            raise NotLoaded(f"{instance.key} refuses{_reason_of(answer)}")
 
     async def _request(
         self, method: str, instance: Instance, call: str, body: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        url = f"{instance.url}/{call}"
+        # Whoever made the pod answers: nothing of it is followed, and little is read or repeated.
         try:
             headers = {"Authorization": f"Bearer {instance.token}"} if instance.token else {}
-            asked = self._session.request(method, url, json=body, headers=headers)
-            async with asked as response:
+            async with self._session.request(
+                method,
+                f"{instance.url}/{call}",
+                json=body,
+                headers=headers,
+                allow_redirects=False,
+            ) as response:
                 if response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
                     raise NotLoaded(_refused_key(instance, response.status))
-                answer = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            why = str(error) or type(error).__name__
-            raise NotLoaded(f"{instance.key} does not answer at {url}: {why}") from error
+                if 300 <= response.status < 400:
+                    raise NotLoaded(f"{instance.key} answers {call} with a redirect")
+                answer = json.loads(await _read(response.content, instance, call))
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise NotLoaded(
+                f"{instance.key} does not answer {call}: {type(error).__name__}"
+            ) from error
+        except (ValueError, RecursionError):
+            answer = None
         if not isinstance(answer, dict):
-            raise NotLoaded(f"{instance.key} does not know {call}: {str(answer)[:200]}")
+            raise NotLoaded(f"{instance.key} does not answer {call} with a JSON object")
         return answer
 
 
 def _refused_key(instance: Instance, status: int) -> str:
     what = "does not take the key of" if instance.token else "asks for a key: give it by"
     return f"{instance.key} {what} spec.access.serverKeySecret of its policy (HTTP {status})"
+
+
+async def _read(content: aiohttp.StreamReader, instance: Instance, call: str) -> bytes:
+    """Return the body of an answer, which may have so many bytes."""
+    read = bytearray()
+    async for piece in content.iter_chunked(64 * 1024):
+        read += piece
+        if len(read) > _MOST_BYTES:
+            raise NotLoaded(f"{instance.key} answers {call} with more than {_MOST_BYTES} bytes")
+    return bytes(read)
+
+
+def _reason_of(answer: Mapping[str, Any]) -> str:
+    """Return why a server refuses, in its own words: short, and without what is not printed."""
+    said = answer.get("error_message")
+    if not isinstance(said, str) or not said.strip():
+        return " and says no error_message"
+    words = " ".join("".join(c if c.isprintable() else " " for c in said[:_MOST_REPEATED]).split())
+    return f": {words}{'...' if len(said) > _MOST_REPEATED else ''}"
 
 
 class Deployments:
@@ -288,18 +336,26 @@ class Deployments:
         ]
 
     async def _pods(self, job: Job) -> list[dict[str, Any]]:
-        """Return the pods of the namespaces whose policies let the job load adapters."""
-        namespaces = set()
+        """Return the pods that the job may load adapters into, by the policies that admit it.
+
+        Beside the decode pods under these policies, what only prefills in their namespaces.
+        """
+        namespaces, closed = set(), set()
         for pod in self._cluster.pods.values():
-            policy = self._cluster.policy_of(pod)
-            access = policy.spec.access if policy and policy.spec else None
-            labels = dict(job.namespace_labels)
-            if access and access.adapters and access.namespace_selector.matches(labels):
+            if self._takes_adapters(self._cluster.policy_of(pod), job):
                 namespaces.add(pod.namespace)
+            else:
+                closed.add(pod.uid)
         found = []
         for namespace in sorted(namespaces):
-            found += await self._kube.list(f"/api/v1/namespaces/{namespace}/pods")
+            pods = await self._kube.list(f"/api/v1/namespaces/{namespace}/pods")
+            found += [pod for pod in pods if pod["metadata"]["uid"] not in closed]
         return found
+
+    def _takes_adapters(self, policy: CheckedPolicy | None, job: Job) -> bool:
+        if policy is None or policy.spec is None or not policy.spec.access.adapters:
+            return False
+        return not tenancy.closed_to(job, policy)
 
     async def _tell(
         self, job: Job, reason: Reason, message: str, body: Mapping[str, Any] | None = None

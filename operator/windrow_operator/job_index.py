@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windrow.conditions import get_condition, is_finished
+from windrow.conditions import get_condition, is_finished, is_true
 from windrow.crd import FINALIZER_ADAPTER, FinetuneJobSpec, parse_job_spec
 from windrow.crd.finetunejob import MANAGED_BY_US
 from windrow.errors import UserError
@@ -25,6 +25,7 @@ class _Entry:
 
     slot: str = ""
     places: frozenset[str] = frozenset()
+    namespace: str = ""
 
 
 class JobIndex:
@@ -37,6 +38,8 @@ class JobIndex:
         self.held: dict[str, dict[str, None]] = {}  # UIDs by the slot of their status
         # By each place that a destination may be (`policies.places_of`): UIDs of unfinished jobs.
         self._claims: dict[str, dict[str, _Rank]] = {}
+        # By place: UIDs of jobs that have succeeded there, each with its namespace.
+        self._published: dict[str, dict[str, str]] = {}
         self._entries: dict[str, _Entry] = {}  # by UID
         self._specs: dict[str, tuple[int, FinetuneJobSpec | None, UserError | None]] = {}  # by UID
 
@@ -60,7 +63,7 @@ class JobIndex:
 
         Args:
             body: the job.
-            policies_: all of them.
+            policies_: those that the job may run under.
             mounts: what the pod that the job is on can write.
         """
         metadata, status = body["metadata"], body.get("status") or {}
@@ -71,9 +74,15 @@ class JobIndex:
         slot, places = status.get("slot") or "", frozenset[str]()
         if slot:
             self.held.setdefault(slot, {})[uid] = None
-        if spec is not None and not finished:
+        namespace = metadata["namespace"]
+        if spec is not None and is_true(conditions, "Succeeded"):
             places = policies.places_of(spec.output.destination, policies_, mounts)
-            key = key_of(metadata["namespace"], metadata["name"])
+            for place in places:
+                touched |= self._claims.get(place, {}).keys()
+                self._published.setdefault(place, {})[uid] = namespace
+        elif spec is not None and not finished:
+            places = policies.places_of(spec.output.destination, policies_, mounts)
+            key = key_of(namespace, metadata["name"])
             rank = (not status.get("epoch"), metadata["creationTimestamp"], key)
             for place in places:
                 touched |= self._claims.setdefault(place, {}).keys()
@@ -84,7 +93,7 @@ class JobIndex:
                 self.with_priority[uid] = None
         if _has_adapter(spec, body):
             self.with_adapters[uid] = None
-        self._entries[uid] = _Entry(slot, places)
+        self._entries[uid] = _Entry(slot, places, namespace)
         return touched
 
     def drop(self, uid: str, *, keep_spec: bool = False) -> set[str]:
@@ -94,6 +103,7 @@ class JobIndex:
         touched: set[str] = set()
         for place in entry.places:
             _drop(self._claims, place, uid)
+            _drop(self._published, place, uid)
             touched |= self._claims.get(place, {}).keys()
         self.waiting.pop(uid, None)
         self.with_priority.pop(uid, None)
@@ -103,12 +113,20 @@ class JobIndex:
         return touched
 
     def destination_owner(self, uid: str) -> str:
-        """Return which unfinished job may write to the destination of `uid`: the first that came.
+        """Return which job the destination of `uid` belongs to: of the unfinished the first.
 
-        A job that has been placed keeps its destination against one that is older by the clock.
+        A job that has been placed keeps its destination against one that is older by the clock. It
+        belongs to a job of another namespace that has succeeded there, too: its adapter is there.
         """
         claims = dict(self._rivals(uid))
-        return min(claims, key=claims.__getitem__) if claims else uid
+        if claims and (first := min(claims, key=claims.__getitem__)) != uid:
+            return first
+        entry = self._entries[uid]
+        for place in sorted(entry.places):
+            for other, namespace in self._published.get(place, {}).items():
+                if other != uid and namespace != entry.namespace and claims:
+                    return other
+        return uid
 
     def _rivals(self, uid: str) -> Iterator[tuple[str, _Rank]]:
         for place in self._entries[uid].places:

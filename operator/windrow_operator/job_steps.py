@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from windrow.crd import FINALIZER, FINETUNE_JOB
 from windrow.errors import UserError
 from windrow.proto import attach_pb2 as pb
+from windrow_operator import tenancy
 from windrow_operator.budget import PROGRESS_PER_SECOND, WriteBudget
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.events import Recorder
@@ -26,7 +27,7 @@ from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile, wi
 from windrow_operator.secrets import JobSecrets, read_secrets
 from windrow_operator.sidecars import Sidecars
 from windrow_operator.slot_table import SlotTable
-from windrow_operator.status import is_urgent
+from windrow_operator.status import is_urgent, own_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +123,21 @@ class JobSteps:
         if job.spec is None or all(command.action != "ASSIGN" for command in actions.commands):
             return actions, JobSecrets()
         try:
-            return actions, await read_secrets(self._kube, job.namespace, job.spec)
+            secrets = await read_secrets(self._kube, job.namespace, job.spec)
+            self._require_endpoints(job, actions, secrets)
         except UserError as error:
             return without_secret(job, str(error), now, self._timeouts), JobSecrets()
+        return actions, secrets
+
+    def _require_endpoints(self, job: Job, actions: Actions, secrets: JobSecrets) -> None:
+        """Refuse Secrets that name an endpoint which the policy of the slot does not allow."""
+        for command in actions.commands:
+            slot = self._slots.get(command.slot)
+            if slot is None or slot.terms is None:
+                continue
+            for part, held in (("dataset", secrets.dataset), ("output", secrets.output)):
+                if refusal := tenancy.endpoint_refusal(job, slot.terms.policy, held):
+                    raise UserError(refusal, field=f"spec.{part}.secretRef")
 
     async def _carry_out(self, job: Job, actions: Actions, secrets: JobSecrets) -> None:
         now = self._clock()
@@ -221,6 +234,11 @@ class JobSteps:
 
 def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
     """Return what the sidecar of a slot is told: the spec as it was decided on."""
+    policy = slot.terms.policy if slot.terms else None
+    checkpoint = job.status.get("checkpoint") or {}
+    checkpoint_path = own_checkpoint(
+        job, int(checkpoint.get("step", 0)), str(checkpoint.get("path", ""))
+    )
     return pb.Assign(
         slot=index,
         job_namespace=job.namespace,
@@ -228,6 +246,10 @@ def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
         job_uid=job.uid,
         epoch=command.epoch,
         spec_json=json.dumps(job.body["spec"]),
-        outputs=pb.Outputs(trees=slot.outputs),
-        checkpoint_path=(job.status.get("checkpoint") or {}).get("path", ""),
+        outputs=pb.Outputs(
+            trees=tenancy.with_namespace(slot.outputs, job.namespace),
+            mounts=tenancy.mounts_of(policy),
+        ),
+        checkpoint_path=checkpoint_path,
+        access=tenancy.access_of(job, policy),
     )

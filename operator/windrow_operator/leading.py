@@ -30,6 +30,8 @@ from windrow_operator.webhook import WebhookRegistration
 log = logging.getLogger(__name__)
 
 _STORE_AGAIN_S = 2.0
+# Latency profiles that wait to be stored: each sidecar reports at each attach.
+_MOST_REPORTS = 4096
 # A LatencyProfile that somebody deletes is given to no new pod after that time.
 _PROFILES_COMPARED_S = 60.0
 # Somebody else may change the registration at any time; pods come without a sidecar meanwhile.
@@ -111,8 +113,11 @@ class Leading:
         self._driver.wake_for_progress()
 
     def on_profile(self, pod: Pod, report: pb.ProfileReport) -> None:
-        """Store a latency profile."""
-        self._reports.put_nowait((pod, report))
+        """Store a latency profile; with very many under way the sidecar's next stream says it."""
+        if self._reports.qsize() < _MOST_REPORTS:
+            self._reports.put_nowait((pod, report))
+        else:
+            log.warning("a latency profile of pod %s is not stored: too many wait", pod.key)
 
     async def _write_slots(self) -> None:
         while True:

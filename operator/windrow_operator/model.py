@@ -189,7 +189,6 @@ class JobPlacement:
     progress: WorkerProgress = WorkerProgress()
     # Of its checkpoints: (reason, detail); None: nothing, ("", path) that one was written after it.
     trouble: tuple[str, str] | None = None
-    adapter_path: str = ""
     base_loss: float = float("nan")
     tuned_loss: float = float("nan")
     checkpoint_before: int | None = None  # step of the job's checkpoint when it was placed
@@ -235,6 +234,11 @@ class Holder:
         """Return whether the name is that of a job, by which its namespace is known."""
         return "/" in self.name
 
+    @property
+    def namespace(self) -> str:
+        """Return the namespace of the job; empty: it is not known."""
+        return self.name.partition("/")[0] if self.is_known else ""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -249,6 +253,7 @@ class Slot:
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
+    overstates: bool = False  # its sidecar promised more than the hardware can do
     memory_full: bool = False
     attached: bool = True
     silent: bool = False  # attached, but its heartbeats have ceased
@@ -261,7 +266,8 @@ class Slot:
     terms: EffectivePolicy | None = None
     holders: tuple[Holder, ...] = ()
     max_jobs: int = 1  # that share a base model may run on it at a time
-    outputs: tuple[str, ...] = ()  # directories that jobs may write
+    # Directories that jobs may write; {namespace} stands for that of the job.
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,12 +7,12 @@ it. What changes is marked, so that nobody has to look at everything to find it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from windrow_operator import policies
+from windrow_operator import policies, tenancy
 from windrow_operator.job_index import JobIndex
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Mount, Pod, key_of, version_of
 from windrow_operator.pods import pod_of
@@ -49,7 +49,8 @@ def why_leaving(node: Mapping[str, Any]) -> str:
 class WatchedObjects:
     """The store of what is watched."""
 
-    def __init__(self) -> None:
+    def __init__(self, offering: Collection[str] = ()) -> None:
+        self.offering = frozenset(offering)  # namespaces whose policies are offered to all jobs
         self.jobs: dict[str, Body] = {}  # by UID
         self.policies: dict[str, CheckedPolicy] = {}  # by key
         self.policy_bodies: dict[str, Body] = {}
@@ -88,8 +89,18 @@ class WatchedObjects:
         self.changed_jobs.mark(uid)
         slot = (body.get("status") or {}).get("slot") or ""
         mounts = self._mounts_at(slot)
-        self.changed_jobs.mark_all(self.index.put(body, self.policies.values(), mounts))
+        self.changed_jobs.mark_all(self.index.put(body, self._policies_for(body), mounts))
         self._mark_slot_of(body)
+
+    def _policies_for(self, body: Body) -> list[CheckedPolicy]:
+        """Return the policies that a job may run under."""
+        namespace, (spec, _) = body["metadata"]["namespace"], self.index.spec(body)
+        labels, named = self.namespaces.get(namespace, {}), spec.policies if spec else ()
+        return [
+            policy
+            for policy in self.policies.values()
+            if tenancy.may_run_under(policy, namespace, labels, named)
+        ]
 
     def _mounts_at(self, slot: str) -> frozenset[Mount]:
         """Return what the pod of a slot can write: maybe what a policy, edited since, once said."""
@@ -125,7 +136,8 @@ class WatchedObjects:
         self.policy_bodies[key] = dict(body)
         self.usage.take_up(key, body.get("status") or {})
         before = self.policies.get(key)
-        self.policies[key] = policy = policies.policy_of(body)
+        offered = body["metadata"]["namespace"] in self.offering
+        self.policies[key] = policy = replace(policies.policy_of(body), offered=offered)
         if before != policy:
             self._policies_have_changed(key)
 
@@ -176,9 +188,9 @@ class WatchedObjects:
             self._mark_jobs_of(name)
 
     def _mark_jobs_of(self, namespace: str) -> None:
-        self.changed_jobs.mark_all(
-            uid for uid, body in self.jobs.items() if body["metadata"]["namespace"] == namespace
-        )
+        for uid, body in self.jobs.items():
+            if body["metadata"]["namespace"] == namespace:
+                self._index_job(uid)  # which policies admit it hangs on the namespace's labels
 
     def put_priority_class(self, body: Mapping[str, Any]) -> None:
         """Keep the value of a PriorityClass."""

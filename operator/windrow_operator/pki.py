@@ -20,6 +20,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from windrow.errors import UserError
+
 _AUTHORITY_LIFETIME = timedelta(days=3650)
 # An authority has a successor this long before it ends: every server certificate that it signs
 # until then outlives the change.
@@ -171,6 +173,24 @@ def use(context: ssl.SSLContext, pair: KeyPair) -> None:
         chain.touch(mode=0o600)
         chain.write_bytes(pair.key + pair.certificate)
         context.load_cert_chain(chain)
+
+
+def ask_for_client(context: ssl.SSLContext, authorities: Path) -> None:
+    """Refuse clients whose certificate none of these authorities, PEM, has signed.
+
+    Raises:
+        UserError: the file holds none.
+    """
+    try:
+        context.load_verify_locations(authorities)
+    except OSError as error:  # ssl.SSLError among them
+        raise UserError(
+            f"{authorities} holds no certificate authority: {error.strerror or error}",
+            field="--webhook-client-ca",
+            remedy="Name a PEM file of the authority that signs the API server's client "
+            "certificate.",
+        ) from error
+    context.verify_mode = ssl.CERT_REQUIRED
 
 
 def from_secret(data: Mapping[str, str]) -> Authorities:

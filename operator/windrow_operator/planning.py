@@ -16,8 +16,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from windrow.outputs import is_below
-from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot, key_of
+from windrow.outputs import is_below, is_bucket
+from windrow_operator import tenancy
+from windrow_operator.model import Base, CheckedPolicy, Holder, Job, Slot
 from windrow_operator.slot_table import SlotTable, capacity_refusal, unreachable
 
 # A message lists so many slots one by one; a cluster may have thousands, so that those of other
@@ -79,6 +80,7 @@ def refusal(job: Job, slot: Slot) -> str:
         or admission_refusal(job, slot)
         or capacity_refusal(slot)
         or _unwritable(job, slot)
+        or _unreadable(job, slot)
         or _sharing_refusal(job, slot)
     )
 
@@ -90,29 +92,11 @@ def admission_refusal(job: Job, slot: Slot) -> str:
     policy = slot.terms.policy
     if slot.terms.mode != "harvest":
         return f"may not be harvested now ({slot.terms.why or f'mode {slot.terms.mode}'})"
-    if job.spec and job.spec.policies and not _accepts(job, policy):
-        return f"is under policy {policy.name}, which spec.policies does not name"
+    if closed := tenancy.closed_to(job, policy):
+        return closed
     if job.namespace in slot.terms.spent:
         return f"gives namespace {job.namespace} no more today by policy {policy.name}"
-    if not _is_open_to(policy, job):
-        return f"is closed to namespace {job.namespace} by policy {policy.name}"
-    return ""
-
-
-def _accepts(job: Job, policy: CheckedPolicy) -> bool:
-    named = job.spec.policies if job.spec else ()
-    return any(
-        policy.key == (name if "/" in name else key_of(job.namespace, name)) for name in named
-    )
-
-
-def _is_open_to(policy: CheckedPolicy, job: Job) -> bool:
-    if policy.spec is None:
-        return True
-    selector = policy.spec.access.namespace_selector
-    if selector.is_empty:
-        return job.namespace == policy.namespace
-    return selector.matches(dict(job.namespace_labels))
+    return tenancy.class_refusal(job, policy)
 
 
 def serves_model(job: Job, slot: Slot) -> bool:
@@ -150,10 +134,12 @@ def _sharing_refusal(job: Job, slot: Slot) -> str:
     if base is None:
         return f"{runs}, and a quantised base is not shared"
     different = [holder for holder in others if holder.base != base]
-    if not different:
+    if different:
+        which = "" if len(different) == len(others) else f"{_names(job, different)} "
+        return f"{runs}, {which}over another base"
+    if all(_is_of(job, holder) for holder in others) or _may_share(slot):
         return ""
-    which = "" if len(different) == len(others) else f"{_names(job, different)} "
-    return f"{runs}, {which}over another base"
+    return f"{runs}, and its policy lets no two namespaces share a worker (access.shareWorkers)"
 
 
 def _names(job: Job, holders: list[Holder]) -> str:
@@ -166,18 +152,43 @@ def _names(job: Job, holders: list[Holder]) -> str:
 
 def _may_be_named(job: Job, holder: Holder) -> bool:
     """Return whether whoever wrote `job` may know what `holder` is called."""
-    return not holder.is_known or holder.name.startswith(f"{job.namespace}/")
+    return not holder.is_known or _is_of(job, holder)
+
+
+def _is_of(job: Job, holder: Holder) -> bool:
+    """Return whether `holder` is known to be of the job's namespace."""
+    return holder.namespace == job.namespace
+
+
+def _may_share(slot: Slot) -> bool:
+    """Return whether jobs of several namespaces may run in the slot's worker."""
+    spec = slot.terms.policy.spec if slot.terms else None
+    return spec is not None and spec.access.share_workers
 
 
 def _unwritable(job: Job, slot: Slot) -> str:
     """Return why the adapter cannot be written from the slot; empty: it can, as far as is known."""
-    if job.spec is None or (slot.outputs and is_below(slot.outputs, job.spec.output.destination)):
+    if job.spec is None or is_bucket(job.spec.output.destination):
         return ""
-    given = f"only below {' and '.join(slot.outputs)}" if slot.outputs else "nowhere"
+    trees = tenancy.with_namespace(slot.outputs, job.namespace)
+    if trees and is_below(trees, job.spec.output.destination):
+        return ""
+    given = f"only below {' and '.join(trees)}" if trees else "nowhere"
     return (
         f"cannot write {job.spec.output.destination}: by its policy's volumes its pod may write "
         f"{given}"
     )
+
+
+def _unreadable(job: Job, slot: Slot) -> str:
+    """Return why what the job names cannot be reached from the slot; empty: it can, as far known.
+
+    The sidecar holds the job to the same, where names have addresses and links lead somewhere.
+    """
+    if slot.terms is None:
+        return ""
+    served = serves_model(job, slot)
+    return tenancy.reach_refusal(job, slot.terms.policy, serves_model=served)
 
 
 def _explain_choice(job: Job, slot: Slot, neighbours: int) -> str:
@@ -205,24 +216,34 @@ def rate(tokens_per_second: float) -> str:
 
 
 def _explain(job: Job, table: SlotTable) -> str:
-    if not table:
+    shown = list(itertools.islice(_shown(job, table), SLOTS_LISTED + 1))
+    if not shown:
         return (
-            "There is no slot yet: a policy has to select a decode pod, and its sidecar to attach"
+            f"No slot is open to namespace {job.namespace} yet: a policy has to select a decode "
+            "pod of it, and its sidecar to attach. One of another namespace is open where its "
+            "HarvestPolicy admits this namespace (access.namespaceSelector) and the job names that "
+            "policy in spec.policies"
         )
-    first = itertools.islice(_shown(job, table), SLOTS_LISTED)
-    listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in first]
-    more = len(table) - len(listed)
-    if not listed:
-        what = "no HarvestPolicy's access.namespaceSelector admits it"
-        return f"None of {more} slots is open to namespace {job.namespace}: {what}"
-    return "; ".join(listed) + (f"; and {more} more slots refuse" if more else "")
+    listed = [f"{_name(job, slot)} {refusal(job, slot)}" for slot in shown[:SLOTS_LISTED]]
+    # Those of other namespaces are not counted: how many there are is nobody else's business.
+    own = sum(slot.key.startswith(f"{job.namespace}/") for slot in shown[:SLOTS_LISTED])
+    more = table.number_of(job.namespace) - own
+    if more:
+        listed.append(f"and {more} more slots refuse")
+    elif len(shown) > SLOTS_LISTED:
+        listed.append("and more slots refuse")
+    return "; ".join(listed)
 
 
 def _shown(job: Job, table: SlotTable) -> Iterator[Slot]:
-    """Yield slots that may be named: of the job's namespace, and those that are open to it."""
+    """Yield slots that may be named: of the job's namespace, and those that both sides agree on."""
     yield from table.of_namespace(job.namespace)
     for slot in itertools.islice(table.values(), _LOOKED_AT):
         elsewhere = slot.key.partition("/")[0] != job.namespace
         policy = slot.terms.policy if slot.terms else None
-        if elsewhere and policy is not None and policy.spec and _is_open_to(policy, job):
+        if elsewhere and policy is not None and _agree(job, policy):
             yield slot
+
+
+def _agree(job: Job, policy: CheckedPolicy) -> bool:
+    return policy.spec is not None and not tenancy.closed_to(job, policy)

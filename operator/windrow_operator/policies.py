@@ -90,18 +90,19 @@ def places_of(
 ) -> frozenset[str]:
     """Return every name of the directory that a destination may be: two jobs with one may meet.
 
-    Its path, and where that is in a claim or on a node by the volumes of each policy: one claim may
-    be mounted at two paths.
+    That is where it is in a claim or on a node by the volumes of each policy: one claim may be
+    mounted at two paths, and one path may be in the claims of two tenants. Where it is in none, it
+    is the path itself.
 
     Args:
         destination: of a job.
-        policies: as they are now.
+        policies: as they are now, those that the job may run under.
         mounts: of the pod that the job runs in, which keeps what its policy once was.
     """
     path = path_of(destination)
     given = [[mount_of(policy, volume) for volume in _volumes(policy)] for policy in policies]
     names = (_place_in(tree, path) for tree in (*given, list(mounts)))
-    return frozenset([path, *(name for name in names if name)])
+    return frozenset(name for name in names if name) or frozenset([path])
 
 
 def _volumes(policy: CheckedPolicy) -> Iterable[VolumeSpec]:

@@ -52,8 +52,16 @@ def _gives_way(victim: Job, job: Job, slots: Mapping[str, Slot]) -> bool:
     slot = slots.get(victim.slot)
     if slot is None or victim.priority >= job.priority or victim.deleted_at is not None:
         return False
+    if victim.namespace != job.namespace and not _reaches_across(slot):
+        return False
     without = tuple(holder for holder in slot.holders if holder.uid != victim.uid)
     return not refusal(job, replace(slot, holders=without))
+
+
+def _reaches_across(slot: Slot) -> bool:
+    """Return whether a job may take the slot of one of another namespace."""
+    spec = slot.terms.policy.spec if slot.terms else None
+    return spec is not None and spec.access.preempt_across_namespaces
 
 
 def _undone(job: Job, runs: Mapping[str, JobPlacement]) -> int:

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # A ConfigMap holds 1 MiB at most, names and all. The newest profiles are in it.
 _ROOM: Final = 900 * 1024
+# Kinds of decode that one namespace can have profiles of, and the bytes of one.
+MOST_PROFILES: Final = 64
+_MOST_BYTES: Final = 512 * 1024
 # Somebody may have deleted or changed a ConfigMap: it is written again after that time.
 _WRITTEN_AGAIN: Final = timedelta(minutes=10)
 
@@ -72,16 +75,27 @@ class Profiles:
         Raises:
             ApiError: it could not be stored now; to be called again.
         """
+        if len(report.profile_json) > _MOST_BYTES:
+            log.warning("pod %s/%s sent a profile that is too long", pod.namespace, pod.name)
+            return
         try:
             spec = json.loads(report.profile_json)
             parse_profile_spec(spec)
-        except (ValueError, UserError) as error:
+        except (ValueError, UserError, RecursionError) as error:
             log.warning("pod %s/%s sent a broken profile: %s", pod.namespace, pod.name, error)
             return
         name, of_namespace = _object_name(report.key), self._known.setdefault(pod.namespace, {})
         new = _Stored("", spec)
-        if (old := of_namespace.get(name)) is not None and new.taken_at <= old.taken_at:
+        old = of_namespace.get(name)
+        if old is not None and new.taken_at <= old.taken_at:
             return  # each sidecar reports at each attach, thousands to a new leader
+        if old is None and len(of_namespace) >= MOST_PROFILES:
+            log.warning(
+                "pod %s/%s measured another kind of decode, and the namespace has %d latency "
+                "profiles already: delete some to have it stored",
+                *(pod.namespace, pod.name, len(of_namespace)),
+            )
+            return
         body = {
             "apiVersion": API_VERSION,
             "kind": LATENCY_PROFILE.kind,

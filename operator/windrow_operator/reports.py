@@ -8,6 +8,7 @@ tells those of jobs that have ended as well.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typing import Final
 from windrow.conditions import Reason
 from windrow.crd import slot_name
 from windrow.proto import attach_pb2 as pb
+from windrow_operator import claims
 from windrow_operator.cluster_state import ClusterState, LiveSlot, jobs_of
 from windrow_operator.model import (
     ALIVE,
@@ -27,6 +29,8 @@ from windrow_operator.model import (
     WorkerProgress,
     key_of,
 )
+
+log = logging.getLogger(__name__)
 
 _STATE: Final = {
     pb.JobEvent.STARTED: RunState.RUNNING,
@@ -40,6 +44,8 @@ _STATE: Final = {
 # What a slot promises follows its heartbeats with this time constant: a burst of decode, or a gap
 # between two, moves no job.
 _PROMISE_OVER: Final = timedelta(minutes=2)
+# Longer than anybody waits, and short enough for every clock.
+_LONGEST_ETA_S: Final = 1e9
 
 
 def take_hello(
@@ -51,10 +57,16 @@ def take_hello(
     lost: the assignment never arrived, or the worker ended meanwhile. Of a slot that it does not
     name no engine has called it yet; what a sidecar before it said of the engine is over.
     """
-    for facts in hello.slots:
+    slots = claims.slots_of(hello)
+    if len(slots) < len(hello.slots):
+        log.warning(
+            "the sidecar of pod %s names %d slots, of which %d can be",
+            *(pod.key, len(hello.slots), len(slots)),
+        )
+    for facts in slots:
         _take_slot(cluster, pod, facts)
     mine = cluster.slots_of(pod.uid)
-    called = {facts.index for facts in hello.slots}
+    called = {facts.index for facts in slots}
     for live in mine:
         live.attached, live.lost_at = True, None
         if first and live.facts.index not in called:
@@ -62,7 +74,7 @@ def take_hello(
         cluster.changed_slots.mark(live.key)
     cluster.changed_pods.mark(pod.uid)
     stale = []
-    for running in hello.running:
+    for running in claims.running(hello.running):
         key = key_of(pod.namespace, slot_name(pod.name, running.slot))
         stale += _take_running(cluster, key, running, now)
     if first:
@@ -78,11 +90,19 @@ def take_heartbeat(
 ) -> list[pb.JobCommand]:
     """Take up the state of one slot."""
     since = now - live.beat_at if live.beat_at else timedelta.max
-    live.promise = smoothed_promise(live.promise, beat.predicted_tokens_per_second, since)
+    said, most = beat.predicted_tokens_per_second, claims.most_tokens_per_second(live.facts)
+    if said > most:
+        if not live.overstates:
+            log.warning(
+                "slot %s promises %.3g tokens a second, more than its hardware can do: cut to %.3g",
+                *(live.key, said, most),
+            )
+        live.overstates = True
+    live.promise = smoothed_promise(live.promise, claims.rate(said, most), since)
     live.beat, live.beat_at = beat, now
     cluster.changed_slots.mark(live.key)
     stale = []
-    for running in jobs_of(beat):
+    for running in claims.running(jobs_of(beat)):
         stale += _take_running(cluster, live.key, running, now)
     for run in cluster.runs_on(live.key):
         reported = run.seen_at is not None and run.state in ALIVE
@@ -132,6 +152,12 @@ def _take_slot(cluster: ClusterState, pod: Pod, facts: pb.SlotFacts) -> None:
     name = slot_name(pod.name, facts.index)
     key = key_of(pod.namespace, name)
     live = cluster.slots.get(key)
+    if live is not None and live.pod_uid != pod.uid:
+        # Pods may be named so that their slots' names meet: `decode.1`, and device 1 of `decode`.
+        holder = cluster.pods.get(live.pod_uid)
+        if holder is not None and not holder.ending:
+            log.warning("slot %s of pod %s is taken by pod %s", key, pod.name, live.pod_name)
+            return
     if live is None or live.pod_uid != pod.uid:
         live = LiveSlot(key, pod.namespace, name, pod.name, pod.uid)
     live.node, live.facts = pod.node, facts
@@ -166,47 +192,53 @@ def _current(cluster: ClusterState, slot: str, uid: str, epoch: int, now: dateti
 def _with_event(run: JobPlacement, event: pb.JobEvent, now: datetime) -> JobPlacement:
     state = _STATE.get(event.kind, run.state)
     begins = event.kind == pb.JobEvent.STARTED
+    reason, detail = claims.reason(event.reason), claims.text(event.detail)
     progress = run.progress
     if event.HasField("progress"):
         progress = _merged(progress, event.progress)
     if event.kind == pb.JobEvent.WARNED:
-        return replace(run, seen_at=now, progress=progress, trouble=(event.reason, event.detail))
+        return replace(run, seen_at=now, progress=progress, trouble=(reason, detail))
     trouble = run.trouble
     if event.kind == pb.JobEvent.CHECKPOINTED and trouble is not None:
-        trouble = ("", event.detail)
+        trouble = ("", detail)
     return replace(
         run,
         state=state,
         since=now if state is not run.state else run.since,
         seen_at=now,
         trouble=trouble,
-        reason=event.reason,
-        detail=event.detail,
+        reason=reason,
+        detail=detail,
         user_error=event.user_error,
-        field=event.field,
-        remedy=event.remedy,
-        resumed=event.reason == Reason.RESUMED if begins else run.resumed,
-        started=event.detail if begins else run.started,
+        field=claims.text(event.field),
+        remedy=claims.text(event.remedy),
+        resumed=reason == Reason.RESUMED if begins else run.resumed,
+        started=detail if begins else run.started,
         progress=progress,
-        adapter_path=event.adapter_path or run.adapter_path,
-        base_loss=event.base_eval_loss if event.HasField("base_eval_loss") else run.base_loss,
-        tuned_loss=event.tuned_eval_loss if event.HasField("tuned_eval_loss") else run.tuned_loss,
+        base_loss=_loss(event, "base_eval_loss", run.base_loss),
+        tuned_loss=_loss(event, "tuned_eval_loss", run.tuned_loss),
     )
+
+
+def _loss(event: pb.JobEvent, name: str, known: float) -> float:
+    return claims.finite(getattr(event, name)) if event.HasField(name) else known
 
 
 def _merged(known: WorkerProgress, said: pb.Progress) -> WorkerProgress:
     """Return what was said; a checkpoint that it does not name stays known."""
+    saved = claims.count(said.checkpoint_step) if said.checkpoint_path else known.checkpoint_step
+    rate, eta = claims.finite(said.tokens_per_second), claims.finite(said.eta_seconds)
     return WorkerProgress(
-        step=said.step,
-        total_steps=said.total_steps or known.total_steps,
-        loss=said.loss if said.step else math.nan,
-        tokens_per_second=said.tokens_per_second,
-        tokens=said.tokens,
-        eta_seconds=said.eta_seconds,
-        checkpoint_step=said.checkpoint_step if said.checkpoint_path else known.checkpoint_step,
-        checkpoint_path=said.checkpoint_path or known.checkpoint_path,
-        skipped_rows=said.skipped_rows,
-        cut_rows=said.cut_rows,
+        step=claims.count(said.step),
+        total_steps=claims.count(said.total_steps) or known.total_steps,
+        loss=claims.finite(said.loss) if said.step else math.nan,
+        tokens_per_second=max(0.0, rate) if math.isfinite(rate) else 0.0,
+        tokens=claims.count(said.tokens),
+        eta_seconds=min(max(0.0, eta), _LONGEST_ETA_S) if math.isfinite(eta) else 0.0,
+        checkpoint_step=saved,
+        checkpoint_path=claims.text(said.checkpoint_path) or known.checkpoint_path,
+        skipped_rows=claims.count(said.skipped_rows),
+        cut_rows=claims.count(said.cut_rows),
     )
 
 

@@ -15,6 +15,10 @@ MISSED_HEARTBEATS: Final = 3
 _FIRST_HEARTBEAT = timedelta(seconds=15)
 
 
+# Messages that wait to be sent: of 64 slots each a few, and commands for stale jobs.
+_MOST_QUEUED: Final = 2048
+
+
 @dataclass
 class Session:
     """One attached sidecar."""
@@ -34,7 +38,10 @@ class Session:
                 message.assign.leader_term = self.term
             case "command":
                 message.command.leader_term = self.term
-        self.outbox.put_nowait(message)
+        if self.outbox.qsize() < _MOST_QUEUED:
+            self.outbox.put_nowait(message)
+        else:
+            self.close()  # it reads nothing, or asks for more than anybody has to tell it
 
     def expect_first(self, now: datetime) -> None:
         """Note that a first heartbeat is to come, unless one is expected already."""

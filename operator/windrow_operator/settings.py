@@ -32,6 +32,8 @@ class Settings:
     identity: str  # of this replica, in the Lease
     state_file: Path | None
     webhook_service: str  # empty: the webhook is registered by its URL
+    webhook_client_ca: Path | None  # asks the API server for a certificate of these authorities
+    webhook_client_names: tuple[str, ...]  # of that certificate; empty: any
     sidecar_image: str
     sidecar_command: tuple[str, ...]
     sidecar_metrics_port: int
@@ -39,6 +41,7 @@ class Settings:
     sidecar_memory: str
     prepulled: str
     namespaces: tuple[str, ...]  # empty: all
+    offering: tuple[str, ...]  # namespaces whose policies are offered to every job
     timeouts: Timeouts
     trust_spread: timedelta  # until everyone trusts a new authority
     log_json: bool
@@ -88,10 +91,28 @@ def parse(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
         "--namespace-scope", default="all", help="namespaces to serve, by commas; all: every one"
     )
     parser.add_argument(
+        "--offering-namespaces",
+        default="",
+        help="namespaces, by commas, whose HarvestPolicies are offered to every job that they "
+        "admit; default: none, and a job runs under policies of another namespace only if it "
+        "names them in spec.policies",
+    )
+    parser.add_argument(
         "--webhook-service",
         default="",
         help="Service of the operator's namespace by which the API server reaches the webhook, on "
         "port 443; default: by the advertised address",
+    )
+    parser.add_argument(
+        "--webhook-client-ca",
+        type=Path,
+        help="PEM file of the authority that signs the client certificate which the API server "
+        "shows to webhooks, where it is configured to show one; default: it is not asked for one",
+    )
+    parser.add_argument(
+        "--webhook-client-names",
+        default="",
+        help="common names of that certificate, by commas; default: any",
     )
     parser.add_argument(
         "--sidecar-image",
@@ -159,6 +180,8 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         identity=options.identity,
         state_file=options.state_file,
         webhook_service=options.webhook_service,
+        webhook_client_ca=options.webhook_client_ca,
+        webhook_client_names=tuple(n for n in options.webhook_client_names.split(",") if n),
         sidecar_image=options.sidecar_image,
         sidecar_command=tuple(shlex.split(options.sidecar_command)),
         sidecar_metrics_port=options.sidecar_metrics_port,
@@ -166,6 +189,7 @@ def _settings(options: argparse.Namespace, *, in_pod: bool) -> Settings:
         sidecar_memory=options.sidecar_memory,
         prepulled=options.prepulled,
         namespaces=scope,
+        offering=tuple(name for name in options.offering_namespaces.split(",") if name),
         timeouts=Timeouts(
             gone_grace=timedelta(seconds=options.gone_grace_seconds),
             lost_grace=timedelta(seconds=options.lost_grace_seconds),

@@ -155,6 +155,10 @@ class SlotTable(Mapping[str, Slot]):
         for key in self._by_namespace.get(namespace, ()):
             yield self._slots[key]
 
+    def number_of(self, namespace: str) -> int:
+        """Return how many slots a namespace has."""
+        return len(self._by_namespace.get(namespace, ()))
+
     def neighbours(self, slot: Slot) -> int:
         """Return how many jobs are on other devices of the slot's node."""
         jobs = self._on_node.get(slot.node, {})
@@ -233,8 +237,9 @@ class SlotTable(Mapping[str, Slot]):
         bases = tuple(holder.base for holder in slot.holders)
         if None in bases:
             return None  # what is not known, or quantised, is not shared
-        terms = id(slot.terms)
-        return (terms, slot.model, slot.outputs, slot.failed_jobs, bases, self.neighbours(slot))
+        terms, tenants = id(slot.terms), frozenset(holder.namespace for holder in slot.holders)
+        where = (slot.model, slot.outputs, slot.failed_jobs)
+        return (terms, tenants, where, bases, self.neighbours(slot))
 
 
 def _matters(slot: Slot) -> tuple[object, ...]:

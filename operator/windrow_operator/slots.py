@@ -200,7 +200,8 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
         return "False", Reason.BREAKER_OPEN, view.breaker
     if view.resting:
         return "False", Reason.RESTING, f"It rests {view.resting}"
-    return "True", Reason.SERVING, "The slot can take a job"
+    cut = "; it promises more than its hardware can do, which is cut" if view.overstates else ""
+    return "True", Reason.SERVING, f"The slot can take a job{cut}"
 
 
 def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:

@@ -7,12 +7,15 @@ place. The table in `windrow.conditions` lists the reasons.
 from __future__ import annotations
 
 import math
+import posixpath
+import re
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
 from windrow.conditions import ConditionType as T
 from windrow.conditions import Reason, Status, get_condition, set_condition, state_of, timestamp
+from windrow.outputs import OWN_FOLDER, path_of
 from windrow_operator.model import Job, JobPlacement, RunState, WorkerProgress
 from windrow_operator.planning import rate
 
@@ -21,6 +24,8 @@ Body = dict[str, Any]
 # A shorter pause is decode's daily business: the tokens per second show it, the conditions do not.
 NOTABLE_PAUSE = timedelta(seconds=10)
 
+# As workers name them: finished steps, and rows of the next one.
+_CHECKPOINT = re.compile(r"step-[0-9]{8,12}-[0-9]{5,12}")
 # Only how far the job is: such a change can wait, so that it costs few writes.
 FLOWING = frozenset({"progress", "step", "loss", "tokensPerSecond", "eta"})
 
@@ -85,7 +90,7 @@ def placed(job: Job, slot: str, message: str, now: datetime) -> Body:
 
 def running(job: Job, run: JobPlacement, now: datetime) -> Body:
     """The worker has loaded the job; where it stands."""
-    after = _progress(job.status, run)
+    after = _progress(job, run)
     fact: tuple[str, str]
     if run.stop_asked_at is not None:
         why = f": {run.stop_reason}" if run.stop_reason else ""
@@ -137,7 +142,7 @@ def unplaced(
     job: Job, run: JobPlacement | None, reason: Reason, message: str, now: datetime
 ) -> Body:
     """The placement is over, the job is not: it goes on from its checkpoint."""
-    after = _without_rates(_progress(job.status, run) if run else job.status)
+    after = _without_rates(_progress(job, run) if run else job.status)
     after = _checkpointed(job, after, run, now) if run else after
     after.pop("slot", None)
     if "progress" in after:
@@ -221,7 +226,8 @@ def lost(
 def succeeded(job: Job, run: JobPlacement, now: datetime) -> Body:
     """All steps are done."""
     after = _finished(job, run, now)
-    path = run.adapter_path or (job.spec.output.destination if job.spec else "")
+    # Never what the sidecar says: servers load from there.
+    path = path_of(job.spec.output.destination) if job.spec else ""
     after["adapter"] = {"path": path}
     return _with(
         job, after, now, (T.SUCCEEDED, "True", Reason.COMPLETED, f"The adapter is in {path}")
@@ -245,7 +251,7 @@ def _with_user_error(status: Mapping[str, Any], field: str, remedy: str) -> Body
 
 
 def _finished(job: Job, run: JobPlacement | None, now: datetime) -> Body:
-    after = _without_rates(_progress(job.status, run) if run else job.status)
+    after = _without_rates(_progress(job, run) if run else job.status)
     after = _checkpointed(job, after, run, now) if run else after
     for gone in ("slot", "retryAt"):
         after.pop(gone, None)
@@ -293,9 +299,24 @@ def _checkpointed(job: Job, status: Body, run: JobPlacement, now: datetime) -> B
     return _with(job, status, now, (T.CHECKPOINTED, "True", Reason.CHECKPOINT_WRITTEN, detail))
 
 
-def _progress(status: Mapping[str, Any], run: JobPlacement) -> Body:
-    """Return `status` with what the worker reported; a field it has not reported stays."""
-    after = dict(status)
+def own_checkpoint(job: Job, step: int, said: str) -> str:
+    """Return the path of a checkpoint of `job` of which `said` is told; "": nothing is.
+
+    A sidecar's word decides over the name only: the folder is the job's own, below its destination.
+    """
+    if not said:
+        return ""
+    name = posixpath.basename(said)
+    if not _CHECKPOINT.fullmatch(name):
+        name = f"step-{step:08d}-00000"
+    # A spec that is not valid any more names no destination.
+    place = path_of(job.spec.output.destination) if job.spec else ""
+    return posixpath.join(place, OWN_FOLDER, job.uid, "checkpoints", name)
+
+
+def _progress(job: Job, run: JobPlacement) -> Body:
+    """Return the job's status with what the worker reported; a field it has not reported stays."""
+    after = dict(job.status)
     progress = run.progress
     if progress.total_steps or progress.step:
         after["progress"] = _numbers(progress)
@@ -306,8 +327,8 @@ def _progress(status: Mapping[str, Any], run: JobPlacement) -> Body:
         after.pop("eta", None)
         if progress.eta_seconds > 0:
             after["eta"] = clock(progress.eta_seconds)
-    if progress.checkpoint_path:
-        after["checkpoint"] = {"step": progress.checkpoint_step, "path": progress.checkpoint_path}
+    if path := own_checkpoint(job, progress.checkpoint_step, progress.checkpoint_path):
+        after["checkpoint"] = {"step": progress.checkpoint_step, "path": path}
     if math.isfinite(run.base_loss) and math.isfinite(run.tuned_loss):
         after["evaluation"] = {"baseLoss": run.base_loss, "tunedLoss": run.tuned_loss}
     return after

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import hmac
 import json
 import logging
+import secrets
 from collections.abc import Callable, Collection, Coroutine, Iterable
 from dataclasses import replace
 from typing import Any
@@ -41,6 +43,12 @@ log = logging.getLogger(__name__)
 CONFIGURATION = "windrow-operator"
 PATH = "/mutate-pods"
 TIMEOUT_SECONDS = 2
+# The API server takes objects of a little more than a megabyte.
+_MOST_BYTES = 2 * 2**20
+_READ_SECONDS = 1.0
+# Calls that are answered at a time, and those that wait for a turn; a call has two seconds.
+_AT_ONCE = 16
+_MOST_WAITING = 512
 # Below that of the registration: a pod passes with a warning instead of without a word.
 _DECIDE_SECONDS = 1.5
 _COLLECTION = "/apis/admissionregistration.k8s.io/v1/mutatingwebhookconfigurations"
@@ -117,10 +125,17 @@ def webhook_configuration(
 
 
 class WebhookRegistration:
-    """Keeps the API server's list of when to call the webhook, whatever others do to it."""
+    """Keeps the API server's list of when to call the webhook, whatever others do to it.
+
+    Args:
+        kube: a client that may write.
+        client: returns where the webhook serves now, as a WebhookClientConfig.
+        ca: returns the authorities that may have signed its certificate, PEM.
+        own_namespace: is exempt.
+    """
 
     def __init__(
-        self, kube: Kube, client: Body, ca: Callable[[], bytes], own_namespace: str
+        self, kube: Kube, client: Callable[[], Body], ca: Callable[[], bytes], own_namespace: str
     ) -> None:
         self._kube, self._client, self._ca, self._own = kube, client, ca, own_namespace
         self._namespaces: Collection[str] = ()
@@ -133,7 +148,7 @@ class WebhookRegistration:
             ApiError: the API server did not take it; what was registered before holds.
         """
         self._namespaces = namespaces
-        wanted = webhook_configuration(self._client, self._ca(), self._own, namespaces)
+        wanted = webhook_configuration(self._client(), self._ca(), self._own, namespaces)
         if wanted != self._wanted:
             await self._apply(wanted)
 
@@ -180,6 +195,11 @@ class Webhook:
         note: writes an event about an object.
         prepulled: DaemonSet of the operator's namespace, namespace/name, whose pods have the
             sidecar's image on their nodes; empty: there is none.
+        keys: returns the words that the API server shows by the path that it was given in the
+            registration, which nobody else may read: who shows none of them is told nothing.
+            Default: a word of this process alone.
+        client_names: of the API server's client certificate, where one is asked for; empty: any
+            that the authority has signed.
     """
 
     def __init__(
@@ -190,21 +210,57 @@ class Webhook:
         metrics: Metrics,
         note: Callable[[Body, Event], Coroutine[Any, Any, None]],
         prepulled: str = "",
+        keys: Callable[[], Collection[str]] | None = None,
+        client_names: Collection[str] = (),
     ) -> None:
         self._cluster, self._kube, self._template = cluster, kube, template
         self._metrics, self._note, self._prepulled = metrics, note, prepulled
         self._notes: set[asyncio.Task[None]] = set()  # on their way
+        own = secrets.token_urlsafe(32)
+        self._keys = keys or (lambda: (own,))
+        self._client_names = frozenset(client_names)
+        self._turns, self._waiting = asyncio.Semaphore(_AT_ONCE), 0
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
-        application = web.Application(client_max_size=16 * 2**20)
+        application = web.Application(client_max_size=_MOST_BYTES)
         application.router.add_post(PATH, self._mutate)
+        application.router.add_post(PATH + "/{key}", self._mutate)
         return application
 
     async def _mutate(self, request: web.Request) -> web.Response:
-        review = await request.json()
+        # Before anything of it is read: only the API server knows the path.
+        if not self._is_api_server(request):
+            return _nothing_said(403)
+        if self._waiting >= _MOST_WAITING:
+            return _nothing_said(503)
+        self._waiting += 1
+        try:
+            async with self._turns:
+                return await self._answered(request)
+        finally:
+            self._waiting -= 1
+
+    async def _answered(self, request: web.Request) -> web.Response:
+        try:
+            async with asyncio.timeout(_READ_SECONDS):
+                review = json.loads(await request.read())
+        except (ValueError, RecursionError, TimeoutError):
+            return _nothing_said(400)
+        asked = review.get("request") if isinstance(review, dict) else None
+        if not isinstance(asked, dict) or not isinstance(asked.get("uid"), str):
+            return _nothing_said(400)
         with self._metrics.webhook_seconds.time():
             return web.json_response(await self.review(review))
+
+    def _is_api_server(self, request: web.Request) -> bool:
+        shown = request.match_info.get("key", "").encode()
+        known = [hmac.compare_digest(shown, key.encode()) for key in self._keys()]
+        if not any(known) or not self._client_names:
+            return any(known)
+        certificate = (request.transport and request.transport.get_extra_info("peercert")) or {}
+        names = {value for part in certificate.get("subject", ()) for _, value in part}
+        return not names.isdisjoint(self._client_names)
 
     async def review(self, review: Body) -> Body:
         """Return the answer to one AdmissionReview. Every pod is allowed, some are patched."""
@@ -214,7 +270,7 @@ class Webhook:
         try:
             async with asyncio.timeout(_DECIDE_SECONDS):
                 done = await self._decide(
-                    asked["object"], asked.get("namespace", ""), dry_run=bool(asked.get("dryRun"))
+                    _object(asked), asked.get("namespace", ""), dry_run=bool(asked.get("dryRun"))
                 )
         except Refusal as refusal:
             warnings, done = [str(refusal)], None
@@ -222,7 +278,7 @@ class Webhook:
         except (ApiError, TimeoutError) as error:
             warnings, done = [f"it could not be checked in time: {error}"], None
             self._metrics.not_injected("NotChecked")
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
             log.exception("injection failed; the pod is admitted unchanged")
             warnings, done = [f"its spec was not understood: {error!r}"], None
             self._metrics.not_injected("NotUnderstood")
@@ -330,6 +386,20 @@ class Webhook:
             if not error.is_refusal:
                 raise
             raise Refusal("NotAdmitted", f"with a native sidecar it is refused: {error}") from error
+
+
+def _object(asked: Body) -> Body:
+    pod = asked["object"]
+    if not isinstance(pod, dict) or not isinstance(pod.get("spec"), dict):
+        raise TypeError("it is not a pod")
+    return pod
+
+
+def _nothing_said(status_: int) -> web.Response:
+    """Return an answer that admits a pod as it came and says nothing."""
+    response = {"uid": "", "allowed": True}
+    body = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+    return web.json_response(body, status=status_)
 
 
 def _has_sidecar(pod: Body) -> bool:

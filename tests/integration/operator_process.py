@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import grpc
 import yaml
@@ -349,6 +350,12 @@ class Cluster:
     def authority(self):
         secret = self.core.read_namespaced_secret("windrow-operator-ca", OWN_NAMESPACE)
         return base64.b64decode(secret.data["tls.crt"])
+
+    def webhook_path(self):
+        """Return the path that the API server was given, which nobody else may read."""
+        hooks = client.AdmissionregistrationV1Api(self.core.api_client)
+        found = hooks.read_mutating_webhook_configuration("windrow-operator")
+        return urlsplit(found.webhooks[0].client_config.url).path
 
     def attach(self, pod, token=None, to=None, **hello):
         address = f"127.0.0.1:{(to or self.operator).state['attachPort']}"

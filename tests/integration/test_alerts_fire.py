@@ -69,7 +69,7 @@ def ask_what_nobody_understands(cluster):
     """Send the webhook a pod whose containers are no list."""
     body = {"request": {"uid": "1", "object": {"metadata": {}, "spec": {"containers": 5}}}}
     request = urllib.request.Request(
-        f"https://127.0.0.1:{cluster.operator.state['webhookPort']}/mutate-pods",
+        f"https://127.0.0.1:{cluster.operator.state['webhookPort']}{cluster.webhook_path()}",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )

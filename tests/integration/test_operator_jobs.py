@@ -32,6 +32,12 @@ def start(sidecar, assigned, **progress):
     sidecar.beat(running(assigned, **{"step": 1, "total_steps": 100, "loss": 3.5, **progress}))
 
 
+def own_folder(cluster, assigned, step):
+    """Return where a checkpoint is, whatever the sidecar says of its folder."""
+    own = f"/out/{cluster.namespace}/tone/.windrow/{assigned.job_uid}"
+    return f"{own}/checkpoints/step-{step:08d}-00000"
+
+
 def test_a_job_runs_from_placement_to_its_adapter(placed):
     cluster, sidecar, assigned = placed
     status = cluster.status()
@@ -50,18 +56,18 @@ def test_a_job_runs_from_placement_to_its_adapter(placed):
             tokens=4000,
             eta_seconds=72,
             checkpoint_step=25,
-            checkpoint_path="/out/c",
+            checkpoint_path="/said/step-00000025-00000",
         )
     )
     wait_until(lambda: cluster.status().get("step") == "40/100", "progress in the status")
     status = cluster.status()
     assert (status["loss"], status["eta"]) == ("2.250", "1m12s")
-    assert status["checkpoint"] == {"step": 25, "path": "/out/c"}
+    assert status["checkpoint"] == {"step": 25, "path": own_folder(cluster, assigned, 25)}
 
     sidecar.report(assigned, "EVALUATED", base_eval_loss=3.0, tuned_eval_loss=2.0)
     sidecar.report(assigned, "SUCCEEDED", adapter_path="/out/tone")
     status = cluster.await_state("Succeeded")
-    assert status["adapter"] == {"path": "/out/tone"}
+    assert status["adapter"] == {"path": f"/out/{cluster.namespace}/tone"}
     assert status["evaluation"] == {"baseLoss": 3.0, "tunedLoss": 2.0}
     assert "slot" not in status
     wait_until(
@@ -143,19 +149,23 @@ def test_a_pod_that_is_gone_loses_its_job_though_its_sidecar_still_speaks(placed
 
 def test_a_job_of_higher_priority_gets_the_slot_after_a_checkpoint(placed, urgent):
     cluster, sidecar, assigned = placed
-    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/c5")
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/said/step-00000005-00000")
     cluster.await_state("Running")
     cluster.job("at-once", priorityClassName=urgent)
     stop = sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
     assert (stop.job_uid, "of higher priority" in stop.reason) == (assigned.job_uid, True)
     sidecar.report(
-        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+        assigned,
+        "STOPPED",
+        progress=pb.Progress(
+            step=6, checkpoint_step=6, checkpoint_path="/said/step-00000006-00000"
+        ),
     )
     second = sidecar.next("assign")
     assert second.job_name == "at-once"
     wait_until(lambda: cluster.condition("Evicted").get("reason") == "Preempted", "it is told why")
     status = cluster.status()
-    assert status["checkpoint"] == {"step": 6, "path": "/c6"}
+    assert status["checkpoint"] == {"step": 6, "path": own_folder(cluster, assigned, 6)}
     assert status["evictions"] == [{"reason": "Preempted", "count": 1}]
     # Only one gives way, and the first waits for its slot to be free again.
     sidecar.report(second, "SUCCEEDED", adapter_path="/a")
@@ -195,7 +205,11 @@ def test_a_queue_controller_holds_a_job_releases_it_and_takes_it_back(cluster):
     cluster.patch_job(suspend=True)  # evicted
     sidecar.next("command", what=lambda command: command.action == pb.JobCommand.STOP)
     sidecar.report(
-        assigned, "STOPPED", progress=pb.Progress(step=6, checkpoint_step=6, checkpoint_path="/c6")
+        assigned,
+        "STOPPED",
+        progress=pb.Progress(
+            step=6, checkpoint_step=6, checkpoint_path="/said/step-00000006-00000"
+        ),
     )
     cluster.await_state("Suspended")
     evicted = cluster.condition("Evicted")
@@ -263,11 +277,16 @@ def test_a_suspended_job_stops_with_a_checkpoint_and_resumes(placed):
     sidecar.report(
         assigned,
         "STOPPED",
-        progress={"step": 7, "total_steps": 100, "checkpoint_step": 7, "checkpoint_path": "/c7"},
+        progress={
+            "step": 7,
+            "total_steps": 100,
+            "checkpoint_step": 7,
+            "checkpoint_path": "/said/step-00000007-00000",
+        },
     )
     sidecar.beat()
     status = cluster.await_state("Suspended")
-    assert status["checkpoint"] == {"step": 7, "path": "/c7"}
+    assert status["checkpoint"] == {"step": 7, "path": own_folder(cluster, assigned, 7)}
 
     cluster.patch_job(suspend=False)
     again = sidecar.next("assign")
@@ -343,7 +362,7 @@ def test_a_stale_epoch_that_runs_is_aborted_and_what_is_told_of_it_does_not_coun
 
 def test_a_job_moves_to_the_other_pod_when_its_own_is_gone(placed):
     cluster, sidecar, assigned = placed
-    start(sidecar, assigned, checkpoint_step=10, checkpoint_path="/c10")
+    start(sidecar, assigned, checkpoint_step=10, checkpoint_path="/said/step-00000010-00000")
     cluster.await_state("Running")
     other = cluster.attach(cluster.pod("decode-1"))
     other.beat()
@@ -700,8 +719,8 @@ def touch(cluster, text):
 
 def test_an_assignment_says_which_checkpoint_the_job_has(placed):
     cluster, sidecar, assigned = placed
-    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/out/c5")
+    start(sidecar, assigned, checkpoint_step=5, checkpoint_path="/said/step-00000005-00000")
     wait_until(lambda: (cluster.status().get("checkpoint") or {}).get("step") == 5, "it is known")
     sidecar.report(assigned, "FAILED", reason="WorkerDied", detail="killed")
     again = sidecar.next("assign")
-    assert (again.epoch, again.checkpoint_path) == (2, "/out/c5")
+    assert (again.epoch, again.checkpoint_path) == (2, own_folder(cluster, assigned, 5))

@@ -124,7 +124,7 @@ def test_one_acts_and_the_other_names_it(replicas, cluster):
     assert [e.reason for e in events].count("Placed") == 1
     for one in (leader, other):
         assert ready(one)
-        assert reviews(one)
+        assert reviews(one, cluster)
 
 
 def ready(operator):
@@ -133,14 +133,14 @@ def ready(operator):
         return answer.status == 200
 
 
-def reviews(operator):
+def reviews(operator, cluster):
     """Return whether a replica answers an AdmissionReview."""
     body = (
         b'{"request": {"uid": "u", "namespace": "default", "object": {"metadata": {}, "spec": {}}}}'
     )
     context = ssl._create_unverified_context()
     request = urllib.request.Request(
-        f"https://127.0.0.1:{operator.state['webhookPort']}/mutate-pods",
+        f"https://127.0.0.1:{operator.state['webhookPort']}{cluster.webhook_path()}",
         body,
         {"Content-Type": "application/json"},
     )

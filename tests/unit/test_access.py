@@ -112,11 +112,22 @@ def test_a_folder_leads_nowhere_else(folder: str) -> None:
 
 def test_an_empty_selector_admits_the_own_namespace_alone() -> None:
     access = parse_policy_spec(POLICY).access
-    assert not access.admits_others
+    assert not access.admits_others("prod")
     assert access.admits("prod", "prod", {})
     assert not access.admits("prod", "bank", {"a": "b"})
     selector = {"matchLabels": {"tier": "gold"}}
     access = parse_policy_spec({**POLICY, "access": {"namespaceSelector": selector}}).access
-    assert access.admits_others
+    assert access.admits_others("prod")
     assert access.admits("prod", "bank", {"tier": "gold"})
     assert not access.admits("prod", "x", {})
+    for own in (
+        {"matchLabels": {"kubernetes.io/metadata.name": "prod"}},
+        {
+            "matchExpressions": [
+                {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["prod"]}
+            ]
+        },
+    ):
+        access = parse_policy_spec({**POLICY, "access": {"namespaceSelector": own}}).access
+        assert not access.admits_others("prod")
+        assert access.admits_others("elsewhere")

@@ -198,7 +198,10 @@ def test_progress_goes_into_the_status_and_nothing_else_is_written():
     actions = life.step(run(progress=progress))
     assert (actions.commands, actions.events) == ((), ())
     assert life.job.status["step"] == "40/100"
-    assert life.job.status["checkpoint"] == {"step": 25, "path": "/c25"}
+    assert life.job.status["checkpoint"] == {
+        "step": 25,
+        "path": "/o/.windrow/u/checkpoints/step-00000025-00000",
+    }
     assert life.step(run(progress=progress)).status is None
 
 
@@ -213,7 +216,7 @@ def test_a_short_pause_is_not_told_and_a_long_one_is():
 
 def test_success_gives_the_slot_back_and_the_finalizer_goes_next():
     life = Life().running()
-    life.step(run(RunState.SUCCEEDED, adapter_path="/o", base_loss=3.0, tuned_loss=2.0))
+    life.step(run(RunState.SUCCEEDED, base_loss=3.0, tuned_loss=2.0))
     assert life.state == "Succeeded"
     assert life.job.slot == ""
     assert life.job.status["evaluation"] == {"baseLoss": 3.0, "tunedLoss": 2.0}

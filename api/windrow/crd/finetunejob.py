@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    WithJsonSchema,
+    model_validator,
+)
 
 from windrow.crd.adapter import AdapterSpec
 from windrow.crd.common import CONDITIONS_BY_TYPE, Condition
@@ -109,6 +116,34 @@ _TAIL = r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?"
 ManagedBy = Annotated[str, StringConstraints(pattern=rf"^{_PART}/{_TAIL}$", max_length=63)]
 
 
+def _not_of_the_system(name: str) -> str:
+    if name.startswith("system-"):
+        raise invalid(
+            f"{name!r} is a PriorityClass of the cluster's own pods",
+            "Name one that an administrator has made for jobs, or leave it out.",
+        )
+    return name
+
+
+JobPriorityClass = Annotated[
+    Name,
+    AfterValidator(_not_of_the_system),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "minLength": 1,
+            "maxLength": NAME_MAX,
+            "x-kubernetes-validations": [
+                cel(
+                    "!self.startsWith('system-')",
+                    "system- classes are the cluster's own: name one that was made for jobs",
+                )
+            ],
+        }
+    ),
+]
+
+
 class FinetuneJobSpec(Record):
     """One finetuning run on harvested compute."""
 
@@ -119,10 +154,10 @@ class FinetuneJobSpec(Record):
     workers: WorkersSpec = Field(
         default_factory=WorkersSpec, description="How many slots the job takes."
     )
-    priority_class_name: Name | None = Field(
+    priority_class_name: JobPriorityClass | None = Field(
         default=None,
         description="PriorityClass whose value orders the jobs that wait. A job of a class that "
-        "does not exist is not placed.",
+        "does not exist is not placed; system- classes are the cluster's own.",
     )
     policies: list[PolicyKey] = Field(
         default_factory=list,

@@ -271,6 +271,10 @@ class KeySecret(Record):
     )
 
 
+# The label that the API server gives each namespace.
+_NAMESPACE_NAME: Final = "kubernetes.io/metadata.name"
+
+
 class AccessSpec(Record):
     """Who may use the slots."""
 
@@ -331,10 +335,15 @@ class AccessSpec(Record):
         "priority.",
     )
 
-    @property
-    def admits_others(self) -> bool:
-        """Return whether jobs of other namespaces than the policy's may come."""
-        return not self.namespace_selector.is_empty
+    def admits_others(self, own_namespace: str) -> bool:
+        """Return whether jobs of other namespaces than the policy's own may come."""
+        selector = self.namespace_selector
+        names = [selector.match_labels.get(_NAMESPACE_NAME)] + [
+            each.values[0]
+            for each in selector.match_expressions
+            if each.key == _NAMESPACE_NAME and each.operator == "In" and len(each.values) == 1
+        ]
+        return not selector.is_empty and own_namespace not in names
 
     def admits(self, own_namespace: str, namespace: str, labels: Mapping[str, str]) -> bool:
         """Return whether jobs of `namespace`, with these labels, may come.

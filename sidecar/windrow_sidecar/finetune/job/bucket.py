@@ -82,7 +82,7 @@ def open_folder(job: JobSpec) -> JobFolder:
         if endpoint := storage_options(url, job.output_credentials).get("endpoint_url"):
             job.access.check_endpoint(endpoint, "spec.output.secretRef")
         return BucketFolder(url, job.uid, job.epoch, _file_system(url, job.output_credentials))
-    return JobFolder(job.destination, job.uid, job.epoch)
+    return JobFolder(job.destination, job.uid, job.epoch, namespace=job.namespace)
 
 
 def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> JobFolder:
@@ -98,7 +98,7 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> Job
     """
     place = job.spec.output.destination
     if not is_bucket(place):
-        return JobFolder(job.destination, job.uid, job.epoch, parent)
+        return JobFolder(job.destination, job.uid, job.epoch, parent, job.namespace)
     url = path_of(place)
     system = _file_system(url, job.output_credentials)
     return OwnBucketFolder(url, job.uid, system, job.destination, parent, anew=anew)

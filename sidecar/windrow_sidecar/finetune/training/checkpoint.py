@@ -4,7 +4,8 @@ Below `<destination>/.windrow/<job uid>/`: `fence` (highest epoch ever started),
 epoch N is), `begun` (when the job first was), `checkpoints/step-NNNNNNNN-RRRRR/` (R: rows of the
 next step that are done), each with a manifest of the SHA-256 of its files, and `completed.json`
 once the adapter is written, where checkpoints go then. A folder is written under another name,
-synced, and renamed.
+synced, and renamed. Beside the folders of jobs, `owner.json` says whose work is in the
+destination.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ FORMAT = 4
 MANIFEST, STATE, TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 COMPLETED = "completed.json"
 BEGUN = "begun"
+FENCE = "fence"  # in the job's folder
+OWNER = "owner.json"  # beside the folders of jobs: whose work is in the destination
 ADAPTER_DRAFT = "adapter"  # in the job's folder
+_OWNER_BYTES = 4096
 # What reading a damaged checkpoint raises.
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 # Of a disk, a quota, or the largest file that is allowed.
@@ -134,6 +138,7 @@ class JobFolder:
         job_uid: of the job.
         epoch: of the worker.
         parent: the process with whose end the worker ends; 0: there is none.
+        namespace: of the job: later jobs of it may replace the adapter; empty: it is not known.
 
     Attributes:
         place: the destination, as people name it.
@@ -142,14 +147,21 @@ class JobFolder:
             once it is claimed.
     """
 
-    def __init__(self, destination: Path, job_uid: str, epoch: int, parent: int = 0) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        job_uid: str,
+        epoch: int,
+        parent: int = 0,
+        namespace: str = "",
+    ) -> None:
         self.destination, self.job_uid, self.epoch = destination, job_uid, epoch
         self.root = destination / OWN_FOLDER / job_uid
         self.checkpoints = self.root / "checkpoints"
         self.place = str(destination)
         self.passed_over: tuple[str, ...] = ()
         self.begun: datetime | None = None
-        self._parent = parent
+        self._parent, self._namespace = parent, namespace
 
     def claim(
         self,
@@ -165,7 +177,7 @@ class JobFolder:
             alive: called now and then while it waits.
 
         Raises:
-            UserError: the destination is not writable.
+            UserError: the destination is not writable, or holds what another namespace's job left.
             Fenced: a higher epoch was here already, or another process has this very one: the same
                 manifest is run twice.
             OSError: the disk is full.
@@ -173,11 +185,13 @@ class JobFolder:
         holder = self.root / f"{HOLDER}{self.epoch}"
         self._refuse_folders()
         try:
+            self._refuse_others()
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             wait_for_orphan(holder, waits_for, alive)
             with self._locked():
                 self._check()
                 hold(holder, parent=self._parent)
+                self._own()
                 self._remove_drafts()
                 _write_file(self.root / "fence", str(self.epoch).encode())
             self.begun = self._begun(datetime.now().astimezone())
@@ -215,6 +229,40 @@ class JobFolder:
                     remedy="Remove it, or name another directory.",
                     reason=Reason.OUTPUT_NOT_WRITABLE,
                 )
+
+    def _refuse_others(self) -> None:
+        """Refuse a destination that holds the work of another namespace's job, ended or not."""
+        around = (self.destination, *self.destination.parents)
+        if any(at.parent.name == OWN_FOLDER and (at / FENCE).exists() for at in around):
+            problem = f"{self.destination} is within the folder that a job keeps its own things in"
+        elif self._is_taken():
+            problem = f"{self.destination} holds the work of a job of another namespace"
+        else:
+            return
+        raise UserError(
+            problem,
+            field="spec.output.destination",
+            remedy="Name another directory.",
+            reason=Reason.DESTINATION_IN_USE,
+        )
+
+    def _is_taken(self) -> bool:
+        owner = self.root.parent / OWNER
+        try:
+            if owner.is_symlink():
+                return True
+            held = json.loads(owner.read_bytes()[:_OWNER_BYTES])
+            uid, namespace = str(held["uid"]), str(held["namespace"])
+        except FileNotFoundError:
+            return False  # nobody was here, or a version that kept no owner
+        except (ValueError, KeyError, TypeError):
+            return True
+        return uid != self.job_uid and not (namespace and namespace == self._namespace)
+
+    def _own(self) -> None:
+        """Note whose work is in the destination; it stays when the job has ended."""
+        words = {"uid": self.job_uid, "namespace": self._namespace}
+        _write_file(self.root.parent / OWNER, json.dumps(words).encode())
 
     def _remove_drafts(self) -> None:
         """Of workers that were killed while they wrote: as large as what they would have been."""
