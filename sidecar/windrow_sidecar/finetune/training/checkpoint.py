@@ -255,7 +255,7 @@ class JobFolder:
             uid, namespace = str(held["uid"]), str(held["namespace"])
         except FileNotFoundError:
             return False  # nobody was here, or a version that kept no owner
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return True
         return uid != self.job_uid and not (namespace and namespace == self._namespace)
 
