@@ -123,7 +123,7 @@ def test_an_adapter_is_loaded_where_prompts_are_computed_and_then_where_they_are
     said = deployed(cluster)
     assert (said["status"], said["reason"]) == ("True", "Loaded"), said
     assert name in said["message"]
-    wanted = {"lora_name": name, "lora_path": "/out/tone", "pinned": True}
+    wanted = {"lora_name": name, "lora_path": f"/out/{cluster.namespace}/tone", "pinned": True}
     assert [front.adapters for front in fronts.values()] == [{name: wanted}] * 2
     assert [role for role, _, _ in fronts["decode"].calls] == ["prefill", "decode"]
     assert cluster.status()["state"] == "Succeeded"
