@@ -217,13 +217,21 @@ class Farm:
 
     def has_agent(self, pod: str) -> bool:
         """Whether a sidecar's agent runs in a pod."""
-        return any(self._of_pod(pod, AGENT))
+        return bool(self._agents(pod))
 
     def agent(self, pod: str) -> psutil.Process:
         """The agent of a pod's sidecar."""
-        found = list(self._of_pod(pod, AGENT))
+        found = self._agents(pod)
         assert len(found) == 1, found
         return found[0]
+
+    def _agents(self, pod: str) -> list[psutil.Process]:
+        """Agents of a pod's sidecar; the programs that start its workers have longer names."""
+        found = []
+        for process in self._of_pod(pod, AGENT):
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                found += [process] if AGENT in process.cmdline() else []
+        return found
 
     def decode_pids(self, pod: str) -> set[int]:
         return {process.pid for process in self._of_pod(pod, "windrow_sidecar.engines.builtin")}

@@ -47,6 +47,8 @@ WATCHED_S = 6.0
 SETTLED_S = 3.0  # a worker that still loads its libraries grows within so long
 _MIB = 1 << 20
 _WORKER = "windrow_sidecar.finetune.worker"
+# It names them, and is none.
+_FORK_SERVER = "windrow_sidecar.agent.fork_server"
 
 
 def take(on: demo.DemoStage, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
@@ -135,8 +137,12 @@ def _workers(on: demo.DemoStage) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            ours = _WORKER in " ".join(process.cmdline()) and str(on.cluster.directory) in (
-                process.environ().get("WINDROW_RUN_DIR", "") + " ".join(process.cmdline())
+            words = process.cmdline()
+            ours = (
+                _WORKER in words
+                and _FORK_SERVER not in words
+                and str(on.cluster.directory)
+                in process.environ().get("WINDROW_RUN_DIR", "") + " ".join(words)
             )
         except psutil.Error:
             continue
