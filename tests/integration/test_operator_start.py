@@ -84,7 +84,7 @@ def limited(kube, tmp_path, control_plane):
     core, rbac = client.CoreV1Api(kube), client.RbacAuthorizationV1Api(kube)
     named = {"metadata": {"name": ACCOUNT}}
     everything = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
-    core_but_pods = ["namespaces", "events", "secrets", "configmaps"]
+    core_but_pods = ["namespaces", "nodes", "events", "secrets", "configmaps"]
     rules = [
         {"apiGroups": [""], "resources": ["pods"], "verbs": ["get"]},
         {"apiGroups": [""], "resources": ["pods/ephemeralcontainers"], "verbs": ["patch"]},
