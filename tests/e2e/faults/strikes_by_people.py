@@ -167,6 +167,7 @@ def namespace_of_a_running_job_deleted(scene: Scene) -> None:
     body = scene.renamed("guest", destination=scene.beside)
     body["metadata"] = {"name": "guest", "namespace": name}
     body["spec"]["training"]["maxSteps"] = 4000
+    body["spec"]["policies"] = [f"{NAMESPACE}/{POLICY}"]
     _patch_access(scene, {"namespaceSelector": anywhere})
     try:
         scene.farm.client.submit(body, namespace=name)
