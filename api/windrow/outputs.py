@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
@@ -102,6 +103,36 @@ def check_within(destination: Path, trees: Sequence[Path]) -> Path:
     if actual != named:
         raise _refusal(f"{destination} leads by a link to {actual}", "Name a path without links.")
     return actual
+
+
+def make_trees(trees: Iterable[str], mounts: Iterable[str]) -> None:
+    """Make the folders of a namespace on its volumes that nobody has made yet, through no link.
+
+    What cannot be made stays missing: `check_within` then says so of the job that writes there.
+
+    Args:
+        trees: that may be written; one that is below none of `mounts` is not made.
+        mounts: directories where volumes are mounted.
+    """
+    mounted = tuple(mounts)
+    for tree in trees:
+        around = [mount for mount in mounted if tree.startswith(f"{mount}/")]
+        if around:
+            with contextlib.suppress(OSError):
+                _make_below(max(around, key=len), tree)
+
+
+def _make_below(mount: str, tree: str) -> None:
+    here = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in posixpath.relpath(tree, mount).split("/"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=here)
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+            os.close(here)
+            here = inner
+    finally:
+        os.close(here)
 
 
 def place_here(bucket: str) -> Path:

@@ -6,7 +6,7 @@ import pytest
 
 from windrow.crd import parse_job_spec
 from windrow.errors import UserError
-from windrow.outputs import check_alone, check_within, is_below, path_of
+from windrow.outputs import check_alone, check_within, is_below, make_trees, path_of
 from windrow_sidecar.finetune.job.assembly import JobSpec
 
 
@@ -144,3 +144,15 @@ def test_what_a_job_alone_leaves_here_of_a_bucket_has_a_place_by_the_buckets_nam
     place = Path("/var/cache/me/windrow/buckets/team/out/tone")
     assert check_alone("s3://team//out/./tone/") == place
     assert check_alone("s3://team/out/tone") == place
+
+
+def test_the_folder_of_a_namespace_is_made_on_its_volume_and_through_no_link(tmp_path):
+    volume, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    volume.mkdir()
+    elsewhere.mkdir()
+    make_trees([f"{volume}/teams/bank", f"{tmp_path}/other/bank"], [str(volume)])
+    assert (volume / "teams" / "bank").is_dir()
+    assert not (tmp_path / "other").exists()
+    (volume / "linked").symlink_to(elsewhere)
+    make_trees([f"{volume}/linked/bank", f"{volume}/teams/bank"], [str(volume), "/not/there"])
+    assert list(elsewhere.iterdir()) == []

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windrow import openmp
+from windrow.outputs import make_trees
 from windrow.proto import attach_pb2
 from windrow.rundir import (
     ENV_COPY_RATE,
@@ -62,6 +63,7 @@ def write_job(settings: AgentSettings, assign: attach_pb2.Assign) -> Path:
     """
     folder = settings.run_dir.job_dir(assign.job_uid)
     folder.mkdir(parents=True, exist_ok=True)
+    make_trees(assign.outputs.trees, assign.outputs.mounts)
     job = {
         "namespace": assign.job_namespace,
         "name": assign.job_name,
