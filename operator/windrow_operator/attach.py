@@ -53,10 +53,9 @@ _SERVER_OPTIONS: Final = (
     # bytes, a job's assignment of a few KiB.
     ("grpc.tsi.max_frame_size", 2048),
     ("grpc.max_receive_message_length", claims.MOST_MESSAGE_BYTES),
-    # Somebody who connects and says nothing: no handshake, no stream, many streams at once.
+    # Somebody who connects and says nothing: no handshake, no stream, long headers.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),
-    ("grpc.max_concurrent_streams", 8),
     ("grpc.max_metadata_size", 32 * 2**10),
 )
 # A sidecar says hello at once.
