@@ -15,6 +15,7 @@ import typer
 
 from windrow.errors import UserError, WindrowError
 from windrow.protocol import Ending
+from windrow.redaction import redacted
 from windrow_cli.output import Json, drop_output, print_json, print_line, tell
 
 if TYPE_CHECKING:
@@ -359,7 +360,7 @@ def _write_report(job: LocalJob, told: RunSummary, result: dict[str, Any]) -> Pa
     rows = [
         ("Model", f"{spec.model.name}, revision {spec.model.revision}"),
         ("Weights", f"{spec.training.precision}, quantization {spec.model.quantization}"),
-        ("Rows from", f"{spec.dataset.source}, format {spec.dataset.format}"),
+        ("Rows from", f"{redacted(spec.dataset.source)}, format {spec.dataset.format}"),
         ("Trained on", f"{told.train_rows:,} rows"),
         ("Held out", f"{told.held_out_rows:,} rows"),
         ("Cut", f"{told.cut_rows:,} rows, to {spec.training.max_sequence_length:,} tokens"),

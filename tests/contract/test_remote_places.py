@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import http.server
 import shutil
 import threading
@@ -166,6 +167,55 @@ def test_rows_of_a_web_server_are_read_with_their_places(web):
     write(folder / "rows.jsonl", '{"text": "a"}\n\n{"text": "b"}\n')
     source = DatasetSpec(source=f"{address}/rows.jsonl").source
     assert lines_of(source) == [f"{address}/rows.jsonl:{n}" for n in (1, 3)]
+
+
+SIGNED = (
+    "?X-Amz-Algorithm=AWS4-HMAC-SHA256&X-Amz-Signature=secret",
+    "?sv=2022-11-02&st=2024-01-01T00%3A00%3A00Z&sr=b&sp=r&sig=secret%2Bx%3D",
+    "?X-Goog-Algorithm=GOOG4-RSA-SHA256&X-Goog-Expires=900&X-Goog-Signature=secret",
+)
+
+
+@pytest.mark.parametrize("query", SIGNED)
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.JSONL", "rows.Jsonl.GZ", "my%20rows.jsonl"])
+def test_a_signed_url_is_read_by_the_name_in_its_path(web, query, name):
+    folder, address = web
+    lines = b'{"text": "a"}\n{"text": "b"}\n'
+    content = gzip.compress(lines) if name.endswith("GZ") else lines
+    (folder / name.replace("%20", " ")).write_bytes(content)
+    found = lines_of(f"{address}/{name}{query}")
+    assert len(found) == 2
+    assert all(name in where and "secret" not in where for where in found)
+
+
+def test_a_signed_url_may_say_under_which_name_its_file_is_served(web):
+    folder, address = web
+    write(folder / "3f2a", '{"text": "a"}\n')
+    saved = "response-content-disposition=attachment%3B%20filename%3D%22rows.jsonl%22"
+    assert len(lines_of(f"{address}/3f2a?{saved}&X-Amz-Signature=secret")) == 1
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "rows.csv", "empty.jsonl"])
+def test_what_is_said_of_a_signed_url_holds_no_signature(web, name):
+    folder, address = web
+    write(folder / "rows.csv", "text")
+    with pytest.raises(UserError) as refused:
+        lines_of(f"{address}/{name}{SIGNED[0]}") or find_files(f"{address}/none{SIGNED[0]}")
+    assert "secret" not in str(refused.value)
+
+
+def test_a_signature_reaches_the_server_as_it_was_written(web, monkeypatch):
+    folder, address = web
+    write(folder / "rows.jsonl", '{"text": "a"}\n')
+    asked = []
+    monkeypatch.setattr(
+        http.server.SimpleHTTPRequestHandler,
+        "translate_path",
+        lambda handler, path: asked.append(path) or str(folder / "rows.jsonl"),
+    )
+    query = "?X-Amz-Credential=AK%2F2024%2Fs3&X-Amz-Signature=a%2Bb%3D~"
+    lines_of(f"{address}/rows.jsonl{query}")
+    assert set(asked) == {f"/rows.jsonl{query}"}
 
 
 def test_a_file_that_a_web_server_has_not_is_the_jobs_mistake(web):

@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from windrow.crd.texts import Name, Source, Text, takes_credentials
 from windrow.crd.values import Record, cel, invalid
+from windrow.redaction import redacted
 
 
 class SecretRef(Record):
@@ -72,7 +73,7 @@ class DatasetSpec(Record):
     def _secret_has_a_use(self) -> Self:
         if self.secret_ref is not None and not takes_credentials(self.source):
             raise invalid(
-                f"secretRef has no use: {self.source!r} takes no credentials",
+                f"secretRef has no use: {redacted(self.source)!r} takes no credentials",
                 "Leave it out, or read from s3:// or the Hub.",
             )
         return self

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from windrow.crd.values import NAME_MAX, TEXT_MAX, invalid
 from windrow.outputs import BUCKET_SCHEMES, is_bucket, path_of
+from windrow.redaction import redacted
 
 # Where adapters are written to: a path in the decode pod, as mounted there, or object storage.
 WRITABLE_SCHEMES = ("", "file", *BUCKET_SCHEMES)
@@ -23,7 +24,7 @@ def _not_blank(text: str) -> str:
     if not text.strip():
         raise invalid("is empty", "Write a value or leave the field out.")
     if text != text.strip() or any(ord(letter) < 32 for letter in text):
-        problem = f"{text!r} begins or ends with a blank, or holds a control character"
+        problem = f"{redacted(text)!r} begins or ends with a blank, or holds a control character"
         raise invalid(problem, "Take it out.")
     return text
 
@@ -31,7 +32,8 @@ def _not_blank(text: str) -> str:
 def _reachable(text: str, schemes: tuple[str, ...], verb: str, remedy: str) -> str:
     scheme = urlsplit(_not_blank(text)).scheme
     if scheme not in schemes:
-        raise invalid(f"{text!r}: nothing here can {verb.format(f'{scheme}://')}", remedy)
+        problem = f"{redacted(text)!r}: nothing here can {verb.format(f'{scheme}://')}"
+        raise invalid(problem, remedy)
     if text.startswith("~"):
         raise invalid(f"{text!r}: only a shell knows whose home ~ is", "Write the whole path.")
     return text

@@ -24,6 +24,7 @@ from windrow.crd import slot_name
 from windrow.errors import Transient, UserError
 from windrow.eventlog import EventLog
 from windrow.protocol import Ending, error_line
+from windrow.redaction import RedactingFormatter
 from windrow.rundir import ENV_COPY_RATE, ENV_LOG_DIR, ENV_POD_NAME, WORKER_LOG, RunDir
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ _PR_SET_PDEATHSIG = 1
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker; the exit status is a `protocol.Ending`, of several jobs the worst."""
     options = _options(argv)
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s"
-    )
+    to_log = logging.StreamHandler(sys.stderr)
+    to_log.setFormatter(RedactingFormatter("%(asctime)s %(name)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[to_log])
     if options.standalone:
         _flush_denormals()
         from windrow_sidecar.finetune.standalone.dedicated import measure_alone

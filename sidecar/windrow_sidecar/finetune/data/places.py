@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from windrow.conditions import Reason
 from windrow.crd.texts import HUB_NAME
 from windrow.errors import Transient, UserError
+from windrow.redaction import redacted
 from windrow_sidecar.finetune.data.remote import (
     NO_CREDENTIALS,
     Credentials,
@@ -32,6 +33,9 @@ SPLITS = ("train", "test", "validation", "valid", "val", "eval", "dev")
 _NO_ROWS = ("dataset_infos.json", "dataset_info.json", "state.json")
 # Words by which other tools name a split, and we do not.
 _SPLIT_LIKE = ("training", "testing", "evaluation")
+# In which part of a signed URL S3 and GCS, and Azure, have the name to save a file by.
+_DISPOSITIONS = ("response-content-disposition", "rscd")
+_FILE_NAME = re.compile(r"filename=\"?([^\";]+)")
 # Files that one message names.
 _NAMED = 5
 
@@ -51,7 +55,13 @@ class DataFile:
     @property
     def suffix(self) -> str:
         """Which of SUFFIXES it has; "": none of them."""
-        return _suffix(self.path)
+        return _suffix(_file_of(self.path))
+
+    @property
+    def packed(self) -> str:
+        """Which of COMPRESSED it has; "": none of them."""
+        suffix = PurePosixPath(_file_of(self.path)).suffix.lower()
+        return suffix if suffix in COMPRESSED else ""
 
 
 def local_path(place: str, *, field: str) -> Path:
@@ -66,7 +76,7 @@ def local_path(place: str, *, field: str) -> Path:
     if parts.scheme == "file" and parts.netloc in ("", "localhost"):
         return Path(unquote(parts.path))
     raise UserError(
-        f"{place!r} cannot be reached from a worker",
+        f"{redacted(place)!r} cannot be reached from a worker",
         field=field,
         remedy="Write a path, or file:///path, on a volume that the decode pods mount.",
     )
@@ -97,15 +107,17 @@ def find_files(
         DatasetSilent: the place does not answer.
     """
     access.check_url(source)
-    url = _url(source, access)
+    url, source = _url(source, access), redacted(source)
     with reaching(source):
         system, path = _open_system(url, credentials or NO_CREDENTIALS, access)
         # `isdir` and `exists` take a place that does not answer for one that is not there.
         about = system.info(path)
-        if about["type"] != "directory" and not system.isdir(path):
+        # Whether a page is a directory a web server says in its text, which may be all rows.
+        file = about["type"] != "directory" and _is_web(url) and _suffix(_file_of(path))
+        if file or (about["type"] != "directory" and not system.isdir(path)):
             _refuse_endless(about, source)
-            _refuse_unknown(path, source)
-            _refuse_split_of_file(path, source, split)
+            _refuse_unknown(_file_of(path), source)
+            _refuse_split_of_file(_file_of(path), source, split)
             return [DataFile(system, path, source)]
         found = sorted(p for p in system.find(path) if not _is_hidden(p[len(path) :]))
     rows = [p for p in found if _suffix(p) and PurePosixPath(p).name not in _NO_ROWS]
@@ -158,8 +170,8 @@ def failed(source: str, error: Exception) -> UserError | DatasetSilent:
         missing = isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError)
         later = not missing and urlsplit(source).scheme not in ("", "file")
     if later:
-        said = " ".join(str(error).split())
-        return DatasetSilent(f"{source} does not answer: {said}")
+        said = redacted(" ".join(str(error).split()))
+        return DatasetSilent(f"{redacted(source)} does not answer: {said}")
     return unreadable(source, error)
 
 
@@ -174,7 +186,7 @@ def unreadable(source: str, error: Exception) -> UserError:
         "a dataset of the Hub (owner/name)."
     )
     return UserError(
-        f"{source} cannot be read: {said}",
+        f"{redacted(source)} cannot be read: {redacted(said)}",
         field=FIELD,
         remedy=remedy,
         reason=Reason.DATASET_UNREADABLE,
@@ -186,7 +198,7 @@ def _url(source: str, access: SourceAccess) -> str:
     scheme, host, *_ = urlsplit(source)
     if scheme in ("http", "https", "s3", "gs") and not host:
         raise UserError(
-            f"{source} names no {'host' if scheme.startswith('http') else 'bucket'}",
+            f"{redacted(source)} names no {'host' if scheme.startswith('http') else 'bucket'}",
             field=FIELD,
             remedy=f"Write {scheme}://name/path.",
             reason=Reason.DATASET_UNREADABLE,
@@ -219,11 +231,13 @@ def _open_system(
     options = storage_options(url, credentials)
     if options:
         options["skip_instance_cache"] = True
+    if _is_web(url) and urlsplit(url).query:
+        options["encoded"] = True  # a signature is of the very characters
     try:
         system, path = url_to_fs(url, **options)
     except ImportError as error:
         raise UserError(
-            f"{url}: this worker has no client for {scheme}:// ({error})",
+            f"{redacted(url)}: this worker has no client for {scheme}:// ({error})",
             field=FIELD,
             remedy=f"Install windrow[{scheme}] in the sidecar's image, or mount the data.",
             reason=Reason.DATASET_UNREADABLE,
@@ -325,7 +339,27 @@ def _suffix(path: str) -> str:
     name = PurePosixPath(path)
     if _is_packed(path):
         name = name.with_suffix("")
-    return name.suffix if name.suffix in SUFFIXES else ""
+    suffix = name.suffix.lower()
+    return suffix if suffix in SUFFIXES else ""
+
+
+def _is_web(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https")
+
+
+def _file_of(path: str) -> str:
+    """Return the name of a file as its suffix tells: of a URL, without what follows `?`.
+
+    A store may serve a file under another name than that by which its signed URL asks for it.
+    """
+    if not _is_web(path):
+        return path
+    parts = urlsplit(path)
+    if not _suffix(name := unquote(parts.path)):
+        for key, value in parse_qsl(parts.query):
+            if key.lower() in _DISPOSITIONS and (found := _FILE_NAME.search(value)):
+                return found[1]
+    return name
 
 
 def _looks_like_another_split(path: str, split: str) -> bool:
@@ -335,11 +369,11 @@ def _looks_like_another_split(path: str, split: str) -> bool:
 
 def _named(system: Any, path: str) -> str:  # noqa: ANN401 - fsspec's
     """Return what people read of a path: a local one as it is, another with its scheme."""
-    return str(system.unstrip_protocol(path)).removeprefix("file://")
+    return redacted(str(system.unstrip_protocol(path)).removeprefix("file://"))
 
 
 def _is_packed(path: str) -> bool:
-    return PurePosixPath(path).suffix in COMPRESSED
+    return PurePosixPath(path).suffix.lower() in COMPRESSED
 
 
 def _is_hidden(path: str) -> bool:

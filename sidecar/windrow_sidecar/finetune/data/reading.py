@@ -11,6 +11,7 @@ from typing import Any
 from windrow.conditions import Reason
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
+from windrow.redaction import redacted
 from windrow_sidecar.finetune.data.places import find_files
 from windrow_sidecar.finetune.data.records import read_records
 from windrow_sidecar.finetune.data.remote import Credentials
@@ -128,7 +129,7 @@ def read_dataset(
     for note in notes:
         log.warning("%s", note)
     if not len(stored):
-        raise _empty(spec.source, wrong)
+        raise _empty(redacted(spec.source), wrong)
     held = held_out_rows(len(stored), eval_fraction=spec.eval_fraction, seed=seed)
     kept = [row for row in range(len(stored)) if row not in held]
     return DataSplit(

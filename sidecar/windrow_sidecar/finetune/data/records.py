@@ -31,6 +31,9 @@ _DAMAGE = (
     "Couldn't deserialize",
 )
 
+# fsspec's names of them.
+_CODECS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
+
 Fields = dict[str, Any]
 
 
@@ -76,16 +79,15 @@ def read_records(file: DataFile) -> Iterator[DatasetRecord]:
 @contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
     """Yield what stands in a file, unpacked; fsspec knows no zstd, pyarrow does."""
-    if not file.path.endswith(".zst"):
-        from fsspec.core import compr, get_compression
+    if file.packed != ".zst":
+        from fsspec.core import compr
 
         with file.system.open(file.path, "rb") as packed:
-            packing = get_compression(file.path, "infer")
-            if packing is None:
+            if not file.packed:
                 yield packed
                 return
             # fsspec's own `compression=` leaves the packed file open.
-            with compr[packing](packed, mode="r") as source:
+            with compr[_CODECS[file.packed]](packed, mode="r") as source:
                 yield source
         return
     import pyarrow

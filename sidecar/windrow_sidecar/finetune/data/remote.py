@@ -2,11 +2,12 @@
 
 A place that could not be reached may answer later, or the job names it wrongly. As the clients of
 the field have it (urllib3's and the Hub's own lists of what is tried again): no connection, 408,
-425, 429 and 5xx pass; any other answer, 401, 403 and 404 first of all, stays.
+425, 429 and 5xx but for 501 and 505 pass; any other answer, 401, 403 and 404 first of all, stays.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,13 @@ _NEEDED = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "hf": ("HF_TOKEN",),
 }
+
+
+_AMAZON = ("amazonaws.com", "amazonaws.com.cn")
+# OSS, COS and TOS, which refuse the bucket in the path.
+_BY_HOST_ALONE = ("aliyuncs.com", "myqcloud.com", "volces.com")
+# Answers of a server that has understood and will not do it, whenever it is asked.
+_STAYS = (501, 505)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +62,9 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
     Raises:
         UserError: the Secret lacks a key.
     """
-    if not credentials.secret:
-        return {}
     scheme, values = urlsplit(url).scheme or "hf", credentials.values
+    if not credentials.secret:
+        return {"config_kwargs": found} if scheme == "s3" and (found := _of_store("")) else {}
     missing = [key for key in _NEEDED.get(scheme, ()) if not values.get(key)]
     if missing:
         raise UserError(
@@ -77,8 +85,67 @@ def storage_options(url: str, credentials: Credentials) -> dict[str, Any]:
         "token": values.get("AWS_SESSION_TOKEN"),
         "endpoint_url": endpoint,
         "client_kwargs": {"region_name": region} if region else {},
+        "config_kwargs": _of_store(endpoint or ""),
     }
     return {name: value for name, value in options.items() if value}
+
+
+def _of_store(endpoint: str) -> dict[str, Any]:
+    """Return what a client of another store than Amazon's is configured with.
+
+    Such stores refuse, or store as they come, bodies in chunks with a checksum behind them
+    (aws-chunked), which clients of Amazon's send unasked. Some know a bucket by its host alone.
+    What whoever runs the worker has set counts.
+
+    Args:
+        endpoint: as a Secret names it; "": that of the worker's own settings counts.
+    """
+    try:
+        from botocore.session import Session
+    except ImportError:
+        return {}  # whoever opens the store says what to install
+    own = Session()
+    endpoint = endpoint or _own_endpoint(own)
+    host = urlsplit(endpoint).hostname or ""
+    if not host or _is_below(host, _AMAZON):
+        return {}
+    found: dict[str, Any] = {
+        option: "when_required"
+        for option in ("request_checksum_calculation", "response_checksum_validation")
+        if not _is_set(own, option)
+    }
+    if _is_below(host, _BY_HOST_ALONE) and not _is_set(own, "s3"):
+        found["s3"] = {"addressing_style": "virtual"}
+    return found
+
+
+def _own_endpoint(own: Any) -> str:  # noqa: ANN401 - botocore's
+    """Return the endpoint of S3 that the environment or a profile names; "": Amazon's."""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        if os.environ.get(name):
+            return os.environ[name]
+    profile = _profile(own)
+    services = (own.full_config.get("services") or {}).get(profile.get("services"), {})
+    of_s3 = services.get("s3") or {}
+    return str(of_s3.get("endpoint_url") or profile.get("endpoint_url") or "")
+
+
+def _is_set(own: Any, option: str) -> bool:  # noqa: ANN401 - botocore's
+    return bool(os.environ.get(f"AWS_{option.upper()}")) or option in _profile(own)
+
+
+def _profile(own: Any) -> Mapping[str, Any]:  # noqa: ANN401 - botocore's
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        found: Mapping[str, Any] = own.get_scoped_config()
+    except BotoCoreError:  # of a profile that is not there; the client says so
+        return {}
+    return found
+
+
+def _is_below(host: str, domains: tuple[str, ...]) -> bool:
+    return any(host == domain or host.endswith(f".{domain}") for domain in domains)
 
 
 def is_of_client(error: BaseException) -> bool:
@@ -97,7 +164,7 @@ def answers_later(error: BaseException) -> bool | None:
         if type(cause).__name__ == "OfflineModeIsEnabled" or lacks_credentials(cause):
             return False  # settings of whoever runs the worker; the former is a ConnectionError
         if (status := _status_of(cause)) is not None:
-            return status >= 500 or status in _PASSES
+            return (status >= 500 and status not in _STAYS) or status in _PASSES
         if is_of_client(cause) or isinstance(cause, ConnectionError | TimeoutError):
             return True
     return None

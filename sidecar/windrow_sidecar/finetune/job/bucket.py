@@ -28,6 +28,7 @@ from windrow.conditions import Reason
 from windrow.errors import Transient, UserError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, is_bucket, path_of
+from windrow.redaction import redacted
 from windrow_sidecar.finetune.data.remote import (
     Credentials,
     answers_later,
@@ -318,7 +319,7 @@ class BucketFolder(JobFolder):
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> UserError | BucketSilent:
-        said = " ".join(str(error).split())
+        said = redacted(" ".join(str(error).split()))
         if answers_later(error):
             return BucketSilent(f"{self.place} does not answer: {said}")
         remedy = (
@@ -342,7 +343,7 @@ class BucketFolder(JobFolder):
         except Exception as error:
             if not (isinstance(error, OSError) or is_of_client(error)):
                 raise
-            raise NotUploaded(f"{self.place} cannot be written: {error}") from error
+            raise NotUploaded(f"{self.place} cannot be written: {redacted(str(error))}") from error
 
 
 class OwnBucketFolder(BucketFolder):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from windrow.conditions import Reason
 from windrow.errors import UserError
 from windrow.protocol import Ending, WorkerEvent
+from windrow.redaction import redacted
 from windrow_sidecar.compute.host_device import out_of_memory
 from windrow_sidecar.finetune.data.places import DatasetSilent
 from windrow_sidecar.finetune.job.bucket import BucketSilent
@@ -16,10 +19,18 @@ from windrow_sidecar.finetune.training.optimizer import NotFinite
 
 
 def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
-    """Return the event that reports an error, and how the worker ends.
+    """Return the event that reports an error, without signatures of URLs, and how the worker ends.
 
     `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
     """
+    event, ending = _failure(error, checkpoint)
+    shown = {
+        name: redacted(getattr(event, name) or "") for name in ("detail", "field", "remedy")
+    }
+    return replace(event, **shown), ending
+
+
+def _failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
     if isinstance(error, UserError):
         event = WorkerEvent(
             "FAILED",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from windrow.conditions import Reason
 from windrow.errors import Transient, UserError, WindrowError
+from windrow.redaction import redacted
 from windrow_sidecar.compute.device import ComputeDevice
 from windrow_sidecar.compute.host_device import HostDevice, available_bytes, out_of_memory
 from windrow_sidecar.engines.fingerprint import model_fingerprint
@@ -174,7 +175,7 @@ def _from_hub(name: str, revision: str) -> Path:
     except Exception as error:
         if not (isinstance(error, HFValidationError | OSError) or is_of_client(error)):
             raise
-        said = " ".join(str(error).split()).rstrip(".")
+        said = redacted(" ".join(str(error).split()).rstrip("."))
         if answers_later(error):
             raise ModelSilent(f"{name!r} is no directory, and the Hub gave: {said}") from error
         raise _not_found(f"{name!r} is no directory, and the Hub gave: {said}") from error
