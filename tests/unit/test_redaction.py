@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-import traceback
+from pathlib import Path
 
 import pytest
 
@@ -55,9 +55,8 @@ def test_the_event_of_an_error_and_the_log_of_its_causes_show_no_signature():
     logger = logging.getLogger("test-redaction")
     logger.addHandler(handler)
     try:
-        open(url)
+        Path(url).read_text()
     except FileNotFoundError:
-        assert "secret" in traceback.format_exc()
         logger.exception("cannot read %s", url)
     finally:
         logger.removeHandler(handler)

@@ -137,10 +137,10 @@ class RowTokenizer:
 
     def _of_endless(self) -> str:
         learnt = f"nothing teaches the model to stop in {self._endless} rows"
-        if self._stops:
-            names = ", ".join(self._tokenizer.convert_ids_to_tokens(sorted(self._stops)))
-            return f"{learnt} (first {self._first_endless}): none of {names} is learnt there"
-        return f"{learnt}: its tokenizer and generation_config.json name no EOS (eos_token)"
+        if self._tokenizer.eos_token_id is None:
+            return f"{learnt}: the model's tokenizer names no EOS (eos_token)"
+        names = ", ".join(self._tokenizer.convert_ids_to_tokens(sorted(self._stops)))
+        return f"{learnt} (first {self._first_endless}): none of {names} is learnt there"
 
     def _plain(self, row: DatasetRow) -> Rendered:
         text = row.prompt + row.answer
