@@ -45,6 +45,7 @@ from windrow.crd import (
     parse_policy_spec,
     parse_profile_spec,
 )
+from windrow.crd.servable import check_servable
 from windrow.documents import read_document, whole_numbers
 from windrow.errors import Transient, UserError
 from windrow.kubeconfig import (
@@ -125,7 +126,7 @@ class WindrowClient:
         """Create a FinetuneJob from a manifest or a file; `namespace` overrules the manifest's."""
         body = _body_of(manifest)
         check_head(body, FINETUNE_JOB)
-        parse_job_spec(body.get("spec", {}))
+        check_servable(parse_job_spec(body.get("spec", {})))
         name = body["metadata"]["name"]
         namespace = namespace or body["metadata"].get("namespace") or self.namespace
         body["metadata"] = {**body["metadata"], "namespace": namespace}

@@ -13,6 +13,7 @@ import os
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from windrow.errors import UserError
 from windrow_sidecar.finetune.adapter.adapters import add_adapter, save_adapter, trainable
@@ -257,7 +258,7 @@ def test_targets_of_ia3_that_are_not_there_are_named_with_those_that_are():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
 @pytest.mark.filterwarnings("ignore:.*gate_up_proj:RuntimeWarning")  # see add_adapter
 @pytest.mark.parametrize(
-    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm", "above the width"]
+    "name", ["experts, mixtral", "experts, qwen", "ia3, fused", "a whole norm"]
 )
 def test_what_is_saved_is_loaded_by_peft_as_the_same_adapter(tmp_path, name):
     architecture, adapter = ADAPTERS[name]
@@ -275,6 +276,47 @@ def test_another_engine_reads_the_alpha_that_was_asked_for(tmp_path, alpha, kept
     )
     found = json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"]
     assert (found, type(found)) == (alpha, kept)
+
+
+SERVED = {
+    "rank-stabilised": {"rank": 16, "alpha": 8, "useRslora": True},
+    "rank-stabilised, an odd rank": {"rank": 3, "alpha": 5, "useRslora": True},
+    "ranks": {"rank": 4, "alpha": 8, "rankPattern": {"q_proj": 2, "down_proj": 6}},
+    "above the width": {"rank": 40, "alpha": 0.5, "alphaPattern": {"q_proj": 9.5}},
+    "scales": {"rank": 4, "alpha": 8, "alphaPattern": {"v_proj": 32}},
+    "all of them": {
+        **{"rank": 4, "alpha": 8, "useRslora": True},
+        **{"rankPattern": {"q_proj": 2}, "alphaPattern": {"v_proj": 3}},
+    },
+    "a pattern of targets": {"targetPattern": r".*\.(q|v)_proj", "useRslora": True},
+    "some layers": {"layersToTransform": [1], "targetModules": "q_proj", "useRslora": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft asks
+@pytest.mark.parametrize("name", SERVED)
+def test_a_server_that_knows_rank_and_alpha_alone_computes_what_was_trained(tmp_path, name):
+    tuned = tuned_model(random_model("Llama").double(), small_spec({"lora": SERVED[name]})).eval()
+    save_adapter(tuned, tmp_path)
+    said = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (said["use_rslora"], said["rank_pattern"], said["alpha_pattern"]) == (False, {}, {})
+    assert isinstance(said["target_modules"], list)
+    loaded = PeftModel.from_pretrained(random_model("Llama").double(), tmp_path)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(ids).logits, tuned(ids).logits, rtol=1e-12, atol=1e-12)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    for key, a in weights.items():
+        if "lora_A" not in key:
+            continue
+        module = loaded.get_submodule(key.removesuffix(".lora_A.weight"))
+        b = weights[key.replace("lora_A", "lora_B")]
+        assert a.shape[0] == b.shape[1] == said["r"]
+        served = b @ a * (said["lora_alpha"] / said["r"])
+        trained = tuned.get_submodule(key.removesuffix(".lora_A.weight")).get_delta_weight(
+            "default"
+        )
+        torch.testing.assert_close(served, trained, rtol=1e-12, atol=1e-12)
+        assert module.r["default"] == said["r"]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])

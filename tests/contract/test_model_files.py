@@ -38,6 +38,7 @@ from windrow_sidecar.finetune.model.loading import (
     find_model,
     load_base,
 )
+from windrow_sidecar.finetune.model.whole import check_types
 from windrow_sidecar.testing.models import save_byte_tokenizer, save_random_llama
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -381,3 +382,55 @@ def test_a_cache_that_may_only_be_read_is_used_and_completed_elsewhere(monkeypat
     assert find_model("own/model", "main") == tmp_path
     assert asked[0] is None
     assert asked[1] is not None
+
+
+def in_fp8(folder, block: int) -> None:
+    """Store the projections as checkpoints of DeepSeek and Qwen do: 8 bits, a scale a block."""
+    file, made = folder / "model.safetensors", {}
+    for name, weight in load_file(file).items():
+        rows, columns = weight.shape if weight.dim() == 2 else (1, 1)
+        if not name.endswith("_proj.weight") or rows % block or columns % block:
+            made[name] = weight
+            continue
+        blocks = weight.float().reshape(rows // block, block, columns // block, block)
+        scales = blocks.abs().amax((1, 3)) / 448
+        codes = (blocks / scales[:, None, :, None]).reshape(rows, columns)
+        made[name] = codes.to(torch.float8_e4m3fn)
+        made[f"{name}_scale_inv"] = scales.contiguous()
+    assert any(name.endswith("_scale_inv") for name in made)
+    save_file(made, file, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [block, block],
+        "fmt": "e4m3",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_weights_in_fp8_are_trained_over_as_the_numbers_they_stand_for(folder):
+    plain = load_base(folder).model
+    in_fp8(folder, 16)
+    base = load_base(folder)
+    found = dict(base.model.named_parameters())
+    assert {weight.dtype for weight in found.values()} == {torch.float32}
+    for name, weight in plain.named_parameters():
+        torch.testing.assert_close(found[name], weight, rtol=0.07, atol=0.02)
+    assert any(not torch.equal(found[n], w) for n, w in plain.named_parameters())
+
+
+def test_weights_in_fp8_do_not_take_turns_and_the_reason_is_told(folder):
+    in_fp8(folder, 16)
+    with pytest.raises(UserError, match=r"cannot take turns: config\.json says .* by fp8"):
+        load_base(folder, room_bytes=1)
+
+
+def test_codes_that_stay_codes_are_told_by_the_method_that_config_json_names(folder):
+    change(folder, **{UP: torch.zeros(1).to(torch.float8_e4m3fn).expand(1).clone()})
+    model = LlamaForCausalLM.from_pretrained(folder, ignore_mismatched_sizes=True)
+    model.lm_head.weight = torch.nn.Parameter(
+        model.lm_head.weight.to(torch.float8_e4m3fn), requires_grad=False
+    )
+    with pytest.raises(UserError, match=r"no plain weights though config\.json names odd"):
+        check_types(folder, model, "odd")

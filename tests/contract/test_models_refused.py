@@ -6,14 +6,21 @@ import json
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoTokenizer
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from windrow.crd import DatasetSpec
 from windrow.errors import UserError
+from windrow_sidecar.finetune.adapter.adapters import add_adapter, trainable
 from windrow_sidecar.finetune.job.assembly import JobSpec, read_examples
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
-from windrow_sidecar.finetune.model.loading import BaseModel
+from windrow_sidecar.finetune.model.loading import BaseModel, _check_kind
 from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.model.structure import find_layers, record
 from windrow_sidecar.testing.architectures import random_model
@@ -145,3 +152,71 @@ def test_memory_that_is_short_while_a_model_is_asked_is_no_fault_of_the_model():
     model.get_decoder().forward = full
     with pytest.raises(torch.OutOfMemoryError):
         DecoderStack(model)
+
+
+def composites() -> list[str]:
+    """Every type of transformers that is made of several models and has a causal language model."""
+    return [
+        kind
+        for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if kind in CONFIG_MAPPING and getattr(CONFIG_MAPPING[kind], "sub_configs", None)
+    ]
+
+
+def named_by_checkpoints(kind: str) -> str:
+    """The class that a published checkpoint of a type names in its config.json."""
+    of = (MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    found = next((names[kind] for names in of if kind in names), None)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    whole = causal.replace("ForCausalLM", "ForConditionalGeneration")
+    return found or (whole if hasattr(transformers, whole) else causal)
+
+
+@pytest.mark.parametrize("kind", composites())
+def test_a_model_is_trained_as_the_class_that_its_config_names_or_refused(kind, tmp_path):
+    config = CONFIG_MAPPING[kind].__new__(CONFIG_MAPPING[kind])
+    config.architectures = [named_by_checkpoints(kind)]
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__
+    if config.architectures == [trained] and not models_of(config):
+        _check_kind(tmp_path, config)
+        return
+    with pytest.raises(UserError) as refused:
+        _check_kind(tmp_path, config)
+    assert refused.value.field == "spec.model.name"
+    assert config.architectures[0] in refused.value.problem
+
+
+def models_of(config) -> set[str]:
+    """The models beside the text's that a configuration is made of."""
+    return config.sub_configs.keys() - {"text_config", "attn_config", "ffn_config"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe", "llama4", "mllama", "emu3"])
+def test_the_text_half_of_a_composite_checkpoint_is_refused_with_the_reason(kind, tmp_path):
+    config = CONFIG_MAPPING[kind].__new__(CONFIG_MAPPING[kind])
+    config.architectures = [named_by_checkpoints(kind)]
+    with pytest.raises(UserError, match="servers would ignore it") as refused:
+        _check_kind(tmp_path, config)
+    assert MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__ in refused.value.remedy
+
+
+@pytest.mark.parametrize("kind", ["mpt", "dbrx"])
+def test_parts_of_a_layer_make_no_model_of_several(kind, tmp_path):
+    config = CONFIG_MAPPING[kind]()
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    _check_kind(tmp_path, config)
+
+
+def test_an_embedding_is_told_by_what_it_is_not_by_its_name():
+    model = random_model("Llama")
+    layer = model.get_decoder().layers[0].mlp
+    layer.embedder = nn.Linear(32, 32, bias=False)
+    makes = layer.forward
+    layer.forward = lambda hidden: layer.embedder(makes(hidden))
+    tuned = add_adapter(model, small_spec({"lora": {"targetModules": "embedder"}}))
+    assert all("embedder" in name for name in trainable(tuned))
+    with pytest.raises(UserError, match="is the embedding, which is frozen"):
+        add_adapter(random_model("Llama"), small_spec({"lora": {"targetModules": "embed_tokens"}}))
+    pattern = {"targetPattern": ".*embed_tokens"}
+    with pytest.raises(UserError, match="is an embedding, and those are frozen"):
+        add_adapter(random_model("Qwen2"), small_spec({"lora": pattern}))

@@ -394,7 +394,9 @@ def test_a_tokenizer_without_an_end_is_told(form):
     rows = RowTokenizer(tokenizer, max_length=50)
     fields = {"text": "hello", "prompt": "hello", "completion": " you"}
     rows.example(row_of(DatasetRecord("rows.jsonl:1", fields), form))
-    assert "nothing teaches the model to stop in 1 rows: the model's tokenizer" in " ".join(rows.notes())
+    assert "nothing teaches the model to stop in 1 rows: the model's tokenizer" in " ".join(
+        rows.notes()
+    )
 
 
 def test_the_models_list_of_ends_counts(tmp_path):

@@ -142,10 +142,36 @@ JobPriorityClass = Annotated[
         }
     ),
 ]
+_DEPLOYS = (
+    "has(self.output.deploy) && has(self.output.deploy.enabled) && self.output.deploy.enabled"
+)
+# Jobs that were accepted before may go on and be suspended: these hold where a job is created.
+_SERVABLE = [
+    cel(f"oldSelf.hasValue() || !({_DEPLOYS}) || !has(self.adapter) || {honoured}", message)
+    | {"optionalOldSelf": True}
+    for honoured, message in (
+        (
+            "!has(self.adapter.type) || self.adapter.type == 'lora'",
+            "output.deploy: servers load LoRA adapters alone",
+        ),
+        (
+            "!has(self.adapter.lora) || !has(self.adapter.lora.useDora) || "
+            "!self.adapter.lora.useDora",
+            "output.deploy: servers leave out what DoRA learns besides the two matrices",
+        ),
+        (
+            "!has(self.adapter.lora) || !has(self.adapter.lora.bias) || "
+            "self.adapter.lora.bias == 'none'",
+            "output.deploy: servers leave out biases that were trained",
+        ),
+    )
+]
 
 
 class FinetuneJobSpec(Record):
     """One finetuning run on harvested compute."""
+
+    model_config = ConfigDict(json_schema_extra={"x-kubernetes-validations": [*_SERVABLE]})
 
     model: ModelSpec = Field(description="The base model.")
     dataset: DatasetSpec = Field(description="The rows to train on.")

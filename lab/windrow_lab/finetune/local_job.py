@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from windrow.client import check_head, read_manifest
 from windrow.crd import FINETUNE_JOB, FinetuneJobSpec, parse_job_spec
+from windrow.crd.servable import check_servable
 from windrow.errors import UserError
 from windrow.holder import HOLDER, AlreadyHeld, check_free, wait_for_orphan
 from windrow.outputs import OWN_FOLDER, check_alone, folder_of, is_bucket, path_of
@@ -98,6 +99,7 @@ def read_local_job(manifest: Path, output: str | None = None) -> LocalJob:
             kept = stated if isinstance(stated, dict) else {}
             given = {**given, "output": {**kept, "destination": output}}
         spec = parse_job_spec(given)
+        check_servable(spec)
         folder = folder_of(body["metadata"], manifest)
     except UserError as error:
         where = f"{manifest}: {error.field}"

@@ -25,6 +25,7 @@ from windrow_sidecar.finetune.adapter.config import (
     option_of,
     peft_config,
 )
+from windrow_sidecar.finetune.adapter.served import as_served
 from windrow_sidecar.finetune.adapter.targets import target_names
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
@@ -167,7 +168,7 @@ class Adapter:
 
 
 def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
-    """Write weights and configuration into an existing folder as `peft` does."""
+    """Write weights and configuration into an existing folder, for peft and for servers."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
@@ -177,6 +178,8 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
         # They are frozen here. "auto" would ask the Hub about them at the end of each job.
         save_embedding_layers=False,
     )
+    config = model.peft_config[ADAPTER].to_dict()
+    state, plain = as_served(model, ADAPTER, state, config)
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in state.items()}
     weights = folder / WEIGHTS_FILE
     weights.touch()
@@ -184,10 +187,7 @@ def save_adapter(model: Any, folder: Path) -> None:  # noqa: ANN401
     with told_by_system(weights):
         save_file(tensors, weights, metadata={"format": "pt"})
     weights.chmod(mode)
-    config = model.peft_config[ADAPTER].to_dict()
-    config["inference_mode"] = True
-    # peft keeps names in sets: targets, and those of experts that it takes as parameters.
-    plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
+    plain["inference_mode"] = True
     (folder / CONFIG_FILE).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n")
 
 

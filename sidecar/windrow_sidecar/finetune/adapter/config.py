@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,26 @@ def check_targets(tuned: Any, spec: FinetuneJobSpec) -> None:  # noqa: ANN401
     Raises:
         UserError: embeddings learn.
     """
+    if spec.adapter.type == "prefix":
+        return
+    embedded = {
+        id(parameter)
+        for module in tuned.modules()
+        if isinstance(module, nn.Embedding) or hasattr(module, "lora_embedding_A")
+        for parameter in (
+            *module.parameters(recurse=isinstance(module, nn.Embedding)),
+            *_of_embedding(module),
+        )
+    }
     for name, parameter in tuned.named_parameters():
-        if parameter.requires_grad and "embed" in name and not spec.adapter.type == "prefix":
+        if parameter.requires_grad and id(parameter) in embedded:
             raise refused(option_of(name), f"{name} is an embedding, and those are frozen here", "")
+
+
+def _of_embedding(module: Any) -> Iterator[nn.Parameter]:  # noqa: ANN401 - peft is untyped
+    """Yield what peft has put beside an embedding."""
+    for name in ("lora_embedding_A", "lora_embedding_B"):
+        yield from getattr(module, name, nn.ParameterDict()).values()
 
 
 def option_of(parameter: str) -> str:

@@ -47,6 +47,10 @@ WEIGHTS_SHARE = 0.8
 # Of a model on the Hub: its weights, and what its tokenizer may be made of.
 _WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 ADAPTER_CONFIG = "adapter_config.json"
+# Parts of a configuration that are of a layer, not models of their own (MPT, DBRX).
+_OF_LAYERS = ("attn_config", "ffn_config")
+# Quantisations of which transformers makes plain weights again.
+_UNPACKED = ("fp8",)
 DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
 MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
 CONFIG_REMEDY = (
@@ -268,14 +272,23 @@ def _check_kind(directory: Path, config: Any) -> None:  # noqa: ANN401
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    parts = [name for name in getattr(config, "sub_configs", {}) if name != "text_config"]
-    if architecture is None or (parts and architecture.config_class is type(config)):
-        says = (getattr(config, "architectures", None) or [type(config).__name__])[0]
-        of_parts = f" with {' and '.join(parts)}" if parts else ""
+    of = [n for n in getattr(config, "sub_configs", {}) if n not in ("text_config", *_OF_LAYERS)]
+    says = (getattr(config, "architectures", None) or [type(config).__name__])[0]
+    where = f"{directory / 'config.json'} says {says}"
+    parts = f" with {' and '.join(of)}" if of else ""
+    if architecture is None or (of and architecture.config_class is type(config)):
         raise unusable(
-            f"{directory / 'config.json'} says {says}{of_parts}, which is no decoder-only "
-            "language model",
+            f"{where}{parts}, which is no decoder-only language model",
             DECODER_REMEDY,
+        )
+    halves = of or getattr(config, "is_encoder_decoder", False)
+    if halves and says != architecture.__name__:
+        # Servers serve the named class, whose modules have other names than the half's.
+        raise unusable(
+            f"{where}{parts}: a text-only adapter is one of {architecture.__name__}, whose modules "
+            f"have other names than those of {says}, so servers would ignore it",
+            "Use a checkpoint of the text model alone, whose config.json names "
+            f"{architecture.__name__}.",
         )
 
 
@@ -307,8 +320,12 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
             f"{directory} holds no weights as safetensors{beside}",
             PICKLED_REMEDY if pickled else "Use a model that is kept as safetensors.",
         )
-    stored_quantised = getattr(config, "quantization_config", None) is not None
-    remedy = PLAIN_REMEDY if stored_quantised else MODEL_REMEDY
+    method = _quantisation_of(config)
+    remedy = PLAIN_REMEDY if method else MODEL_REMEDY
+    if method == "fp8" and form.quantization == "none":
+        from transformers import FineGrainedFP8Config
+
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     model: nn.Module
     with _told_as_unusable(str(directory), remedy):
         model, said = AutoModelForCausalLM.from_pretrained(
@@ -327,9 +344,18 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
         misshaped=said["mismatched_keys"],
     )
     if not getattr(model, "is_quantized", False):  # by what transformers made of config.json
-        check_types(directory, model)
+        check_types(directory, model, method)
     keep_differentiable(model)
     return model
+
+
+def _quantisation_of(config: Any) -> str:  # noqa: ANN401
+    """Return the method by which config.json says that weights are stored; "": plainly."""
+    named = getattr(config, "quantization_config", None)
+    if named is None:
+        return ""
+    found = named.get("quant_method") if isinstance(named, dict) else named.quant_method
+    return str(getattr(found, "value", found) or "an unnamed one")
 
 
 def _over(directory: Path, config: Any, exported: ExportedWeights) -> nn.Module:  # noqa: ANN401
@@ -348,6 +374,10 @@ def _windowed(
     device: ComputeDevice,
 ) -> tuple[nn.Module, FrozenLayers]:
     """Build a model of which memory holds some layers at a time."""
+    if method := _quantisation_of(config):
+        copier.close()
+        why = f"; its layers cannot take turns: config.json says that they are stored by {method}"
+        raise _too_large(directory, form, room, why)
     try:
         with _told_as_unusable(str(directory)):
             model, frozen = load_windowed(
@@ -369,6 +399,8 @@ def _wanted_bytes(directory: Path, form: WeightForm) -> float:
     """What the whole model takes."""
     config = json.loads((directory / "config.json").read_text())
     stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
+    if (config.get("quantization_config") or {}).get("quant_method") in _UNPACKED:
+        stored = 1
     on_disk = sum(file.stat().st_size for file in weight_files(directory))
     return on_disk * form.bytes_per_weight / stored
 

@@ -17,6 +17,7 @@ from windrow_sidecar.engines.weight_files import (
     weight_files,
 )
 
+_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
 
 
@@ -62,14 +63,21 @@ def check_tensors(
         )
 
 
-def check_types(directory: Path, model: nn.Module) -> None:
+def check_types(directory: Path, model: nn.Module, method: str = "") -> None:
     """Refuse weights that are stored as other numbers than floating-point ones of 16 bits or more.
 
-    They are the codes of some quantisation, of which config.json says nothing.
+    They are the codes of some quantisation, of which transformers has made no plain weights.
+
+    Args:
+        directory: of the model.
+        model: what was built.
+        method: by which config.json says that weights are stored; "": it says nothing.
 
     Raises:
         UserError: names the tensors.
     """
+    if method and all(weight.dtype in _PLAIN for weight in model.parameters()):
+        return  # of codes it has made numbers again
     buffers = {name for name, _ in model.named_buffers()}
     found = {
         name: at["dtype"]
@@ -78,10 +86,13 @@ def check_types(directory: Path, model: nn.Module) -> None:
         if at["dtype"] not in FLOATING_POINT and name not in buffers
     }
     if found:
+        why = (
+            f"of which transformers makes no plain weights though config.json names {method}"
+            if method
+            else "and its config.json names no quantisation"
+        )
         raise unusable(
-            f"{directory} holds {_some(sorted(found))} as {found[min(found)]}, and its config.json "
-            "names no quantisation",
-            PLAIN_REMEDY,
+            f"{directory} holds {_some(sorted(found))} as {found[min(found)]}, {why}", PLAIN_REMEDY
         )
 
 

@@ -1,0 +1,109 @@
+"""Write a LoRA adapter so that servers which know rank and alpha alone compute what was trained.
+
+SGLang multiplies by `lora_alpha / r`, whatever `use_rslora`, `rank_pattern` and `alpha_pattern`
+say, and reads a pattern of targets as names. An adapter of one rank and scale says the same
+by alpha. One of several is filled up with zeros to the largest rank, and what its modules are
+scaled by besides is in their matrices: peft computes the same of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def as_served(
+    model: Any,  # noqa: ANN401 - peft's
+    adapter: str,
+    state: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return an adapter's tensors and configuration in the form that servers honour.
+
+    Args:
+        model: peft's, with the adapter in it.
+        adapter: its name there.
+        state: the adapter's tensors by peft's names, [...] each.
+        config: peft's configuration of it.
+    """
+    # peft keeps names in sets: targets, and those of experts that it takes as parameters.
+    said: dict[str, Any] = {
+        key: sorted(v) if isinstance(v, set) else v for key, v in config.items()
+    }
+    tensors = dict(state)
+    layers = _lora_layers(model, adapter)
+    if not layers or said.get("use_dora") or said.get("target_parameters"):
+        return tensors, said
+    if isinstance(said["target_modules"], str):
+        said["target_modules"] = _named(model, set(layers)) or said["target_modules"]
+    if not any(said[of] for of in ("use_rslora", "rank_pattern", "alpha_pattern")):
+        return tensors, said
+    ranks = {int(layer.r[adapter]) for layer in layers.values()}
+    scales = {float(layer.scaling[adapter]) for layer in layers.values()}
+    if len(ranks) == len(scales) == 1:
+        (rank,), (scale,) = ranks, scales
+    elif set(tensors) == {name for prefix in layers for name in _names(prefix)}:
+        rank, scale = max(ranks), said["lora_alpha"] / max(ranks)
+        for prefix, layer in layers.items():
+            a, b = _names(prefix)
+            tensors[a], tensors[b] = _filled(
+                tensors[a], tensors[b], rank, float(layer.scaling[adapter]) / scale
+            )
+    else:
+        return tensors, said  # experts, or modules that are trained as a whole
+    alpha = scale * rank
+    whole = round(alpha)
+    said |= {
+        "r": rank,
+        "lora_alpha": whole if math.isclose(alpha, whole, rel_tol=1e-12) else alpha,
+        "use_rslora": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+    return tensors, said
+
+
+def _named(model: Any, adapted: set[str]) -> list[str]:  # noqa: ANN401
+    """Return last names that mean just the modules which are adapted; []: no names do."""
+    names = {module.rpartition(".")[2] for module in adapted}
+    meant = {name for name in _targets(model) if name.rpartition(".")[2] in names}
+    return sorted(names) if meant == adapted else []
+
+
+def _filled(a: Tensor, b: Tensor, rank: int, factor: float) -> tuple[Tensor, Tensor]:
+    """Return A [rank, in] and B [out, rank], filled up with zeros, B times `factor`."""
+    more = rank - a.shape[0]
+    return (
+        torch.cat([a, a.new_zeros(more, *a.shape[1:])]),
+        torch.cat([b * factor, b.new_zeros(b.shape[0], more, *b.shape[2:])], dim=1),
+    )
+
+
+def _lora_layers(model: Any, adapter: str) -> dict[str, Any]:  # noqa: ANN401
+    """Return the modules with the adapter by their names in peft's model."""
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and adapter in module.scaling
+    }
+
+
+def _targets(model: Any) -> set[str]:  # noqa: ANN401
+    """Return the names of modules that names in `target_modules` may mean."""
+    return {name for name, module in model.named_modules() if _could_be_target(name, module)}
+
+
+def _could_be_target(name: str, module: Any) -> bool:  # noqa: ANN401
+    return not any(
+        part in ("base_layer", "lora_A", "lora_B", "lora_dropout") for part in name.split(".")
+    ) and (hasattr(module, "weight") or hasattr(module, "base_layer"))
+
+
+def _names(prefix: str) -> tuple[str, str]:
+    return f"{prefix}.lora_A.weight", f"{prefix}.lora_B.weight"
