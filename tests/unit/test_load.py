@@ -227,3 +227,27 @@ def test_a_request_arrives_as_on_a_decode_instance():
     assert body["max_tokens"] == 77
     assert body["ignore_eos"] is True
     assert (body["bootstrap_host"], body["bootstrap_room"]) == ("2.2.2.2", 5)
+
+
+def times_of(tmp_path, *written: str) -> list[float]:
+    file = tmp_path / "trace.csv"
+    lines = [f"{at},100,20" for at in written]
+    file.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    return [request.at_s for request in read_trace(file)]
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ("2024-05-12 00:00:00.5+00:00", "2024-05-12 00:00:05.5+00:00"),
+        ("2024-05-12 00:00:00.5", "2024-05-12 00:00:05.5000000"),
+        ('"2024-05-12T00:00:00,25Z"', '"2024-05-12T00:00:05,25Z"'),
+        ("2024-03-31 01:59:58+01:00", "2024-03-31 03:00:03+02:00"),
+        ("2024-10-27 02:59:58+02:00", "2024-10-27 02:00:03+01:00"),
+        ("1715472000", "1715472005"),
+        ("1715472000123", "1715472005123"),
+        ("1715472000123456", "1715472005123456"),
+    ],
+)
+def test_times_of_a_trace_are_read_with_their_offsets_and_fractions(tmp_path, written):
+    assert times_of(tmp_path, *written) == pytest.approx([0.0, 5.0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ BURSTGPT_COLUMNS = ("Timestamp", "Request tokens", "Response tokens")
 # A silence so much longer than the mean distance of two arrivals is a hole in the recording and no
 # traffic: the longest of the Azure traces are 112 (conversation) and 166 (code) distances long.
 HOLE_FACTOR = 1000.0
+_SINCE_EPOCH = re.compile(r"\d{9,19}(\.\d*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,16 @@ def _format(
 
 
 def _azure_seconds(text: str) -> float:
-    # Azure writes seven digits of a second, Python reads six: cut to 26 characters.
-    return datetime.fromisoformat(text[:26]).replace(tzinfo=UTC).timestamp()
+    """Return a time in seconds; without an offset it is UTC, a plain number is since the epoch.
+
+    Loggers write ISO 8601 with any number of digits of a second, `Z` or an offset.
+    """
+    if _SINCE_EPOCH.fullmatch(text.strip()):
+        number = float(text)
+        # Of ten digits are seconds until the year 2286, and of 13, 16 and 19 their parts.
+        return number / 1000.0 ** max(0, (len(text.strip().partition(".")[0]) - 8) // 3)
+    at = datetime.fromisoformat(text.strip())
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
 
 
 def paced(requests: list[TraceRequest], *, per_second: float, seconds: float) -> list[TraceRequest]:
