@@ -123,8 +123,18 @@ def bad_row(where: str, problem: str, remedy: str) -> UserError:
 
 def _lines(source: BinaryIO, name: str) -> Iterator[DatasetRecord]:
     # A packed file of a few kilobytes can hold a line of gigabytes.
-    sized = source if isinstance(source, BufferedIOBase) else BufferedReader(cast("Any", source))
-    lines = iter(lambda: sized.readline(MOST_ROW_BYTES + 1), b"")
+    if isinstance(source, BufferedIOBase):
+        yield from _sized_lines(source, name)
+        return
+    sized = BufferedReader(cast("Any", source))
+    try:
+        yield from _sized_lines(sized, name)
+    finally:
+        sized.detach()  # who opened the file closes it
+
+
+def _sized_lines(source: BufferedIOBase, name: str) -> Iterator[DatasetRecord]:
+    lines = iter(lambda: source.readline(MOST_ROW_BYTES + 1), b"")
     for number, line in enumerate(lines, start=1):
         if len(line) > MOST_ROW_BYTES:
             raise UserError(

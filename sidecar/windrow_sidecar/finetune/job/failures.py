@@ -24,10 +24,13 @@ def failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Endi
     `checkpoint`: the last good one, "" where there is none; None: nobody has looked for it yet.
     """
     event, ending = _failure(error, checkpoint)
-    shown = {
-        name: redacted(getattr(event, name) or "") for name in ("detail", "field", "remedy")
-    }
-    return replace(event, **shown), ending
+    shown = replace(
+        event,
+        detail=redacted(event.detail),
+        field=redacted(event.field),
+        remedy=redacted(event.remedy),
+    )
+    return shown, ending
 
 
 def _failure(error: Exception, checkpoint: str | None) -> tuple[WorkerEvent, Ending]:
