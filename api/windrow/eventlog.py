@@ -157,7 +157,9 @@ def append_whole(path: Path, lines: str) -> None:
     Raises:
         OSError: they were not written.
     """
-    with path.open("ab", buffering=0) as out:
+    # No link is followed: those who can write to a volume could place one there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o666), "ab", buffering=0) as out:
         before = out.seek(0, os.SEEK_END)
         left = memoryview(lines.encode())
         try:

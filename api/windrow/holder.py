@@ -40,10 +40,10 @@ def hold(file: Path, *, parent: int = 0) -> None:
         Held: another process has it.
         OSError: the file cannot be written.
     """
-    file = file.resolve()
+    file = file.parent.resolve() / file.name
     if file in _HELD:
         return
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

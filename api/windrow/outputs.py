@@ -16,6 +16,8 @@ _FIELD = "spec.output.destination"
 BUCKET_SCHEMES = ("s3",)
 # Below a destination: what jobs leave there beside the adapter, each in a folder of its own.
 OWN_FOLDER = ".windrow"
+# Below it each descriptor of this process has a name, which leads to what it was opened for.
+HELD_DIRECTORIES = "/proc/self/fd"
 
 
 def is_bucket(destination: str) -> bool:
@@ -173,3 +175,38 @@ def check_alone(place: str) -> Path:
 
 def _refusal(problem: str, remedy: str) -> UserError:
     return UserError(problem, field=_FIELD, remedy=remedy, reason=Reason.OUTPUT_NOT_WRITABLE)
+
+
+def open_without_links(path: Path, flags: int) -> int:
+    """Return a descriptor of a file or directory none of whose path is a link.
+
+    Component by component from the root, so that no rename meanwhile leads elsewhere.
+
+    Args:
+        path: absolute, or relative to the working directory; below /proc/self/fd it begins at the
+            directory of that descriptor.
+        flags: of `open`; O_NOFOLLOW and O_CLOEXEC are added.
+
+    Raises:
+        OSError: ELOOP or ENOTDIR where a part is a link; else what `open` raises.
+    """
+    place = Path(os.path.abspath(path))
+    if place.is_relative_to(HELD_DIRECTORIES):
+        number, *parts = place.relative_to(HELD_DIRECTORIES).parts
+        at = os.dup(int(number))
+    else:
+        at, parts = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), [*place.parts[1:]]
+    *folders, name = parts or (".",)
+    try:
+        for folder in folders:
+            below = os.open(
+                folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
+            )
+            os.close(at)
+            at = below
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    finally:
+        os.close(at)

@@ -99,10 +99,13 @@ def open_own_folder(job: JobSpec, parent: int = 0, *, anew: bool = False) -> Job
     """
     place = job.spec.output.destination
     if not is_bucket(place):
-        return JobFolder(job.destination, job.uid, job.epoch, parent, job.namespace)
+        # On a machine of their own people may keep adapters behind links.
+        folder = JobFolder(job.destination.resolve(), job.uid, job.epoch, parent, job.namespace)
+        folder.place = str(job.destination)
+        return folder
     url = path_of(place)
     system = _file_system(url, job.output_credentials)
-    return OwnBucketFolder(url, job.uid, system, job.destination, parent, anew=anew)
+    return OwnBucketFolder(url, job.uid, system, job.destination.resolve(), parent, anew=anew)
 
 
 class BucketFolder(JobFolder):
@@ -131,7 +134,7 @@ class BucketFolder(JobFolder):
         here: Path | None = None,
         parent: int = 0,
     ) -> None:
-        self._jobs = (scratch or Path(tempfile.gettempdir())) / "windrow-jobs" / job_uid
+        self._jobs = (scratch or Path(tempfile.gettempdir())).resolve() / "windrow-jobs" / job_uid
         super().__init__(here or self._jobs / str(epoch), job_uid, epoch, parent)
         self.place, self._system = url, system
         self._url = f"{url}/{OWN_FOLDER}/{job_uid}"

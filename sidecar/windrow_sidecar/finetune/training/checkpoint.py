@@ -24,14 +24,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
 from windrow.conditions import Reason
 from windrow.errors import UserError, WindrowError
 from windrow.holder import HOLDER, AlreadyHeld, hold, wait_for_orphan
-from windrow.outputs import OWN_FOLDER
+from windrow.outputs import HELD_DIRECTORIES, OWN_FOLDER, open_without_links
 from windrow_sidecar.finetune.training.checkpoint_origin import Origin
 from windrow_sidecar.finetune.training.evaluation import Judged
 
@@ -214,7 +214,7 @@ class JobFolder:
         """Return when the job first was; that is `now` where nobody has noted it yet."""
         noted = self.root / BEGUN
         try:
-            return datetime.fromisoformat(noted.read_text())
+            return datetime.fromisoformat(_read(noted).decode())
         except (FileNotFoundError, ValueError):
             _write_file(noted, now.isoformat().encode())
             return now
@@ -265,9 +265,10 @@ class JobFolder:
         _write_file(self.root.parent / OWNER, json.dumps(words).encode())
 
     def _remove_drafts(self) -> None:
-        """Of workers that were killed while they wrote: as large as what they would have been."""
-        for draft in (*self.checkpoints.glob(".step-*"), self.root / ADAPTER_DRAFT):
-            shutil.rmtree(draft, ignore_errors=True)
+        """Remove what killed workers left half written: as large as a checkpoint each."""
+        with held(self.root) as root, held(self.checkpoints) as checkpoints:
+            for draft in (*checkpoints.glob(".step-*"), root / ADAPTER_DRAFT):
+                shutil.rmtree(draft, ignore_errors=True)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -318,8 +319,9 @@ class JobFolder:
         target = self.checkpoints / f"step-{position.step:08d}-{rows:05d}"
         self.replace(target, fill)
         later = [folder for folder in self._folders() if folder > target]
-        for old in (*later, *self._folders()[len(later) + keep :]):
-            shutil.rmtree(old)
+        with held(self.checkpoints) as checkpoints:
+            for old in (*later, *self._folders()[len(later) + keep :]):
+                shutil.rmtree(checkpoints / old.name)
         return str(target)
 
     def put_adapter(self, fill: Callable[[Path], None], last: str) -> None:
@@ -332,8 +334,8 @@ class JobFolder:
             Fenced: see `writing`.
             OSError: they were not written.
         """
-        draft = self.root / ADAPTER_DRAFT
-        with self.writing():
+        with self.writing(), held(self.root) as root:
+            draft = root / ADAPTER_DRAFT
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 draft.mkdir()
@@ -348,10 +350,11 @@ class JobFolder:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _publish(self, draft: Path, last: str) -> None:
-        (self.destination / last).unlink(missing_ok=True)
-        for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
-            file.replace(self.destination / file.name)
-        sync_folder(self.destination)
+        with held(self.destination) as destination:
+            (destination / last).unlink(missing_ok=True)
+            for file in sorted(draft.iterdir(), key=lambda file: file.name == last):
+                file.replace(destination / file.name)
+            sync_folder(destination)
 
     def replace(self, target: Path, fill: Callable[[Path], None]) -> None:
         """Let `fill` write a folder, then put it in the place of `target` as a whole.
@@ -359,10 +362,10 @@ class JobFolder:
         Raises:
             Fenced: see `writing`.
         """
-        draft = target.with_name(f".{target.name}.{self.epoch}")
-        with self.writing():
+        with self.writing(), held(target.parent) as parent:
+            whole, draft = parent / target.name, parent / f".{target.name}.{self.epoch}"
             shutil.rmtree(draft, ignore_errors=True)
-            draft.mkdir(parents=True)
+            draft.mkdir()
             try:
                 fill(draft)
                 sync_folder(draft)
@@ -370,10 +373,10 @@ class JobFolder:
                 # A full disk: the half that was written would keep it full.
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
-            if target.exists():
-                shutil.rmtree(target)
-            draft.rename(target)
-            sync_folder(target.parent)
+            if whole.exists():
+                shutil.rmtree(whole)
+            draft.rename(whole)
+            sync_folder(parent)
 
     def check_room(self, n_bytes: int) -> None:
         """Check that the disk takes a checkpoint of so many bytes, before anything is trained.
@@ -392,8 +395,8 @@ class JobFolder:
         Raises:
             Fenced: see `writing`.
         """
-        with self.writing():
-            shutil.rmtree(self.checkpoints, ignore_errors=True)
+        with self.writing(), held(self.root) as root:
+            shutil.rmtree(root / self.checkpoints.name, ignore_errors=True)
 
     def complete(self, completion: Completion) -> None:
         """Note that the adapter is written, before the checkpoints go that led to it.
@@ -418,8 +421,10 @@ class JobFolder:
         return None if content is None else Completion(**json.loads(content))
 
     def _completion_noted(self) -> bytes | None:
-        file = self.root / COMPLETED
-        return file.read_bytes() if file.exists() else None
+        try:
+            return _read(self.root / COMPLETED)
+        except FileNotFoundError:
+            return None
 
     def keep_figures(self) -> None:
         """Have the figures of all steps so far last; those of a directory do already."""
@@ -445,13 +450,13 @@ class JobFolder:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.root / "lock").open("a") as lock:
+        with held(self.root) as root, _opened(root / "lock", os.O_WRONLY | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _check(self) -> None:
         try:
-            highest = int((self.root / "fence").read_text())
+            highest = int(_read(self.root / "fence"))
         except FileNotFoundError:
             return
         if highest > self.epoch:
@@ -489,17 +494,63 @@ def _job_of(checkpoint: str) -> str:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write, sync and rename, so that a reader sees the old content or the new."""
-    draft = path.with_name(path.name + ".draft")
+    """Write, sync and rename, so that a reader sees the old content or the new.
+
+    No link is followed: those who can write to the volume could place one at any name.
+    """
+    named = path.with_name(path.name + ".draft")
+    with held(path.parent) as folder:
+        draft = folder / named.name
+        try:
+            draft.unlink(missing_ok=True)
+            with _opened(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as out:
+                out.write(content)
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as error:
+            error.filename = str(named)
+            raise
+        draft.rename(folder / path.name)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[IO[bytes]]:
+    """Yield a file to write that is not reached by a link."""
+    with open(os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb") as found:
+        yield found
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[Path]:
+    """Yield a name of a directory that stays the same directory whatever is renamed meanwhile.
+
+    Args:
+        folder: without a link in it.
+
+    Raises:
+        OSError: ELOOP where a part of its path is a link.
+    """
+    found = open_without_links(folder, os.O_RDONLY | os.O_DIRECTORY)
+    name = f"{HELD_DIRECTORIES}/{found}"
     try:
-        with draft.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
+        yield Path(name)
     except OSError as error:
-        error.filename = error.filename or str(draft)
+        # People know the directory by its own name.
+        if str(error.filename or "").startswith(f"{name}/"):
+            error.filename = str(error.filename).replace(name, str(folder), 1)
         raise
-    draft.rename(path)
+    finally:
+        os.close(found)
+
+
+def _read(path: Path) -> bytes:
+    """Return what stands in a file that is not reached by a link.
+
+    Raises:
+        OSError: ELOOP where it is.
+    """
+    with open(open_without_links(path, os.O_RDONLY), "rb") as found:
+        return found.read()
 
 
 def sync_file(path: Path) -> None:
