@@ -23,6 +23,7 @@ from windrow_operator.kube import ApiError, Body, Conflict, Kube, ObjectNotFound
 from windrow_operator.lease import NotLeading
 from windrow_operator.metrics import Metrics
 from windrow_operator.model import Base, Holder, Job, Slot
+from windrow_operator.planning import serves_model
 from windrow_operator.reconcile import Actions, Command, Timeouts, reconcile, without_secret
 from windrow_operator.secrets import JobSecrets, read_secrets
 from windrow_operator.sidecars import Sidecars
@@ -251,5 +252,5 @@ def assignment(job: Job, command: Command, slot: Slot, index: int) -> pb.Assign:
             mounts=tenancy.mounts_of(policy),
         ),
         checkpoint_path=checkpoint_path,
-        access=tenancy.access_of(job, policy),
+        access=tenancy.access_of(job, policy, serves_model=serves_model(job, slot)),
     )

@@ -224,14 +224,19 @@ def endpoint_refusal(job: Job, policy: CheckedPolicy, secret: Mapping[str, str])
     return ""
 
 
-def access_of(job: Job, policy: CheckedPolicy | None) -> pb.Access | None:
+def access_of(
+    job: Job, policy: CheckedPolicy | None, *, serves_model: bool = False
+) -> pb.Access | None:
     """Return what the sidecar is told that the job may reach; None: no valid policy says."""
     if policy is None or policy.spec is None:
         return None
     network = network_access(job, policy)
     volumes = policy.spec.sidecar.volumes
+    trees = [tree_of(policy, volume, job.namespace) for volume in volumes]
+    if serves_model and job.spec is not None and job.spec.model.name.startswith("/"):
+        trees.append(path_of(job.spec.model.name))  # it is read where decode reads it
     return pb.Access(
-        readable_trees=[tree_of(policy, volume, job.namespace) for volume in volumes],
+        readable_trees=trees,
         lists_sources=network.sources is not None,
         sources=network.sources or (),
         private_sources=network.private,
