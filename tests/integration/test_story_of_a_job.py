@@ -88,7 +88,7 @@ def find_kubectl():
 
 # What each turn has to say.
 TURNS = (
-    ("NoSlot", "There is no slot yet"),
+    ("NoSlot", "No slot is open to namespace"),
     ("Placed", "decode-0 predicts 9.6k tok/s"),
     ("Started", "Started on decode-0"),
     ("Preempted", "at-once of higher priority takes the slot; stopped with a checkpoint of step 7"),
