@@ -390,7 +390,7 @@ def in_fp8(folder, block: int) -> None:
     for name, weight in load_file(file).items():
         rows, columns = weight.shape if weight.dim() == 2 else (1, 1)
         if not name.endswith("_proj.weight") or rows % block or columns % block:
-            made[name] = weight
+            made[name] = weight.bfloat16()
             continue
         blocks = weight.float().reshape(rows // block, block, columns // block, block)
         scales = blocks.abs().amax((1, 3)) / 448
@@ -400,6 +400,7 @@ def in_fp8(folder, block: int) -> None:
     assert any(name.endswith("_scale_inv") for name in made)
     save_file(made, file, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = "bfloat16"
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
@@ -417,6 +418,8 @@ def test_weights_in_fp8_are_trained_over_as_the_numbers_they_stand_for(folder):
     assert {weight.dtype for weight in found.values()} == {torch.float32}
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(found[name], weight, rtol=0.07, atol=0.02)
+    ids = torch.arange(6)[None]
+    assert base.model(ids).logits.dtype == torch.float32
     assert any(not torch.equal(found[n], w) for n, w in plain.named_parameters())
 
 

@@ -345,6 +345,9 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     )
     if not getattr(model, "is_quantized", False):  # by what transformers made of config.json
         check_types(directory, model, method)
+    if method in _UNPACKED and form.quantization == "none":
+        for weight in model.parameters():  # it makes them of the type that config.json names
+            weight.data = weight.data.to(form.dtype)
     keep_differentiable(model)
     return model
 
