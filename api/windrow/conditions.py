@@ -117,6 +117,8 @@ class Reason(StrEnum):
     DEVICE_NOT_SEEN = "DeviceNotSeen"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
+    SWITCHED_OFF = "SwitchedOff"
+    ENGINE_REFUSED = "EngineRefused"
     PODS_SELECTED = "PodsSelected"
     NO_PODS = "NoPods"
     QUOTA_USED = "QuotaUsed"
@@ -367,6 +369,18 @@ SLOT: Final = (
         "False",
         R.DEVICE_NOT_SEEN,
         "The sidecar's container does not see decode's GPU; the message says who gives it.",
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.ENGINE_REFUSED,
+        "The engine cannot be harvested, or its plugin has never called; the message says why.",
+    ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.SWITCHED_OFF,
+        "Turned off in the pod, or the operator was not heard for the policy's lease.",
     ),
     ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
     ConditionRow(

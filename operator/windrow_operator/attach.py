@@ -245,6 +245,7 @@ class AttachServer(pb_grpc.AttachServicer):
                 heartbeat_seconds=session.interval.total_seconds(),
                 rest_heartbeat_seconds=session.rest.total_seconds(),
                 leader_term=session.term,
+                renews=True,
             )
         )
 

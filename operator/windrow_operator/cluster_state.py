@@ -52,6 +52,7 @@ class LiveSlot:
     attached: bool = False
     lost_at: datetime | None = None
     overstates: bool = False  # it promised more than its hardware can do
+    sidecar_version: str = ""
     promise: float = 0.0  # predicted tokens a second, smoothed over the last minutes
 
     def is_silent(self, now: datetime) -> bool:
@@ -194,6 +195,8 @@ class ClusterState(WatchedObjects):
             model=live.facts.model,
             tensor_parallel=live.facts.tensor_parallel,
             unseen_device=_unseen(live, pod),
+            refused=live.facts.refused,
+            off=beat.off,
             engine_state=beat.engine_state if live.beat else "starting",
             breaker=beat.breaker,
             predicted_tokens_per_second=live.promise,

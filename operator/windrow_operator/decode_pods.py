@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from windrow import sglang
 from windrow.crd import LABEL_INJECT
 from windrow_operator.command_line import commands_of, is_open, option_of, options_of
 
@@ -353,6 +354,19 @@ def _default_container(pod: Mapping[str, Any]) -> str:
     said = annotations_of(pod)
     legacy = said.get("kubectl.kubernetes.io/default-logs-container", "")
     return said.get(ANNOTATION_DEFAULT_CONTAINER, legacy)
+
+
+def harvest_refusal(container: Mapping[str, Any]) -> str:
+    """Return why SGLang in `container` would not be harvested, as its plugin would say it.
+
+    Empty: it would, as far as a manifest tells, or it is not SGLang.
+    """
+    words = _words(container)
+    if other_engine(container) or not _mentions_sglang([*words, str(container.get("image", ""))]):
+        return ""
+    set_to = {str(e.get("name")): e.get("value") for e in container.get("env") or ()}
+    insisted = set_to.get(sglang.ENV_UNTESTED) == "1"
+    return sglang.refusal(words, str(container.get("image", "")), insisted=insisted)
 
 
 def decoders_of(pod: Mapping[str, Any]) -> list[Body]:

@@ -250,6 +250,8 @@ class Slot:
     model: str = ""
     tensor_parallel: int = 1
     unseen_device: str = ""  # why no worker can reach it: its sidecar does not see it
+    refused: str = ""  # why its engine cannot be harvested, in the plugin's words
+    off: str = ""  # why its sidecar harvests nothing whatever the policy says
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
@@ -268,6 +270,19 @@ class Slot:
     max_jobs: int = 1  # that share a base model may run on it at a time
     # Directories that jobs may write; {namespace} stands for that of the job.
     outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableSecret:
+    """A Secret of a job that could not be read.
+
+    Attributes:
+        message: which, why, and what to do.
+        until: when it is read again.
+    """
+
+    message: str
+    until: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +309,7 @@ class Job:
     priority_class_missing: str = ""  # the PriorityClass that it names, where there is none
     namespace_labels: Mapping[str, str] = field(default_factory=dict)
     destination_owner: str = ""  # an older job that writes to the same place, in words
+    unreadable: UnreadableSecret | None = None  # a Secret of its, when it was last read
 
     @property
     def key(self) -> str:

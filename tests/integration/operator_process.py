@@ -213,6 +213,9 @@ class FakeSidecar:
         )
         self._outbox.put(pb.SidecarMessage(job_event=event))
 
+    def send(self, message):
+        self._outbox.put(message)
+
     def send_profile(self, key, spec):
         report = pb.ProfileReport(slot=0, key=key, profile_json=json.dumps(spec))
         self._outbox.put(pb.SidecarMessage(profile=report))
@@ -261,6 +264,7 @@ class Cluster:
         spec = {
             "selector": {"matchLabels": {"app": "chat"}},
             "objective": {"tpot": "40ms"},
+            "mode": "harvest",
             "access": {"namespaceSelector": own},
         }
         return self.apply("harvestpolicies", name, {**spec, **changes})
@@ -278,6 +282,11 @@ class Cluster:
         return self.custom.get_namespaced_custom_object(
             "windrow.dev", "v1alpha1", self.namespace, plural, name
         )
+
+    def list(self, plural):
+        return self.custom.list_namespaced_custom_object(
+            "windrow.dev", "v1alpha1", self.namespace, plural
+        )["items"]
 
     def patch_job(self, name="tone", **spec):
         self.custom.patch_namespaced_custom_object(

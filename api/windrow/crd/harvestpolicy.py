@@ -41,6 +41,7 @@ PATH_PATTERN: Final = r"^(/[^/:]+)+$"
 _PATH_MAX: Final = 512
 _SHORTEST_TPOT: Final = timedelta(microseconds=100)
 _LONGEST_TPOT: Final = timedelta(minutes=1)
+_SHORTEST_LEASE, _LONGEST_LEASE = timedelta(seconds=2), timedelta(hours=24)
 _SHORTEST_DEFERRAL, _LONGEST_DEFERRAL = timedelta(milliseconds=1), timedelta(minutes=1)
 
 _DAYS: Final = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
@@ -605,15 +606,34 @@ class SidecarSpec(Record):
 class HarvestPolicySpec(Record):
     """Which decode pods are harvested, and within which objective and limits."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.lease) || (duration(self.lease) >= duration('2s') && "
+                    "duration(self.lease) <= duration('24h'))",
+                    "lease must be between 2s and 24h",
+                )
+            ]
+        }
+    )
+
     selector: LabelSelector = Field(
         description="Decode pods of this namespace. Which pods decode is found by the rules of "
         "their stack. Empty: all of them."
     )
     objective: ObjectiveSpec = Field(description="What serving must keep.")
     mode: Literal["harvest", "observe", "off"] = Field(
-        default="harvest",
-        description="observe: everything but the work, to see what harvesting would give; a job "
-        "that runs writes a checkpoint and waits, as with off.",
+        default="observe",
+        description="observe, the default: everything but the work, to see what harvesting would "
+        "give; a job that runs writes a checkpoint and waits, as with off. harvest: jobs run.",
+    )
+    lease: Duration = Field(
+        default=timedelta(minutes=5),
+        description="How long a sidecar harvests by this policy without a word of the operator, 2s "
+        "to 24h. After it, its jobs finish their step, write a checkpoint and stop, until the "
+        "operator is heard again.",
+        json_schema_extra={"default": "5m"},
     )
     policy: Literal[
         "windrow",
@@ -631,6 +651,17 @@ class HarvestPolicySpec(Record):
         default_factory=SidecarSpec,
         description="How the sidecar comes into a pod and reaches the device.",
     )
+
+    @field_validator("lease")
+    @classmethod
+    def _a_lease(cls, lease: timedelta) -> timedelta:
+        if not _SHORTEST_LEASE <= lease <= _LONGEST_LEASE:
+            raise invalid(
+                f"{format_duration(lease)} is not a time that a policy may hold without the "
+                "operator",
+                "Write one between 2s and 24h, like 5m.",
+            )
+        return lease
 
     def open_at(self, moment: datetime) -> bool:
         """Return whether the hours allow harvesting at the aware `moment`."""
@@ -674,4 +705,8 @@ class HarvestPolicyStatus(Record):
     pods: int | None = Field(default=None, description="Decode pods that are selected.")
     slots: int | None = Field(default=None, description="Slots of these pods that are attached.")
     harvesting: int | None = Field(default=None, description="Slots that run a job.")
+    refused: int | None = Field(
+        default=None,
+        description="Slots whose engine cannot be harvested; the condition SelectsPods says why.",
+    )
     usage: UsageStatus | None = Field(default=None, description="What was taken today.")

@@ -155,6 +155,7 @@ def policy(where: str, out: Path | None, tpot: str = "2s", **of_spec: object) ->
         "spec": {
             "selector": {"matchLabels": dict(APP)},
             "objective": {"tpot": tpot},
+            "mode": "harvest",
             "sidecar": {"volumes": volumes},
             **of_spec,
         },
