@@ -192,6 +192,9 @@ class Decoders:
     doubt: str = ""
 
 
+_NO_SIGN = "no sign of another one"
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """Which engine a container runs, and by which evidence.
@@ -228,7 +231,7 @@ def engine_of(container: Mapping[str, Any]) -> Engine:
         return Engine(SGLANG if SGLANG in shown else min(shown), f"its image {image}")
     if option_of(container, MODE):
         return Engine(SGLANG, f"the option {MODE}")
-    return Engine(SGLANG, "no sign of another one")
+    return Engine(SGLANG, _NO_SIGN)
 
 
 def other_engine(container: Mapping[str, Any]) -> str:
@@ -361,8 +364,10 @@ def harvest_refusal(container: Mapping[str, Any]) -> str:
 
     Empty: it would, as far as a manifest tells, or it is not SGLang.
     """
-    words = _words(container)
-    if other_engine(container) or not _mentions_sglang([*words, str(container.get("image", ""))]):
+    engine = engine_of(container)
+    words = [word for command in commands_of(container) for word in command]
+    ours = any(word.startswith("windrow_sidecar") for word in words)
+    if engine.name != SGLANG or engine.why == _NO_SIGN or ours:
         return ""
     set_to = {str(e.get("name")): e.get("value") for e in container.get("env") or ()}
     insisted = set_to.get(sglang.ENV_UNTESTED) == "1"
