@@ -20,8 +20,8 @@ from windrow.crd import GROUP, HARVEST_SLOT, VERSION
 SWITCH: Final = "windrow-off"
 OPERATOR_NAMESPACE: Final = "windrow-system"
 _POLL_S = 0.5
-# The operator looks at the switch and writes slots every two seconds: what a slot says sooner may be
-# of before the command.
+# The operator looks at the switch and writes slots every two seconds: what a slot says sooner may
+# be of before the command.
 SETTLES_S = 6.0
 _TIMEOUT_S = 15
 
