@@ -10,6 +10,7 @@ from waiting import wait_until
 
 import windrow_cli as cli
 from windrow.client import WindrowClient
+from windrow.conditions import get_condition
 from windrow.off import ClusterSwitch, quiet_of
 from windrow.proto import attach_pb2 as pb
 from windrow_operator import uninstall
@@ -93,13 +94,13 @@ def test_an_engine_that_is_refused_is_counted_and_the_job_is_told_the_plugins_re
     sidecar.send(pb.SidecarMessage(hello=hello))
     sidecar.beat(engine_state="starting")
 
-    def slot_status():
-        listed = cluster.list("harvestslots")
-        return listed[0].get("status") if listed else None
+    def refused():
+        status = next((found.get("status") or {} for found in cluster.list("harvestslots")), {})
+        ready = get_condition(status.get("conditions"), "Ready") or {}
+        return (status, ready) if ready.get("reason") == "EngineRefused" else None
 
-    status = wait_until(slot_status, "the slot has a status")
-    ready = next(c for c in status["conditions"] if c["type"] == "Ready")
-    assert (ready["status"], ready["reason"]) == ("False", "EngineRefused")
+    status, ready = wait_until(refused, "the slot says that its engine is refused")
+    assert ready["status"] == "False"
     assert why in ready["message"]
     assert status["sidecarVersion"] == "0.0.9"
     wait_until(lambda: cluster.get("harvestpolicies", "chat")["status"].get("refused") == 1, "it")

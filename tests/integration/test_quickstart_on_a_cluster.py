@@ -88,7 +88,7 @@ def test_the_steps_from_helm_to_a_job_that_says_why_it_waits(run, serving):
     assert policy()["spec"]["mode"] == "harvest"
     wait_until(lambda: serving.condition("Placed", "support-tone"), "a condition")
     told = run("kubectl -n serving describe ftj support-tone")
-    assert "There is no slot yet: a policy has to select a decode pod" in told
+    assert "a policy has to select a decode pod" in " ".join(told.split())
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
