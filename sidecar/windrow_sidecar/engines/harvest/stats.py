@@ -36,6 +36,16 @@ class BucketCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class LendingCounts:
+    """Chunks that moved since the start, and how long the worker took to give them back."""
+
+    lent: int
+    revoked: int
+    reclaimed: int
+    return_seconds: BucketCounts
+
+
+@dataclass(frozen=True, slots=True)
 class StepStatistics:
     """Figures since the last one (quantiles) or since the start (counters)."""
 
@@ -58,66 +68,32 @@ class StepStatistics:
 
 
 class StepStats:
-    """Filled by decode's thread, emptied by another: lists are swapped, never shared."""
+    """The histograms of one engine; one thread fills them."""
 
     def __init__(self) -> None:
-        self.steps, self.over, self.busy_us = 0, 0, 0
-        self._latencies_us: list[int] = []
-        self._costs_ns: list[int] = []
-        self._objectives: list[float] = []  # latency over objective
-        self._residuals: list[float] = []
         self.tpot = BucketCounts(TPOT_BUCKETS_SECONDS)
         self.objective_ratio = BucketCounts(OBJECTIVE_RATIO_BUCKETS)
         self.decision = BucketCounts(DECISION_BUCKETS_SECONDS)
         self.predictor_ratio = BucketCounts(PREDICTOR_RATIO_BUCKETS)
 
-    def add(self, latency_us: int, cost_ns: int, objective_us: int) -> None:
-        """One finished step, what the hook took of it, and the objective in force (0: none)."""
-        self.steps += 1
-        self.busy_us += latency_us
-        self._latencies_us.append(latency_us)
-        self._costs_ns.append(cost_ns)
-        if objective_us > 0:
-            self.over += latency_us > objective_us
-            self._objectives.append(latency_us / objective_us)
+    def take(
+        self, measured: Sequence[tuple[int, int, int]], residuals: Sequence[float]
+    ) -> tuple[list[int], list[int]]:
+        """Count steps; return their latencies (us) and the hook's costs (ns), each sorted.
 
-    def predicted(self, residual: float) -> None:
-        """Count how far a step beside the worker was from its prediction, relative to that."""
-        self._residuals.append(residual)
-
-    def take(self) -> tuple[list[int], list[int]]:
-        """Latencies and costs since the last call, each sorted; fills the histograms."""
-        latencies, self._latencies_us = self._latencies_us, []
-        costs, self._costs_ns = self._costs_ns, []
-        ratios, self._objectives = self._objectives, []
-        residuals, self._residuals = self._residuals, []
-        for latency_us in latencies:
+        Args:
+            measured: of each step its latency in us, the cost in ns, and the objective in us that
+                was in force (0: none).
+            residuals: how far steps beside the worker were from their prediction, relative to it.
+        """
+        for latency_us, cost_ns, objective_us in measured:
             self.tpot.add(latency_us / 1e6)
-        for cost_ns in costs:
             self.decision.add(cost_ns / 1e9)
-        for ratio in ratios:
-            self.objective_ratio.add(ratio)
+            if objective_us > 0:
+                self.objective_ratio.add(latency_us / objective_us)
         for residual in residuals:
             self.predictor_ratio.add(1.0 + residual)
-        return sorted(latencies), sorted(costs)
-
-
-class GrantedUnits:
-    """Compute units of the worker, summed over the time for which it was granted them."""
-
-    def __init__(self, now_ns: int) -> None:
-        self._units, self._since_ns = 0.0, now_ns
-        self._unit_ns = 0.0
-
-    def set(self, now_ns: int, units: float) -> None:
-        """From now on the worker has so many units."""
-        self._unit_ns += self._units * (now_ns - self._since_ns)
-        self._units, self._since_ns = units, now_ns
-
-    @property
-    def seconds(self) -> float:
-        """Unit-seconds until the last change."""
-        return self._unit_ns / 1e9
+        return sorted(us for us, _, _ in measured), sorted(ns for _, ns, _ in measured)
 
 
 def quantile(ordered: list[int], q: float) -> float:
