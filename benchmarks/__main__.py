@@ -11,7 +11,14 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LIBRARIES = {"__main__", "harness", "partition", "shapes"}  # nothing to run in them
+LIBRARIES = {
+    "__main__",
+    "harness",
+    "partition",
+    "shapes",
+    "torch_shim",
+    "host_arms",
+}  # nothing to run in them
 BY_HAND = {"harvest"}  # takes hours
 
 
