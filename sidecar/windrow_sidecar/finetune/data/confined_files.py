@@ -180,7 +180,7 @@ class ConfinedFiles:
 
 def _plain(path: Path) -> Path:
     """Return an absolute path without `.` and `..`, by its name alone."""
-    return Path(os.path.normpath(os.path.abspath(path)))
+    return Path(os.path.abspath(path))
 
 
 class ConfinedFileSystem(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
