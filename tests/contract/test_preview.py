@@ -56,11 +56,19 @@ def test_the_optimizer_has_an_estimate_and_leaves_no_trace(tasklets):
 @pytest.mark.parametrize(
     ("flags", "status", "said"),
     [
-        (["--device", "tpu"], 2, "--device: 'tpu' is no device. Write cpu, cuda, or cuda:N."),
-        (["--job", "/no/such/file"], 2, "cannot be read"),
+        (
+            ["--device", "tpu"],
+            2,
+            ("'tpu' is not a valid device", "--device", "Write cpu, cuda, or cuda:N."),
+        ),
+        (["--job", "/no/such/file"], 2, ("cannot be read", "/no/such/file", "")),
     ],
 )
 def test_an_error_is_said_whole_on_the_stream_that_is_read(capsys, flags, status, said):
     argv = flags if "--job" in flags else ["--job", "x", *flags]
     assert preview.main(argv) == status
-    assert said in json.loads(capsys.readouterr().out)["error"]
+    line = json.loads(capsys.readouterr().out)
+    problem, field, remedy = said
+    assert problem in line["error"]
+    assert line["field"] == field
+    assert remedy in line["remedy"]

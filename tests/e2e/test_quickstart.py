@@ -66,7 +66,7 @@ def page(tmp_path_factory):
     environment = {k: v for k, v in os.environ.items() if k not in hidden}
     environment["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     shutil.rmtree(ROOT / "out" / "mine", ignore_errors=True)
-    stays, down = blocks("bash")[1], blocks("bash")[-2]
+    stays, down = blocks("bash")[2], blocks("bash")[-2]
     assert stays.split()[1] == "up"
     assert down.split()[1] == "down"
     said = {}
@@ -112,7 +112,7 @@ def test_the_cluster_that_stays_does_what_the_page_says(page):
 )
 def test_a_newcomer_gets_from_their_own_rows_to_a_dashboard_with_their_jobs_curve(page, tmp_path):
     _, environment = page
-    rows, own = blocks("bash")[2:4]
+    rows, own = blocks("bash")[3:5]
     monitor = subprocess.Popen(
         [BIN / "windrow", "monitor", "--port", "0", "--json", "--data", tmp_path],
         cwd=ROOT,
