@@ -34,6 +34,7 @@ class ConditionType(StrEnum):
     ATTACHED = "Attached"
     READY = "Ready"
     SELECTS_PODS = "SelectsPods"
+    SHARED_IN_SPACE = "SharedInSpace"
 
 
 class Reason(StrEnum):
@@ -115,11 +116,30 @@ class Reason(StrEnum):
     NODE_LEAVING = "NodeLeaving"
     TENSOR_PARALLEL = "TensorParallel"
     DEVICE_NOT_SEEN = "DeviceNotSeen"
+    NOT_SHARED_IN_SPACE = "NotSharedInSpace"
     NO_POLICY = "NoPolicy"
     POLICY_OFF = "PolicyOff"
     PODS_SELECTED = "PodsSelected"
     NO_PODS = "NoPods"
     QUOTA_USED = "QuotaUsed"
+    # How a slot's GPU is shared
+    MPS_CLIENTS = "MpsClients"
+    NO_WORKER_YET = "NoWorkerYet"
+    POLICY_TEMPORAL = "PolicyTemporal"
+    NO_GREEN_CONTEXTS = "NoGreenContexts"
+    SHARES_MEET = "SharesMeet"
+    NO_MPS_DAEMON = "NoMpsDaemon"
+    MPS_MISSING = "MpsMissing"
+    MPS_NOT_STARTED = "MpsNotStarted"
+    MPS_CLIENT_HANGS = "MpsClientHangs"
+    MPS_NOT_CONNECTED = "MpsNotConnected"
+    MPS_TOO_LATE = "MpsTooLate"
+    MPS_ENDED = "MpsEnded"
+    OTHER_PIPE_DIRECTORY = "OtherPipeDirectory"
+    OTHER_SHARED_MEMORY = "OtherSharedMemory"
+    OTHER_USER = "OtherUser"
+    CLIENT_UNKNOWN = "ClientUnknown"
+    REASON_NOT_SAID = "ReasonNotSaid"
 
 
 @dataclass(frozen=True)
@@ -330,6 +350,43 @@ LIFECYCLE: Final = (
     ),
 )
 
+# Why a GPU is shared in time, and what gets the better form.
+IN_TIME: Final[Mapping[Reason, str]] = {
+    R.NO_WORKER_YET: "The sidecar has not looked yet: it does when decode calls.",
+    R.POLICY_TEMPORAL: "The policy says `sharing: temporal`. Write `auto` or `spatial`, and let "
+    "the pod be made again.",
+    R.NO_GREEN_CONTEXTS: "The driver cuts no shares of SMs. Use CUDA 12.5 or newer on a GPU that "
+    "has them; a MIG slice may have too few SMs.",
+    R.SHARES_MEET: "The shares of decode and worker were measured on common SMs, or could not be "
+    "measured. Leave `WINDROW_DECODE_PARTITION` out.",
+    R.NO_MPS_DAEMON: "Decode's start brought up no MPS daemon: it ran without the plugin, or "
+    "without its run directory. Restart decode with them.",
+    R.MPS_MISSING: "`nvidia-cuda-mps-control` is not on PATH in the container that the message "
+    "names. NVIDIA's container toolkit mounts it with the driver capability `compute`; the "
+    "sidecar gets it with `sidecar.gpuAccess`.",
+    R.MPS_NOT_STARTED: "The MPS daemon ended or did not answer within 2 s; `mps/log` in the run "
+    "directory says why.",
+    R.MPS_CLIENT_HANGS: "A process under the daemon did not initialise CUDA in time and was "
+    "killed. Look for a server of another user on this GPU (`mps/log`).",
+    R.MPS_NOT_CONNECTED: "A process under the daemon ran without it: another user, another GPU, "
+    "or too many clients (`mps/log`).",
+    R.MPS_TOO_LATE: "CUDA was initialised in decode before its start could bring up the daemon. "
+    "Start the server by `windrow run --`.",
+    R.MPS_ENDED: "The daemon has ended, and decode's context with it. The pod restarts decode.",
+    R.OTHER_PIPE_DIRECTORY: "The sidecar does not see the daemon's pipes: the containers mount "
+    "different volumes at the run directory, or decode is the client of another daemon.",
+    R.OTHER_SHARED_MEMORY: "The sidecar has another `/dev/shm` than decode, which clients of one "
+    "daemon must share. Mount decode's volume at `/dev/shm` as a whole, without `subPath`, or use "
+    "`sidecar.form: sidecar`.",
+    R.OTHER_USER: "The sidecar runs as another user than decode, and the daemon would let it wait "
+    "without end. Set `securityContext.runAsUser` of the pod.",
+    R.CLIENT_UNKNOWN: "The daemon's list of clients does not name the sidecar's processes, so a "
+    "worker's work could not be ended safely. Use `sidecar.form: attach`, or "
+    "`shareProcessNamespace`.",
+    R.REASON_NOT_SAID: "The sidecar is older than this condition; `status.sharingReason` has its "
+    "words.",
+}
+
 SLOT: Final = (
     ConditionRow(T.ATTACHED, "True", R.CONNECTED, "The sidecar is connected."),
     ConditionRow(
@@ -368,10 +425,24 @@ SLOT: Final = (
         R.DEVICE_NOT_SEEN,
         "The sidecar's container does not see decode's GPU; the message says who gives it.",
     ),
+    ConditionRow(
+        T.READY,
+        "False",
+        R.NOT_SHARED_IN_SPACE,
+        "The policy says `sharing: spatial`, and this GPU is shared in time; the condition "
+        "SharedInSpace says why.",
+    ),
     ConditionRow(T.READY, "False", R.NO_POLICY, "No HarvestPolicy selects the pod."),
     ConditionRow(
         T.READY, "False", R.POLICY_OFF, "Mode, hours or daily seconds forbid harvesting now."
     ),
+    ConditionRow(
+        T.SHARED_IN_SPACE,
+        "True",
+        R.MPS_CLIENTS,
+        "Decode and worker run on the GPU at once, as clients of one MPS daemon.",
+    ),
+    *(ConditionRow(T.SHARED_IN_SPACE, "False", reason, text) for reason, text in IN_TIME.items()),
 )
 
 POLICY: Final = (

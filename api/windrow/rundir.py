@@ -31,7 +31,9 @@ ENV_TOKEN_FILE = "WINDROW_TOKEN_FILE"  # S: projected service-account token, aud
 ENV_LOG_DIR = "WINDROW_LOG_DIR"  # S D, optional: event logs go here as well
 ENV_METRICS_PORT = "WINDROW_METRICS_PORT"  # S: port of the agent's Prometheus endpoint; 0: any free
 
-ENV_MPS = "WINDROW_MPS"  # S: auto (default) or off; whether a private MPS daemon may be started
+# S D: how decode and workers may share the GPU: auto (default), spatial or temporal
+ENV_SHARING = "WINDROW_SHARING"
+ENV_MPS = "WINDROW_MPS"  # S, of operators before WINDROW_SHARING: off for temporal
 # S: how its container sees GPUs, where that may be more than decode's: env, or mps of the node
 ENV_GPU_ACCESS = "WINDROW_GPU_ACCESS"
 ENV_MAX_JOBS = "WINDROW_MAX_JOBS"  # S: how many jobs over one base may share a slot (4)

@@ -51,7 +51,8 @@ def slots_of(hello: pb.SidecarHello) -> list[pb.SlotFacts]:
 def _is_sane(facts: pb.SlotFacts) -> bool:
     words = (facts.engine, facts.engine_version, facts.device, facts.driver, facts.model)
     more = (facts.model_fingerprint, facts.endpoint, facts.sharing, facts.sharing_reason)
-    texts = (*words, *more, facts.unseen_device, *facts.output_trees)
+    why = (facts.sharing_code, facts.unseen_device)
+    texts = (*words, *more, *why, *facts.output_trees)
     lists = (facts.finetune_levels, facts.output_trees)
     return all(len(text) <= MOST_TEXT for text in texts) and all(
         len(values) <= _MOST_LEVELS for values in lists

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from windrow import rundir
-from windrow.crd.harvestpolicy import SidecarSpec
+from windrow.crd.harvestpolicy import SharingMode, SidecarSpec
 from windrow_operator.model import Refusal
 
 Body = dict[str, Any]
@@ -71,8 +71,12 @@ def as_one(decoders: Sequence[Body]) -> Body:
     return first | {"name": name, "resources": {"limits": limits, "claims": claims}, "env": env}
 
 
-def choose_access(decoder: Mapping[str, Any], asked: SidecarSpec) -> GpuAccess:
+def choose_access(
+    decoder: Mapping[str, Any], asked: SidecarSpec, sharing: SharingMode = "auto"
+) -> GpuAccess:
     """Return how the sidecar of a pod whose container `decoder` decodes gets at its GPU.
+
+    `sharing`: of the GPU, as the pod's policy asks for it.
 
     Raises:
         Refusal: the policy names a way that this pod does not have.
@@ -83,13 +87,13 @@ def choose_access(decoder: Mapping[str, Any], asked: SidecarSpec) -> GpuAccess:
         return _by_variables(decoder, "the policy says so")
     if asked.gpu_access == "mps":
         return _by_daemon(decoder, "the policy says so")
-    return _best(decoder, asked)
+    return _best(decoder, asked, sharing)
 
 
-def _best(decoder: Mapping[str, Any], asked: SidecarSpec) -> GpuAccess:
+def _best(decoder: Mapping[str, Any], asked: SidecarSpec, sharing: SharingMode) -> GpuAccess:
     """What needs no word of anybody's: nothing that shows the sidecar more than decode has."""
     name, claims, resource = decoder["name"], _claims(decoder), _gpu_resource(decoder)
-    if asked.mps and _pipes(decoder):
+    if sharing != "temporal" and _pipes(decoder):
         return _by_daemon(decoder, f"container {name} is a client of a daemon of the node")
     if claims and not resource:
         if asked.form == "sidecar":

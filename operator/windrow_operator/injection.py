@@ -21,7 +21,7 @@ from windrow.crd import (
     LABEL_INJECT,
     SIDECAR_CONTAINER,
 )
-from windrow.crd.harvestpolicy import SidecarSpec, VolumeSpec
+from windrow.crd.harvestpolicy import SharingMode, SidecarSpec, VolumeSpec
 from windrow_operator.command_line import option_as_written
 from windrow_operator.decode_pods import (
     MODEL_OPTIONS,
@@ -138,6 +138,7 @@ def inject(
     template: SidecarTemplate,
     sidecar: SidecarSpec | None,
     around: PodNamespace,
+    sharing: SharingMode = "auto",
 ) -> Injection | None:
     """Return how `pod` becomes harvestable; None: it is left alone, since nobody asked for it.
 
@@ -146,6 +147,7 @@ def inject(
         template: what is the same in every sidecar.
         sidecar: of the policy that selects the pod; None: no policy does.
         around: what is known of its namespace.
+        sharing: of the GPU, as that policy asks for it.
 
     Raises:
         Refusal: it was asked for, and the pod cannot have it.
@@ -164,13 +166,13 @@ def inject(
     for decoder in decoders:
         _require_free_place(decoder)
     volumes, warnings = _mountable(asked.volumes, around)
-    gpu = choose_access(as_one(decoders), asked)
+    gpu = choose_access(as_one(decoders), asked, sharing)
     _mark(wanted, rule, asked.metrics_port or template.metrics_port, gpu, volumes)
     _add_volumes(spec, volumes)
     for decoder in decoders:
-        _prepare_decoder(decoder)
+        _prepare_decoder(decoder, sharing)
     if asked.form == "sidecar":
-        native = _native_sidecar(template, wanted, asked)
+        native = _native_sidecar(template, wanted, asked, sharing)
         # Last: what fetches a model or waits for the network is not held up.
         _merge(spec.setdefault("initContainers", []), native)
     return Injection(
@@ -336,7 +338,7 @@ def volume_name(volume: VolumeSpec) -> str:
     return f"windrow-{volume.name}"
 
 
-def _prepare_decoder(container: Body) -> None:
+def _prepare_decoder(container: Body, sharing: SharingMode) -> None:
     mounts = container.setdefault("volumeMounts", [])
     _merge(mounts, {"name": RUN_VOLUME, "mountPath": str(rundir.DEFAULT_RUN_DIR)})
     _merge(mounts, {"name": PROFILES_VOLUME, "mountPath": PROFILES_DIR, "readOnly": True})
@@ -344,24 +346,27 @@ def _prepare_decoder(container: Body) -> None:
     _merge(env, {"name": rundir.ENV_RUN_DIR, "value": str(rundir.DEFAULT_RUN_DIR)})
     _merge(env, {"name": rundir.ENV_STORED_PROFILES, "value": PROFILES_DIR})
     _merge(env, _field(rundir.ENV_POD_NAME, "metadata.name"))
+    _merge(env, {"name": rundir.ENV_SHARING, "value": sharing})
 
 
 # --- the sidecar, in both forms -------------------------------------------------------------------
 
 
-def _native_sidecar(template: SidecarTemplate, pod: Body, asked: SidecarSpec) -> Body:
+def _native_sidecar(
+    template: SidecarTemplate, pod: Body, asked: SidecarSpec, sharing: SharingMode
+) -> Body:
     """Return the native sidecar: an init container that stays.
 
     It has no startup probe: the kubelet would hold decode back until that succeeds.
     """
-    container = _sidecar(template, pod, asked) | {
+    container = _sidecar(template, pod, asked, sharing) | {
         "name": SIDECAR_CONTAINER,
         "restartPolicy": "Always",
     }
     if qos_of(pod["spec"]) != "BestEffort":
         amounts = {"cpu": template.cpu, "memory": template.memory}
         container["resources"] = {"requests": amounts, "limits": dict(amounts)}
-    if claims := choose_access(as_one(decoders_of(pod)), asked).claims:
+    if claims := choose_access(as_one(decoders_of(pod)), asked, sharing).claims:
         container.setdefault("resources", {})["claims"] = list(claims)
     if port := _metrics_port(pod):
         container["ports"] = [{"name": "windrow-metrics", "containerPort": port}]
@@ -374,15 +379,22 @@ def _metrics_port(pod: Mapping[str, Any]) -> int:
     return int(said) if said.isdecimal() and int(said) < 65536 else 0
 
 
-def attached_sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec) -> Body:
+def attached_sidecar(
+    template: SidecarTemplate,
+    pod: Mapping[str, Any],
+    asked: SidecarSpec,
+    sharing: SharingMode = "auto",
+) -> Body:
     """Return the ephemeral container that a prepared, running `pod` gets next.
+
+    `sharing`: of the GPU, as the pod's policy asks for it.
 
     Raises:
         Refusal: it cannot run as the user that decode runs as.
     """
     earlier = attached_sidecars(pod["spec"])
     number = _number(earlier[-1]) + 1 if earlier else 1
-    return _sidecar(template, pod, asked) | {
+    return _sidecar(template, pod, asked, sharing) | {
         "name": f"{SIDECAR_CONTAINER}-{number}",
         "targetContainerName": decoder_of(pod)["name"],
     }
@@ -400,7 +412,9 @@ def _number(name: str) -> int:
     return int(number) if head == SIDECAR_CONTAINER and number.isdigit() else 0
 
 
-def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec) -> Body:
+def _sidecar(
+    template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSpec, sharing: SharingMode
+) -> Body:
     decoder = decoder_of(pod)
     own_image = template.image == DECODE_IMAGE
     env: list[Body] = [
@@ -415,11 +429,12 @@ def _sidecar(template: SidecarTemplate, pod: Mapping[str, Any], asked: SidecarSp
         _field(rundir.ENV_POD_UID, "metadata.uid"),
         _field(rundir.ENV_NODE_NAME, "spec.nodeName"),
     ]
-    if not asked.mps:
+    env.append({"name": rundir.ENV_SHARING, "value": sharing})
+    if sharing == "temporal":  # for an agent that is older than this operator
         env.append({"name": rundir.ENV_MPS, "value": "off"})
     taken_over = (rundir.ENV_LOG_DIR, rundir.ENV_COPY_RATE)
     env += [entry for entry in decoder.get("env") or () if entry["name"] in taken_over]
-    gpu = choose_access(as_one(decoders_of(pod)), asked)
+    gpu = choose_access(as_one(decoders_of(pod)), asked, sharing)
     env += gpu.env
     around = surroundings_of(decoder)
     env += around.env

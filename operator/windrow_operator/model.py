@@ -250,6 +250,9 @@ class Slot:
     model: str = ""
     tensor_parallel: int = 1
     unseen_device: str = ""  # why no worker can reach it: its sidecar does not see it
+    sharing: str = ""  # of a GPU: spatial or temporal; "": of a host, or nobody has said
+    sharing_code: str = ""  # why it is shared so, as a reason of the condition SharedInSpace
+    sharing_reason: str = ""  # the same in words
     engine_state: str = "serving"
     breaker: str = ""
     predicted_tokens_per_second: float = 0.0  # over the last minutes
@@ -268,6 +271,13 @@ class Slot:
     max_jobs: int = 1  # that share a base model may run on it at a time
     # Directories that jobs may write; {namespace} stands for that of the job.
     outputs: tuple[str, ...] = ()
+
+    @property
+    def lacks_space(self) -> bool:
+        """Return whether the policy wants the GPU to be shared in space, and it is not."""
+        spec = self.terms.policy.spec if self.terms else None
+        wanted = spec.wanted_sharing if spec else "auto"
+        return wanted == "spatial" and self.sharing == "temporal"
 
 
 @dataclass(frozen=True, slots=True)

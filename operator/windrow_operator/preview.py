@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from windrow.crd import parse_policy_spec
-from windrow.crd.harvestpolicy import SidecarSpec
+from windrow.crd.harvestpolicy import SharingMode, SidecarSpec
 from windrow_operator.decode_pods import matching_rule
 from windrow_operator.injection import (
     LABEL_POD_SECURITY,
@@ -30,6 +30,7 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
     """Return what would happen to `pod` in a namespace with `policy`; None: one that selects it."""
     rule = matching_rule(pod)
     sidecar: SidecarSpec | None
+    sharing: SharingMode = "auto"
     if policy is None:
         sidecar = parse_policy_spec({"selector": {}, "objective": {"tpot": "1s"}}).sidecar
     else:
@@ -40,14 +41,14 @@ def preview(pod: dict[str, Any], policy: dict[str, Any] | None) -> dict[str, Any
             "metadata": {**(pod.get("metadata") or {}), "namespace": named["namespace"]},
         }
         chosen = selects(policy_of({**policy, "metadata": named}), pod_of(candidate))
-        sidecar = spec.sidecar if chosen else None
+        sidecar, sharing = (spec.sidecar if chosen else None), spec.wanted_sharing
     # Claims and directories are looked at when the pod is made; here they are taken to be there.
     volumes = sidecar.volumes if sidecar else []
     claims = {v.persistent_volume_claim.claim_name for v in volumes if v.persistent_volume_claim}
     around = PodNamespace({LABEL_POD_SECURITY: "privileged"}, frozenset(claims))
     template = SidecarTemplate("windrow-operator.windrow-system.svc:8443", "(PEM)")
     try:
-        done = inject(pod, template, sidecar, around)
+        done = inject(pod, template, sidecar, around, sharing)
     except Refusal as refusal:
         return {"rule": rule, "touched": False, "why": str(refusal), "reason": refusal.reason}
     if done is None:

@@ -149,7 +149,8 @@ class Sidecars:
             return
         path = f"/api/v1/namespaces/{pod.namespace}/pods/{pod.name}"
         body = await self._kube.get(path)
-        container = attached_sidecar(self._template(), body, terms.policy.spec.sidecar)
+        asked, sharing = terms.policy.spec.sidecar, terms.policy.spec.wanted_sharing
+        container = attached_sidecar(self._template(), body, asked, sharing)
         patch = {
             # Another pod of the name, or one that changed since: refused, and decided again.
             "metadata": {"uid": pod.uid, "resourceVersion": body["metadata"]["resourceVersion"]},
@@ -158,7 +159,7 @@ class Sidecars:
         after = await self._kube.strategic_merge(f"{path}/ephemeralcontainers", patch)
         self._cluster.put_pod(after)
         self._asked[pod.uid] = now
-        gpu = choose_access(as_one(decoders_of(body)), terms.policy.spec.sidecar)
+        gpu = choose_access(as_one(decoders_of(body)), asked, sharing)
         message = (
             f"Container {container['name']} added, by policy {terms.policy.name}; "
             f"GPU access {gpu.way}: {gpu.why}"

@@ -31,6 +31,8 @@ def capacity_refusal(slot: Slot) -> str:
         return f"is one of {slot.tensor_parallel} tensor-parallel ranks, which cannot lend yet"
     if slot.unseen_device:
         return f"has a GPU that no worker can use: {slot.unseen_device}"
+    if slot.lacks_space:
+        return "shares its GPU in time, and its policy says sharing: spatial"
     if slot.engine_state == "leaving":
         return "has a sidecar that was asked to end"
     if slot.node_leaving:

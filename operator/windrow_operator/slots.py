@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
+from windrow.conditions import IN_TIME, Reason, Status, set_condition, timestamp
 from windrow.conditions import ConditionType as T
-from windrow.conditions import Reason, Status, set_condition, timestamp
 from windrow.crd import (
     API_VERSION,
     HARVEST_SLOT,
@@ -43,6 +43,10 @@ _RANKS = (
 _SHOW_IT = (
     "Whoever owns the HarvestPolicy: on nodes of one tenant sidecar.gpuAccess: env; where decode "
     "has its GPU by a ResourceClaim, sidecar.form: sidecar. Then let the pod be made again"
+)
+_NOT_IN_SPACE = (
+    "The policy says sharing: spatial, and the GPU is shared in time: see the condition "
+    "SharedInSpace. With sharing: auto the slot takes jobs that run while decode has no request"
 )
 _OURS = ("name", "namespace", "ownerReferences")
 # Figures that change every second are for Prometheus; here they are for people, and are written as
@@ -172,7 +176,17 @@ def _conditions(view: Slot, held: list[Body], now: datetime) -> list[Body]:
         else ("False", Reason.DISCONNECTED, _DISCONNECTED)
     )
     held = set_condition(held, T.ATTACHED, *attached, None, now)
-    return set_condition(held, T.READY, *readiness(view), None, now)
+    held = set_condition(held, T.READY, *readiness(view), None, now)
+    if not view.sharing:  # a host, or nobody has said
+        return [one for one in held if one["type"] != T.SHARED_IN_SPACE]
+    return set_condition(held, T.SHARED_IN_SPACE, *_shared_in_space(view), None, now)
+
+
+def _shared_in_space(view: Slot) -> tuple[Status, str, str]:
+    if view.sharing == "spatial":
+        return "True", Reason.MPS_CLIENTS, view.sharing_reason
+    known = next((one for one in IN_TIME if one == view.sharing_code), Reason.REASON_NOT_SAID)
+    return "False", known, f"{view.sharing_reason}. {IN_TIME[known]}"
 
 
 def readiness(view: Slot) -> tuple[Status, str, str]:
@@ -190,6 +204,8 @@ def readiness(view: Slot) -> tuple[Status, str, str]:
     if view.unseen_device:
         message = f"No worker can use the GPU: {view.unseen_device}. {_SHOW_IT}"
         return "False", Reason.DEVICE_NOT_SEEN, message
+    if view.lacks_space:
+        return "False", Reason.NOT_SHARED_IN_SPACE, _NOT_IN_SPACE
     if view.engine_state == "leaving":
         return "False", Reason.DISCONNECTED, "The sidecar was asked to end"
     if view.node_leaving:

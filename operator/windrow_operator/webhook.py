@@ -306,7 +306,8 @@ class Webhook:
             self._cluster.namespaces.get(namespace) or {},
             await self._shared_claims(namespace, sidecar),
         )
-        done = inject(pod, self._template(), sidecar, around)
+        sharing = policy.spec.wanted_sharing if policy and policy.spec else "auto"
+        done = inject(pod, self._template(), sidecar, around, sharing)
         if policy is not None and done is not None and not dry_run:
             lacks = [done.gpu.lacks] if done.gpu.lacks else []
             self._tell(policy, candidate.name, "VolumeLeftOut", done.warnings)

@@ -201,6 +201,7 @@ def test_a_wrong_job_names_field_value_and_remedy(path, value, field, words):
             "spec.selector.matchExpressions[0]",
         ),
         ("mode", "on", "spec.mode"),
+        ("sharing", "space", "spec.sharing"),
         ("policy", "magic", "spec.policy"),
         ("limits.maxSmPercent", 101, "spec.limits.maxSmPercent"),
         ("limits.hostMemory", "much", "spec.limits.hostMemory"),
@@ -341,3 +342,25 @@ def test_a_selector_wants_all_its_labels_and_expressions():
 def test_a_solo_model_counts_a_small_batch_as_four():
     model = SoloModel.model_validate({"units": 2, "c0Us": 100, "b0Us": 10, "k0NsPerToken": 500})
     assert model.predict_us(1, 2000) == model.predict_us(4, 2000) == 100 + 40 + 1000
+
+
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        ({}, "auto"),
+        ({"sidecar": {"mps": True}}, "auto"),
+        ({"sidecar": {"mps": False}}, "temporal"),
+        ({"sharing": "spatial"}, "spatial"),
+        ({"sharing": "spatial", "sidecar": {"mps": True}}, "spatial"),
+        ({"sharing": "temporal", "sidecar": {"mps": True}}, "temporal"),
+        ({"sharing": "temporal", "sidecar": {"mps": False}}, "temporal"),
+    ],
+)
+def test_sharing_takes_the_place_of_the_sidecars_mps(written, wanted):
+    assert parse_policy_spec({**POLICY, **written}).wanted_sharing == wanted
+
+
+@pytest.mark.parametrize("sharing", ["auto", "spatial"])
+def test_a_policy_that_says_two_things_of_sharing_is_refused(sharing):
+    with pytest.raises(UserError, match=r"sidecar.mps: false means sharing: temporal"):
+        parse_policy_spec({**POLICY, "sharing": sharing, "sidecar": {"mps": False}})

@@ -137,8 +137,8 @@ def test_a_client_of_the_nodes_daemon_has_decodes_pipes_and_nothing_of_the_hosts
     assert "hostIPC" not in sidecar
 
 
-def test_no_daemon_is_used_under_a_policy_without_mps():
-    assert choose_access({"name": "main", **PIPES}, asked(mps=False)).way == "env"
+def test_no_daemon_of_the_node_is_used_where_the_gpu_is_shared_in_time():
+    assert choose_access({"name": "main", **PIPES}, asked(), "temporal").way == "env"
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def applied(body, patch):
     return result
 
 
-def injected(body, asked=ATTACH, template=OWN_IMAGE, around=PLAIN):
-    return applied(body, inject(body, template, asked, around).patch)
+def injected(body, asked=ATTACH, template=OWN_IMAGE, around=PLAIN, sharing="auto"):
+    return applied(body, inject(body, template, asked, around, sharing).patch)
 
 
 def volume(name="data", **source):
@@ -372,15 +372,23 @@ def test_the_user_that_the_runtime_reports_is_taken_where_none_is_declared():
     assert context["securityContext"]["runAsGroup"] == 5
 
 
-@pytest.mark.parametrize("may", [True, False])
-def test_a_sidecar_that_may_not_share_by_mps_is_told_in_both_forms(may):
-    prepared = injected(decode_pod(), ATTACH)
-    for sidecar in (
-        attached(prepared, asked=SidecarSpec(mps=may)),
-        injected(decode_pod(), SidecarSpec(form="sidecar", mps=may))["spec"]["initContainers"][-1],
-    ):
-        env = {entry["name"]: entry.get("value") for entry in sidecar["env"]}
-        assert env.get("WINDROW_MPS") == (None if may else "off")
+@pytest.mark.parametrize("sharing", ["auto", "spatial", "temporal"])
+def test_both_containers_are_told_how_the_gpu_is_to_be_shared_in_both_forms(sharing):
+    made = injected(decode_pod(), ATTACH, sharing=sharing)
+    early = injected(decode_pod(), SIDECAR, sharing=sharing)["spec"]["initContainers"][-1]
+    late = attached_sidecar(OWN_IMAGE, made, ATTACH, sharing)
+    containers = [*made["spec"]["containers"], early, late]
+    for container in containers:
+        env = {entry["name"]: entry.get("value") for entry in container["env"]}
+        assert env["WINDROW_SHARING"] == sharing
+    off = "off" if sharing == "temporal" else None
+    assert env.get("WINDROW_MPS") == off, "an agent of before reads that variable"
+
+
+def test_what_a_pod_says_of_its_sharing_stays():
+    said = {"name": "WINDROW_SHARING", "value": "temporal"}
+    (decoder,) = injected(decode_pod(env=[said]), ATTACH)["spec"]["containers"]
+    assert [entry for entry in decoder["env"] if entry["name"] == said["name"]] == [said]
 
 
 def test_the_attached_sidecar_mounts_only_volumes_that_the_pod_was_made_with():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from windrow.conditions import get_condition
-from windrow.crd import ANNOTATION_GPU_ACCESS, HarvestSlotStatus
+import pytest
+
+from windrow.conditions import IN_TIME, SLOT, Reason, get_condition
+from windrow.crd import ANNOTATION_GPU_ACCESS, HarvestSlotStatus, parse_policy_spec
 from windrow.proto import attach_pb2 as pb
 from windrow.views import SlotView
 from windrow_cli.explain_job import _slot
 from windrow_operator.cluster_state import ClusterState, LiveSlot
 from windrow_operator.model import CheckedPolicy, EffectivePolicy, Pod, Slot
 from windrow_operator.slot_table import capacity_refusal
-from windrow_operator.slots import slot_object, slot_status
+from windrow_operator.slots import readiness, slot_object, slot_status
 
 NOW = datetime(2025, 1, 1, 12, 0, tzinfo=UTC)
 
@@ -77,3 +79,57 @@ def test_a_slot_without_its_sidecar_promises_no_call_of_one_that_has_ended():
         "The sidecar is not connected. One that runs dials again; one that has ended comes back "
         "once a job needs its slot"
     )
+
+
+def shared(**facts):
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    state = ClusterState(NOW)
+    live.facts = pb.SlotFacts(driver="cuda", **facts)
+    state.put_slot(live)
+    return state.slot_view(live, NOW)
+
+
+def condition_of(view, held=()):
+    live = LiveSlot("team/decode-0", "team", "decode-0", "decode-0", "pod-0", attached=True)
+    conditions = slot_status(live, view, [], list(held), NOW)["conditions"]
+    return get_condition(conditions, "SharedInSpace"), conditions
+
+
+@pytest.mark.parametrize("reason", IN_TIME)
+def test_a_slot_that_is_shared_in_time_says_why_and_what_gets_the_better_form(reason):
+    view = shared(sharing="temporal", sharing_code=str(reason), sharing_reason="It is so")
+    found, _ = condition_of(view)
+    assert (found["status"], found["reason"]) == ("False", reason)
+    assert found["message"] == f"It is so. {IN_TIME[reason]}"
+
+
+def test_a_slot_that_is_shared_in_space_says_so_and_a_host_says_nothing():
+    found, held = condition_of(shared(sharing="spatial", sharing_reason="the worker is capped"))
+    assert (found["status"], found["reason"]) == ("True", Reason.MPS_CLIENTS)
+    assert condition_of(shared(), held)[0] is None
+    older, _ = condition_of(shared(sharing="temporal", sharing_reason="so", sharing_code="Odd"))
+    assert older["reason"] == Reason.REASON_NOT_SAID
+
+
+def test_every_reason_for_sharing_in_time_is_in_the_table():
+    told = {row.reason for row in SLOT if row.type == "SharedInSpace" and row.status == "False"}
+    assert told == set(IN_TIME)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "lacks"),
+    [
+        ("spatial", "temporal", True),
+        ("spatial", "spatial", False),
+        ("spatial", "", False),
+        ("auto", "temporal", False),
+        (None, "temporal", False),
+    ],
+)
+def test_a_policy_that_insists_on_space_lets_no_job_onto_a_slot_without(wanted, found, lacks):
+    spec = {"selector": {}, "objective": {"tpot": "40ms"}}
+    spec |= {"sharing": wanted} if wanted else {}
+    policy = CheckedPolicy("team", "chat", "u", 1, "", parse_policy_spec(spec))
+    view = Slot("team/decode-0", terms=EffectivePolicy(policy, "harvest"), sharing=found)
+    assert bool(capacity_refusal(view)) is lacks
+    assert (readiness(view)[1] == Reason.NOT_SHARED_IN_SPACE) is lacks

@@ -519,6 +519,9 @@ class VolumeSpec(Record):
         )
 
 
+# How decode and a worker share a GPU, as a policy asks for it.
+SharingMode = Literal["auto", "spatial", "temporal"]
+MPS_AND_SHARING = "sidecar.mps: false means sharing: temporal, and sharing says something else"
 DRA_FORM = "gpuAccess dra needs form sidecar: an ephemeral container can hold no claims"
 
 
@@ -553,10 +556,10 @@ class SidecarSpec(Record):
         "container shows that it has it; never more than decode has. Read when a sidecar comes "
         "into a pod.",
     )
-    mps: bool = Field(
-        default=True,
-        description="Whether decode and worker may share the GPU under MPS. Read when a sidecar "
-        "comes into a pod.",
+    mps: bool | None = Field(
+        default=None,
+        description="Deprecated: write `sharing` of the spec. false: as `sharing: temporal`; true: "
+        "as `sharing: auto`.",
     )
     metrics_port: int | None = Field(
         default=None,
@@ -605,6 +608,18 @@ class SidecarSpec(Record):
 class HarvestPolicySpec(Record):
     """Which decode pods are harvested, and within which objective and limits."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.sharing) || self.sharing == 'temporal' || !has(self.sidecar) || "
+                    "!has(self.sidecar.mps) || self.sidecar.mps",
+                    MPS_AND_SHARING,
+                )
+            ]
+        }
+    )
+
     selector: LabelSelector = Field(
         description="Decode pods of this namespace. Which pods decode is found by the rules of "
         "their stack. Empty: all of them."
@@ -625,12 +640,32 @@ class HarvestPolicySpec(Record):
         "iterations",
         "static",
     ] = Field(default="windrow", description="Who decides what the worker may do beside decode.")
+    sharing: SharingMode | None = Field(
+        default=None,
+        description="How decode and a worker share a GPU. spatial: both run at once, as clients of "
+        "an MPS daemon that decode's start brings up; a fatal fault of one client then ends the "
+        "other's work on the GPU too, and a slot where this cannot be had takes no job. temporal: "
+        "in turn, so the worker runs only while decode has no request; no fault is shared. auto: "
+        "spatial where decode's start found all that it needs, else temporal; the slot's condition "
+        "SharedInSpace says which and why. Read when a pod is created. Left out: auto.",
+    )
     limits: LimitsSpec = Field(default_factory=LimitsSpec, description="How much may be harvested.")
     access: AccessSpec = Field(default_factory=AccessSpec, description="Who may use the slots.")
     sidecar: SidecarSpec = Field(
         default_factory=SidecarSpec,
         description="How the sidecar comes into a pod and reaches the device.",
     )
+
+    @model_validator(mode="after")
+    def _one_word_on_sharing(self) -> Self:
+        if self.sidecar.mps is False and self.sharing not in (None, "temporal"):
+            raise invalid(MPS_AND_SHARING, "Leave sidecar.mps out: sharing takes its place.")
+        return self
+
+    @property
+    def wanted_sharing(self) -> SharingMode:
+        """Return `sharing`, or what the deprecated `sidecar.mps` means in its place."""
+        return self.sharing or ("temporal" if self.sidecar.mps is False else "auto")
 
     def open_at(self, moment: datetime) -> bool:
         """Return whether the hours allow harvesting at the aware `moment`."""

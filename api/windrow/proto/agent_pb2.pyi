@@ -17,7 +17,7 @@ class EngineReport(_message.Message):
     def __init__(self, hello: _Optional[_Union[EngineHello, _Mapping]] = ..., stats: _Optional[_Union[EngineStats, _Mapping]] = ..., profile: _Optional[_Union[EngineProfile, _Mapping]] = ...) -> None: ...
 
 class EngineHello(_message.Message):
-    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason", "device_uuid", "cores")
+    __slots__ = ("protocol_version", "slot", "pid", "engine", "engine_version", "model", "model_fingerprint", "device", "driver", "compute_units", "finetune_levels", "chunk_bytes", "chunks", "tensor_parallel", "endpoint", "arena_socket", "weights_manifest", "sharing", "sharing_reason", "device_uuid", "cores", "sharing_code")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +39,7 @@ class EngineHello(_message.Message):
     SHARING_REASON_FIELD_NUMBER: _ClassVar[int]
     DEVICE_UUID_FIELD_NUMBER: _ClassVar[int]
     CORES_FIELD_NUMBER: _ClassVar[int]
+    SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     slot: int
     pid: int
@@ -60,7 +61,8 @@ class EngineHello(_message.Message):
     sharing_reason: str
     device_uuid: str
     cores: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ...) -> None: ...
+    sharing_code: str
+    def __init__(self, protocol_version: _Optional[int] = ..., slot: _Optional[int] = ..., pid: _Optional[int] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., device: _Optional[str] = ..., driver: _Optional[str] = ..., compute_units: _Optional[int] = ..., finetune_levels: _Optional[_Iterable[int]] = ..., chunk_bytes: _Optional[int] = ..., chunks: _Optional[int] = ..., tensor_parallel: _Optional[int] = ..., endpoint: _Optional[str] = ..., arena_socket: _Optional[str] = ..., weights_manifest: _Optional[str] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., device_uuid: _Optional[str] = ..., cores: _Optional[_Iterable[int]] = ..., sharing_code: _Optional[str] = ...) -> None: ...
 
 class EngineStats(_message.Message):
     __slots__ = ("steps", "steps_over_objective", "tpot_p50_seconds", "tpot_p99_seconds", "batch", "context_tokens", "waiting", "decode_units", "finetune_units", "busy_seconds", "breaker", "predicted_tokens_per_second", "decision_p50_seconds", "decision_p99_seconds", "requests_completed", "tpot_histogram", "tpot_sum_seconds", "objective_seconds", "paused", "decision_seconds", "tpot_objective_ratio", "predictor_ratio", "chunk_return_seconds", "chunks_lent", "chunks_revoked", "chunks_reclaimed", "guard_trips", "granted_unit_seconds", "predictor_margin", "throttled_periods", "throttled_seconds")
@@ -203,7 +205,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., pid: _Optional[int] = ..., job_uid: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerProgress(_message.Message):
-    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes", "sharing", "sharing_reason", "cut_rows")
+    __slots__ = ("step", "total_steps", "loss", "learning_rate", "grad_norm", "tokens", "checkpoint_step", "checkpoint_path", "held_chunks", "busy_seconds", "skipped_rows", "memory_bytes", "allocator_held_bytes", "allocator_requested_bytes", "sharing", "sharing_reason", "cut_rows", "sharing_code")
     STEP_FIELD_NUMBER: _ClassVar[int]
     TOTAL_STEPS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +223,7 @@ class WorkerProgress(_message.Message):
     SHARING_FIELD_NUMBER: _ClassVar[int]
     SHARING_REASON_FIELD_NUMBER: _ClassVar[int]
     CUT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SHARING_CODE_FIELD_NUMBER: _ClassVar[int]
     step: int
     total_steps: int
     loss: float
@@ -238,7 +241,8 @@ class WorkerProgress(_message.Message):
     sharing: str
     sharing_reason: str
     cut_rows: int
-    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ...) -> None: ...
+    sharing_code: str
+    def __init__(self, step: _Optional[int] = ..., total_steps: _Optional[int] = ..., loss: _Optional[float] = ..., learning_rate: _Optional[float] = ..., grad_norm: _Optional[float] = ..., tokens: _Optional[int] = ..., checkpoint_step: _Optional[int] = ..., checkpoint_path: _Optional[str] = ..., held_chunks: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., skipped_rows: _Optional[int] = ..., memory_bytes: _Optional[int] = ..., allocator_held_bytes: _Optional[int] = ..., allocator_requested_bytes: _Optional[int] = ..., sharing: _Optional[str] = ..., sharing_reason: _Optional[str] = ..., cut_rows: _Optional[int] = ..., sharing_code: _Optional[str] = ...) -> None: ...
 
 class WorkerEvent(_message.Message):
     __slots__ = ("kind", "reason", "detail", "user_error", "adapter_path", "base_eval_loss", "tuned_eval_loss", "field", "remedy")
