@@ -149,7 +149,10 @@ def test_jobs_share_a_base_and_one_with_a_wrong_row_ends_alone(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--device=tpu"], "windrow: --device: 'tpu' is not a valid device. Write cpu, cuda, or cuda:N.\n"),
+        (
+            ["--device=tpu"],
+            "windrow: --device: 'tpu' is not a valid device. Write cpu, cuda, or cuda:N.\n",
+        ),
         (["--units=4096", "--seconds=1"], "windrow: --units: 4096 cores: this process has "),
     ],
 )

@@ -19,7 +19,9 @@ def find_device(name: str, *, field: str = "--device") -> ComputeDevice:
     """
     found = _NAMES.fullmatch(name)
     if found is None:
-        raise UserError(f"{name!r} is not a valid device", field=field, remedy="Write cpu, cuda, or cuda:N.")
+        raise UserError(
+            f"{name!r} is not a valid device", field=field, remedy="Write cpu, cuda, or cuda:N."
+        )
     if found[1]:
         return HostDevice()
     from windrow_sidecar.compute.cuda_device import CudaDevice

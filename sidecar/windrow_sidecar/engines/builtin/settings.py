@@ -192,7 +192,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _device(text: str) -> str:
     if re.fullmatch(r"cpu|cuda(:\d+)?", text) is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a valid device: write cpu, cuda or cuda:1")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a valid device: write cpu, cuda or cuda:1"
+        )
     return text
 
 
