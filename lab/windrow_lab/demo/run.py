@@ -156,7 +156,8 @@ class DemoStage:
         """Return a pod or policy as the node needs it."""
         if self.settings.node is None:
             return body
-        return realpods.on_the_node(body, self.settings.out, self.settings.out / PODS)
+        out = self.settings.out
+        return realpods.on_the_node(body, out, out / PODS, self.rows)
 
     def job(self, destination: Path, steps: int) -> dict[str, Any]:
         """Return the run's FinetuneJob."""

@@ -140,14 +140,29 @@ def decode_pod(
     }
 
 
-def policy(where: str, out: Path | None, tpot: str = "2s", **of_spec: object) -> Json:
-    """Return a policy over those pods, whose sidecars may write below `out` (None: nowhere)."""
+def policy(
+    where: str, out: Path | None, tpot: str = "2s", *, rows: Path = ROWS, **of_spec: object
+) -> Json:
+    """Return a policy over those pods.
+
+    Args:
+        where: its namespace.
+        out: directory that jobs may write below; None: nowhere.
+        tpot: its objective.
+        rows: file of rows that jobs may read.
+        of_spec: fields of the policy's spec.
+    """
     mounted = programs() | ({"out": str(out)} if out else {})
     volumes = [
         {"name": volume, "mountPath": path, "hostPath": {"path": path}}
         for volume, path in mounted.items()
         if path != str(CHECKOUT)  # of decode's model, so the sidecar has it already
     ]
+    # Of the checkout a job may read the served model only: its rows need a volume of the policy.
+    folder = str(rows.parent)
+    volumes.append(
+        {"name": "rows", "mountPath": folder, "readOnly": True, "hostPath": {"path": folder}}
+    )
     return {
         "apiVersion": API_VERSION,
         "kind": HARVEST_POLICY.kind,
@@ -181,7 +196,7 @@ def finetune_job(where: str, name: str, destination: str, steps: int, **of_outpu
 # --- the demo's own pods and policy, as this node runs them ---------------------------------------
 
 
-def on_the_node(body: Json, folder: Path, log_root: Path | None) -> Json:
+def on_the_node(body: Json, folder: Path, log_root: Path | None, rows: Path = ROWS) -> Json:
     """Return a pod or policy of `cluster.manifests` as a real node of this machine runs it.
 
     Pods use the node's network, so that they answer at the same address as on a process node, and
@@ -191,11 +206,12 @@ def on_the_node(body: Json, folder: Path, log_root: Path | None) -> Json:
         body: of any kind.
         folder: of the run: pods and sidecars may write below it.
         log_root: below it lies the folder for each pod's event log; None: no event logs.
+        rows: file of rows that jobs may read.
     """
     made = copy.deepcopy(body)
     if made["kind"] == HARVEST_POLICY.kind:
         where = made["metadata"]["namespace"]
-        made["spec"]["sidecar"] = policy(where, folder)["spec"]["sidecar"]
+        made["spec"]["sidecar"] = policy(where, folder, rows=rows)["spec"]["sidecar"]
     if made["kind"] != "Pod":
         return made
     metadata, spec = made["metadata"], made["spec"]
