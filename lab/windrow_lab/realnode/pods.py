@@ -153,7 +153,7 @@ def policy(
         of_spec: fields of the policy's spec.
     """
     mounted = programs() | ({"out": str(out)} if out else {})
-    volumes = [
+    volumes: list[Json] = [
         {"name": volume, "mountPath": path, "hostPath": {"path": path}}
         for volume, path in mounted.items()
         if path != str(CHECKOUT)  # of decode's model, so the sidecar has it already
