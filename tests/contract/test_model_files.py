@@ -414,7 +414,11 @@ def test_weights_in_fp8_are_trained_over_as_the_numbers_they_stand_for(folder):
     plain = load_base(folder).model
     in_fp8(folder, 16)
     base = load_base(folder)
-    found = dict(base.model.named_parameters())
+    found = {
+        f"{name}.weight": module.weight
+        for name, module in base.model.named_modules()
+        if hasattr(module, "weight")
+    }
     assert {weight.dtype for weight in found.values()} == {torch.float32}
     for name, weight in plain.named_parameters():
         torch.testing.assert_close(found[name], weight, rtol=0.07, atol=0.02)

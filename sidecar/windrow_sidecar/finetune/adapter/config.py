@@ -21,6 +21,7 @@ from windrow_sidecar.finetune.adapter.targets import (
     linear_names,
     target_names,
 )
+from windrow_sidecar.finetune.model.coded import CodedLinear
 
 
 def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401 - peft is untyped
@@ -255,10 +256,11 @@ def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) ->
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in whole and name not in whole:
             continue
-        if any(not parameter.is_floating_point() for parameter in module.parameters()):
+        codes = next((m.codec for m in module.modules() if isinstance(m, CodedLinear)), "")
+        if codes or any(not parameter.is_floating_point() for parameter in module.parameters()):
             raise refused(
                 "modulesToSave",
-                f"{name} is kept in {kept}, and only floating-point numbers can learn",
+                f"{name} is kept in {codes or kept}, and only floating-point numbers can learn",
                 "Make it a target (targetModules) instead, or write spec.model.quantization: none.",
             )
 

@@ -15,6 +15,7 @@ from windrow_sidecar.finetune.adapter.adapters import Adapter
 from windrow_sidecar.finetune.data.split import IGNORED, Example
 from windrow_sidecar.finetune.engine.group_progress import GroupProgress
 from windrow_sidecar.finetune.model.boundaries import Activations, Boundaries, TorchBoundaries
+from windrow_sidecar.finetune.model.coded import weight_elements
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loss import Head
 from windrow_sidecar.finetune.tasklets import MicroBatch, Tasklet
@@ -36,7 +37,7 @@ class ModelParts:
         """Parameters of the largest layer, or of the model's head where that is larger."""
         head: nn.Module | None = self.stack.model.get_output_embeddings()  # type: ignore[operator]
         modules = [*self.stack.layers, *([head] if head is not None else [])]
-        return max(sum(p.numel() for p in module.parameters()) for module in modules)
+        return max(weight_elements(module) for module in modules)
 
 
 class MicroBatchGroup:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from windrow_sidecar.finetune.model.coded import weight_elements
 from windrow_sidecar.finetune.training.health import StallWatch
 
 # What an adapter adds to three products must not part them from one of their size.
@@ -120,4 +121,4 @@ def _modules_of(layer: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters() if parameter.dim() > 1)
+    return weight_elements(module, of_products=True)

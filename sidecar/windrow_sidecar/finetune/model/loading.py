@@ -28,17 +28,21 @@ from windrow_sidecar.engines.fingerprint import model_fingerprint
 from windrow_sidecar.engines.weight_files import (
     MODEL_FIELD,
     check_files,
+    read_header,
     unread_note,
     unusable,
     weight_files,
 )
+from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, weight_format
 from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
+from windrow_sidecar.finetune.model.coded import CodedTensor, read_coded
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
-from windrow_sidecar.finetune.model.whole import PLAIN_REMEDY, check_tensors, check_types
+from windrow_sidecar.finetune.model.whole import PLAIN, check_tensors, check_types
 from windrow_sidecar.finetune.model.windowed import CannotWindow, load_windowed
 from windrow_sidecar.finetune.offload.copying import Copier, RateLimit
 from windrow_sidecar.finetune.offload.frozen_layers import FrozenLayers
+from windrow_sidecar.finetune.offload.tensor_files import read, stored_tensors
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +229,7 @@ def load_base(
     elif exported is not None:
         model = _over(directory, config, exported)
     elif _wanted_bytes(directory, form) <= (room := room_bytes or _room_bytes(device)):
-        model = _read(directory, config, form)
+        model = _read_coded(directory, config, form) or _read(directory, config, form)
     elif form.quantization == "none":
         copier = Copier(RateLimit(copy_rate), device=device)
         model, frozen = _windowed(directory, config, form, room, copier, device)
@@ -352,6 +356,26 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     return model
 
 
+def _read_coded(directory: Path, config: Any, form: WeightForm) -> nn.Module | None:  # noqa: ANN401
+    """Build a model over the codes of its files; None: they are no codes of a codec."""
+    stored_as = weight_format(directory)
+    if not stored_as.codings or form.quantization != "none":
+        return None
+    if any(".experts." in name for name in stored_as.codings):
+        return None  # transformers puts experts together as it makes numbers of them
+    stored, consumed = stored_tensors(directory, codes=True), stored_as.consumed
+    tensors: dict[str, Tensor | CodedTensor] = {
+        name: read_coded(coding, stored) for name, coding in stored_as.codings.items()
+    }
+    for name, at in stored.items():
+        if name not in consumed:
+            tensors[name] = read(at, form.dtype if at.dtype in PLAIN else None)
+    with _told_as_unusable(str(directory)):
+        model = build_over(tensors, config, form.dtype, str(directory))
+    check_types(directory, model, stored_as.method, consumed)
+    return model
+
+
 def _quantisation_of(config: Any) -> str:  # noqa: ANN401
     """Return the method by which config.json says that weights are stored; "": plainly."""
     named = getattr(config, "quantization_config", None)
@@ -402,10 +426,14 @@ def _wanted_bytes(directory: Path, form: WeightForm) -> float:
     """What the whole model takes."""
     config = json.loads((directory / "config.json").read_text())
     stored = {"float32": 4, "float64": 8}.get(config.get("dtype", config.get("torch_dtype")), 2)
-    if (config.get("quantization_config") or {}).get("quant_method") in _UNPACKED:
-        stored = 1
-    on_disk = sum(file.stat().st_size for file in weight_files(directory))
-    return on_disk * form.bytes_per_weight / stored
+    codes = weight_format(directory).consumed if form.quantization == "none" else set()
+    kept, on_disk = 0, 0
+    for file in weight_files(directory):
+        on_disk += file.stat().st_size
+        for name, at in read_header(file).tensors.items() if codes else ():
+            if name in codes:
+                kept += at["data_offsets"][1] - at["data_offsets"][0]
+    return kept + (on_disk - kept) * form.bytes_per_weight / stored
 
 
 def _room_bytes(device: ComputeDevice) -> int:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from windrow_sidecar.finetune.model.coded import CodedTensor, install
 from windrow_sidecar.finetune.model.whole import check_tensors
 from windrow_sidecar.finetune.offload.tensor_files import absent
 
 
 def build_over(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor | CodedTensor],
     config: Any,  # noqa: ANN401
     dtype: torch.dtype = torch.float32,
     where: str = "the given weights",
@@ -24,19 +26,29 @@ def build_over(
     the host; then each parameter takes over what it stands for, wherever that lies.
 
     Args:
-        tensors: by parameter, [...] in the parameter's shape; used as they lie, never copied.
+        tensors: by parameter, [...] in the parameter's shape; used as they lie, never copied. A
+            layer over codes takes the place of the model's own where a weight is codes.
         config: of transformers.
         dtype: of the model.
         where: says in errors whence the tensors are.
 
     Raises:
-        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ.
+        UserError: a parameter has no tensor, a tensor no parameter, or the shapes differ; codes
+            belong to a module that cannot be computed with over codes.
         ValueError: a parameter had to be copied.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    state = {name: absent(tuple(t.shape), t.dtype) for name, t in tensors.items()}
+    if getattr(config, "quantization_config", None) is not None:
+        config = copy.deepcopy(config)  # the codes are ours to compute with, not transformers'
+        del config.quantization_config
+    state = {
+        name: absent(t.model_shape, dtype)
+        if isinstance(t, CodedTensor)
+        else absent(tuple(t.shape), t.dtype)
+        for name, t in tensors.items()
+    }
     model: nn.Module
     model, said = architecture.from_pretrained(
         None,
@@ -57,6 +69,12 @@ def build_over(
     copied = [name for name, p in model.named_parameters() if p.data_ptr() not in stands_for]
     if copied:
         raise ValueError(f"{copied[0]} and {len(copied) - 1} more would have to be copied")
-    for parameter in model.parameters():
-        parameter.data = stands_for[parameter.data_ptr()]
+    coded: dict[str, CodedTensor] = {}
+    for name, parameter in model.named_parameters():
+        tensor = stands_for[parameter.data_ptr()]
+        if isinstance(tensor, CodedTensor):
+            coded[name] = tensor
+        else:
+            parameter.data = tensor
+    install(model, coded, dtype)
     return model

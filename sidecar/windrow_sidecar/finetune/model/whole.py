@@ -16,9 +16,10 @@ from windrow_sidecar.engines.weight_files import (
     unusable,
     weight_files,
 )
+from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY
+from windrow_sidecar.finetune.model.coded import CodedLinear
 
-_PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-PLAIN_REMEDY = "Use the model's plain weights; spec.model.quantization quantises them."
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensors(
@@ -63,7 +64,9 @@ def check_tensors(
         )
 
 
-def check_types(directory: Path, model: nn.Module, method: str = "") -> None:
+def check_types(
+    directory: Path, model: nn.Module, method: str = "", known: Collection[str] = ()
+) -> None:
     """Refuse weights that are stored as other numbers than floating-point ones of 16 bits or more.
 
     They are the codes of some quantisation, of which transformers has made no plain weights.
@@ -72,22 +75,25 @@ def check_types(directory: Path, model: nn.Module, method: str = "") -> None:
         directory: of the model.
         model: what was built.
         method: by which config.json says that weights are stored; "": it says nothing.
+        known: tensors that belong to weights which are computed with as codes.
 
     Raises:
         UserError: names the tensors.
     """
-    if method and all(weight.dtype in _PLAIN for weight in model.parameters()):
+    if method and not known and all(weight.dtype in PLAIN for weight in model.parameters()):
         return  # of codes it has made numbers again
     buffers = {name for name, _ in model.named_buffers()}
     found = {
         name: at["dtype"]
         for path in weight_files(directory)
         for name, at in read_header(path).tensors.items()
-        if at["dtype"] not in FLOATING_POINT and name not in buffers
+        if at["dtype"] not in FLOATING_POINT and name not in buffers and name not in known
     }
     if found:
         why = (
-            f"of which transformers makes no plain weights though config.json names {method}"
+            f"which is no weight that {method} has"
+            if known
+            else f"of which transformers makes no plain weights though config.json names {method}"
             if method
             else "and its config.json names no quantisation"
         )
@@ -106,10 +112,15 @@ def check_numbers(model: nn.Module) -> None:
         name
         for name, weight in model.named_parameters()
         if not weight.requires_grad
-        and weight.is_floating_point()
+        and weight.dtype in PLAIN
         and weight.device.type != "meta"
         and weight.numel()
         and not all(torch.isfinite(end) for end in torch.aminmax(weight))
+    ]
+    broken += [
+        f"{name}.weight"
+        for name, module in model.named_modules()
+        if isinstance(module, CodedLinear) and not bool(torch.isfinite(module.weight).all())
     ]
     if broken:
         raise unusable(

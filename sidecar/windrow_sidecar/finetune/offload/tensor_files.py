@@ -7,7 +7,7 @@ nothing of a file counts as this process's memory, as its mapped pages would.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,13 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# Of codes, and of scales that are no plain numbers.
+_CODES = {
+    "U8": torch.uint8,
+    "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +42,15 @@ class Stored:
     dtype: torch.dtype
 
 
-def stored_tensors(directory: Path) -> dict[str, Stored]:
-    """Return every floating-point tensor of a checkpoint by name.
+def stored_tensors(directory: Path, *, codes: bool = False) -> dict[str, Stored]:
+    """Return every floating-point tensor of a checkpoint by name; `codes`: and those of codes.
 
     Raises:
         UserError: a file is missing, cut short, or no safetensors file.
         OSError: a file cannot be read.
     """
-    return dict(found for path in weight_files(directory) for found in _of(path))
+    dtypes = _DTYPES | _CODES if codes else _DTYPES
+    return dict(found for path in weight_files(directory) for found in _of(path, dtypes))
 
 
 def read(stored: Stored, dtype: torch.dtype | None = None) -> Tensor:
@@ -93,18 +101,22 @@ class OpenFiles:
         self._descriptors.clear()
 
 
-def _of(path: Path) -> Iterator[tuple[str, Stored]]:
+def _of(path: Path, dtypes: Mapping[str, torch.dtype]) -> Iterator[tuple[str, Stored]]:
     header = read_header(path)
     for name, at in header.tensors.items():
-        if at["dtype"] not in _DTYPES:
+        if at["dtype"] not in dtypes:
             continue
         begin, end = at["data_offsets"]
         first, shape = header.begin + begin, tuple(at["shape"])
-        yield name, Stored(path, first, end - begin, shape, _DTYPES[at["dtype"]])
+        yield name, Stored(path, first, end - begin, shape, dtypes[at["dtype"]])
 
 
 def absent(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None = None
 ) -> Tensor:
-    """Return a tensor of NaN, [*shape], that takes the memory of one element; read only."""
-    return torch.full((1,) * len(shape), torch.nan, dtype=dtype, device=device).expand(shape)
+    """Return a tensor of NaN, [*shape], that takes the memory of one element; read only.
+
+    Of a type that has no NaN it is of zeros.
+    """
+    nothing = torch.nan if dtype.is_floating_point else 0
+    return torch.full((1,) * len(shape), nothing, dtype=dtype, device=device).expand(shape)

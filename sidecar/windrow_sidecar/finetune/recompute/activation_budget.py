@@ -19,6 +19,7 @@ from windrow_sidecar.finetune.model.token_dropout import TokenDropout
 from windrow_sidecar.finetune.recompute.checkpointed_layers import PlannedLayers
 from windrow_sidecar.finetune.recompute.memory_model import MemoryModel
 from windrow_sidecar.finetune.recompute.planning import largest
+from windrow_sidecar.finetune.recompute.recording import layer_tensors
 from windrow_sidecar.finetune.tasklets import MicroLimits, TokenWindow
 
 # Of the memory that is free: a group may take so much, short-lived tensors need the rest.
@@ -259,7 +260,7 @@ class SavedBytes:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._parameters = {t.untyped_storage().data_ptr() for t in layer_tensors(module)}
         self._n_bytes = self._tokens = 0
 
     @contextmanager
