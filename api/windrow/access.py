@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +23,8 @@ SOURCE_PATTERN: Final = (
 
 # Where clouds serve a node's credentials at other than link-local addresses.
 _METADATA: Final = frozenset(map(ipaddress.ip_address, ("fd00:ec2::254", "100.100.100.200")))
+
+_NUMBERS: Final = r"(0[xX][0-9A-Fa-f]*|[0-9]+)(\.(0[xX][0-9A-Fa-f]*|[0-9]+)){0,3}"
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -95,7 +98,13 @@ def address_of(host: str) -> Address | None:
     try:
         address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return None
+        # What resolvers take for an address as well: 2130706433, 0x7f.1, 0177.0.0.1.
+        if not re.fullmatch(_NUMBERS, host):
+            return None
+        try:
+            return ipaddress.IPv4Address(socket.inet_aton(host))
+        except OSError:
+            return None
     return _plain(address)
 
 

@@ -198,6 +198,7 @@ class App:
             TrustPublisher(kube, served.certificates, utc_now),
             timeouts=self._settings.timeouts,
             clock=utc_now,
+            namespaces=self._settings.namespaces,
         )
         if not await self._patiently(self._leading.begin, _nobody):
             return
@@ -260,7 +261,7 @@ class App:
             self._leading.on_news()
 
     async def _check_and_load(self) -> None:
-        await prerequisites.check(self._kube, self._settings.namespace)
+        await prerequisites.check(self._kube, self._settings.namespace, self._settings.namespaces)
         await self._load()
 
     def _waits(self, lacks: str) -> None:

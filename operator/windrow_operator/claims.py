@@ -72,6 +72,24 @@ def rate(said: float, most: float) -> float:
     return said if math.isnan(said) else min(max(0.0, said), most)
 
 
+def bound(beat: pb.SlotHeartbeat, most_rate: float) -> None:
+    """Cut the words and numbers of a heartbeat, in place, to what a slot's status can hold.
+
+    Args:
+        beat: as its sidecar has sent it.
+        most_rate: tokens that the slot's hardware can train in a second.
+    """
+    said = rate(beat.predicted_tokens_per_second, most_rate)
+    for field, value in beat.ListFields():
+        if isinstance(value, str) and len(value) > MOST_TEXT:
+            setattr(beat, field.name, text(value))
+        elif type(value) is int and value > _MOST_COUNT:
+            setattr(beat, field.name, _MOST_COUNT)
+        elif isinstance(value, float) and math.isnan(finite(value)):
+            setattr(beat, field.name, math.nan)
+    beat.predicted_tokens_per_second = said
+
+
 def count(said: int) -> int:
     """Return a number that was said, as far as the API server can hold it."""
     return min(said, _MOST_COUNT)

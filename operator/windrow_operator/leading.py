@@ -50,6 +50,7 @@ class Leading:
         template: of a sidecar.
         trust: tells sidecars which authorities to trust.
         timeouts: for decisions.
+        namespaces: that are served; none: all.
         clock: the time, aware.
     """
 
@@ -65,6 +66,7 @@ class Leading:
         *,
         timeouts: Timeouts,
         clock: Callable[[], datetime],
+        namespaces: tuple[str, ...] = (),
     ) -> None:
         self._cluster, self._attach, self._clock = cluster, attach, clock
         self._registration, self._trust = registration, trust
@@ -72,9 +74,9 @@ class Leading:
         self._driver = Driver(cluster, kube, recorder, metrics, timeouts=timeouts, clock=clock)
         self._driver.connect(attach)
         self._driver.prepare_pods(registration, template)
-        self._slots = SlotWriter(cluster, kube)
+        self._slots = SlotWriter(cluster, kube, namespaces)
         self._deployments = Deployments(cluster, kube, recorder, clock)
-        self._profiles = Profiles(kube)
+        self._profiles = Profiles(kube, namespaces)
         self._reports: asyncio.Queue[tuple[Pod, pb.ProfileReport]] = asyncio.Queue()
 
     async def begin(self) -> None:

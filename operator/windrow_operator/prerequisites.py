@@ -38,6 +38,7 @@ class Right:
     group: str = ""
     name: str = ""  # of the one object that is meant
     own: bool = False  # in the operator's own namespace only
+    cluster: bool = False  # of no namespace
 
     def __str__(self) -> str:
         """Return it in the words of a role."""
@@ -57,16 +58,16 @@ RIGHTS: tuple[Right, ...] = (
     Right(("list", "watch", "get"), "pods"),
     Right(("patch",), "pods/ephemeralcontainers"),
     Right(("get",), "persistentvolumeclaims"),
-    Right(("list", "watch", "get"), "namespaces"),
-    Right(("list", "watch"), "nodes"),
+    Right(("list", "watch", "get"), "namespaces", cluster=True),
+    Right(("list", "watch"), "nodes", cluster=True),
     Right(("create",), "events"),
     Right(("create",), "secrets", own=True),
     Right(("get", "update"), "secrets", name=SECRET, own=True),
     Right(("create", "patch"), "configmaps", name=TRUST_CONFIG_MAP),
     # It has owners, which some clusters let nobody set who may not delete it.
     Right(("create", "patch", "delete"), "configmaps", name=PROFILES_CONFIG_MAP),
-    Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io"),
-    Right(("create",), "tokenreviews", "authentication.k8s.io"),
+    Right(("list", "watch"), "priorityclasses", "scheduling.k8s.io", cluster=True),
+    Right(("create",), "tokenreviews", "authentication.k8s.io", cluster=True),
     Right(("create",), "leases", "coordination.k8s.io", own=True),
     Right(("get", "update"), "leases", "coordination.k8s.io", name=LEASE, own=True),
     Right(
@@ -74,12 +75,18 @@ RIGHTS: tuple[Right, ...] = (
         "mutatingwebhookconfigurations",
         "admissionregistration.k8s.io",
         name=CONFIGURATION,
+        cluster=True,
     ),
 )
 
 
-async def check(kube: Kube, own_namespace: str) -> None:
+async def check(kube: Kube, own_namespace: str, namespaces: tuple[str, ...] = ()) -> None:
     """Return if the operator can work.
+
+    Args:
+        kube: the API server.
+        own_namespace: of the operator.
+        namespaces: that are served; none: all.
 
     Raises:
         UserError: kinds are not installed, or rights are missing; names them.
@@ -90,10 +97,10 @@ async def check(kube: Kube, own_namespace: str) -> None:
             f"the API server does not know {' and '.join(missing)}",
             remedy="Install the custom resource definitions: kubectl apply -f crds/.",
         )
-    if refused := await _missing_rights(kube, own_namespace):
+    if refused := await _missing_rights(kube, own_namespace, namespaces):
         raise UserError(
-            f"the operator's account may not {'; '.join(map(str, refused))}",
-            remedy="Install the chart, whose ClusterRole windrow-operator allows it.",
+            f"the operator's account may not {'; '.join(refused)}",
+            remedy="Install the chart, whose ClusterRole windrow-operator and Roles allow it.",
         )
 
 
@@ -106,19 +113,36 @@ async def _missing_kinds(kube: Kube) -> list[str]:
     return [kind.kind for kind in KINDS if kind.plural not in known]
 
 
-async def _missing_rights(kube: Kube, own_namespace: str) -> list[Right]:
-    asked = [(right, verb) for right in RIGHTS for verb in right.verbs]
+async def _missing_rights(kube: Kube, own_namespace: str, namespaces: tuple[str, ...]) -> list[str]:
+    """Return the rights that are missing, in words, each with its namespace where that is one."""
+    asked = [
+        (right, verb, namespace)
+        for right in RIGHTS
+        for namespace in _places(right, own_namespace, namespaces)
+        for verb in right.verbs
+    ]
     answers = await asyncio.gather(
-        *(_may(kube, verb, right, own_namespace) for right, verb in asked)
+        *(_may(kube, verb, right, namespace) for right, verb, namespace in asked)
     )
-    refused: dict[Right, list[str]] = {}
-    for (right, verb), allowed in zip(asked, answers, strict=True):
+    refused: dict[tuple[Right, str], list[str]] = {}
+    for (right, verb, namespace), allowed in zip(asked, answers, strict=True):
         if not allowed:
-            refused.setdefault(right, []).append(verb)
-    return [replace(right, verbs=tuple(verbs)) for right, verbs in refused.items()]
+            said = namespace if namespaces and not right.own else ""
+            refused.setdefault((right, said), []).append(verb)
+    return [
+        f"{replace(right, verbs=tuple(verbs))}{f' in namespace {said}' if said else ''}"
+        for (right, said), verbs in refused.items()
+    ]
 
 
-async def _may(kube: Kube, verb: str, right: Right, own_namespace: str) -> bool:
+def _places(right: Right, own_namespace: str, namespaces: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the namespaces in which a right is asked for; "": in all, or of none."""
+    if right.own:
+        return (own_namespace,)
+    return ("",) if right.cluster or not namespaces else namespaces
+
+
+async def _may(kube: Kube, verb: str, right: Right, namespace: str) -> bool:
     resource, _, subresource = right.resource.partition("/")
     attributes = {
         "verb": verb,
@@ -126,7 +150,7 @@ async def _may(kube: Kube, verb: str, right: Right, own_namespace: str) -> bool:
         "resource": resource,
         "subresource": subresource,
         "name": right.name,
-        "namespace": own_namespace if right.own else "",
+        "namespace": namespace,
     }
     review = {
         "apiVersion": "authorization.k8s.io/v1",

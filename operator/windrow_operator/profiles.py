@@ -49,10 +49,11 @@ class Profiles:
 
     Args:
         kube: a client that may write.
+        namespaces: that are served; none: all.
     """
 
-    def __init__(self, kube: Kube) -> None:
-        self._kube = kube
+    def __init__(self, kube: Kube, namespaces: tuple[str, ...] = ()) -> None:
+        self._kube, self._namespaces = kube, namespaces
         self._known: dict[str, dict[str, _Stored]] = {}  # by namespace and name
         self._written: dict[str, tuple[dict[str, Any], datetime]] = {}  # ConfigMaps, by namespace
 
@@ -63,10 +64,11 @@ class Profiles:
             ApiError: it could not be listed.
         """
         found: dict[str, dict[str, _Stored]] = {}
-        for body in await self._kube.list(kind_path(LATENCY_PROFILE)):
-            metadata = body["metadata"]
-            of_namespace = found.setdefault(metadata["namespace"], {})
-            of_namespace[metadata["name"]] = _Stored(metadata["uid"], body["spec"])
+        for namespace in self._namespaces or (None,):
+            for body in await self._kube.list(kind_path(LATENCY_PROFILE, namespace)):
+                metadata = body["metadata"]
+                of_namespace = found.setdefault(metadata["namespace"], {})
+                of_namespace[metadata["name"]] = _Stored(metadata["uid"], body["spec"])
         self._known = found
 
     async def store(self, pod: Pod, report: pb.ProfileReport) -> None:

@@ -98,7 +98,9 @@ def take_heartbeat(
                 *(live.key, said, most),
             )
         live.overstates = True
-    live.promise = smoothed_promise(live.promise, claims.rate(said, most), since)
+    rate = claims.rate(said, most)
+    claims.bound(beat, most)
+    live.promise = smoothed_promise(live.promise, rate, since)
     live.beat, live.beat_at = beat, now
     cluster.changed_slots.mark(live.key)
     stale = []

@@ -235,10 +235,16 @@ def _notable(live: LiveSlot, view: Slot) -> tuple[object, ...]:
 
 
 class SlotWriter:
-    """Writes what changed."""
+    """Writes what changed.
 
-    def __init__(self, cluster: ClusterState, kube: Kube) -> None:
-        self._cluster, self._kube = cluster, kube
+    Args:
+        cluster: what is known.
+        kube: a client that may write.
+        namespaces: that are served; none: all.
+    """
+
+    def __init__(self, cluster: ClusterState, kube: Kube, namespaces: tuple[str, ...] = ()) -> None:
+        self._cluster, self._kube, self._namespaces = cluster, kube, namespaces
         self._written: dict[str, bytes] = {}  # digest of the object without status, by key
         self._status: dict[str, Body] = {}
         self._seen: dict[str, tuple[object, ...]] = {}  # what was notable when it was written
@@ -248,9 +254,10 @@ class SlotWriter:
 
     async def load(self) -> None:
         """Take up the slots of an earlier life of the operator: known, not attached."""
-        async for piece in self._kube.pieces(kind_path(HARVEST_SLOT)):
-            for body in piece:
-                self._take_up(body)
+        for namespace in self._namespaces or (None,):
+            async for piece in self._kube.pieces(kind_path(HARVEST_SLOT, namespace)):
+                for body in piece:
+                    self._take_up(body)
 
     def _take_up(self, body: Body) -> None:
         metadata, spec = body["metadata"], body["spec"]

@@ -213,6 +213,10 @@ class FakeSidecar:
         )
         self._outbox.put(pb.SidecarMessage(job_event=event))
 
+    def say(self, **message):
+        """Send any message, whatever it says."""
+        self._outbox.put(pb.SidecarMessage(**message))
+
     def send_profile(self, key, spec):
         report = pb.ProfileReport(slot=0, key=key, profile_json=json.dumps(spec))
         self._outbox.put(pb.SidecarMessage(profile=report))

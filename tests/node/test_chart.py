@@ -10,6 +10,7 @@ import pytest
 import yaml
 from kubernetes import client
 from operator_process import install_crds
+from support.chart import admission_policies
 from waiting import wait_until
 
 from windrow_operator.prerequisites import RIGHTS
@@ -215,6 +216,74 @@ def test_every_container_of_the_chart_passes_the_level_restricted(node):
             assert context["capabilities"] == {"drop": ["ALL"]}
             assert container["resources"]["requests"]
             assert container["resources"]["limits"]["memory"]
+
+
+def test_the_admission_policies_are_those_that_other_tests_hold_the_operator_by(node):
+    values = ("--set", "sidecar.image=registry/windrow:1", "--set", "operator.namespaces={a,b}")
+    values += ("--set", "operator.advertiseAddress=operator.example")
+    made = [
+        {**body, "metadata": {"name": body["metadata"]["name"]}}
+        for body in objects(node, *values)
+        if body["kind"].startswith("ValidatingAdmissionPolicy")
+    ]
+    ours = admission_policies(
+        NAMESPACE,
+        image="registry/windrow:1",
+        namespaces=("a", "b"),
+        address="operator.example:8443",
+    )
+    assert sorted(made, key=str) == sorted(ours, key=str)
+    off = objects(node, "--set", "admissionPolicy.enabled=false")
+    assert not [body for body in off if body["kind"].startswith("ValidatingAdmissionPolicy")]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("operator.arguments={--sidecar-image=x}", "sidecar.image"),
+        ("sidecar.command=sh -c 'id'", "without quotes"),
+    ],
+)
+def test_what_the_admission_policies_cannot_hold_is_refused_with_what_to_do(node, wrong, told):
+    done = render(node, "--set", wrong)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert render(node, "--set", f"{wrong},admissionPolicy.enabled=false").returncode == 0
+
+
+def test_an_operator_of_some_namespaces_has_roles_in_them_and_says_so(node):
+    values = ("--set", "operator.namespaces={a,b}", "--set", "operator.offeringNamespaces={b}")
+    values += ("--set-string", "webhook.clientCA=-----BEGIN CERTIFICATE-----x")
+    made = objects(node, *values, "--set", "webhook.clientNames={kube-apiserver}")
+    served = {
+        (body["kind"], body["metadata"]["namespace"])
+        for body in made
+        if body["metadata"]["name"] == "windrow-operator-served"
+    }
+    assert served == {(k, n) for k in ("Role", "RoleBinding") for n in ("a", "b")}
+    (cluster,) = (body for body in made if body["kind"] == "ClusterRole")
+    assert not {"pods", "finetunejobs"} & {
+        r for rule in cluster["rules"] for r in rule["resources"]
+    }
+    (operator,) = (body for body in made if body["kind"] == "Deployment")
+    arguments = operator["spec"]["template"]["spec"]["containers"][0]["args"]
+    wanted = {"--namespace-scope=a,b", "--offering-namespaces=b"}
+    wanted |= {"--webhook-client-names=kube-apiserver"}
+    wanted |= {"--webhook-client-ca=/etc/windrow/webhook-client/ca.crt"}
+    assert wanted <= set(arguments)
+    (kept,) = (b for b in made if b["metadata"]["name"] == "windrow-webhook-client")
+    assert kept["data"] == {"ca.crt": "-----BEGIN CERTIFICATE-----x"}
+
+
+def test_secrets_may_be_given_by_name(node):
+    values = ("--set", "secrets.namespaces[0]=one", "--set", "secrets.namespaces[1].namespace=two")
+    roles = {
+        body["metadata"]["namespace"]: body["rules"][0]
+        for body in objects(node, *values, "--set", "secrets.namespaces[1].names={s3}")
+        if body["kind"] == "Role" and body["metadata"]["name"] == "windrow-operator-secrets"
+    }
+    assert "resourceNames" not in roles["one"]
+    assert roles["two"]["resourceNames"] == ["s3"]
 
 
 # --- rights ---------------------------------------------------------------------------------------

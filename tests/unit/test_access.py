@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from windrow.access import NetworkAccess, parse_source
+from windrow.access import NetworkAccess, address_of, parse_source
 from windrow.crd import parse_policy_spec
 from windrow.errors import UserError
 
@@ -131,3 +131,14 @@ def test_an_empty_selector_admits_the_own_namespace_alone() -> None:
         access = parse_policy_spec({**POLICY, "access": {"namespaceSelector": own}}).access
         assert not access.admits_others("prod")
         assert access.admits_others("elsewhere")
+
+
+@pytest.mark.parametrize("host", ["2130706433", "0x7f.1", "0177.0.0.1", "127.1", "0X7F000001"])
+def test_an_address_in_another_notation_is_the_address(host: str) -> None:
+    assert str(address_of(host)) == "127.0.0.1"
+    assert "private" in NetworkAccess().host_refusal(host, 80)
+
+
+@pytest.mark.parametrize("host", ["4294967296", "1.2.3.4.5", "0xg", "hub", "1e9.example"])
+def test_a_number_that_is_no_address_is_a_name(host: str) -> None:
+    assert address_of(host) is None

@@ -339,6 +339,27 @@ def test_a_rate_above_what_the_hardware_can_do_is_cut_and_told(driver, device, s
     assert live.overstates
 
 
+def test_words_and_numbers_of_a_heartbeat_fit_the_slots_status():
+    cluster = ClusterState(NOW)
+    attached(cluster)
+    reports.take_hello(cluster, cluster.pods["uid"], hello(pb.SlotFacts()), NOW, first=True)
+    live = cluster.slots["evil/decode-0"]
+    beat = pb.SlotHeartbeat(
+        engine_state="x" * 10**6,
+        breaker="y" * 10**6,
+        steps=2**64 - 1,
+        tpot_p99_seconds=1e308,
+        compute_utilization=-1e300,
+        predicted_tokens_per_second=1e30,
+    )
+    reports.take_heartbeat(cluster, live, beat, NOW)
+    assert len(live.beat.engine_state) == len(live.beat.breaker) == claims.MOST_TEXT
+    assert live.beat.steps == 2**53
+    assert math.isnan(live.beat.tpot_p99_seconds)
+    assert math.isnan(live.beat.compute_utilization)
+    assert live.beat.predicted_tokens_per_second < 1e9
+
+
 def test_a_hello_names_so_many_jobs_at_most():
     cluster = ClusterState(NOW)
     pod = cluster.pods["uid"] = Pod("evil", "decode-0", "uid")
