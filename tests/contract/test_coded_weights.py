@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.coded_checkpoints import FORMATS, eight_bits, save_coded
+from support.coded_checkpoints import FORMATS, eight_bits, recode, save_coded
 
 from windrow.errors import UserError
 from windrow_sidecar.engines.weight_formats import weight_format
@@ -16,7 +16,7 @@ from windrow_sidecar.finetune.engine.sizing import Windows
 from windrow_sidecar.finetune.model import coded
 from windrow_sidecar.finetune.model.boundaries import TorchBoundaries
 from windrow_sidecar.finetune.model.codecs import CODECS
-from windrow_sidecar.finetune.model.coded import CodedLinear, weight_elements
+from windrow_sidecar.finetune.model.coded import CodedExperts, CodedLinear, weight_elements
 from windrow_sidecar.finetune.model.decoder_stack import DecoderStack
 from windrow_sidecar.finetune.model.loading import load_base
 from windrow_sidecar.finetune.model.precision import WeightForm
@@ -84,6 +84,69 @@ def test_blocks_may_be_short_and_other_adapters_learn_as_over_numbers(
     theirs = pefts_gradients(tuned_model(plain, spec), small_rows())
     ours = our_gradients(tuned_model(base.model, spec), small_rows(), Cut())
     assert apart(ours, theirs).by_rounding
+
+
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MIXTURES = {
+    "Mixtral": {},
+    "Qwen3Moe": {"moe_intermediate_size": 32},
+    "DeepseekV2": LATENT,
+    "GptOss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12},
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("Mixtral", "fp8 in blocks"),
+        ("Qwen3Moe", "fp8 by tensor (ModelOpt)"),
+        ("DeepseekV2", "fp8 in blocks"),
+        ("GptOss", "mxfp4 (GPT-OSS)"),
+    ],
+)
+def test_mixtures_of_experts_and_latent_attention_have_pefts_gradients(
+    tmp_path, architecture, name
+):
+    plain, folder, numbers = (tmp_path / part for part in ("plain", "coded", "numbers"))
+    random_model(architecture, **SIZES, **MIXTURES[architecture]).save_pretrained(plain)
+    recode(plain, folder, numbers, name)
+    spec = small_spec({"lora": {"rank": 4, "alpha": 8, "targetModules": "q_proj,o_proj"}})
+    theirs = pefts_gradients(tuned_model(load_base(numbers, form=WIDE).model, spec), small_rows())
+    base = load_base(folder, form=WIDE)
+    assert sum(isinstance(m, CodedExperts) for m in base.model.modules()) >= 2
+    ours = our_gradients(tuned_model(base.model, spec), small_rows(), Cut())
+    assert apart(ours, theirs).by_rounding
+    check_numbers(base.model)
+    assert isinstance(shallow_clone(base).model, type(base.model))
+
+
+def test_experts_that_are_incomplete_or_do_not_lie_in_one_tensor_are_refused(tmp_path):
+    plain, folder, numbers = (tmp_path / part for part in ("plain", "coded", "numbers"))
+    random_model("Mixtral", **SIZES).save_pretrained(plain)
+    recode(plain, folder, numbers, "fp8 in blocks")
+    tensors = load_file(folder / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("experts.2.w3.weight"))
+    kept = {n: t for n, t in tensors.items() if not n.startswith(name)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"experts\.2 has no up_proj or w3 that is codes"):
+        load_base(folder)
+    recode(plain, tmp_path / "other", tmp_path / "more", "nvfp4 (ModelOpt)")
+    with pytest.raises(UserError, match="experts in nvfp4-factor have no codec here"):
+        load_base(tmp_path / "other")
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,13 @@ Written from the formats' documents, number by number in float64: nothing of the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from windrow_sidecar.testing.models import save_byte_tokenizer
@@ -197,3 +198,49 @@ def save_checkpoint(
     config["architectures"] = [type(model).__name__]
     path.write_text(json.dumps(config))
     save_byte_tokenizer(folder)
+
+
+def recode(plain: Path, folder: Path, numbers: Path, name: str) -> None:
+    """Store a saved model's projections, those of single experts too, in a format.
+
+    Args:
+        plain: of the model, in one file, as transformers saves it.
+        folder: to write it to, with codes.
+        numbers: to write it to, with the numbers that these stand for, in float64.
+        name: of the format; "mxfp4 (GPT-OSS)" is that of experts in one tensor.
+    """
+    config = json.loads((plain / "config.json").read_text())
+    coded, wide = {}, {}
+    for key, tensor in load_file(plain / "model.safetensors").items():
+        wide[key] = tensor.double()
+        if name == "mxfp4 (GPT-OSS)":
+            if re.search(r"experts\.(gate_up|down)_proj$", key):
+                parts, wide[key] = experts_in_powers(tensor.float())
+                coded |= {f"{key}_{part}": t for part, t in parts.items()}
+                continue
+        elif re.search(r"(_proj\w*|\.w[123])\.weight$", key) and tensor.dim() == 2:
+            parts, wide[key] = FORMATS[name][1](tensor.float())
+            module = key.removesuffix(".weight")
+            coded |= {f"{module}.{part}": t.contiguous() for part, t in parts.items()}
+            continue
+        coded[key] = tensor
+    for at, tensors, stated in (
+        (folder, coded, {"quant_method": "mxfp4"} if "OSS" in name else FORMATS[name][0]),
+        (numbers, wide, None),
+    ):
+        at.mkdir()
+        save_file(tensors, at / "model.safetensors", metadata={"format": "pt"})
+        said = config | ({"quantization_config": stated} if stated else {})
+        (at / "config.json").write_text(json.dumps(said))
+        save_byte_tokenizer(at)
+
+
+def experts_in_powers(experts: Tensor) -> Stored:
+    """GPT-OSS: [experts, in, out], of which codes run along in, 16 bytes for each scale."""
+    codes, scales, numbers = [], [], []
+    for weight in experts.transpose(1, 2):
+        parts, of = in_powers(weight.contiguous())
+        codes.append(parts["weight_packed"].unflatten(1, (-1, 16)))
+        scales.append(parts["weight_scale"])
+        numbers.append(of.t())
+    return {"blocks": torch.stack(codes), "scales": torch.stack(scales)}, torch.stack(numbers)

@@ -37,12 +37,14 @@ class Coding:
         shape: of the weight that the codes stand for: [out, in], or [experts, out, in].
         group: rows and columns that share a scale.
         parts: the tensor of the checkpoint for each part that the codec has.
+        is_transposed: whether the model has the last two dimensions the other way round.
     """
 
     codec: str
     shape: tuple[int, ...]
     group: tuple[int, int]
     parts: Mapping[str, str]
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ def _mxfp4(at: _Checkpoint) -> Iterator[tuple[str, Coding]]:
         at.check(scales, ("U8", "F8_E8M0"), shape[:3])
         experts, rows, groups = shape[:3]
         parts = {"codes": name, "scales": scales}
-        yield weight, Coding("mxfp4", (experts, rows, groups * 32), (1, 32), parts)
+        yield weight, Coding("mxfp4", (experts, rows, groups * 32), (1, 32), parts, True)
 
 
 def _matrices(

@@ -21,7 +21,7 @@ from windrow_sidecar.finetune.adapter.targets import (
     linear_names,
     target_names,
 )
-from windrow_sidecar.finetune.model.coded import CodedLinear
+from windrow_sidecar.finetune.model.coded import CodedExperts, CodedLinear
 
 
 def peft_config(spec: FinetuneJobSpec, model: nn.Module) -> Any:  # noqa: ANN401 - peft is untyped
@@ -256,7 +256,9 @@ def _check_quantised(lora: LoraSpec, spec: FinetuneJobSpec, model: nn.Module) ->
     for name, module in model.named_modules():
         if name.rpartition(".")[2] not in whole and name not in whole:
             continue
-        codes = next((m.codec for m in module.modules() if isinstance(m, CodedLinear)), "")
+        codes = next(
+            (m.codec for m in module.modules() if isinstance(m, CodedLinear | CodedExperts)), ""
+        )
         if codes or any(not parameter.is_floating_point() for parameter in module.parameters()):
             raise refused(
                 "modulesToSave",

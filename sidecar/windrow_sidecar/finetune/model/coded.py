@@ -7,7 +7,8 @@ records a layer, the whole is one operation whose inputs are the codes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,12 @@ from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, Coding
 from windrow_sidecar.finetune.model.codecs import CODECS
 from windrow_sidecar.finetune.offload.tensor_files import Stored, read
 
+# Linear layers of an expert, as checkpoints name them, by the tensor of the model that they go to.
+_OF_EXPERTS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "down_proj": (("down_proj", "w2"),),
+}
+_EXPERT = re.compile(r"^(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>\w+)\.weight$")
 # Of one weight at a time; for each device and type, as large as the largest weight so far.
 _buffers: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
@@ -63,7 +70,81 @@ def read_coded(coding: Coding, stored: Mapping[str, Stored]) -> CodedTensor:
     parts = {part: read(stored[name]) for part, name in coding.parts.items()}
     # Bytes: no library takes them for numbers, which it might cast or train.
     parts["codes"] = parts["codes"].view(torch.uint8)
-    return CodedTensor(coding.codec, coding.shape, coding.group, parts)
+    return CodedTensor(coding.codec, coding.shape, coding.group, parts, coding.is_transposed)
+
+
+def stack_experts(weights: Mapping[str, CodedTensor], where: str) -> dict[str, CodedTensor]:
+    """Put the linear layers of a mixture's experts together, as transformers has them.
+
+    Args:
+        weights: by name; those that belong to no expert stay as they are.
+        where: they are from, for errors.
+
+    Raises:
+        UserError: an expert or a part of one is missing, or they cannot lie in one tensor.
+    """
+    found: dict[str, CodedTensor] = {}
+    experts: dict[str, dict[int, dict[str, CodedTensor]]] = {}
+    for name, weight in weights.items():
+        match = _EXPERT.match(name)
+        if match is None:
+            found[name] = weight
+        else:
+            of = experts.setdefault(match["experts"], {}).setdefault(int(match["number"]), {})
+            of[match["part"]] = weight
+    for prefix, numbered in experts.items():
+        for target, parts in _OF_EXPERTS.items():
+            rows = [
+                [_part_of(numbered, n, names, f"{where}: {prefix}.{n}") for names in parts]
+                for n in range(max(numbered) + 1)
+            ]
+            found[f"{prefix}.{target}"] = _stacked(rows, f"{where}: {prefix}.{target}")
+    return found
+
+
+def _part_of(
+    numbered: Mapping[int, Mapping[str, CodedTensor]], n: int, names: Sequence[str], where: str
+) -> CodedTensor:
+    of = numbered.get(n, {})
+    part = next((of[name] for name in names if name in of), None)
+    if part is None:
+        raise unusable(f"{where} has no {' or '.join(names)} that is codes", PLAIN_REMEDY)
+    return part
+
+
+def _stacked(experts: Sequence[Sequence[CodedTensor]], where: str) -> CodedTensor:
+    """Return one tensor of experts, the parts of each below each other."""
+    first = experts[0][0]
+    high, wide = first.group
+    heights = [part.shape[0] for part in experts[0]]
+    by_row = first.parts["scales"].dim() < 2 or first.parts["scales"].numel() == 1
+    if "scales" not in first.parts or len(first.parts) > 2:
+        raise unusable(f"{where}: experts in {first.codec} have no codec here", PLAIN_REMEDY)
+    if not by_row and any(height % high for height in heights[:-1]):
+        raise unusable(
+            f"{where}: blocks of {high} rows do not divide the {heights[0]} of an expert",
+            PLAIN_REMEDY,
+        )
+    codes, scales = [], []
+    for of in experts:
+        if [(p.codec, p.shape, p.group) for p in of] != [
+            (p.codec, p.shape, p.group) for p in experts[0]
+        ]:
+            raise unusable(f"{where}: experts differ in shape or in how they are stored")
+        codes.append(torch.cat([part.parts["codes"] for part in of]))
+        grids = [part.parts["scales"] for part in of]
+        if by_row:
+            grids = [
+                grid.reshape(-1, 1).expand(height, 1)
+                for grid, height in zip(grids, heights, strict=True)
+            ]
+        scales.append(torch.cat(grids))
+    return CodedTensor(
+        first.codec,
+        (len(experts), sum(heights), first.shape[1]),
+        (1, first.shape[1]) if by_row else (high, wide),
+        {"codes": torch.stack(codes), "scales": torch.stack(scales)},
+    )
 
 
 def decoded(
@@ -176,6 +257,15 @@ class CodedLinear(nn.Linear):
         return [getattr(self, name) for name in self._parts]
 
     @property
+    def elements(self) -> int:
+        """How many numbers its codes stand for."""
+        return self.in_features * self.out_features
+
+    def numbers(self) -> Iterator[Tensor]:
+        """Yield the weight, [out, in], in the shared buffer."""
+        yield decoded(self.parts, self.codec, self.layout, self._dtype)
+
+    @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The numbers that the codes stand for, [out, in]: new memory at each call."""
         return decoded(self.parts, self.codec, self.layout, self._dtype).clone()
@@ -186,14 +276,98 @@ class CodedLinear(nn.Linear):
         return found
 
 
+class CodedExperts(nn.Module):
+    """The frozen experts of a mixture over codes; each computes with its tokens in turn.
+
+    Args:
+        experts: transformers' module for them, whose gate and biases are used.
+        coded: `gate_up_proj` and `down_proj`, [experts, out, in].
+        dtype: that the model computes in.
+    """
+
+    def __init__(
+        self, experts: nn.Module, coded: Mapping[str, CodedTensor], dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.num_experts, *_ = coded["gate_up_proj"].shape
+        self._dtype = dtype
+        self._layouts: dict[str, tuple[int, ...]] = {}
+        self._codecs: dict[str, str] = {}
+        for name, tensor in coded.items():
+            self._codecs[name] = tensor.codec
+            self._layouts[name] = (*tensor.shape[1:], *tensor.group)
+            for part in CODECS[tensor.codec].parts:
+                self.register_buffer(f"{name}_{part}", tensor.parts[part], persistent=False)
+        for name, bias in experts.named_parameters(recurse=False):
+            if name not in coded:
+                self.register_parameter(name, bias)
+        # The model's own gate, which reads these; not bound to the module that gives way.
+        self._gate = type(experts)._apply_gate  # type: ignore[attr-defined]
+        for name, value in vars(experts).items():
+            if not name.startswith("_"):
+                setattr(self, name, value)
+        for name, child in experts.named_children():
+            setattr(self, name, child)
+
+    @property
+    def codec(self) -> str:
+        """The name of their codec."""
+        return self._codecs["gate_up_proj"]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers their codes stand for."""
+        return sum(self.num_experts * rows * cols for rows, cols, *_ in self._layouts.values())
+
+    def numbers(self) -> Iterator[Tensor]:
+        """Yield each weight of each expert, [out, in], in the shared buffer."""
+        for name, layout in self._layouts.items():
+            for expert in range(self.num_experts):
+                yield decoded(self._parts_of(name, expert), self._codecs[name], layout, self._dtype)
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what the chosen experts make of each token, [tokens, hidden].
+
+        Args:
+            hidden: [tokens, hidden].
+            chosen: the experts of each token, int64 [tokens, k].
+            weights: what each of them counts, [tokens, k].
+        """
+        out = torch.zeros_like(hidden)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            if expert >= self.num_experts:
+                continue
+            token, place = torch.where(chosen == expert)
+            made = self._product("gate_up_proj", expert, hidden[token])
+            made = self._product("down_proj", expert, self._gate(self, made))
+            made = made * weights[token, place, None]
+            out.index_add_(0, token, made.to(out.dtype))
+        return out
+
+    def _product(self, name: str, expert: int, x: Tensor) -> Tensor:
+        bias = getattr(self, f"{name}_bias", None)
+        found: Tensor = coded_linear(
+            x,
+            self._parts_of(name, expert),
+            self._codecs[name],
+            self._layouts[name],
+            None if bias is None else bias[expert],
+        )
+        return found
+
+    def _parts_of(self, name: str, expert: int) -> list[Tensor]:
+        parts = CODECS[self._codecs[name]].parts
+        return [getattr(self, f"{name}_{part}")[expert] for part in parts]
+
+
 def weight_elements(module: nn.Module, *, of_products: bool = False) -> int:
     """Return how many numbers a module's weights are, those that codes stand for included.
 
     `of_products`: of matrices alone.
     """
     plain = (p for p in module.parameters() if p.dim() > 1 or not of_products)
-    coded = (m for m in module.modules() if isinstance(m, CodedLinear))
-    return sum(p.numel() for p in plain) + sum(m.in_features * m.out_features for m in coded)
+    coded = (m for m in module.modules() if isinstance(m, CodedLinear | CodedExperts))
+    return sum(p.numel() for p in plain) + sum(m.elements for m in coded)
 
 
 def install(model: nn.Module, coded: Mapping[str, CodedTensor], dtype: torch.dtype) -> None:
@@ -207,16 +381,30 @@ def install(model: nn.Module, coded: Mapping[str, CodedTensor], dtype: torch.dty
     Raises:
         UserError: a parameter belongs to a module that cannot be computed with over codes.
     """
+    experts: dict[str, dict[str, CodedTensor]] = {}
     for name, tensor in coded.items():
         path, _, last = name.rpartition(".")
-        parent, _, child = path.rpartition(".")
         module = model.get_submodule(path)
+        if last in _OF_EXPERTS and hasattr(module, "_apply_gate"):
+            experts.setdefault(path, {})[last] = tensor
+            continue
         if type(module) is not nn.Linear or last != "weight":
             raise unusable(
                 f"{name} is stored as {tensor.codec} codes, and belongs to a "
                 f"{type(module).__name__}, which is no linear layer",
                 PLAIN_REMEDY,
             )
-        layer = CodedLinear(tensor, module.bias, dtype)
-        layer.train(module.training)
-        setattr(model.get_submodule(parent), child, layer)
+        _put(model, path, CodedLinear(tensor, module.bias, dtype))
+    for path, tensors in experts.items():
+        if missing := sorted(_OF_EXPERTS.keys() - tensors.keys()):
+            raise unusable(
+                f"{path} holds codes, and its {missing[0]} does not: an unknown layout of experts",
+                PLAIN_REMEDY,
+            )
+        _put(model, path, CodedExperts(model.get_submodule(path), tensors, dtype))
+
+
+def _put(model: nn.Module, path: str, layer: nn.Module) -> None:
+    parent, _, child = path.rpartition(".")
+    layer.train(model.get_submodule(path).training)
+    setattr(model.get_submodule(parent), child, layer)

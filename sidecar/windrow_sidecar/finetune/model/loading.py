@@ -35,7 +35,7 @@ from windrow_sidecar.engines.weight_files import (
 )
 from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY, weight_format
 from windrow_sidecar.finetune.data.remote import answers_later, is_of_client
-from windrow_sidecar.finetune.model.coded import CodedTensor, read_coded
+from windrow_sidecar.finetune.model.coded import CodedTensor, read_coded, stack_experts
 from windrow_sidecar.finetune.model.overlay import build_over
 from windrow_sidecar.finetune.model.precision import WeightForm, keep_differentiable
 from windrow_sidecar.finetune.model.whole import PLAIN, check_tensors, check_types
@@ -53,8 +53,6 @@ _WANTED = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 ADAPTER_CONFIG = "adapter_config.json"
 # Parts of a configuration that are of a layer, not models of their own (MPT, DBRX).
 _OF_LAYERS = ("attn_config", "ffn_config")
-# Quantisations of which transformers makes plain weights again.
-_UNPACKED = ("fp8",)
 DECODER_REMEDY = "Use a decoder-only language model (Llama, Qwen, Mistral, ...)."
 MODEL_REMEDY = "Use a decoder-only transformers checkpoint (safetensors) without code of its own."
 CONFIG_REMEDY = (
@@ -326,10 +324,6 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
         )
     method = _quantisation_of(config)
     remedy = PLAIN_REMEDY if method else MODEL_REMEDY
-    if method == "fp8" and form.quantization == "none":
-        from transformers import FineGrainedFP8Config
-
-        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
     model: nn.Module
     with _told_as_unusable(str(directory), remedy):
         model, said = AutoModelForCausalLM.from_pretrained(
@@ -349,9 +343,6 @@ def _read(directory: Path, config: Any, form: WeightForm) -> nn.Module:  # noqa:
     )
     if not getattr(model, "is_quantized", False):  # by what transformers made of config.json
         check_types(directory, model, method)
-    if method in _UNPACKED and form.quantization == "none":
-        for weight in model.parameters():  # it makes them of the type that config.json names
-            weight.data = weight.data.to(form.dtype)
     keep_differentiable(model)
     return model
 
@@ -361,12 +352,9 @@ def _read_coded(directory: Path, config: Any, form: WeightForm) -> nn.Module | N
     stored_as = weight_format(directory)
     if not stored_as.codings or form.quantization != "none":
         return None
-    if any(".experts." in name for name in stored_as.codings):
-        return None  # transformers puts experts together as it makes numbers of them
     stored, consumed = stored_tensors(directory, codes=True), stored_as.consumed
-    tensors: dict[str, Tensor | CodedTensor] = {
-        name: read_coded(coding, stored) for name, coding in stored_as.codings.items()
-    }
+    weights = {name: read_coded(coding, stored) for name, coding in stored_as.codings.items()}
+    tensors: dict[str, Tensor | CodedTensor] = {**stack_experts(weights, str(directory))}
     for name, at in stored.items():
         if name not in consumed:
             tensors[name] = read(at, form.dtype if at.dtype in PLAIN else None)

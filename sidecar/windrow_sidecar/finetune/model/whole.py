@@ -17,7 +17,7 @@ from windrow_sidecar.engines.weight_files import (
     weight_files,
 )
 from windrow_sidecar.engines.weight_formats import PLAIN_REMEDY
-from windrow_sidecar.finetune.model.coded import CodedLinear
+from windrow_sidecar.finetune.model.coded import CodedExperts, CodedLinear
 
 PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -120,7 +120,8 @@ def check_numbers(model: nn.Module) -> None:
     broken += [
         f"{name}.weight"
         for name, module in model.named_modules()
-        if isinstance(module, CodedLinear) and not bool(torch.isfinite(module.weight).all())
+        if isinstance(module, CodedLinear | CodedExperts)
+        and not all(bool(torch.isfinite(weight).all()) for weight in module.numbers())
     ]
     if broken:
         raise unusable(
