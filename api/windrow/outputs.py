@@ -18,6 +18,7 @@ BUCKET_SCHEMES = ("s3",)
 OWN_FOLDER = ".windrow"
 # Below it each descriptor of this process has a name, which leads to what it was opened for.
 HELD_DIRECTORIES = "/proc/self/fd"
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def is_bucket(destination: str) -> bool:
@@ -120,21 +121,35 @@ def make_trees(trees: Iterable[str], mounts: Iterable[str]) -> None:
     for tree in trees:
         around = [mount for mount in mounted if tree.startswith(f"{mount}/")]
         if around:
+            mount = max(around, key=len)
+            parts = posixpath.relpath(tree, mount).split("/")
             with contextlib.suppress(OSError):
-                _make_below(max(around, key=len), tree)
+                os.close(_walk(os.open(mount, _FOLDER), parts, make=True))
 
 
-def _make_below(mount: str, tree: str) -> None:
-    here = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+def _walk(at: int, parts: Iterable[str], *, make: bool = False) -> int:
+    """Return a descriptor (O_PATH) of the directory to which names lead, none of them a link.
+
+    Args:
+        at: descriptor of the directory where they begin; it is closed.
+        parts: names of directories, each in the one before.
+        make: whether directories that are missing are made.
+
+    Raises:
+        OSError: ELOOP or ENOTDIR where a name is a link; else what `open` and `mkdir` raise.
+    """
     try:
-        for name in posixpath.relpath(tree, mount).split("/"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(name, dir_fd=here)
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
-            os.close(here)
-            here = inner
-    finally:
-        os.close(here)
+        for name in parts:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(name, dir_fd=at)
+            below = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = below
+    except OSError:
+        os.close(at)
+        raise
+    return at
 
 
 def place_here(bucket: str) -> Path:
@@ -195,18 +210,14 @@ def open_without_links(path: Path, flags: int) -> int:
         number, *parts = place.relative_to(HELD_DIRECTORIES).parts
         at = os.dup(int(number))
     else:
-        at, parts = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), [*place.parts[1:]]
+        at, parts = os.open("/", _FOLDER), [*place.parts[1:]]
     *folders, name = parts or (".",)
     try:
-        for folder in folders:
-            below = os.open(
-                folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at
-            )
+        at = _walk(at, folders)
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+        finally:
             os.close(at)
-            at = below
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
     except OSError as error:
         error.filename = str(path)
         raise
-    finally:
-        os.close(at)

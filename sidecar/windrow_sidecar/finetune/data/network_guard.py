@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -137,17 +136,3 @@ def forget(job: object) -> None:
     """End what `NetworkGuard.admit` began for a job, if anything."""
     if _installed is not None:
         _installed.forget(job)
-
-
-@contextmanager
-def guarded(job: object, access: NetworkAccess | None) -> Iterator[None]:
-    """Hold while only what a job may reach may be reached; None: no limits are known."""
-    if access is None:
-        yield
-        return
-    guard = install()
-    guard.admit(job, access)
-    try:
-        yield
-    finally:
-        guard.forget(job)
