@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -16,7 +17,7 @@ from aiohttp import web
 from windrow.errors import UserError
 from windrow.outputs import check_within
 from windrow.proto import attach_pb2 as pb
-from windrow_operator import reports
+from windrow_operator import attach, reports
 from windrow_operator.cluster_state import ClusterState
 from windrow_operator.deploy import Instance, NotLoaded, Servers
 from windrow_operator.identity import Identity, Refused
@@ -345,3 +346,47 @@ def test_whatever_bytes_a_sidecar_sends_nothing_breaks_and_nothing_grows():
     assert taken > 20
     assert len(cluster.slots) <= 64
     assert len(cluster.runs) == 0
+
+
+# --- connections that say nothing -----------------------------------------------------------------
+
+
+class Silent:
+    """The context of a call, and requests of which none comes."""
+
+    def invocation_metadata(self):
+        return ()
+
+    def peer(self):
+        return "ipv4:10.0.0.9:1"
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        await asyncio.Event().wait()
+
+
+class Anybody:
+    """Takes every token for that of one pod."""
+
+    async def identify(self, metadata, peer=""):
+        return Pod("evil", "decode-0", "uid")
+
+
+async def test_a_connection_without_a_hello_ends(monkeypatch):
+    monkeypatch.setattr(attach, "_HELLO_WITHIN_S", 0.01)
+    server = attach.AttachServer(ClusterState(NOW), Asked(), Metrics(), clock=lambda: NOW)
+    server._identity = Anybody()
+    with pytest.raises(Refused) as refused:
+        await server._arrive(Silent(), Silent())
+    assert refused.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert server._arriving == 0
+
+
+async def test_those_on_their_way_are_bounded(monkeypatch):
+    monkeypatch.setattr(attach, "_MOST_ARRIVING", 0)
+    server = attach.AttachServer(ClusterState(NOW), Asked(), Metrics(), clock=lambda: NOW)
+    with pytest.raises(Refused) as refused:
+        await server._arrive(Silent(), Silent())
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED

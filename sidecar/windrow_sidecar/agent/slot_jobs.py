@@ -158,9 +158,19 @@ class SlotJobs:
             return Reason.STALE_EPOCH, f"epoch {max(same)} has been here already"
         others = [r.assign for r in self.going if r.assign.job_uid != assign.job_uid]
         if len(others) >= self._max_jobs():
-            names = " and ".join(other.job_name for other in others)
-            jobs = "jobs" if others[1:] else "job"
-            return Reason.BUSY, f"slot {self._index} runs {jobs} {names}"
+            # Of other namespaces no name is said.
+            own = [o.job_name for o in others if o.job_namespace == assign.job_namespace]
+            jobs = "jobs" if own[1:] else "job"
+            said = f"{jobs} {' and '.join(own)}" if own else "a job of another namespace"
+            return Reason.BUSY, f"slot {self._index} runs {said}"
+        worker = self._supervisor.runs if self._supervisor and self._supervisor.takes_more else []
+        served = [assign, *(run.assign for run in worker)]
+        if len({each.job_namespace for each in served}) > 1 and not all(map(_may_share, served)):
+            return (
+                Reason.BUSY,
+                f"the worker of slot {self._index} serves another namespace, and the policy lets "
+                "no two share one (access.shareWorkers)",
+            )
         return None
 
     def _forget_ended(self) -> None:
@@ -235,3 +245,8 @@ class SlotJobs:
             epoch=run.assign.epoch,
             progress=run.meter.message(),
         )
+
+
+def _may_share(assign: attach_pb2.Assign) -> bool:
+    """Return whether the job's worker may serve another namespace as well."""
+    return not assign.HasField("access") or assign.access.shares_worker
