@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 # Triton's kernels run on the host then; it reads this when it is first imported, and transformers
@@ -18,6 +19,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 import hypothesis
 import pytest
 from kubernetes import client, config
+from support.forked_start import programs_are_forked
 
 from windrow.errors import UserError
 from windrow_lab.controlplane.server import ControlPlane, ControlPlaneSettings
@@ -37,6 +39,9 @@ PROGRAMS = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 # Minutes of compiling: begun last, it would leave the other processes without work at the end.
 BEGUN_FIRST = "test_native_cpp.py"
 
+
+# Folders whose tests start programs as they are; elsewhere other libraries are put before them.
+FORKED = {"contract", "e2e", "integration"}
 
 # A shell that starts tests in the background has them ignore Ctrl-C, and what they start as well:
 # tests that interrupt a process would wait for it for ever.
@@ -58,6 +63,13 @@ def pytest_configure(config):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // processes))
     elif config.getoption("numprocesses", None):
         find_tools(config)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """Fork what tests start; see support.forked_start."""
+    with programs_are_forked() if FORKED.intersection(item.path.parts) else nullcontext():
+        yield
 
 
 def pytest_collection_modifyitems(items):

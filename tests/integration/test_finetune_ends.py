@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support import forked_start
 from support.small_disk import fill, small_disk
 from test_finetune_command import COMMAND, manifest
 from waiting import is_running, wait_until
@@ -71,7 +72,8 @@ def test_sigterm_stops_it_with_a_checkpoint_and_json(tmp_path):
     assert said["checkpoint"] == str(checkpoints(tmp_path)[-1])
 
 
-def test_sigterm_while_the_worker_is_still_being_started_stops_it_too(tmp_path):
+def test_sigterm_while_the_worker_is_still_being_started_stops_it_too(tmp_path, monkeypatch):
+    monkeypatch.setenv(forked_start.ENV_OFF, "1")  # a forked one has started in no time
     with started(manifest(tmp_path, **ENDLESS), "--json") as process:
         wait_until(lambda: (job_folder(tmp_path) / "worker.log").exists(), "the worker")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")

@@ -10,6 +10,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from safetensors.torch import load
+from support import forked_start
 from worker_pod import UID, Pod, lend_what_is_wanted, until
 
 from windrow.eventlog import TaskletEvent, read_events
@@ -50,7 +51,8 @@ def adapter_in(url: str, secret: dict):
     return load(system.cat_file(f"{url}/adapter_model.safetensors"))
 
 
-def test_a_job_goes_on_from_the_bucket_on_another_machine(bucket, tmp_path_factory):
+def test_a_job_goes_on_from_the_bucket_on_another_machine(bucket, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv(forked_start.ENV_OFF, "1")  # /proc shows the environment of an exec
     url, secret = bucket
     first = BucketPod(tmp_path_factory.mktemp("p"), url, secret)
     pods = [first]
