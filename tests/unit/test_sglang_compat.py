@@ -30,6 +30,8 @@ def test_a_plain_decode_server_is_taken():
     compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="fake"))
     compat.check_arguments(arguments(device="cpu", disaggregation_transfer_backend="mooncake"))
     compat.check_arguments(arguments(device="cpu", disaggregation_mode="null"))
+    compat.check_arguments(arguments(kv_cache_dtype="fp8_e4m3", attention_backend="trtllm_mla"))
+    compat.check_arguments(arguments(decode_attention_backend="trtllm_mha"))
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,8 @@ def test_a_plain_decode_server_is_taken():
     [
         ({"page_size": 1}, "--page-size"),
         ({"page_size": None}, "--page-size"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
-        ({"attention_backend": "trtllm_mha"}, "--attention-backend"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype"),
+        ({"attention_backend": "flex_attention"}, "--attention-backend"),
         ({"decode_attention_backend": "cutlass_mla"}, "--decode-attention-backend"),
         ({"tp_size": 2}, "--tp-size"),
         ({"pp_size": 2}, "--pp-size"),

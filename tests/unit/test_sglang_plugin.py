@@ -9,12 +9,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from windrow.errors import InvariantBroken
+from windrow.errors import InvariantBroken, UserError
 from windrow.rundir import ENV_RUN_DIR, RunDir
 from windrow_sidecar.engines import hook
 from windrow_sidecar.engines.sglang import hooking, plugin
 from windrow_sidecar.engines.sglang.harvesting import SchedulerHarvest
-from windrow_sidecar.engines.sglang.pool import plan_geometry
+from windrow_sidecar.engines.sglang.pool import check_pool, plan_geometry
 from windrow_sidecar.qos.view import Grant
 
 
@@ -140,6 +140,45 @@ def test_a_pool_on_cores_has_no_more_blocks_than_a_worker_can_map(tokens, of_a_c
     assert geometry.slots_per_chunk == of_a_chunk
     assert geometry.slots_per_chunk * geometry.chunks >= tokens + 16
     assert 2 * geometry.layers * geometry.chunks <= 16_384
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_latent_kv_on_a_gpu_lies_in_whole_pages_of_memory_and_of_kv(dtype):
+    deepseek = {"layer_num": 61, "kv_lora_rank": 512, "kv_cache_dim": 576, "store_dtype": dtype}
+    pool = SimpleNamespace(**deepseek, size=1 << 20, page_size=64, device="cuda")
+    geometry = plan_geometry(pool)
+    assert geometry.slots_per_chunk % 64 == 0
+    assert geometry.block_bytes % (2 << 20) == 0
+    # One layer of 62 is empty, since they lie in pairs.
+    assert geometry.chunk_bytes == 62 * 576 * dtype.itemsize * geometry.slots_per_chunk
+    assert geometry.slots_per_chunk * geometry.chunks >= (1 << 20) + 64
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"store_dtype": torch.uint8}, "its KV is quantized"),
+        ({"use_dsa": True}, "an index of sparse attention"),
+        ({"layer_shard_enabled": True}, "its layers are sharded"),
+        ({"enable_custom_mem_pool": True}, "a custom memory pool holds it"),
+    ],
+)
+def test_a_latent_pool_that_cannot_be_lent_is_refused_with_the_reason(changed, why):
+    plain = {
+        "kv_lora_rank": 512,
+        "dtype": torch.bfloat16,
+        "store_dtype": torch.bfloat16,
+        "enable_custom_mem_pool": False,
+        "layer_num": 2,
+        "use_dsa": False,
+        "layer_shard_enabled": False,
+        "dcp_replicated": False,
+    }
+    check_pool(SimpleNamespace(**plain))
+    in_bytes = {"dtype": torch.float8_e4m3fn, "store_dtype": torch.uint8}
+    check_pool(SimpleNamespace(**{**plain, **in_bytes}))
+    with pytest.raises(UserError, match=why):
+        check_pool(SimpleNamespace(**{**plain, **changed}))
 
 
 @pytest.fixture

@@ -70,7 +70,9 @@ class HarvestHook:
             levels,
             self._predictor_of(profile) if profile else None,
             pause_epoch=arena.page.pause_epoch,
-            engine=EngineTraits(geometry.layers, settings.gaps, geometry.chunk_bytes),
+            engine=EngineTraits(
+                settings.layers or geometry.layers, settings.gaps, geometry.chunk_bytes
+            ),
         )
         self._marks = HarvestMarks(log)
         self._views = ViewWriter(self._page)

@@ -29,6 +29,7 @@ class HarvestSettings:
         predictor: what steps teach it (`qos.predictor`).
         without: protections that are off, for tests and benchmarks that show what each is for.
         gaps: the engine begins a step no earlier than `Grant.gap_until_ns` says.
+        layers: of decode's model; 0: as many as the arena has.
     """
 
     max_batch: int = 64
@@ -41,5 +42,6 @@ class HarvestSettings:
     lending_every_ns: int = 20_000_000
     run_dir: RunDir | None = None
     gaps: bool = False
+    layers: int = 0
     predictor: PredictorForm = "windrow"
     without: frozenset[Protection] = frozenset()

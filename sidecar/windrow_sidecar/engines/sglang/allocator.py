@@ -14,6 +14,7 @@ import torch
 
 from windrow_sidecar._core import Arena, Error
 from windrow_sidecar.engines.sglang.chunks import ChunkHoldings
+from windrow_sidecar.engines.sglang.pool import buffers_of
 
 Fence = Callable[[], Callable[[int], bool]]
 """Makes a check: whether nothing can write any more, at that time (ns), to pages freed before."""
@@ -148,7 +149,7 @@ def allocator_class(arena: Arena, fence: Fence) -> type[Any]:
         def _blank(self, chunk: int) -> None:
             """Zero what a worker has left: a kernel may multiply slots that it masks, by 0."""
             slots = arena.geometry.slots_per_chunk
-            for buffer in (*self._kvcache.k_buffer, *self._kvcache.v_buffer):
+            for buffer in buffers_of(self._kvcache):
                 buffer[chunk * slots : (chunk + 1) * slots].zero_()
 
         def _stage(self, pages: Any) -> None:  # noqa: ANN401

@@ -22,6 +22,7 @@ OBSERVER = f"{_COMPONENTS}.pool_stats_observer.SchedulerPoolStatsObserver"
 SLEEPER = f"{_COMPONENTS}.idle_sleeper.IdleSleeper"
 UPDATER = f"{_COMPONENTS}.weight_updater.SchedulerWeightUpdaterManager"
 POOL = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool"
+LATENT_POOL = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool"
 ALLOCATOR = "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator"
 GRAPHS_MODULE = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 GRAPHS = f"{GRAPHS_MODULE}.DecodeCudaGraphRunner"
@@ -43,6 +44,7 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{UPDATER}.update_weights_from_ipc", ("self",)),
     (f"{UPDATER}.begin_weight_update", ("self",)),
     (f"{POOL}._create_buffers", ("self",)),
+    (f"{LATENT_POOL}._create_buffers", ("self",)),
     (f"{POOL}._build_kv_buffer_descs", ("self",)),
     (f"{POOL}._init_data_ptrs_and_strides", ("self",)),
     (f"{ALLOCATOR}.__init__", ("self", "size", "page_size", "dtype", "device", "kvcache")),
@@ -64,9 +66,10 @@ NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (f"{PLATFORM}.post_load_model", ("self", "model")),
 )
 
-_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3")
+# trtllm_mha and trtllm_mla compute on views of the pool by page, of whatever strides.
+_BACKENDS = ("torch_native", "triton", "flashinfer", "fa3", "trtllm_mha", "trtllm_mla")
 _HOST_TRANSFERS = ("mooncake", "fake")
-_KV_DTYPES = ("auto", "bf16", "bfloat16")
+_KV_DTYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
 # Options that put other memory, other ranks or other loops where the plugin expects SGLang's own:
 # attribute of ServerArgs, the value that is fine, what to write.
 _PLAIN: tuple[tuple[str, object, str], ...] = (
@@ -142,7 +145,7 @@ def check_arguments(args: Any) -> None:  # noqa: ANN401  SGLang's ServerArgs
         raise UserError(
             f"KV of {args.kv_cache_dtype} has a layout that the plugin does not know",
             field="--kv-cache-dtype",
-            remedy="Use --kv-cache-dtype auto.",
+            remedy="Use --kv-cache-dtype auto or fp8_e4m3.",
         )
     for field in ("attention_backend", "decode_attention_backend"):
         if (backend := getattr(args, field, None)) not in (None, *_BACKENDS):

@@ -102,7 +102,11 @@ def open_harvest(
     # On a GPU with overlap scheduling the step before still runs when the next one is launched: to
     # launch that later would leave no turn to the worker.
     gaps = ground.driver == "host" or bool(args.disable_overlap_schedule)
-    settings = HarvestSettings(max_batch=opened.scheduler.max_running_requests, gaps=gaps)
+    settings = HarvestSettings(
+        max_batch=opened.scheduler.max_running_requests,
+        gaps=gaps,
+        layers=opened.allocator.get_kvcache().layer_num,
+    )
     inner = HarvestHook(arena, ground.splits, profile, settings, log=log)
     hook = FailClosed(inner, on_failure=on_failure)
     reported = Profile(subject.key, json.dumps(profile)) if profile else None

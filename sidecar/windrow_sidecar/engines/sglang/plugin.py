@@ -121,6 +121,7 @@ class Plugin:
         hooking.put(
             around={
                 f"{compat.POOL}._create_buffers": self.create_buffers,
+                f"{compat.LATENT_POOL}._create_buffers": self.create_buffers,
                 f"{compat.SCHEDULER}.process_decode_queue": self.process_decode_queue,
                 f"{compat.SLEEPER}.maybe_sleep": self.maybe_sleep,
             },
@@ -163,9 +164,10 @@ class Plugin:
 
     def create_buffers(self, original: Callable[..., None], pool: Any) -> None:  # noqa: ANN401
         """The KV pool takes its memory: the arena's, where it is a pool that can be lent."""
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
-        if self.off or self.arena is not None or type(pool) is not MHATokenToKVPool:
+        known = type(pool) in (MHATokenToKVPool, MLATokenToKVPool)
+        if self.off or self.arena is not None or not known:
             original(pool)
             return
         arena = None
@@ -288,7 +290,7 @@ class Plugin:
             kind = type(allocator.get_kvcache()).__name__
             raise UserError(
                 f"the model's KV lies in a {kind} behind a {type(allocator).__name__}",
-                remedy="Serve a model with plain multi-head or grouped-query attention.",
+                remedy="Serve a model with multi-head, grouped-query or latent attention.",
             )
         from windrow_sidecar.engines.sglang.opening import Opened, open_harvest
 

@@ -1,8 +1,13 @@
-"""The arena under SGLang's KV pool: K and V of every layer as views of it, in SGLang's shape."""
+"""The arena under SGLang's KV pool: the KV of every layer as views of it, in SGLang's shape.
+
+Latent attention keeps one vector for a token where others keep K and V: its layers lie in pairs,
+the first of a pair where K would lie and the second where V would. KV in 8 bits is kept as bytes;
+its scales are numbers of SGLang's layers, not of the pool.
+"""
 
 from __future__ import annotations
 
-from math import ceil, gcd
+from math import ceil, lcm
 from typing import Any
 
 import torch
@@ -17,23 +22,41 @@ _PAGE_BYTES = 4096
 # the blocks would be more than a worker's process should map.
 _GPU_BLOCK_BYTES = 2 << 20
 _HOST_TOKENS_PER_CHUNK, _HOST_BLOCKS = 256, 16_384
+# Whole pages of a GPU's memory and whole pages of KV: beyond this a chunk is too much to lend.
+_MOST_BLOCK_BYTES = 64 << 20
+_EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_latent(pool: Any) -> bool:  # noqa: ANN401
+    """Return whether a pool keeps one vector for a token (DeepSeek's latent attention)."""
+    return hasattr(pool, "kv_lora_rank")
 
 
 def check_pool(pool: Any) -> None:  # noqa: ANN401
-    """Refuse a pool whose layout is not plain K and V by token slot. Raises UserError."""
+    """Refuse a pool whose layout is not plain KV by token slot. Raises UserError."""
+    as_bytes = pool.dtype in _EIGHT_BITS and pool.store_dtype == torch.uint8
     refused = {
-        "its KV is quantized": pool.is_quantized_kv_cache or pool.store_dtype != pool.dtype,
-        "its layout is not NHD": pool.use_hnd or pool.kv_cache_layout != "nhd",
-        "K and V have different sizes": pool.v_head_dim != pool.head_dim,
-        "its memory is sized after graphs are captured": pool.post_capture_active,
+        "its KV is quantized": pool.store_dtype != pool.dtype and not as_bytes,
         "a custom memory pool holds it": pool.enable_custom_mem_pool,
         "it has no layer": pool.layer_num < 1,
     }
+    if is_latent(pool):
+        refused |= {
+            "it keeps an index of sparse attention": pool.use_dsa,
+            "its layers are sharded": pool.layer_shard_enabled or pool.dcp_replicated,
+        }
+    else:
+        refused |= {
+            "its KV has scales of its own": pool.is_quantized_kv_cache,
+            "its layout is not NHD": pool.use_hnd or pool.kv_cache_layout != "nhd",
+            "K and V have different sizes": pool.v_head_dim != pool.head_dim,
+            "its memory is sized after graphs are captured": pool.post_capture_active,
+        }
     for why, is_so in refused.items():
         if is_so:
             raise UserError(
                 f"{type(pool).__name__} cannot be lent: {why}",
-                remedy="Serve with the default KV layout and --kv-cache-dtype auto.",
+                remedy="Serve with the default KV layout and --kv-cache-dtype auto or fp8_e4m3.",
             )
 
 
@@ -45,19 +68,23 @@ def plan_geometry(pool: Any) -> Geometry:  # noqa: ANN401
     Raises:
         UserError: a page of this many tokens does not fit into blocks.
     """
-    shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.store_dtype.itemsize)
-    entry, page, tokens = shape.entry_bytes, pool.page_size, pool.size + pool.page_size
-    if torch.device(pool.device).type == "cuda":
-        block = _GPU_BLOCK_BYTES
+    if is_latent(pool):
+        pairs = ceil(pool.layer_num / 2)
+        shape = KvShape(pairs, 1, pool.kv_cache_dim, pool.store_dtype.itemsize)
     else:
-        # Whole pages of memory and whole pages of KV.
-        unit = _PAGE_BYTES * entry * page // gcd(_PAGE_BYTES, entry * page)
+        shape = KvShape(pool.layer_num, pool.head_num, pool.head_dim, pool.store_dtype.itemsize)
+    entry, page, tokens = shape.entry_bytes, pool.page_size, pool.size + pool.page_size
+    # Whole pages of memory and whole pages of KV.
+    if torch.device(pool.device).type == "cuda":
+        block = lcm(_GPU_BLOCK_BYTES, entry * page)
+    else:
+        unit = lcm(_PAGE_BYTES, entry * page)
         of_a_chunk = max(_HOST_TOKENS_PER_CHUNK, ceil(tokens * 2 * shape.layers / _HOST_BLOCKS))
         block = unit * ceil(of_a_chunk * entry / unit)
     slots = block // entry
-    if slots % page:
+    if block > _MOST_BLOCK_BYTES and block > lcm(_PAGE_BYTES, entry * page):
         raise UserError(
-            f"pages of {page} tokens do not divide a block of {slots}",
+            f"pages of {page} tokens fit only into blocks of {block >> 20} MiB",
             field="--page-size",
             remedy="Use a power of two.",
         )
@@ -84,9 +111,19 @@ def make_arena(pool: Any) -> Arena:  # noqa: ANN401
 
 
 def use_arena(pool: Any, arena: Arena) -> None:  # noqa: ANN401
-    """Give the pool its K and V buffers: views of the arena."""
-    pool.k_buffer = [_rows(pool, arena, layer, value=False) for layer in range(pool.layer_num)]
-    pool.v_buffer = [_rows(pool, arena, layer, value=True) for layer in range(pool.layer_num)]
+    """Give the pool its buffers: views of the arena."""
+    if is_latent(pool):
+        pool.kv_buffer = [
+            _rows(pool, arena, layer // 2, 1, pool.kv_cache_dim, value=bool(layer % 2))
+            for layer in range(pool.layer_num)
+        ]
+        return
+    heads, dim = pool.head_num, pool.head_dim
+    for name, value in (("k_buffer", False), ("v_buffer", True)):
+        of_layers = [
+            _rows(pool, arena, layer, heads, dim, value=value) for layer in range(pool.layer_num)
+        ]
+        setattr(pool, name, of_layers)
     for absent in ("k_scale_buffer", "v_scale_buffer", "native_k_scale_buffer"):
         setattr(pool, absent, None)
     pool.native_v_scale_buffer = pool.dq_k_buffer = pool.dq_v_buffer = None
@@ -94,7 +131,20 @@ def use_arena(pool: Any, arena: Arena) -> None:  # noqa: ANN401
     pool._init_data_ptrs_and_strides()
 
 
-def _rows(pool: Any, arena: Arena, layer: int, *, value: bool) -> torch.Tensor:  # noqa: ANN401
-    """K or V of a layer: [slots of the pool, heads, head dim]."""
+def buffers_of(pool: Any) -> list[torch.Tensor]:  # noqa: ANN401
+    """Return all that a pool keeps, [slots, heads, dim] each."""
+    return [*pool.kv_buffer] if is_latent(pool) else [*pool.k_buffer, *pool.v_buffer]
+
+
+def _rows(
+    pool: Any,  # noqa: ANN401
+    arena: Arena,
+    layer: int,
+    heads: int,
+    dim: int,
+    *,
+    value: bool,
+) -> torch.Tensor:
+    """What a layer keeps where K lies, or V: [slots of the pool, heads, dim]."""
     by_chunk = kv_tensor(arena, layer, pool.store_dtype, value=value)
-    return by_chunk.view(-1, pool.head_num, pool.head_dim)[: pool.size + pool.page_size]
+    return by_chunk.view(-1, heads, dim)[: pool.size + pool.page_size]

@@ -113,15 +113,21 @@ class ExportedWeights:
         widest: torch.dtype = max(found, key=lambda dtype: dtype.itemsize)
         return widest
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | CodedTensor]:
         """Return each parameter, [...] in its own shape and dtype, as a view over the bytes."""
-        return {
-            name: self.storage[at["offset"] :]
-            .view(torch.uint8)[: _n_bytes(at)]
-            .view(getattr(torch, at["dtype"]))
-            .view(at["shape"])
-            for name, at in self.manifest["tensors"].items()
+        found: dict[str, Tensor | CodedTensor] = {
+            name: self._view(at) for name, at in self.manifest["tensors"].items()
         }
+        for name, of in self.manifest.get("coded", {}).items():
+            parts = {part: self._view(at) for part, at in of["parts"].items()}
+            parts["codes"] = parts["codes"].view(torch.uint8)
+            high, wide = of["group"]
+            found[name] = CodedTensor(of["codec"], tuple(of["shape"]), (high, wide), parts)
+        return found
+
+    def _view(self, at: dict[str, Any]) -> Tensor:
+        of_bytes = self.storage[at["offset"] :].view(torch.uint8)[: _n_bytes(at)]
+        return of_bytes.view(getattr(torch, at["dtype"])).view(at["shape"])
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
